@@ -1,0 +1,31 @@
+# make test: own environment, install, linters, all tests.   make demo: the main job on the embedded default.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+WORKERS ?= 2
+
+.PHONY: install test lint demo wheel clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,plot,log]'
+	touch $@
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+demo: install
+	$(BIN)/loopformer info --model demo
+
+wheel: install
+	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

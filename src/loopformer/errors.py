@@ -1,0 +1,13 @@
+"""What a user can get wrong. The command line prints the sentence and exits with `exit_code`, no traceback."""
+
+
+class LoopformerError(ValueError):
+    """Wrong input: text, an option, a configuration. The message is one sentence: what is wrong, what to do."""
+
+    exit_code = 2
+
+
+class FileProblem(LoopformerError):
+    """A file or folder that is missing, damaged or not what it should be."""
+
+    exit_code = 1

@@ -1,0 +1,242 @@
+"""What a budget and a schedule are: a trajectory is a tuple of steps that sum to 1.
+
+Trajectory.uniform(4)                 # four equal steps
+Trajectory.parse("4-2-1-1")           # weights, normalised
+Trajectory.parse("cosine:4")          # a named family at a budget
+Trajectory.sample(8, random.Random(0))  # what training draws
+
+Steps are exact fractions, so equality, hashing and shared prefixes are exact. The length M is the compute
+budget; step i takes the state from time t_i to t_i + Δ_i. No other file re-implements any of this.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from loopformer.errors import LoopformerError
+
+Number = Fraction | int | float | str
+Sampler = Literal["compositions", "sequential", "uniform", "continuous"]
+Family = Literal["uniform", "coarse-to-fine", "fine-to-coarse", "cosine"]
+
+SAMPLERS: tuple[str, ...] = get_args(Sampler)
+FAMILIES: tuple[str, ...] = get_args(Family)
+
+_TOLERANCE = Fraction(1, 10**6)
+_LARGEST_DENOMINATOR = 4096
+_CONTINUOUS_GRID = 2**20  # resolution of `continuous`: fine beside any L, and still short to print
+
+
+@dataclass(frozen=True, init=False)
+class Trajectory:
+    """Steps Δ₁…Δ_M, positive and summing to 1. Immutable, hashable, printable: `parse(str(t)) == t`."""
+
+    steps: tuple[Fraction, ...]
+
+    def __init__(self, steps: Iterable[Number]) -> None:
+        object.__setattr__(self, "steps", _exact_steps(list(steps)))
+
+    @property
+    def budget(self) -> int:
+        """M, the number of passes through the shared stack."""
+        return len(self.steps)
+
+    @cached_property
+    def times(self) -> tuple[Fraction, ...]:
+        """The time t before each step: 0, Δ₁, Δ₁+Δ₂, …"""
+        return tuple(itertools.accumulate(self.steps[:-1], initial=Fraction(0)))
+
+    @property
+    def is_uniform(self) -> bool:
+        return len(set(self.steps)) == 1
+
+    def __len__(self) -> int:
+        return self.budget
+
+    def __str__(self) -> str:
+        if self.is_uniform:
+            return str(self.budget)
+        common = math.lcm(*(step.denominator for step in self.steps))
+        if common <= _LARGEST_DENOMINATOR:
+            return "-".join(str(int(step * common)) for step in self.steps)
+        return ",".join(str(step) for step in self.steps)
+
+    def __repr__(self) -> str:
+        return f"Trajectory.parse({str(self)!r})"
+
+    @classmethod
+    def uniform(cls, budget: int) -> Trajectory:
+        """M equal steps."""
+        _check_budget(budget)
+        return cls([Fraction(1, budget)] * budget)
+
+    @classmethod
+    def named(cls, family: str, budget: int) -> Trajectory:
+        """A named family at a budget: uniform, coarse-to-fine (M…1), fine-to-coarse (1…M), cosine."""
+        _check_budget(budget)
+        if family == "uniform":
+            return cls.uniform(budget)
+        if family == "coarse-to-fine":
+            return cls.from_weights(range(budget, 0, -1))
+        if family == "fine-to-coarse":
+            return cls.from_weights(range(1, budget + 1))
+        if family == "cosine":
+            times = [math.sin(math.pi * i / (2 * budget)) for i in range(budget + 1)]
+            return cls([after - before for before, after in itertools.pairwise(times)])
+        raise LoopformerError(f"Unknown trajectory family {family!r}; choose one of {', '.join(FAMILIES)}.")
+
+    @classmethod
+    def from_weights(cls, weights: Iterable[Number]) -> Trajectory:
+        """Positive weights, normalised to sum to 1."""
+        exact = [_fraction(weight) for weight in weights]
+        if not exact or min(exact) <= 0:
+            raise LoopformerError(f"Trajectory weights must be positive, got {_join(exact) or 'none'}.")
+        total = sum(exact)
+        return cls([weight / total for weight in exact])
+
+    @classmethod
+    def parse(cls, text: str) -> Trajectory:
+        """Read "4" (uniform), "4-2-1-1" (weights), "0.5,0.25,0.25" or "1/2,1/4,1/4" (steps), "cosine:4"."""
+        plain = "".join(text.split())
+        if re.fullmatch(r"\d+", plain):
+            return cls.uniform(int(plain))
+        if match := re.fullmatch(r"([a-z-]+):(\d+)", plain):
+            return cls.named(match[1], int(match[2]))
+        try:
+            if re.fullmatch(r"[\d.]+(-[\d.]+)+", plain):
+                return cls.from_weights(Fraction(part) for part in plain.split("-"))
+            if re.fullmatch(r"[\d./]+(,[\d./]+)*", plain):
+                return cls(plain.split(","))
+        except (ZeroDivisionError, _Unreadable):
+            pass
+        raise LoopformerError(
+            f"Cannot read {text!r} as a trajectory; write a budget (4), weights (4-2-1-1), "
+            "steps that sum to 1 (0.5,0.25,0.25 or 1/2,1/4,1/4) or a family (cosine:4)."
+        )
+
+    @classmethod
+    def enumerate(cls, loops: int, budget: int) -> Iterator[Trajectory]:
+        """Every trajectory of M steps on the training grid of 1/L, C(L-1, M-1) in all, in lexicographic order."""
+        _check_budget(budget, loops)
+        for cuts in itertools.combinations(range(1, loops), budget - 1):
+            yield cls._between(cuts, loops)
+
+    @classmethod
+    def sample(
+        cls, loops: int, rng: Any, budget: int | None = None, sampler: str = "compositions"
+    ) -> Trajectory:
+        """Draw a trajectory for a model of L loops, with `random.Random` or `numpy.random.Generator`.
+
+        The length S is uniform on 1…L-1 unless `budget` is given; then, by `sampler`:
+        compositions  uniform among the C(L-1, S-1) compositions of L into S parts (the paper's text)
+        sequential    each part uniform on what leaves 1 for every later part (the authors' code; front-heavy)
+        uniform       S equal steps
+        continuous    Dirichlet(1, …, 1), off the grid
+        """
+        if budget is None:
+            if loops < 2:
+                raise LoopformerError(f"A model of {loops} loop has no shorter trajectory to draw.")
+            budget = 1 + _below(rng, loops - 1)
+        _check_budget(budget, loops)
+        if sampler == "compositions":
+            return cls._between(_distinct(rng, budget - 1, loops - 1), loops)
+        if sampler == "sequential":
+            parts: list[int] = []
+            for later in range(budget - 1, 0, -1):
+                parts.append(1 + _below(rng, loops - sum(parts) - later))
+            return cls.from_weights([*parts, loops - sum(parts)])
+        if sampler == "uniform":
+            return cls.uniform(budget)
+        if sampler == "continuous":
+            # The gaps between sorted uniform points are Dirichlet(1, …, 1).
+            return cls._between(_distinct(rng, budget - 1, _CONTINUOUS_GRID - 1), _CONTINUOUS_GRID)
+        raise LoopformerError(f"Unknown sampler {sampler!r}; choose one of {', '.join(SAMPLERS)}.")
+
+    @classmethod
+    def _between(cls, cuts: Iterable[int], grid: int) -> Trajectory:
+        """The trajectory whose inner times are cuts/grid."""
+        return cls([Fraction(b - a, grid) for a, b in itertools.pairwise([0, *cuts, grid])])
+
+
+def resolve(trajectory: Trajectory | str | int | None, loops: int) -> Trajectory:
+    """What a user may pass where a trajectory is meant: None is the full uniform(L), an int a budget."""
+    if trajectory is None:
+        return Trajectory.uniform(loops)
+    if isinstance(trajectory, Trajectory):
+        return trajectory
+    if isinstance(trajectory, str):
+        return Trajectory.parse(trajectory)
+    return Trajectory.uniform(trajectory)
+
+
+class _Unreadable(LoopformerError):
+    """Text that is no number."""
+
+
+def _check_budget(budget: int, loops: int | None = None) -> None:
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+        raise LoopformerError(f"A budget is a whole number of loops, 1 or more; got {budget!r}.")
+    if loops is not None and budget > loops:
+        raise LoopformerError(f"Budget {budget} is above the model's {loops} loops; choose 1 to {loops}.")
+
+
+def _fraction(value: Number) -> Fraction:
+    try:
+        return Fraction(repr(float(value)) if isinstance(value, float) else value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise _Unreadable(f"{value!r} is not a number that a trajectory step can be.") from error
+
+
+def _snapped(value: Number) -> Fraction:
+    """Exact input stays as it is; a float or decimal within 1e-6 of p/q, q ≤ 4096, becomes p/q."""
+    exact = _fraction(value)
+    near = exact.limit_denominator(_LARGEST_DENOMINATOR)
+    return near if not _is_exact(value) and near > 0 and abs(near - exact) <= _TOLERANCE else exact
+
+
+def _is_exact(value: Number) -> bool:
+    return isinstance(value, Fraction | int) or (isinstance(value, str) and "/" in value)
+
+
+def _exact_steps(given: list[Number]) -> tuple[Fraction, ...]:
+    if not given:
+        raise LoopformerError("A trajectory needs at least one step.")
+    steps = [_snapped(value) for value in given]
+    raw = [_fraction(value) for value in given]
+    if min(raw) <= 0:
+        raise LoopformerError(f"Trajectory steps must be positive, got {_join(raw)}.")
+    allowed = _TOLERANCE * sum(not _is_exact(value) for value in given)
+    if abs(sum(raw) - 1) > allowed:
+        raise LoopformerError(
+            f"Trajectory steps must sum to 1, but {_join(raw)} sum to {float(sum(raw)):.6g}; "
+            "write weights as 4-2-1-1 to have them normalised."
+        )
+    # Rounded decimals may miss 1 by a hair; the largest step takes the difference, where it matters least.
+    largest = steps.index(max(steps))
+    steps[largest] += 1 - sum(steps)
+    return tuple(steps)
+
+
+def _join(values: Iterable[Fraction]) -> str:
+    return ", ".join(f"{float(value):.6g}" for value in values)
+
+
+def _below(rng: Any, bound: int) -> int:
+    """A uniform integer in 0…bound-1 from either kind of generator."""
+    return int(rng.integers(bound)) if hasattr(rng, "integers") else int(rng.randrange(bound))
+
+
+def _distinct(rng: Any, count: int, bound: int) -> list[int]:
+    """A uniform subset of `count` integers in 1…bound, sorted (Floyd's algorithm)."""
+    chosen: set[int] = set()
+    for top in range(bound - count + 1, bound + 1):
+        pick = 1 + _below(rng, top)
+        chosen.add(top if pick in chosen else pick)
+    return sorted(chosen)
