@@ -1,8 +1,8 @@
-"""What a user can get wrong. The command line prints the sentence and exits with `exit_code`, no traceback."""
+"""What a user can get wrong. The command line prints the sentence and exits with `exit_code`."""
 
 
 class LoopformerError(ValueError):
-    """Wrong input: text, an option, a configuration. The message is one sentence: what is wrong, what to do."""
+    """Wrong input: text, an option, a setting. The message is one sentence: what is wrong, what to do."""
 
     exit_code = 2
 

@@ -123,15 +123,13 @@ class Trajectory:
 
     @classmethod
     def enumerate(cls, loops: int, budget: int) -> Iterator[Trajectory]:
-        """Every trajectory of M steps on the training grid of 1/L, C(L-1, M-1) in all, in lexicographic order."""
+        """Every trajectory of M steps on the training grid of 1/L, C(L-1, M-1) in all, in order."""
         _check_budget(budget, loops)
         for cuts in itertools.combinations(range(1, loops), budget - 1):
             yield cls._between(cuts, loops)
 
     @classmethod
-    def sample(
-        cls, loops: int, rng: Any, budget: int | None = None, sampler: str = "compositions"
-    ) -> Trajectory:
+    def sample(cls, loops: int, rng: Any, budget: int | None = None, sampler: str = "compositions") -> Trajectory:
         """Draw a trajectory for a model of L loops, with `random.Random` or `numpy.random.Generator`.
 
         The length S is uniform on 1…L-1 unless `budget` is given; then, by `sampler`:
@@ -212,10 +210,11 @@ def _exact_steps(given: list[Number]) -> tuple[Fraction, ...]:
     raw = [_fraction(value) for value in given]
     if min(raw) <= 0:
         raise LoopformerError(f"Trajectory steps must be positive, got {_join(raw)}.")
-    allowed = _TOLERANCE * sum(not _is_exact(value) for value in given)
-    if abs(sum(raw) - 1) > allowed:
+    allowed = _TOLERANCE * sum(1 for value in given if not _is_exact(value))
+    total = sum(raw, Fraction(0))
+    if abs(total - 1) > allowed:
         raise LoopformerError(
-            f"Trajectory steps must sum to 1, but {_join(raw)} sum to {float(sum(raw)):.6g}; "
+            f"Trajectory steps must sum to 1, but {_join(raw)} sum to {float(total):.6g}; "
             "write weights as 4-2-1-1 to have them normalised."
         )
     # Rounded decimals may miss 1 by a hair; the largest step takes the difference, where it matters least.

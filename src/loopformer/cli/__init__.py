@@ -1,0 +1,53 @@
+"""The command line: one short file per verb. Heavy imports happen inside a verb, so that --help is quick.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage; what a user got wrong is one sentence on stderr.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+import loopformer
+from loopformer.cli.import_ import import_
+from loopformer.cli.info import info
+from loopformer.errors import LoopformerError
+
+app = typer.Typer(
+    name="loopformer",
+    help="Train, evaluate, analyse and serve elastic-depth language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("info")(info)
+app.command("import")(import_)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"loopformer {loopformer.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line and turn a user's mistake into one sentence."""
+    try:
+        app()
+    except LoopformerError as error:
+        print(f"loopformer: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except BrokenPipeError:
+        # `loopformer info | head` closes our output; that is no failure of ours.
+        sys.stderr.close()
+        raise SystemExit(0) from None

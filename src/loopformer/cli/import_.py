@@ -1,0 +1,42 @@
+"""`loopformer import`: turn the authors' weights into a model folder of ours."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def import_(
+    source: Annotated[str, typer.Argument(help="A .safetensors or .pt file, a Hugging Face folder, or a Hub id.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    heads: Annotated[int | None, typer.Option(help="Attention heads, where no config says so.")] = None,
+    loops: Annotated[int | None, typer.Option(help="Loops L, where no config says so.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model that is already there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Import published weights; nothing that comes with them is run.
+
+    Example: loopformer import armenjeddi/LoopFormer-3block-8iterations models/3x8 --loops 8
+    """
+    from loopformer.errors import LoopformerError
+    from loopformer.lm import load_official
+    from loopformer.loading.folder import CONFIG, WEIGHTS, save_model
+
+    if not force and any((out / name).exists() for name in (CONFIG, WEIGHTS)):
+        raise LoopformerError(f"{out} already holds a model; choose another folder or add --force.")
+    if out.exists() and not out.is_dir():
+        raise LoopformerError(f"{out} is a file; name a folder to write to.")
+    lm = load_official(source, heads, loops)
+    save_model(lm.model, out, source={"imported_from": source})
+    if lm.tokenizer is not None:
+        lm.tokenizer.save(out)
+    config = lm.model.config
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), "parameters": lm.model.cost.parameters.total}))
+    else:
+        typer.echo(
+            f"{out}: {config.blocks}⊗{config.loops}, conditioning {config.conditioning}, "
+            f"{lm.model.cost.parameters.total:,} parameters"
+            + ("" if lm.tokenizer else "; no tokenizer.json beside the weights, so text needs one put there")
+        )

@@ -1,0 +1,75 @@
+"""Settings as dataclasses: built from plain data, checked against their annotations.
+
+An unknown key, a wrong type or an impossible value is one clear sentence that names the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from loopformer.errors import LoopformerError
+
+T = TypeVar("T")
+
+
+def require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise LoopformerError(sentence)
+
+
+def from_mapping(cls: type[T], values: Any, where: str) -> T:
+    """Build a settings dataclass from plain data; an unknown key names the nearest valid one."""
+    if not isinstance(values, Mapping):
+        raise LoopformerError(f"{where} must be a mapping of settings, got {values!r}.")
+    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise LoopformerError(f"Unknown setting {where}.{key}; {nearest(str(key), known)}")
+    return cls(**values)
+
+
+def nearest(word: str, known: list[str], otherwise: str | None = None) -> str:
+    """A hint for a misspelt word: the nearest valid one, else `otherwise` or all of them."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]}?" if close else otherwise or f"valid are {', '.join(known)}."
+
+
+def check_types(settings: Any, where: str) -> None:
+    """Check every field of a settings dataclass against its annotation; an int passes for a float."""
+    hints = get_type_hints(type(settings))
+    for field in dataclasses.fields(settings):
+        value, hint = getattr(settings, field.name), hints[field.name]
+        if float in _choices(hint) and type(value) is int:
+            object.__setattr__(settings, field.name, float(value))
+        elif not _fits(value, hint):
+            raise LoopformerError(f"{where}.{field.name} must be {_describe(hint)}, got {value!r}.")
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(_fits(value, choice) for choice in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
+    if hint is int:
+        return type(value) is int
+    return isinstance(value, get_origin(hint) or hint)
+
+
+def _describe(hint: Any) -> str:
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_describe(choice) for choice in get_args(hint))
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if hint is type(None):
+        return "null"
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, str(hint))

@@ -1,0 +1,334 @@
+"""Text → token shards: what `loopformer prepare` does.
+
+index = prepare(["stdlib"], "data/stdlib", train_tokenizer=4096)
+index = prepare(["news.jsonl.zst=2", "books/=1"], "data/mix", tokenizer="gpt2")
+
+The folder gets `tokenizer.json`, shards of token ids for each source and split, and at the end `index.json`
+with counts, checksums and settings. Every document is followed by the end token.
+
+What is written depends only on the settings and the text. After a crash at any moment the same call continues
+at the last commit and ends with the same bytes. Reading and splitting run in a thread beside tokenizing, which
+the `tokenizers` library spreads over the cores; only a few batches of text are in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loopformer.data.background import Ahead
+from loopformer.data.corpus import Position, Source, parse_sources
+from loopformer.data.files import Meter
+from loopformer.data.ledger import Ledger, SourceState, Written
+from loopformer.data.shards import ShardWriter
+from loopformer.data.splits import LONGEST, SPLITS, Split, Splitter, cut, survey
+from loopformer.data.supervised import Example, encode_examples, example_key, example_text, parse_example
+from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import LoopformerError
+
+DEFAULT_VOCAB = 4096  # of the tokenizer trained on the spot when none is asked for
+_TOKENIZER_TEXT = 256 << 20  # characters a tokenizer is trained on, at most
+
+Item = str | Example
+Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]  # ids, and flags for supervised examples
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one source is, for a display."""
+
+    source: str
+    text_bytes: int
+    tokens: int
+    fraction: float | None  # of the source; None where its length is unknown
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Documents to tokenize, and how far the source has been read after them."""
+
+    items: list[tuple[Split, Item]]
+    position: Position
+    text_bytes: int
+
+
+def prepare(
+    sources: Sequence[str],
+    out: Path | str,
+    *,
+    tokenizer: str | None = None,
+    train_tokenizer: int | None = None,
+    val_fraction: float | None = None,
+    train_tokens: int | None = None,
+    val_tokens: int | None = None,
+    field: str = "text",
+    supervised: bool = False,
+    shard_tokens: int = 1 << 27,
+    workers: int | None = None,
+    batch_bytes: int = 4 << 20,
+    commit_seconds: float = 2.0,
+    report: Callable[[Progress], None] | None = None,
+) -> dict[str, Any]:
+    """Turn sources into token shards under `out` and return the index; started again, it continues.
+
+    The tokenizer is `tokenizer` (gpt2 or a path), or one trained on the sources with `train_tokenizer` ids;
+    with neither, GPT-2's where text comes from the Hub and a trained one of 4096 ids elsewhere.
+    `val_fraction`, `train_tokens` and `val_tokens` hold for each source and overrule its preset; a split ends
+    after exactly so many tokens. `workers` (cores for tokenizing), `batch_bytes`, `commit_seconds` and
+    `report` do not influence the result.
+    """
+    if tokenizer is not None and train_tokenizer is not None:
+        raise LoopformerError("Choose --tokenizer or --train-tokenizer, not both.")
+    for name, number in (("train-tokens", train_tokens), ("val-tokens", val_tokens), ("workers", workers)):
+        if number is not None and number < 1:
+            raise LoopformerError(f"--{name} must be 1 or more, got {number}.")
+    if workers is not None:
+        os.environ["RAYON_NUM_THREADS"] = str(workers)  # the library's only way; read when it first tokenizes
+    given = {"val_fraction": val_fraction, "train_tokens": train_tokens, "val_tokens": val_tokens}
+    overrides: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    parsed = parse_sources(sources, field, supervised=supervised)
+    parsed = tuple(dataclasses.replace(source, **overrides) for source in parsed)
+    if tokenizer is None and train_tokenizer is None:
+        tokenizer = "gpt2" if any(source.remote for source in parsed) else None
+        train_tokenizer = None if tokenizer else DEFAULT_VOCAB
+    ready = Tokenizer.find(tokenizer) if tokenizer is not None else None
+    settings = {
+        "version": 1,
+        "tokenizer": {"sha256": ready.hash} if ready else {"trained": train_tokenizer},
+        "field": field,
+        "supervised": supervised,
+        "shard_tokens": shard_tokens,
+        "sources": [_describe(source) for source in parsed],
+    }
+    ledger = Ledger(Path(out), settings)
+    if (index := ledger.begin()) is not None:
+        return index
+    reader = _Reader(field, supervised)
+    for source in parsed[len(ledger.sources) :]:
+        ledger.sources.append(SourceState(reader.survey(source)))
+    if (ledger.folder / TOKENIZER_FILE).exists():
+        ready = Tokenizer.load(ledger.folder)
+    elif ready is None:
+        states = zip(parsed, ledger.sources, strict=True)
+        texts = (reader.training_texts(*pair, _TOKENIZER_TEXT // len(parsed)) for pair in states)
+        ready = Tokenizer.train((text for of_source in texts for text in of_source), train_tokenizer or 0)
+    ready.save(ledger.folder)
+    ledger.commit()
+    for source, state in zip(parsed, ledger.sources, strict=True):
+        if not state.done:
+            _tokenize(ledger, source, state, reader, ready, batch_bytes, commit_seconds, report)
+    return ledger.finish(_index(parsed, ledger.sources, ready))
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Sources as documents or supervised examples, and their splits."""
+
+    field: str
+    supervised: bool
+
+    def items(self, source: Source, start: Position, meter: Meter) -> Iterator[tuple[Position, Item]]:
+        """Each document, with the position after its record."""
+        if self.supervised:
+            for position, record in source.records(start, meter):
+                where = f"{source.parts[position.part].name} record {position.record}"
+                yield position, parse_example(record, where)
+        else:
+            for position, text in source.texts(self.field, start, meter):
+                for piece in cut(text, LONGEST // 2, LONGEST):
+                    yield position, piece
+
+    def split(self, splitter: Splitter, item: Item) -> Sequence[tuple[Split, Item]]:
+        return splitter.split(item) if isinstance(item, str) else [(splitter.choose(example_key(item)), item)]
+
+    def survey(self, source: Source) -> Splitter:
+        def texts() -> Iterator[str]:
+            for _, item in self.items(source, Position(), Meter()):
+                yield item if isinstance(item, str) else example_key(item)
+
+        return survey(texts, source.val_fraction, source.given, whole=self.supervised)
+
+    def training_texts(self, source: Source, state: SourceState, most: int) -> Iterator[str]:
+        """The training documents of a source, up to `most` characters."""
+        for _, item in self.items(source, Position(), Meter()):
+            for split, part in self.split(state.splitter, item):
+                if split == "train":
+                    text = example_text(part) if not isinstance(part, str) else part
+                    most -= len(text)
+                    yield text
+            if most <= 0:
+                break
+
+    def work(self, source: Source, state: SourceState, meter: Meter, batch_bytes: int) -> Iterator[_Work]:
+        """Batches of about `batch_bytes` of text; a batch ends only where a record does."""
+        items: list[tuple[Split, Item]] = []
+        position, total, size = state.position, state.text_bytes, 0
+        for after, item in self.items(source, position, meter):
+            if size >= batch_bytes and after != position:
+                total += size
+                yield _Work(items, position, total)
+                items, size = [], 0
+            items += self.split(state.splitter, item)
+            size += len((item if isinstance(item, str) else example_text(item)).encode())
+            position = after
+        yield _Work(items, position, total + size)
+
+
+class _Output:
+    """The shards of one split of one source, up to its limit; masks too where there are flags."""
+
+    def __init__(
+        self, ledger: Ledger, name: str, dtype: npt.DTypeLike, written: Written, limit: int | None
+    ) -> None:
+        self._written, self._limit = written, limit
+        size, done = ledger.settings["shard_tokens"], written.tokens
+        self._tokens = ShardWriter(ledger.folder, name, ".bin", dtype, size, done, written.shards)
+        self._writers = [self._tokens]
+        if ledger.settings["supervised"]:
+            self._writers.append(ShardWriter(ledger.folder, name, ".mask", np.uint8, size, done, written.masks))
+
+    @property
+    def full(self) -> bool:
+        return self._limit is not None and self._written.tokens >= self._limit
+
+    def append(self, documents: list[Encoded]) -> None:
+        left = None if self._limit is None else self._limit - self._written.tokens
+        if left is not None:
+            starts = np.cumsum([0, *(len(ids) for ids, _ in documents)])[:-1]
+            documents = documents[: int(np.searchsorted(starts, left))]
+        if documents:
+            for writer, columns in zip(self._writers, zip(*documents, strict=True), strict=False):
+                writer.append(np.concatenate(columns)[:left])
+            self._written.documents += len(documents)
+            self._note()
+
+    def flush(self) -> None:
+        for writer in self._writers:
+            writer.flush()
+
+    def finish(self) -> int:
+        """Finish the last shard; the tokens of all."""
+        for writer in self._writers:
+            writer.finish()
+        self._note()
+        return self._written.tokens
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+    def _note(self) -> None:
+        self._written.tokens = self._tokens.items
+        self._written.shards, self._written.masks = ([*(w.shards for w in self._writers), []])[:2]
+
+
+def _tokenize(
+    ledger: Ledger,
+    source: Source,
+    state: SourceState,
+    reader: _Reader,
+    tokenizer: Tokenizer,
+    batch_bytes: int,
+    commit_seconds: float,
+    report: Callable[[Progress], None] | None,
+) -> None:
+    """Tokenize the rest of one source."""
+    meter = Meter(sum(part.size or 0 for part in source.parts[: state.position.part]))
+    limits: dict[Split, int | None] = {"train": source.train_tokens, "val": source.val_tokens}
+    committed = time.monotonic()
+    with ExitStack() as stack:
+        outputs: dict[Split, _Output] = {}
+        for split in SPLITS:
+            name = f"{source.name}-{split}"
+            output = _Output(ledger, name, _dtype(tokenizer), state.splits[split], limits[split])
+            outputs[split] = stack.enter_context(closing(output))
+        batches = stack.enter_context(closing(Ahead(reader.work(source, state, meter, batch_bytes))))
+        for work in batches:
+            wanted = [(split, item) for split, item in work.items if not outputs[split].full]
+            encoded = _encode(tokenizer, [item for _, item in wanted])
+            for split, output in outputs.items():
+                output.append([one for (own, _), one in zip(wanted, encoded, strict=True) if own == split])
+            state.position, state.text_bytes = work.position, work.text_bytes
+            if report:
+                report(_progress(source, state, meter))
+            if all(output.full for output in outputs.values()):
+                break
+            if time.monotonic() - committed >= commit_seconds:
+                for output in outputs.values():
+                    output.flush()
+                ledger.commit()
+                committed = time.monotonic()
+        for split, output in outputs.items():
+            if not output.finish() and (split == "train" or source.val_fraction):
+                raise LoopformerError(
+                    f"{source.given} left nothing for the {split} split; change --val-fraction or add text."
+                )
+    state.done = True
+    ledger.commit()
+
+
+def _encode(tokenizer: Tokenizer, items: list[Item]) -> list[Encoded]:
+    """Ids with the end token at the end of each document, in the same order."""
+    texts = [item for item in items if isinstance(item, str)]
+    if len(texts) < len(items):
+        return list(encode_examples(tokenizer, [item for item in items if not isinstance(item, str)]))
+    dtype = _dtype(tokenizer)
+    return [(np.array([*ids, tokenizer.eot], dtype), None) for ids in tokenizer.encode_batch(texts)]
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+
+
+def _progress(source: Source, state: SourceState, meter: Meter) -> Progress:
+    tokens = sum(written.tokens for written in state.splits.values())
+    fractions = []
+    if source.size:
+        fractions.append(meter.read / source.size)
+    if source.train_tokens:
+        fractions.append(state.splits["train"].tokens / source.train_tokens)
+    fraction = min(1.0, max(fractions)) if fractions else None
+    return Progress(source.name, state.text_bytes, tokens, fraction)
+
+
+def _describe(source: Source) -> dict[str, Any]:
+    """What must be the same for an interrupted job to continue."""
+    return {
+        "given": source.given,
+        "name": source.name,
+        "weight": source.weight,
+        "val_fraction": source.val_fraction,
+        "train_tokens": source.train_tokens,
+        "val_tokens": source.val_tokens,
+        "parts": [{"name": part.name, "size": part.size} for part in source.parts],
+    }
+
+
+def _index(sources: Sequence[Source], states: Sequence[SourceState], tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "tokenizer": {"sha256": tokenizer.hash, "vocab_size": tokenizer.vocab_size, "end": tokenizer.eot},
+        "dtype": _dtype(tokenizer).name,
+        "tokens": {split: sum(state.splits[split].tokens for state in states) for split in SPLITS},
+        "sources": [
+            {
+                "name": source.name,
+                "weight": source.weight,
+                "text_bytes": state.text_bytes,
+                "splitter": dataclasses.asdict(state.splitter),
+                "splits": {
+                    split: dataclasses.asdict(state.splits[split]) for split in SPLITS if state.splits[split].tokens
+                },
+            }
+            for source, state in zip(sources, states, strict=True)
+        ],
+    }

@@ -1,0 +1,115 @@
+"""Which text is trained on and which is held out: decided by a hash of the text, so never both.
+
+splitter = survey(read_texts, fraction=0.01)   # looks at the source first
+splitter.split(document)                       # [("train", "…"), ("val", "…"), …]
+
+A document goes where its hash sends it, whatever its place and whatever else is in the source. A source of
+few documents is cut at paragraph borders first, each paragraph goes where *its* hash sends it, and neighbours
+that stay together are joined again. Then one paragraph is held out and one is trained on in any case.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from loopformer.errors import LoopformerError
+
+Split = Literal["train", "val"]
+SPLITS: tuple[Split, ...] = ("train", "val")
+
+LONGEST = 1 << 20  # characters in a document; longer ones are cut, so that memory stays bounded
+_FEW = 1000  # documents; below that, or below ten expected to be held out, a source is cut at paragraphs
+_PIECES = 2000  # how many pieces such a source is cut into, about
+_SMALLEST, _LARGEST = 64, 1 << 16  # characters in such a piece
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """Text → split. `fraction` of the hashes is held out; see `survey` for the rest."""
+
+    fraction: float
+    piece: int = 0  # characters in a piece at least; 0 keeps documents whole
+    lowest: int = -1  # the hash that is held out in any case
+    highest: int = -1  # the hash that is trained on in any case
+
+    def choose(self, text: str) -> Split:
+        if not self.fraction:
+            return "train"
+        number = _number(text)
+        if number == self.highest:
+            return "train"
+        return "val" if number == self.lowest or number < self.fraction * 2**64 else "train"
+
+    def pieces(self, text: str) -> list[str]:
+        return cut(text, self.piece, LONGEST) if self.piece else [text]
+
+    def split(self, text: str) -> list[tuple[Split, str]]:
+        chosen = ((self.choose(piece), piece) for piece in self.pieces(text))
+        return [
+            (split, "".join(piece for _, piece in group))
+            for split, group in itertools.groupby(chosen, key=lambda pair: pair[0])
+        ]
+
+
+def survey(read: Callable[[], Iterator[str]], fraction: float, name: str, *, whole: bool = False) -> Splitter:
+    """Look through a source, or through its beginning if it is long, for how to split it.
+
+    `whole` forbids cutting (supervised examples).
+    """
+    if not 0 <= fraction < 1:
+        raise LoopformerError(f"The validation fraction must be at least 0 and below 1, got {fraction}.")
+    few = max(_FEW, round(10 / fraction)) if fraction else 1
+    count = size = 0
+    for text in read():
+        count, size = count + 1, size + len(text)
+        if count == few:
+            return Splitter(fraction)
+    if not count:
+        raise LoopformerError(f"{name} holds no text; check the path and the field.")
+    cutter = Splitter(fraction, 0 if whole else min(max(size // _PIECES, _SMALLEST), _LARGEST))
+    lowest, highest = 2**64, -1
+    for text in read():
+        for piece in cutter.pieces(text):
+            number = _number(piece)
+            lowest, highest = min(lowest, number), max(highest, number)
+    if lowest == highest:
+        raise LoopformerError(
+            f"{name} has too little text for a training and a validation part; add text or use --val-fraction 0."
+        )
+    return Splitter(fraction, cutter.piece, lowest, highest)
+
+
+def cut(text: str, least: int, most: int) -> list[str]:
+    """Cut into pieces of `least` to `most` characters that join to the same text.
+
+    Each ends after the first paragraph that is long enough; where none ends in time after a line, a word, or
+    anywhere. Only the last piece may be shorter.
+    """
+    pieces = []
+    start, last = 0, len(text.rstrip())
+    while last - start > least:
+        end = _border(text, start + least, min(start + most, last))
+        if end is None:
+            if len(text) - start <= most:
+                break
+            end = start + most
+        pieces.append(text[start:end])
+        start = end
+    return [*pieces, text[start:]] if start < len(text) else pieces
+
+
+def _border(text: str, least: int, most: int) -> int | None:
+    for mark in ("\n\n", "\n", " "):
+        found = text.find(mark, least - len(mark), most)
+        if found >= 0:
+            return found + len(mark)
+    return None
+
+
+def _number(text: str) -> int:
+    """64 bits of the text's hash; white space around it does not count, so that a cut does not matter."""
+    return int.from_bytes(hashlib.blake2b(text.strip().encode(), digest_size=8).digest(), "big")

@@ -1,0 +1,171 @@
+"""Text ↔ token ids: a thin wrapper over the `tokenizers` library that travels as one file, tokenizer.json.
+
+Tokenizer.find("gpt2")                      # GPT-2's BPE from the Hub
+Tokenizer.find("folder")                    # tokenizer.json, or GPT-2's encoder.json and vocab.bpe
+Tokenizer.train(texts, vocab_size=4096)     # byte-level BPE, the same for the same text
+tokenizer.encode("Hello world"); tokenizer.decode([15496, 995])
+
+Text never encodes to a special token: a document that contains the characters `<|endoftext|>` stays text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loopformer.data.shards import write_atomic
+from loopformer.data.splits import cut
+from loopformer.errors import FileProblem, LoopformerError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+FILE = "tokenizer.json"
+END = "<|endoftext|>"
+_END_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
+_PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, and the Hub's
+
+
+class Tokenizer:
+    """A tokenizer and the very text of its tokenizer.json; `hash` is the sha256 of that file."""
+
+    def __init__(self, text: str, name: str = FILE) -> None:
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises plain Exception
+            raise FileProblem(f"{name} is no tokenizer that the tokenizers library can read.") from error
+        self._text = text
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        ends = [number for end in _END_NAMES if (number := self._tokenizer.token_to_id(end)) is not None]
+        if not ends:
+            raise FileProblem(f"{name} has no end token; add {END} to it.")
+        self.eot = ends[0]
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Ids are 0 … vocab_size - 1."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def hash(self) -> str:
+        return hashlib.sha256(self._text.encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Each text on its own, in parallel."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [one.ids for one in encoded]
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of the ids; the end token shows only with `special`."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
+
+    def save(self, folder: Path | str) -> None:
+        write_atomic(Path(folder) / FILE, self._text.encode())
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Tokenizer:
+        """The tokenizer that `save` left in a folder."""
+        return cls.from_file(Path(folder) / FILE)
+
+    @classmethod
+    def from_file(cls, path: Path | str) -> Tokenizer:
+        return cls(_read(Path(path)), str(path))
+
+    @classmethod
+    def find(cls, place: str) -> Tokenizer:
+        """`gpt2` (from the Hub), a tokenizer.json, or a folder with one or with GPT-2's two files."""
+        path = Path(place)
+        if path.is_file():
+            return cls.from_file(path)
+        if path.is_dir():
+            if (path / FILE).is_file():
+                return cls.load(path)
+            for vocab, merges in _PAIRS:
+                if (path / vocab).is_file() and (path / merges).is_file():
+                    return cls.from_gpt2_files(path / vocab, path / merges)
+            raise FileProblem(f"{place} holds neither tokenizer.json nor encoder.json and vocab.bpe.")
+        if place == "gpt2":
+            return cls.from_hub("openai-community/gpt2")
+        raise FileProblem(f"There is no tokenizer {place}; give gpt2, a tokenizer.json or a folder that has one.")
+
+    @classmethod
+    def from_hub(cls, repository: str) -> Tokenizer:
+        import tokenizers
+
+        try:
+            found = tokenizers.Tokenizer.from_pretrained(repository)
+        except Exception as error:  # whatever the network or the Hub throws
+            raise LoopformerError(
+                f"The tokenizer {repository} cannot be downloaded; connect, give --tokenizer a local folder, "
+                "or use --train-tokenizer 4096."
+            ) from error
+        return cls(found.to_str(), repository)
+
+    @classmethod
+    def from_gpt2_files(cls, vocab: Path, merges: Path) -> Tokenizer:
+        """The byte-level BPE of OpenAI's `encoder.json` and `vocab.bpe`."""
+        from tokenizers import Tokenizer as Library
+        from tokenizers.models import BPE
+
+        try:
+            ids = json.loads(_read(vocab))
+            lines = [line for line in _read(merges).split("\n") if line and not line.startswith("#version")]
+            model = BPE(ids, [(first, second) for first, second in (line.split(" ") for line in lines)])
+        except FileProblem:
+            raise
+        except Exception as error:  # JSON, the pairs, or the library's own plain Exception
+            raise FileProblem(f"{vocab} and {merges.name} are no byte-level BPE that fits together.") from error
+        return cls(_byte_level(Library(model)).to_str(), str(vocab))
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Byte-level BPE, the end token included in `vocab_size`; the same text gives the same tokenizer."""
+        from tokenizers import Tokenizer as Library
+        from tokenizers.models import BPE
+        from tokenizers.pre_tokenizers import ByteLevel
+        from tokenizers.trainers import BpeTrainer
+
+        if vocab_size < 257:
+            raise LoopformerError(f"A byte-level tokenizer needs 257 ids or more, got {vocab_size}.")
+        library = _byte_level(Library(BPE()))
+        trainer = BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END],
+            initial_alphabet=sorted(ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        library.train_from_iterator(_pieces(texts), trainer)
+        return cls(library.to_str(), "the trained tokenizer")
+
+
+def _byte_level(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    from tokenizers import AddedToken, decoders, pre_tokenizers
+
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    return library
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[str]:
+    """The trainer buffers some hundreds of items at a time; pieces keep that small."""
+    for text in texts:
+        yield from cut(text, 1 << 12, 1 << 16)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileProblem(f"The tokenizer file {path} is missing or unreadable.") from error

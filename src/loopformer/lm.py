@@ -1,0 +1,52 @@
+"""What a user holds: a model, its tokenizer and its defaults.
+
+lm = load("models/mine")                    # a folder of ours, or the authors' published weights
+lm.model(ids, "4-2-1-1").logits
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.loading import load_model, load_published
+from loopformer.loading.folder import TOKENIZER, is_model_folder
+from loopformer.model import LoopedLM
+from loopformer.trajectory import Trajectory
+
+
+@dataclass
+class LM:
+    """A model with what belongs to it. `tokenizer` is None where the weights came without one."""
+
+    model: LoopedLM
+    tokenizer: Tokenizer | None = None
+
+    @property
+    def default_trajectory(self) -> Trajectory:
+        """What is followed when nothing is asked for: the full uniform trajectory."""
+        return Trajectory.uniform(self.model.config.loops)
+
+    def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
+        """Move the model, in place, to a device and dtype."""
+        self.model.to(device=device, dtype=dtype)
+        return self
+
+
+def load(source: str | Path) -> LM:
+    """Load a folder of ours or the authors' published weights (file, folder or Hub id), fp32 on the CPU."""
+    if is_model_folder(source):
+        return LM(load_model(source).eval(), _tokenizer(source))
+    return load_official(source)
+
+
+def load_official(source: str | Path, heads: int | None = None, loops: int | None = None) -> LM:
+    """Load the authors' weights; `heads` and `loops` are needed only where no config stands beside them."""
+    return LM(load_published(source, heads, loops).eval(), _tokenizer(source))
+
+
+def _tokenizer(source: str | Path) -> Tokenizer | None:
+    return Tokenizer.load(source) if (Path(source) / TOKENIZER).is_file() else None

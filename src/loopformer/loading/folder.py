@@ -1,0 +1,73 @@
+"""Our own model folder: `model.safetensors`, `config.json` and, where there is one, `tokenizer.json`.
+
+    save_model(model, "models/mine")
+    model = load_model("models/mine")
+
+The config holds the model's settings, so that loops, heads and switches are never lost.
+"""
+
+import dataclasses
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from loopformer.config import ModelConfig, from_mapping
+from loopformer.errors import FileProblem
+from loopformer.loading.build import build
+from loopformer.loading.tensors import read_json, read_safetensors
+from loopformer.model import LoopedLM
+
+FORMAT = "loopformer-model"
+VERSION = 1
+WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
+
+
+def is_model_folder(path: str | Path) -> bool:
+    config = Path(path) / CONFIG
+    return config.is_file() and read_json(config).get("format") == FORMAT
+
+
+def save_model(model: LoopedLM, folder: str | Path, source: dict[str, Any] | None = None) -> Path:
+    """Write a model; `source` says where it comes from. Files appear whole or not at all."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
+    config = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": dataclasses.asdict(model.config),
+        "source": source or {},
+    }
+    try:
+        save_file(tensors, folder / (WEIGHTS + ".part"))
+        (folder / (CONFIG + ".part")).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name in (WEIGHTS, CONFIG):
+            os.replace(folder / (name + ".part"), folder / name)
+    except Exception as error:
+        for name in (WEIGHTS, CONFIG):
+            with suppress(OSError):
+                (folder / (name + ".part")).unlink()
+        raise FileProblem(f"The model could not be written to {folder} ({error}).") from error
+    return folder
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """The model settings of one of our folders."""
+    path = Path(folder) / CONFIG
+    content = read_json(path)
+    if content.get("version") != VERSION:
+        raise FileProblem(
+            f"{path} has version {content.get('version')!r}, this loopformer reads {VERSION}; update it."
+        )
+    return from_mapping(ModelConfig, content.get("model"), "model")
+
+
+def load_model(folder: str | Path) -> LoopedLM:
+    """The model of one of our folders, in fp32 on the CPU."""
+    config = read_config(folder)
+    tensors, _ = read_safetensors(Path(folder) / WEIGHTS)
+    return build(config, tensors)

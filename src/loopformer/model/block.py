@@ -1,0 +1,127 @@
+"""The shared stack: k pre-norm Transformer blocks, each scaled and gated by a modulation.
+
+    x ← x + α₁ ⊙ Attention(RMSNorm(x) ⊙ (1 + γ₁))
+    x ← x + α₂ ⊙ FFN(RMSNorm(x) ⊙ (1 + γ₂))
+
+`Stack` is one pass through all k blocks: the unit that `torch.compile` sees. Unconditioned models have
+learned norm weights instead of a modulation. `mask` [B, 1, T, T] says who may look at whom; None is causal.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loopformer.config import ModelConfig
+
+EPSILON = 1.1920929e-07  # fp32's machine epsilon, at every dtype: nn.RMSNorm would change it with the input's
+ROTARY_BASE = 10_000.0
+
+
+Rotary = tuple[Tensor, Tensor]  # cos and sin, each [B or 1, 1, T, head_width / 2]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x), with a learned weight or none."""
+
+    weight: nn.Parameter | None
+
+    def __init__(self, width: int, learned: bool) -> None:
+        super().__init__()
+        self.width = width
+        if learned:
+            self.weight = nn.Parameter(torch.ones(width))
+        else:
+            self.register_parameter("weight", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.width,), self.weight, EPSILON)
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention without biases."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, rotary: Rotary | None, mask: Tensor | None) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)  # [B, H, T, D/H]
+            for part in self.qkv(x).split(width, dim=-1)
+        )
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return out
+
+
+class FeedForward(nn.Module):
+    """Two products around an exact GELU, without biases."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, config.ffn, bias=False)
+        self.down = nn.Linear(config.ffn, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
+
+
+class Block(nn.Module):
+    """One Transformer block; `modulation` is [B or 1, 4, D]: both gates, then both scales."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        learned = config.conditioning == "none"
+        self.norm_1 = RMSNorm(config.width, learned)
+        self.attention = Attention(config)
+        self.norm_2 = RMSNorm(config.width, learned)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor, modulation: Tensor | None, rotary: Rotary | None, mask: Tensor | None) -> Tensor:
+        if modulation is None:
+            x = x + self.attention(self.norm_1(x), rotary, mask)
+            out: Tensor = x + self.ffn(self.norm_2(x))
+            return out
+        gate_1, gate_2, scale_1, scale_2 = modulation.unsqueeze(2).unbind(1)  # each [B or 1, 1, D]
+        x = x + gate_1 * self.attention(self.norm_1(x) * (1 + scale_1), rotary, mask)
+        out = x + gate_2 * self.ffn(self.norm_2(x) * (1 + scale_2))
+        return out
+
+
+class Stack(nn.Module):
+    """One pass through the k shared blocks: x [B, T, D], modulation [B or 1, k, 4, D] or None."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
+
+    def forward(
+        self,
+        x: Tensor,
+        modulation: Tensor | None,
+        rotary: Rotary | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x, None if modulation is None else modulation[:, number], rotary, mask)
+        return x
+
+
+def rotary_angles(positions: Tensor, head_width: int, dtype: torch.dtype) -> Rotary:
+    """cos and sin [B, 1, T, head_width / 2] of positions [B, T]."""
+    half = head_width // 2
+    frequencies = ROTARY_BASE ** -(torch.arange(half, device=positions.device, dtype=torch.float32) / half)
+    angles = positions[:, None, :, None].float() * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x_i, x_{i + D/2}) of a head [B, H, T, D] by its angle."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)

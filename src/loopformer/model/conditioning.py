@@ -1,0 +1,80 @@
+"""What a pass is told of its place on the trajectory, as one table per trajectory.
+
+A scalar (time t, step Δ or loop index) becomes Fourier features, a 2-layer SiLU MLP makes a vector of them,
+their sum goes through one modulator per block: gates α₁, α₂ and scales γ₁, γ₂. All of it depends only on
+(t, Δ), so it is computed once per trajectory as a table [M, k, 4, D], never per token or per sequence.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from loopformer.config import ModelConfig
+from loopformer.trajectory import Trajectory
+
+FOURIER_WIDTH = 256
+MAX_PERIOD = 10_000.0
+
+
+class ScalarEmbedding(nn.Module):
+    """M scalars → vectors [M, D]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(FOURIER_WIDTH, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, scalars: list[float]) -> Tensor:
+        weight = self.up.weight
+        features = fourier_features(torch.tensor(scalars, device=weight.device)).to(weight.dtype)
+        out: Tensor = self.out(nn.functional.silu(self.up(features)))
+        return out
+
+
+class Conditioner(nn.Module):
+    """Trajectory → modulation table. Only the embeddings that the model's conditioning uses exist."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.kind = config.conditioning
+        self.scale = config.time_scale
+        self.time = ScalarEmbedding(config.width) if self.kind in ("index", "time", "trajectory") else None
+        self.step = ScalarEmbedding(config.width) if self.kind in ("step", "trajectory") else None
+        self.modulators = nn.ModuleList(nn.Linear(config.width, 4 * config.width) for _ in range(config.blocks))
+
+    def forward(self, trajectory: Trajectory) -> Tensor:
+        """The table [M, k, 4, D] of a trajectory: per pass and block both gates, then both scales."""
+        signal: Tensor | None = None
+        if self.time is not None:
+            # A loop index is already spread over 0…L-1; only t and Δ, which live in [0, 1], are scaled.
+            scaled = [self.scale * float(t) for t in trajectory.times]
+            signal = self.time([float(i) for i in range(len(trajectory))] if self.kind == "index" else scaled)
+        if self.step is not None:
+            steps = self.step([self.scale * float(step) for step in trajectory.steps])
+            signal = steps if signal is None else signal + steps
+        assert signal is not None
+        active = nn.functional.silu(signal)  # [M, D]
+        rows = [modulator(active).view(len(trajectory), 4, -1) for modulator in self.modulators]
+        return torch.stack(rows, dim=1)
+
+    @torch.no_grad()
+    def start(self, how: str) -> None:
+        """Start the modulators: `zero`, `normal` (std 0.02) or `one` (gates at 1, the unmodulated backbone)."""
+        for modulator in self.modulators:
+            assert isinstance(modulator, nn.Linear)
+            nn.init.zeros_(modulator.bias)
+            if how == "normal":
+                nn.init.normal_(modulator.weight, std=0.02)
+            else:
+                nn.init.zeros_(modulator.weight)
+            if how == "one":
+                modulator.bias.view(4, -1)[:2].fill_(1.0)
+
+
+def fourier_features(scalars: Tensor) -> Tensor:
+    """[M] → [M, 256]: 128 cosines, then 128 sines, of frequencies from 1 down to 1/max period; in fp32."""
+    half = FOURIER_WIDTH // 2
+    exponents = torch.arange(half, dtype=torch.float32, device=scalars.device) / half
+    angles = scalars[:, None] * torch.exp(-math.log(MAX_PERIOD) * exponents)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)

@@ -1,0 +1,119 @@
+"""What a model costs: parameters, FLOPs and bytes at any budget.
+
+    cost = Cost(ModelConfig())               # or model.cost
+    cost.forward_flops(budget=4)             # per token, averaged over a full context
+    cost.decode_bytes(budget=4, context=512) # read from memory per decoded token at batch 1
+
+A multiply-add is 2 FLOPs; only matrix products count. Only the number of steps of a trajectory matters. The
+modulation table is computed once per trajectory, so its cost is apart (`table_flops`) and not per token.
+"""
+
+from dataclasses import dataclass
+
+from loopformer.config import ModelConfig
+from loopformer.model.conditioning import FOURIER_WIDTH
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many parameters sit where. The head is tied to the token embedding and adds none."""
+
+    tokens: int
+    positions: int
+    stack: int  # norms included
+    conditioning: int
+    final_norm: int
+
+    @property
+    def embeddings(self) -> int:
+        return self.tokens + self.positions
+
+    @property
+    def without_embeddings(self) -> int:
+        return self.stack + self.conditioning + self.final_norm
+
+    @property
+    def total(self) -> int:
+        return self.embeddings + self.without_embeddings
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The costs of a model k⊗L as functions of the budget M and the context."""
+
+    config: ModelConfig
+
+    @property
+    def block_products(self) -> int:
+        """Weights of one block's matrix products: 4d² for attention, 2·d·ffn for the FFN."""
+        return 4 * self.config.width**2 + 2 * self.config.width * self.config.ffn
+
+    @property
+    def head_products(self) -> int:
+        return self.config.vocab_rows * self.config.width
+
+    @property
+    def parameters(self) -> Parameters:
+        config = self.config
+        d, conditioned = config.width, config.conditioning != "none"
+        embedding = (FOURIER_WIDTH + 1) * d + (d + 1) * d
+        scalars = {"none": 0, "trajectory": 2}.get(config.conditioning, 1)
+        return Parameters(
+            tokens=self.head_products,
+            positions=config.context * d if config.positions == "learned" else 0,
+            stack=config.blocks * (self.block_products + (0 if conditioned else 2 * d)),
+            conditioning=scalars * embedding + config.blocks * 4 * d * (d + 1) * conditioned,
+            final_norm=d,
+        )
+
+    def loop_flops(self, context: int | None = None, causal: bool = True) -> float:
+        """One pass of the stack, per token of a full context (causal: half the square of attention)."""
+        length = self.config.context if context is None else context
+        attention = 4 * length * self.config.width * (0.5 if causal else 1.0)
+        return self.config.blocks * (2 * self.block_products + attention)
+
+    def forward_flops(self, budget: int | None = None, context: int | None = None, causal: bool = True) -> float:
+        """Embedding to logits, per token."""
+        loops = self.config.loops if budget is None else budget
+        return 2 * self.head_products + loops * self.loop_flops(context, causal)
+
+    def table_flops(self, budget: int | None = None) -> int:
+        """The modulation table of a trajectory, once."""
+        d, kind = self.config.width, self.config.conditioning
+        if kind == "none":
+            return 0
+        scalars = 2 if kind == "trajectory" else 1
+        per_step = scalars * 2 * (FOURIER_WIDTH * d + d * d) + self.config.blocks * 2 * 4 * d * d
+        return per_step * (self.config.loops if budget is None else budget)
+
+    def training_flops(
+        self, context: int | None = None, short_budget: float | None = None, causal: bool = True
+    ) -> float:
+        """Forward and backward (twice the forward) per token: the full route, and a short one if given.
+
+        `short_budget` is the mean length of the short routes, L/2 for the paper's uniform draw on 1…L-1.
+        """
+        forward = self.forward_flops(context=context, causal=causal)
+        if short_budget is not None:
+            forward += 2 * self.head_products + short_budget * self.loop_flops(context, causal)
+        return 3 * forward
+
+    def training_overhead(self, context: int | None = None) -> float:
+        """The paper's (2·C_io + 3/2·L·C₁) / (C_io + L·C₁): training with a short route against without."""
+        short = self.config.loops / 2
+        return self.training_flops(context, short) / self.training_flops(context)
+
+    def kv_bytes(self, budget: int | None = None, value_bytes: int = 2) -> int:
+        """Keys and values kept per token: one pair per (loop, block)."""
+        loops = self.config.loops if budget is None else budget
+        return loops * self.config.blocks * 2 * self.config.width * value_bytes
+
+    def decode_bytes(self, budget: int | None = None, context: int = 0, value_bytes: int = 2) -> int:
+        """Read per decoded token at batch 1: the stack's weights once per loop, the head, `context` tokens of KV.
+
+        Nothing is assumed to stay in a cache between loops, and the modulation table is read, not computed.
+        """
+        loops = self.config.loops if budget is None else budget
+        table = 0 if self.config.conditioning == "none" else self.config.blocks * 4 * self.config.width
+        weights = loops * (self.parameters.stack + table) + self.head_products + self.config.width
+        return weights * value_bytes + context * self.kv_bytes(budget, value_bytes)

@@ -1,0 +1,214 @@
+"""LoopedLM: embed → loop → head. One class for every model of the paper.
+
+    model = LoopedLM(ModelConfig(blocks=2, loops=4, width=128, heads=4, ffn=320, context=128, vocab=1024))
+    out = model(ids, Trajectory.parse("2-1-1"))      # ids [B, T]; None means uniform(L)
+    out.logits, out.hidden                           # [B, T, V] and [B, T, D] after the final norm
+
+The loop is plain Python; the step inside it (k blocks under one modulation) is what `model.compile()` compiles:
+one graph per batch shape, dtype and grad mode, whatever the budget and the schedule.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loopformer.config import ModelConfig
+from loopformer.errors import LoopformerError
+from loopformer.model.block import RMSNorm, Rotary, Stack, rotary_angles
+from loopformer.model.conditioning import Conditioner
+from loopformer.model.cost import Cost
+from loopformer.trajectory import Trajectory, resolve
+
+Route = Trajectory | str | int | None
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a forward pass gives. `states[i]` is the state after pass i+1, before the final norm."""
+
+    hidden: Tensor  # [B, T, D], after the final norm
+    logits: Tensor | None = None  # [B, T, V]; None when not asked for
+    states: tuple[Tensor, ...] = ()  # each [B, T, D]; a row that is done keeps its last state
+
+
+class LoopedLM(nn.Module):
+    """A language model k⊗L: one shared stack of k blocks, applied once per step of a trajectory."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab_rows, config.width)  # tied: also the head
+        self.places = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
+        self.conditioner = Conditioner(config) if config.conditioning != "none" else None
+        self.stack = Stack(config)
+        self.final_norm = RMSNorm(config.width, learned=True)
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Draw fresh weights: N(0, 0.02), residual projections smaller, modulators as configured."""
+        config = self.config
+        depth = config.blocks * (config.loops if config.residual_init == "depth" else 1)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                residual = name.endswith(("attention.out", "ffn.down"))
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * depth) if residual else 0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+            if isinstance(module, RMSNorm) and module.weight is not None:
+                nn.init.ones_(module.weight)
+        if self.conditioner is not None:
+            self.conditioner.start(config.modulator_start)
+
+    def forward(
+        self,
+        ids: Tensor,
+        trajectory: Route | Sequence[Route] = None,
+        *,
+        documents: Tensor | None = None,
+        logits: bool = True,
+        states: bool = False,
+        beyond: bool = False,
+        check: bool = True,
+    ) -> Output:
+        """Run ids [B, T] along one trajectory for all rows, or a list of one per row.
+
+        documents  [B, T], the document each token belongs to: no attention across, positions restart
+        logits     False leaves the head out, for losses computed in chunks from `hidden`
+        states     True keeps the state after each pass
+        beyond     True allows more passes than the model was trained for
+        check      False trusts the ids' values, so that nothing waits for the GPU
+        """
+        self._check_shape(ids)
+        if check:
+            self._check_values(ids)
+        routes = self.routes(trajectory, len(ids), beyond)
+        x, rotary, mask = self.embed(ids, documents)
+        if isinstance(routes, Trajectory):
+            x, kept = self._loop(x, routes, rotary, mask, states)
+        else:
+            x, kept = self._loop_rows(x, routes, rotary, mask, states)
+        hidden = self.final_norm(x)
+        return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
+
+    def embed(self, ids: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Rotary | None, Tensor | None]:
+        """ids [B, T] → the state before the first pass [B, T, D], rotary angles and attention mask, if any."""
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]  # [1, T]
+        mask = None
+        if documents is not None:
+            same = documents[:, None, :, None] == documents[:, None, None, :]  # [B, 1, T, T]
+            mask = same.tril()
+            positions = positions - same.squeeze(1).int().argmax(dim=-1)  # the first token of one's document
+        x = self.tokens(ids)
+        if self.places is not None:
+            return x + self.places(positions), None, mask
+        return x, rotary_angles(positions, self.config.head_width, x.dtype), mask
+
+    @property
+    def cost(self) -> Cost:
+        """Parameters, FLOPs and bytes at any budget."""
+        return Cost(self.config)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[…, D] after the final norm → logits […, V]."""
+        return F.linear(hidden, self.tokens.weight)
+
+    def table(self, trajectory: Trajectory) -> Tensor | None:
+        """The modulations of a trajectory [M, k, 4, D]; None for an unconditioned model."""
+        if self.conditioner is None:
+            return None
+        table: Tensor = self.conditioner(trajectory)
+        return table
+
+    def _loop(
+        self, x: Tensor, route: Trajectory, rotary: Rotary | None, mask: Tensor | None, keep: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """All rows along one trajectory."""
+        table = self.table(route)
+        kept: list[Tensor] = []
+        for step in range(route.budget):
+            x = self.stack(x, None if table is None else table[step][None], rotary, mask)
+            if keep:
+                kept.append(x)
+        return x, kept
+
+    def _loop_rows(
+        self, x: Tensor, routes: list[Trajectory], rotary: Rotary | None, mask: Tensor | None, keep: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Each row along its own trajectory. Longest first, so that a row that is done leaves at the end."""
+        tables = {route: self.table(route) for route in set(routes)}
+        order = sorted(range(len(routes)), key=lambda row: -routes[row].budget)
+        back = torch.tensor(order, device=x.device).argsort()
+        x, rotary = x[order], _rotary_rows(rotary, order)
+        mask = None if mask is None else mask[order]
+        done: list[Tensor] = []  # shortest first
+        kept: list[Tensor] = []
+        for step in range(routes[order[0]].budget):
+            going = [row for row in order if routes[row].budget > step]
+            if len(going) < len(x):
+                done.insert(0, x[len(going) :])
+                x, rotary = x[: len(going)], _rotary_rows(rotary, slice(len(going)))
+                mask = None if mask is None else mask[: len(going)]
+            rows = [table[step] for row in going if (table := tables[routes[row]]) is not None]
+            x = self.stack(x, torch.stack(rows) if rows else None, rotary, mask)
+            if keep:
+                kept.append(torch.cat([x, *done])[back])
+        return torch.cat([x, *done])[back], kept
+
+    def routes(
+        self, trajectory: Route | Sequence[Route], rows: int, beyond: bool = False
+    ) -> Trajectory | list[Trajectory]:
+        """Resolve what the caller gave into one trajectory, or one per row, that this model can follow."""
+        if trajectory is None or isinstance(trajectory, Trajectory | str | int):
+            return self.route(trajectory, beyond)
+        if len(trajectory) != rows:
+            raise LoopformerError(f"{len(trajectory)} trajectories were given for {rows} rows; give one per row.")
+        each = [self.route(one, beyond) for one in trajectory]
+        return each[0] if len(set(each)) == 1 else each
+
+    def route(self, trajectory: Route, beyond: bool = False) -> Trajectory:
+        """Resolve one trajectory and check that this model can follow it."""
+        route = resolve(trajectory, self.config.loops)
+        if route.budget > self.config.loops and not beyond:
+            raise LoopformerError(
+                f"Budget {route.budget} is above this model's {self.config.loops} loops; "
+                f"choose 1 to {self.config.loops}, or pass beyond=True to study extrapolation."
+            )
+        if self.config.conditioning in ("none", "index") and not route.is_uniform:
+            raise LoopformerError(
+                f"A model with conditioning {self.config.conditioning!r} is not told its steps, so it can only "
+                f"follow uniform trajectories; use the budget {route.budget} instead of {route}."
+            )
+        return route
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the step, not the loop: one graph serves every budget and schedule."""
+        self.stack.compile(*args, **kwargs)
+
+    def _check_shape(self, ids: Tensor) -> None:
+        if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+            raise LoopformerError(f"ids must be a [B, T] tensor of integers, got {ids.dtype} {list(ids.shape)}.")
+        if ids.numel() == 0:
+            raise LoopformerError(f"ids is empty {list(ids.shape)}; give at least one row of one token.")
+        if ids.shape[1] > self.config.context:
+            raise LoopformerError(
+                f"The sequence has {ids.shape[1]} tokens but the context is {self.config.context}; shorten it."
+            )
+
+    def _check_values(self, ids: Tensor) -> None:
+        low, high = (int(bound) for bound in ids.aminmax())
+        if low < 0 or high >= self.config.vocab:
+            raise LoopformerError(
+                f"ids must lie in 0…{self.config.vocab - 1}, got {low}…{high}; is this the model's own tokenizer?"
+            )
+
+
+def _rotary_rows(rotary: Rotary | None, rows: list[int] | slice) -> Rotary | None:
+    """Angles of some rows; angles shared by all rows stay as they are."""
+    if rotary is None or len(rotary[0]) == 1:
+        return rotary
+    return rotary[0][rows], rotary[1][rows]

@@ -1,0 +1,77 @@
+"""The command line as a user meets it: a process of its own."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REFERENCE = Path(__file__).parent.parent / "reference"
+
+
+def run(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "loopformer", *words], capture_output=True, text=True, env=None, check=False
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    started = time.perf_counter()
+    assert "info" in run("--help").stdout
+    assert time.perf_counter() - started < 3  # under 1 s on a quiet machine; the real check is the next one
+    code = "import sys, loopformer.cli; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'tokenizers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_info_of_a_preset_counts_what_the_paper_has() -> None:
+    report = json.loads(run("info", "--model", "paper/loopformer", "--json").stdout)
+    assert report["shape"] == "3⊗8"
+    assert report["parameters"]["total"] == 278_169_600
+    assert [row["budget"] for row in report["budgets"]] == list(range(1, 9))
+    assert "278,169,600" in run("info", "--model", "paper/loopformer").stdout
+    assert "small/tmlt" in run("info").stdout.split()
+
+
+def _weights(tmp_path: Path) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(REFERENCE / "loopformer.safetensors")
+    file = tmp_path / "published.safetensors"
+    save_file({n.removeprefix("weights."): t for n, t in tensors.items() if n.startswith("weights.")}, file)
+    return file
+
+
+def test_import_then_info(tmp_path: Path) -> None:
+    file, out = _weights(tmp_path), tmp_path / "model"
+    assert "2⊗8" in run("import", str(file), str(out), "--heads", "4", "--loops", "8").stdout
+    assert json.loads(run("info", "--model", str(out), "--json").stdout)["settings"]["loops"] == 8
+    assert (
+        json.loads(run("info", "--model", str(file), "--heads", "4", "--loops", "6", "--json").stdout)["settings"][
+            "loops"
+        ]
+        == 6
+    )
+    assert (
+        "already holds a model" in run("import", str(file), str(out), "--heads", "4", "--loops", "8", code=2).stderr
+    )
+    run("import", str(file), str(out), "--heads", "4", "--loops", "4", "--force")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("info", "--model", "paper/loopfromer"), 1, "did you mean paper/loopformer"),
+        (("info", "--model", "/no/such/place"), 1, "no file or folder"),
+        (("info", "--model", "demo", "--context", "0"), 2, "--context must be 1 or more"),
+        (("import", "/no/such/file.pt", "/tmp/out"), 1, "no file or folder"),
+        (("inof",), 2, "No such command"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_no_traceback(words: tuple[str, ...], code: int, said: str) -> None:
+    error = run(*words, code=code).stderr
+    assert said in error
+    assert "Traceback" not in error

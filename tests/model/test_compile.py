@@ -1,0 +1,39 @@
+"""The step is the compiled unit: one graph serves every budget and schedule."""
+
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from loopformer import LoopedLM, Trajectory
+from loopformer.config import ModelConfig
+
+
+def test_one_graph_per_shape_and_grad_mode(tiny: ModelConfig) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    model = LoopedLM(tiny)
+    ids = torch.randint(tiny.vocab, (2, 12))
+    routes = [route for budget in range(1, 5) for route in Trajectory.enumerate(4, budget)]
+    expected = [model(ids, route).logits for route in routes]
+    model.compile(backend=counter, fullgraph=True)
+    for route, logits in zip(routes, expected, strict=True):
+        torch.testing.assert_close(model(ids, route).logits, logits)
+    assert counter.frame_count == 1
+    with torch.no_grad():
+        for route in routes:
+            model(ids, route)
+    assert counter.frame_count == 2
+    for route in routes:
+        model(ids, route).logits.sum().backward()
+    assert counter.frame_count == 2
+
+
+def test_rows_of_several_budgets_add_few_graphs(tiny: ModelConfig) -> None:
+    """Fewer rows each time a row is done: the batch becomes one symbolic size, besides the special sizes."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    model = LoopedLM(tiny)
+    model.compile(backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for rows in (5, 6, 7, 8):
+            model(torch.randint(tiny.vocab, (rows, 12)), [1 + row % 4 for row in range(rows)])
+    assert counter.frame_count <= 4

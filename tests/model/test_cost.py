@@ -1,0 +1,41 @@
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from loopformer import LoopedLM
+from loopformer.config import Conditioning, ModelConfig
+from loopformer.model.cost import Cost
+
+PAPER = Cost(ModelConfig())
+
+
+@pytest.mark.parametrize("kind", get_args(Conditioning))
+@pytest.mark.parametrize("budget", [1, 3])
+def test_forward_flops_are_what_torch_counts(tiny: ModelConfig, kind: Conditioning, budget: int) -> None:
+    model = LoopedLM(replace(tiny, conditioning=kind))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(torch.randint(tiny.vocab, (3, 20)), budget)
+    expected = 3 * 20 * model.cost.forward_flops(budget, context=20, causal=False) + model.cost.table_flops(budget)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
+
+
+def test_the_papers_numbers() -> None:
+    assert PAPER.training_flops() == pytest.approx(6.36e9, rel=1e-3)
+    assert PAPER.training_flops(short_budget=4) == pytest.approx(9.84e9, rel=1e-3)
+    assert PAPER.training_overhead() == pytest.approx(1.55, abs=0.005)
+    assert PAPER.kv_bytes() == 192 * 1024
+    assert [PAPER.decode_bytes(m) / 1e9 for m in (8, 4, 2)] == pytest.approx([2.02, 1.11, 0.66], abs=0.005)
+
+
+def test_overhead_is_the_papers_formula() -> None:
+    io, loop = 2 * PAPER.head_products, PAPER.loop_flops()
+    assert PAPER.training_overhead() == pytest.approx((2 * io + 1.5 * 8 * loop) / (io + 8 * loop))
+
+
+def test_kv_adds_to_what_a_token_reads() -> None:
+    assert PAPER.decode_bytes(4, context=512) - PAPER.decode_bytes(4) == 512 * PAPER.kv_bytes(4)
+    assert PAPER.kv_bytes(4, value_bytes=4) == PAPER.kv_bytes(8)

@@ -1,0 +1,226 @@
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from loopformer import LoopedLM, LoopformerError, Trajectory
+from loopformer.config import Conditioning, ModelConfig
+
+KINDS = get_args(Conditioning)
+
+
+def spread(model: LoopedLM) -> LoopedLM:
+    """Redraw every weight wide enough that each path shows in the output."""
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def ids_for(config: ModelConfig, rows: int = 2, length: int = 12) -> Tensor:
+    return torch.randint(config.vocab, (rows, length))
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_different_budgets_equal_each_alone(tiny: ModelConfig, kind: Conditioning, positions: str) -> None:
+    model = spread(LoopedLM(replace(tiny, conditioning=kind, positions=positions)))  # type: ignore[arg-type]
+    routes = ["4", "1", "2", "3"] if kind in ("none", "index") else ["2-1-1", "1", "4", "1-3"]
+    ids = ids_for(tiny, rows=4)
+    together = model(ids, routes, states=True)
+    for row, route in enumerate(routes):
+        alone = model(ids[row : row + 1], route, states=True)
+        torch.testing.assert_close(together.logits[row], alone.logits[0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(together.hidden[row], alone.hidden[0], atol=1e-4, rtol=0)
+        for step, state in enumerate(alone.states):
+            torch.testing.assert_close(together.states[step][row], state[0], atol=1e-4, rtol=0)
+
+
+def test_rows_give_the_gradients_of_each_alone(tiny: ModelConfig) -> None:
+    model = spread(LoopedLM(tiny))
+    ids, routes = ids_for(tiny, rows=3), ["1", "2-1-1", "4"]
+    model(ids, routes).logits.square().sum().backward()
+    together = {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    model.zero_grad()
+    for row, route in enumerate(routes):
+        model(ids[row : row + 1], route).logits.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, together[name], atol=1e-2, rtol=1e-4)
+
+
+def test_a_row_that_is_done_leaves_the_loop(tiny: ModelConfig) -> None:
+    model, seen = LoopedLM(tiny), []
+    model.stack.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
+    model(ids_for(tiny, rows=4), ["4", "1", "3", "1"])
+    assert seen == [4, 2, 2, 1]
+
+
+def test_states_are_those_after_each_pass_and_lead_to_the_output(tiny: ModelConfig) -> None:
+    model = spread(LoopedLM(tiny))
+    out = model(ids_for(tiny), "2-1-1", states=True)
+    assert len(out.states) == 3
+    torch.testing.assert_close(model.final_norm(out.states[-1]), out.hidden)
+    torch.testing.assert_close(model.head(out.hidden), out.logits)
+    assert model(ids_for(tiny), logits=False).logits is None
+
+
+def test_none_means_the_full_uniform_trajectory(tiny: ModelConfig) -> None:
+    model, ids = spread(LoopedLM(tiny)), ids_for(tiny)
+    expected = model(ids, Trajectory.uniform(4)).logits
+    for same in (None, 4, "4", [None, 4], Trajectory.parse("1/4,1/4,1/4,1/4")):
+        assert torch.equal(model(ids, same).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second", "differ"),
+    [
+        ("trajectory", "1-1-2", "1-2-1", True),
+        ("time", "1-1-2", "1-2-1", True),
+        ("step", "1-1-2", "1-2-1", True),
+        ("step", "1-1-2", "2-1-1", True),
+    ],
+)
+def test_schedules_matter_to_models_that_are_told(
+    tiny: ModelConfig, kind: Conditioning, first: str, second: str, differ: bool
+) -> None:
+    model, ids = spread(LoopedLM(replace(tiny, conditioning=kind, time_scale=10.0))), ids_for(tiny)
+    assert torch.allclose(model(ids, first).logits, model(ids, second).logits, atol=1e-3) != differ
+
+
+def test_time_is_not_told_the_last_step_and_step_is_not_told_the_order_of_time(tiny: ModelConfig) -> None:
+    table = spread(LoopedLM(replace(tiny, conditioning="time"))).table
+    assert torch.equal(_some(table(Trajectory.parse("1-1-2")))[0], _some(table(Trajectory.parse("3-1")))[0])
+    table = spread(LoopedLM(replace(tiny, conditioning="step"))).table
+    forward, backward = _some(table(Trajectory.parse("1-3"))), _some(table(Trajectory.parse("3-1")))
+    torch.testing.assert_close(forward, backward.flip(0))
+
+
+def _some(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def test_table_shape_and_time_scale(tiny: ModelConfig) -> None:
+    model = spread(LoopedLM(tiny))
+    assert _some(model.table(Trajectory.parse("2-1-1"))).shape == (3, 2, 4, 32)
+    scaled = LoopedLM(replace(tiny, time_scale=30.0))
+    scaled.load_state_dict(model.state_dict())
+    assert not torch.allclose(_some(scaled.table(Trajectory.uniform(2))), _some(model.table(Trajectory.uniform(2))))
+
+
+@pytest.mark.parametrize("start", ["zero", "normal", "one"])
+def test_modulator_starts(tiny: ModelConfig, start: str) -> None:
+    model, ids = LoopedLM(replace(tiny, modulator_start=start)), ids_for(tiny)  # type: ignore[arg-type]
+    table = _some(model.table(Trajectory.uniform(4)))
+    gates, scales = table[:, :, :2], table[:, :, 2:]
+    if start == "zero":
+        embedded = model.embed(ids)[0]
+        torch.testing.assert_close(model(ids).hidden, model.final_norm(embedded))  # gates at 0: identity
+    elif start == "one":
+        plain = LoopedLM(replace(tiny, conditioning="none"))
+        plain.load_state_dict(model.state_dict() | plain.state_dict() | _shared(model), strict=False)
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits)  # gates at 1: the unmodulated backbone
+        assert torch.equal(gates, torch.ones_like(gates))
+        assert torch.equal(scales, torch.zeros_like(scales))
+    else:
+        modulator = model.state_dict()["conditioner.modulators.0.weight"]
+        assert float(modulator.std()) == pytest.approx(0.02, rel=0.1)
+
+
+def _shared(model: LoopedLM) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in model.state_dict().items() if "conditioner" not in name}
+
+
+def test_residual_projections_start_by_k_or_by_k_times_l(tiny: ModelConfig) -> None:
+    def std(how: str) -> float:
+        config = replace(tiny, width=128, ffn=512, residual_init=how)  # type: ignore[arg-type]
+        return float(LoopedLM(config).state_dict()["stack.blocks.0.ffn.down.weight"].std())
+
+    assert std("blocks") == pytest.approx(0.02 / (2 * 2) ** 0.5, rel=0.05)
+    assert std("depth") == pytest.approx(0.02 / (2 * 2 * 4) ** 0.5, rel=0.05)
+
+
+def test_learned_norms_only_where_nothing_modulates(tiny: ModelConfig) -> None:
+    names = {kind: dict(LoopedLM(replace(tiny, conditioning=kind)).named_parameters()) for kind in KINDS}
+    assert "stack.blocks.0.norm_1.weight" in names["none"]
+    assert all("stack.blocks.0.norm_1.weight" not in names[kind] for kind in KINDS if kind != "none")
+    assert all("final_norm.weight" in names[kind] for kind in KINDS)
+
+
+def test_causal(tiny: ModelConfig) -> None:
+    model, ids = spread(LoopedLM(tiny)), ids_for(tiny)
+    changed = ids.clone()
+    changed[:, 6:] = (changed[:, 6:] + 1) % tiny.vocab
+    before, after = model(ids).logits, model(changed).logits
+    torch.testing.assert_close(before[:, :6], after[:, :6])
+    assert not torch.allclose(before[:, 6:], after[:, 6:])
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@given(cut=st.integers(1, 11))
+def test_documents_do_not_see_each_other(positions: str, cut: int) -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        blocks=1,
+        loops=2,
+        width=32,
+        heads=4,
+        ffn=40,
+        context=16,
+        vocab=64,
+        positions=positions,  # type: ignore[arg-type]
+    )
+    model, ids = spread(LoopedLM(config)), ids_for(config, rows=1)
+    documents = (torch.arange(12) >= cut).long()[None]
+    together = model(ids, "1-1", documents=documents).logits
+    apart = torch.cat([model(ids[:, :cut]).logits, model(ids[:, cut:]).logits], dim=1)
+    torch.testing.assert_close(together, apart, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_follows_fp32(tiny: ModelConfig, kind: Conditioning) -> None:
+    model, ids = LoopedLM(replace(tiny, conditioning=kind, modulator_start="one")), ids_for(tiny)
+    expected = model(ids).logits
+    got = model.to(torch.bfloat16)(ids).logits
+    assert got.dtype == torch.bfloat16
+    assert float((got.float() - expected).norm() / expected.norm()) < 0.03
+
+
+def test_epsilon_is_the_same_at_every_dtype(tiny: ModelConfig) -> None:
+    norm = LoopedLM(tiny).final_norm
+    small = torch.full((1, 32), 1e-3)  # rms² = 1e-6: bf16's own epsilon, 0.0078, would shrink it to nothing
+    torch.testing.assert_close(norm(small), small / (1e-6 + 1.1920929e-07) ** 0.5)
+    assert float(norm.to(torch.bfloat16)(small.bfloat16())[0, 0]) == pytest.approx(0.945, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("ids", "trajectory", "said"),
+    [
+        (torch.zeros(1, 33, dtype=torch.long), None, "33 tokens but the context is 32"),
+        (torch.full((1, 4), 96), None, r"0…95, got 96…96"),
+        (torch.full((1, 4), -1), None, r"got -1…-1"),
+        (torch.zeros(0, 4, dtype=torch.long), None, "empty"),
+        (torch.zeros(1, 0, dtype=torch.long), None, "empty"),
+        (torch.zeros(4, dtype=torch.long), None, r"\[B, T\]"),
+        (torch.zeros(1, 4), None, "tensor of integers"),
+        (torch.zeros(1, 4, dtype=torch.long), 5, "above this model's 4 loops"),
+        (torch.zeros(1, 4, dtype=torch.long), 0, "1 or more"),
+        (torch.zeros(2, 4, dtype=torch.long), ["1", "2", "3"], "one per row"),
+    ],
+)
+def test_bad_input_is_one_clear_sentence(tiny: ModelConfig, ids: Tensor, trajectory: object, said: str) -> None:
+    with pytest.raises(LoopformerError, match=said):
+        LoopedLM(tiny)(ids, trajectory)
+
+
+def test_uniform_only_models_refuse_schedules_and_extrapolation_is_asked_for(tiny: ModelConfig) -> None:
+    ids = ids_for(tiny)
+    for kind in ("none", "index"):
+        with pytest.raises(LoopformerError, match="only follow uniform"):
+            LoopedLM(replace(tiny, conditioning=kind))(ids, "2-1-1")
+    assert len(LoopedLM(tiny)(ids, 6, beyond=True, states=True).states) == 6

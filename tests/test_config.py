@@ -1,0 +1,55 @@
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from loopformer import LoopformerError
+from loopformer.config import ModelConfig, from_mapping, load_preset, preset_names
+from loopformer.model import LoopedLM
+
+FAMILIES = ("base-loop", "tmlt", "loopformer")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_builds_and_its_parameters_are_counted_right(name: str) -> None:
+    config = from_mapping(ModelConfig, load_preset(name)["model"], "model")
+    with torch.device("meta"):
+        model = LoopedLM(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == model.cost.parameters.total
+
+
+def test_the_papers_models_are_all_there() -> None:
+    wanted = {f"paper/{family}-{k}x{loops}" for family in FAMILIES for k in (1, 2, 3) for loops in (8, 12, 24)}
+    wanted |= {f"paper/base-{n}x1" for n in (3, 6, 12, 24)}
+    assert wanted <= set(preset_names())
+    assert ModelConfig() == from_mapping(ModelConfig, load_preset("paper/loopformer-3x8")["model"], "model")
+    assert (ModelConfig().vocab, ModelConfig().vocab_rows) == (50257, 50304)
+
+
+def test_settings_survive_as_plain_data(tiny: ModelConfig) -> None:
+    assert from_mapping(ModelConfig, dataclasses.asdict(tiny), "model") == tiny
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"block": 2}, "model.block; did you mean blocks?"),
+        ({"blocks": 0}, "model.blocks must be 1 or more"),
+        ({"blocks": "two"}, "model.blocks must be a whole number"),
+        ({"blocks": True}, "model.blocks must be a whole number"),
+        ({"heads": 7}, "multiple of model.heads"),
+        ({"conditioning": "times"}, "one of none, index, time, step, trajectory"),
+        ({"time_scale": 0}, "model.time_scale must be positive"),
+        ({"padded_vocab": 10}, "smaller than model.vocab"),
+        ({"width": 32, "heads": 32, "positions": "rotary"}, "even width/heads"),
+    ],
+)
+def test_wrong_settings_are_named(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(LoopformerError, match=said.replace("?", r"\?")):
+        from_mapping(ModelConfig, change, "model")
+
+
+def test_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(LoopformerError, match="did you mean paper/loopformer-3x8"):
+        load_preset("paper/loopformer-3x9")

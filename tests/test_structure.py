@@ -1,0 +1,70 @@
+"""The house rules: imports go one way, files stay short, README's commands exist."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from loopformer.cli import app
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "loopformer"
+ORDER = ["errors", "trajectory", "config", "model", "data", "loading", "training", "inference", "lm"]
+ORDER += ["evaluation", "analysis", "hf", "serving", "cli"]
+
+
+def _part(module: str) -> str | None:
+    pieces = module.split(".")
+    return pieces[1] if len(pieces) > 1 and pieces[0] == "loopformer" else None
+
+
+def _imports(file: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{file}: relative import"
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_go_one_way(file: Path) -> None:
+    own = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if own in ("__init__", "__main__"):
+        return
+    assert own in ORDER, f"{own} has no place in the order of imports"
+    for module in _imports(file):
+        part = _part(module)
+        assert part is None or ORDER.index(part) <= ORDER.index(own), f"{own} may not import {module}"
+
+
+def test_no_file_is_long() -> None:
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    long = {str(file): lines for file in files if (lines := len(file.read_text().splitlines())) > 450}
+    assert not long
+
+
+def _readme_commands() -> list[str]:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", text, flags=re.DOTALL)
+    return [line.split(" #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def test_readme_commands_exist() -> None:
+    commands = _readme_commands()
+    assert {"make demo", "make test"} <= set(commands)
+    verbs = get_command(app).commands  # type: ignore[attr-defined]
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for command in commands:
+        words = shlex.split(command)
+        if words[0] == "make":
+            assert set(words[1:]) <= targets, command
+        if words[0] == "loopformer":
+            assert words[1] in verbs, command
+            options = {name for parameter in verbs[words[1]].params for name in parameter.opts}
+            assert {word.split("=")[0] for word in words[2:] if word.startswith("-")} <= options, command
