@@ -1,6 +1,6 @@
 """What a user holds: a model, its tokenizer and its defaults.
 
-lm = load("models/mine")                    # a folder of ours, or the authors' published weights
+lm = load("runs/demo")                      # a run, a model folder, or the authors' published weights
 lm.model(ids, "4-2-1-1").logits
 """
 
@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.loading import load_model, load_published
-from loopformer.loading.folder import TOKENIZER, is_model_folder
+from loopformer.loading import find_model
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -37,16 +36,14 @@ class LM:
 
 
 def load(source: str | Path) -> LM:
-    """Load a folder of ours or the authors' published weights (file, folder or Hub id), fp32 on the CPU."""
-    if is_model_folder(source):
-        return LM(load_model(source).eval(), _tokenizer(source))
-    return load_official(source)
+    """Load a run, a model folder of ours or the authors' weights (file, folder or Hub id), fp32 on the CPU."""
+    return _lm(*find_model(source))
 
 
 def load_official(source: str | Path, heads: int | None = None, loops: int | None = None) -> LM:
     """Load the authors' weights; `heads` and `loops` are needed only where no config stands beside them."""
-    return LM(load_published(source, heads, loops).eval(), _tokenizer(source))
+    return _lm(*find_model(source, heads, loops))
 
 
-def _tokenizer(source: str | Path) -> Tokenizer | None:
-    return Tokenizer.load(source) if (Path(source) / TOKENIZER).is_file() else None
+def _lm(model: LoopedLM, tokenizer: Path | None) -> LM:
+    return LM(model.eval(), Tokenizer.load(tokenizer) if tokenizer else None)

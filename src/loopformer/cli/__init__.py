@@ -11,6 +11,8 @@ import typer
 import loopformer
 from loopformer.cli.import_ import import_
 from loopformer.cli.info import info
+from loopformer.cli.prepare import prepare
+from loopformer.cli.train import train
 from loopformer.errors import LoopformerError
 
 app = typer.Typer(
@@ -21,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("prepare")(prepare)
+app.command("train")(train)
 app.command("info")(info)
 app.command("import")(import_)
 

@@ -14,7 +14,9 @@ def info(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="A model folder, published weights, or a preset's name.")
     ] = None,
-    context: Annotated[int | None, typer.Option(help="Count costs at this context instead of the model's own.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Count costs at this context instead of the model's own.")
+    ] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads, for weights without a config.")] = None,
     loops: Annotated[int | None, typer.Option(help="Loops L, for weights without a config.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -45,11 +47,11 @@ def find_config(model: str, heads: int | None, loops: int | None) -> "ModelConfi
     names = preset_names()
     if model in names:
         return from_mapping(ModelConfig, load_preset(model).get("model", {}), "model")
+    from loopformer.loading import load_published, model_folder
     from loopformer.loading.folder import is_model_folder, read_config
-    from loopformer.loading.published import load_published
 
-    if is_model_folder(model):
-        return read_config(model)
+    if is_model_folder(folder := model_folder(model)):
+        return read_config(folder)
     try:
         return load_published(model, heads, loops).config
     except FileProblem as error:
@@ -104,8 +106,8 @@ def _show(name: str, report: dict[str, Any]) -> None:
     console = Console()
     settings, parameters = report["settings"], report["parameters"]
     console.print(
-        f"[bold]{name}[/bold]: {report['shape']}, conditioning {settings['conditioning']}, width {settings['width']}, "
-        f"{settings['heads']} heads, FFN {settings['ffn']}, context {settings['context']}, "
+        f"[bold]{name}[/bold]: {report['shape']}, conditioning {settings['conditioning']}, "
+        f"width {settings['width']}, {settings['heads']} heads, FFN {settings['ffn']}, context {settings['context']}, "
         f"vocabulary {settings['vocab']}",
         highlight=False,
     )

@@ -1,4 +1,4 @@
-"""Settings: model.py (the family) · schema.py (checking) · presets.py (what ships with the package).
+"""Settings: model.py (the family) · run.py (a whole run) · schema.py (checking) · presets.py (what ships with us).
 
 ModelConfig()                                       # the paper's LoopFormer 3⊗8
 from_mapping(ModelConfig, {"blocks": 2}, "model")   # from plain data, checked
@@ -7,16 +7,32 @@ load_preset("paper/loopformer-1x24")                # a preset, at one of its si
 
 from loopformer.config.model import Conditioning, ModelConfig
 from loopformer.config.presets import load_preset, preset_names, read_yaml
+from loopformer.config.run import (
+    DataConfig,
+    ObjectiveConfig,
+    RunConfig,
+    TrainingConfig,
+    load_run,
+    run_from_mapping,
+    run_to_yaml,
+)
 from loopformer.config.schema import check_types, from_mapping, nearest, require
 
 __all__ = [
     "Conditioning",
+    "DataConfig",
     "ModelConfig",
+    "ObjectiveConfig",
+    "RunConfig",
+    "TrainingConfig",
     "check_types",
     "from_mapping",
     "load_preset",
+    "load_run",
     "nearest",
     "preset_names",
     "read_yaml",
     "require",
+    "run_from_mapping",
+    "run_to_yaml",
 ]

@@ -39,14 +39,22 @@ def nearest(word: str, known: list[str], otherwise: str | None = None) -> str:
 
 
 def check_types(settings: Any, where: str) -> None:
-    """Check every field of a settings dataclass against its annotation; an int passes for a float."""
+    """Check every field of a settings dataclass against its annotation; a number passes for a float."""
     hints = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         value, hint = getattr(settings, field.name), hints[field.name]
-        if float in _choices(hint) and type(value) is int:
-            object.__setattr__(settings, field.name, float(value))
+        if float in _choices(hint) and (number := _number(value)) is not None:
+            object.__setattr__(settings, field.name, number)
         elif not _fits(value, hint):
             raise LoopformerError(f"{where}.{field.name} must be {_describe(hint)}, got {value!r}.")
+
+
+def _number(value: Any) -> float | None:
+    """An int where a float is meant, or text that is a number: YAML 1.1 reads 6e-4 as text."""
+    try:
+        return float(value) if type(value) in (int, str) else None
+    except ValueError:
+        return None
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ import functools
 import glob
 import itertools
 import math
+import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from loopformer.config import nearest
 from loopformer.data.files import FORMATS, PACKINGS, Meter, Record, format_of, read_records
 from loopformer.data.hub import PRESETS, read_dataset
 from loopformer.data.stdlib import stdlib_documents
 from loopformer.errors import FileProblem, LoopformerError
 
 DEFAULT_VAL_FRACTION = 0.01
+_STDLIB_VAL_FRACTION = 0.05  # of 2 MB; less would measure noise
 
 
 class Position(NamedTuple):
@@ -122,7 +123,8 @@ def _source(place: str, given: str, weight: float | None, field: str, supervised
         def read(skip: int, meter: Meter) -> Iterator[Record]:
             return ({field: text} for text in itertools.islice(documents(), skip, None))
 
-        return Source("stdlib", given, weight, (Part(f"Python {platform.python_version()}", None, read),))
+        part = Part(f"Python {platform.python_version()}", None, read)
+        return Source("stdlib", given, weight, (part,), val_fraction=_STDLIB_VAL_FRACTION)
     if place in PRESETS:
         preset = PRESETS[place]
         part = _dataset(preset.dataset, preset.config, "train")
@@ -166,10 +168,10 @@ def _files(place: str) -> tuple[Path, list[Path]]:
     if path.is_dir():
         root, found = path, list(path.rglob("*"))
     elif glob.has_magic(place):
-        root, found = Path(), [Path(name) for name in glob.glob(place, recursive=True)]
+        found = [Path(name) for name in glob.glob(place, recursive=True)]
+        root = Path(os.path.commonpath([path.parent for path in found])) if found else Path()
     else:
-        hint = "" if re.search(r"[/\\.]", place) else " " + nearest(place, ["stdlib", *PRESETS])
-        raise FileProblem(f"There is no file or folder {place}; check the path.{hint.capitalize()}")
+        raise FileProblem(f"There is no file or folder {place}; named sources are stdlib, {', '.join(PRESETS)}.")
     paths = sorted(path for path in found if path.is_file() and format_of(path))
     if not paths:
         raise FileProblem(f"{place} holds no file that prepare reads; it reads {known}.")

@@ -21,7 +21,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from loopformer.data.splits import LONGEST, cut
 from loopformer.errors import FileProblem, LoopformerError
@@ -52,7 +52,8 @@ def read_records(
 ) -> Iterator[Record]:
     """The records of one file, from number `skip` on; `only_field` spares parquet its other columns."""
     try:
-        with closing(_unpacked(path, meter or Meter())) as stream:
+        raw = io.BufferedReader(_Counted(path, meter or Meter()), _BUFFER)
+        with closing(raw), closing(_unpacked(path, raw)) as stream:
             if format_of(path) == ".parquet":
                 yield from _parquet(path, stream, field if only_field else None, skip)
             elif format_of(path) == ".jsonl":
@@ -79,7 +80,7 @@ def need(package: str, purpose: str) -> Any:
         ) from error
 
 
-def _jsonl(path: Path, stream: BinaryIO, skip: int) -> Iterator[Record]:
+def _jsonl(path: Path, stream: IO[bytes], skip: int) -> Iterator[Record]:
     number = 0
     for line_number, line in enumerate(stream, 1):
         if not line.strip():
@@ -96,7 +97,7 @@ def _jsonl(path: Path, stream: BinaryIO, skip: int) -> Iterator[Record]:
         yield record
 
 
-def _texts(stream: BinaryIO) -> Iterator[str]:
+def _texts(stream: IO[bytes]) -> Iterator[str]:
     """The whole text as one document, or as several where it is longer than LONGEST."""
     text = io.TextIOWrapper(stream, encoding="utf-8-sig")
     kept = ""
@@ -109,7 +110,7 @@ def _texts(stream: BinaryIO) -> Iterator[str]:
         yield kept
 
 
-def _parquet(path: Path, stream: BinaryIO, column: str | None, skip: int) -> Iterator[Record]:
+def _parquet(path: Path, stream: IO[bytes], column: str | None, skip: int) -> Iterator[Record]:
     arrow, parquet = need("pyarrow", "A parquet file"), need("pyarrow.parquet", "A parquet file")
     try:
         file = parquet.ParquetFile(stream)
@@ -128,23 +129,25 @@ def _parquet(path: Path, stream: BinaryIO, column: str | None, skip: int) -> Ite
         raise FileProblem(f"{path} is no readable parquet file; copy or download it again.") from error
 
 
-def _unpacked(path: Path, meter: Meter) -> BinaryIO:
-    raw = io.BufferedReader(_Counted(path, meter), _BUFFER)
-    if path.suffix == ".gz":
-        stream: Any = gzip.open(raw)
-    elif path.suffix == ".xz":
-        stream = lzma.open(raw)
-    elif path.suffix == ".zst":
-        stream = io.BufferedReader(_Zstd(raw), _BUFFER)
-    else:
+def _unpacked(path: Path, raw: Any) -> Any:
+    if path.suffix not in PACKINGS:
         return raw
-    if format_of(path) == ".parquet":  # needs to seek
-        with closing(stream):
-            unpacked: Any = tempfile.TemporaryFile()
-            shutil.copyfileobj(stream, unpacked, _BUFFER)
-        unpacked.seek(0)
-        return unpacked  # type: ignore[no-any-return]
-    return stream  # type: ignore[no-any-return]
+    if path.suffix == ".gz":
+        stream: Any = gzip.GzipFile(fileobj=raw)
+    elif path.suffix == ".xz":
+        stream = lzma.LZMAFile(raw)  # noqa: SIM115 (read_records closes it)
+    else:
+        stream = io.BufferedReader(_Zstd(raw), _BUFFER)
+    return _seekable(stream) if format_of(path) == ".parquet" else stream
+
+
+def _seekable(stream: IO[bytes]) -> IO[bytes]:
+    """A packed parquet file goes through a temporary file, because it is read from its end."""
+    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 (read_records closes it)
+    with closing(stream):
+        shutil.copyfileobj(stream, unpacked, _BUFFER)
+    unpacked.seek(0)
+    return unpacked
 
 
 class _Counted(io.FileIO):
@@ -161,7 +164,7 @@ class _Counted(io.FileIO):
 class _Zstd(io.RawIOBase):
     """A zstd stream that, unlike the package's own reader, notices when its end is missing."""
 
-    def __init__(self, raw: BinaryIO) -> None:
+    def __init__(self, raw: IO[bytes]) -> None:
         self._zstd = need("zstandard", "A .zst file")
         self._raw = raw
         self._frame = self._zstd.ZstdDecompressor().decompressobj()
@@ -188,7 +191,3 @@ class _Zstd(io.RawIOBase):
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()

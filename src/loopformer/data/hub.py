@@ -57,22 +57,25 @@ def reconnecting(
     name: str,
     waits: tuple[float, ...] = _WAITS,
 ) -> Iterator[T]:
-    """The items of `open_at(skip)`; when the network fails, opened again at the item after the last one."""
-    attempt = 0
+    """The items of `open_at(skip)`; when the network fails, opened again at the item after the last one.
+
+    Where not even the first item comes there is nothing to wait for, and that is an error at once.
+    """
+    attempt, reached = 0, False
     while True:
         try:
             for item in open_at(skip):
                 yield item
                 skip += 1
-                attempt = 0
+                attempt, reached = 0, True
             return
         except Exception as error:
             if not _is_network(error):
                 raise
-            if attempt == len(waits):
+            if not reached or attempt == len(waits):
                 raise FileProblem(
-                    f"The connection to {name} broke and {len(waits)} new attempts failed "
-                    f"({_first_line(error)}); start again when it is back, it continues."
+                    f"{name} cannot be reached ({_first_line(error)}); "
+                    "start again when the connection is back, it continues."
                 ) from error
             time.sleep(waits[attempt])
             attempt += 1

@@ -41,7 +41,7 @@ class SourceState:
     """How far one source has come."""
 
     splitter: Splitter
-    position: Position = Position()
+    position: Position = field(default_factory=Position)
     text_bytes: int = 0
     done: bool = False
     splits: dict[Split, Written] = field(default_factory=lambda: {split: Written() for split in SPLITS})

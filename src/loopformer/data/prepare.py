@@ -30,7 +30,7 @@ from loopformer.data.corpus import Position, Source, parse_sources
 from loopformer.data.files import Meter
 from loopformer.data.ledger import Ledger, SourceState, Written
 from loopformer.data.shards import ShardWriter
-from loopformer.data.splits import LONGEST, SPLITS, Split, Splitter, cut, survey
+from loopformer.data.splits import SPLITS, Split, Splitter, documents, survey
 from loopformer.data.supervised import Example, encode_examples, example_key, example_text, parse_example
 from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
 from loopformer.data.tokenizer import Tokenizer
@@ -60,6 +60,7 @@ class _Work:
     items: list[tuple[Split, Item]]
     position: Position
     text_bytes: int
+    read: int  # bytes from disk
 
 
 def prepare(
@@ -145,7 +146,7 @@ class _Reader:
                 yield position, parse_example(record, where)
         else:
             for position, text in source.texts(self.field, start, meter):
-                for piece in cut(text, LONGEST // 2, LONGEST):
+                for piece in documents(text):
                     yield position, piece
 
     def split(self, splitter: Splitter, item: Item) -> Sequence[tuple[Split, Item]]:
@@ -176,12 +177,12 @@ class _Reader:
         for after, item in self.items(source, position, meter):
             if size >= batch_bytes and after != position:
                 total += size
-                yield _Work(items, position, total)
+                yield _Work(items, position, total, meter.read)
                 items, size = [], 0
             items += self.split(state.splitter, item)
             size += len((item if isinstance(item, str) else example_text(item)).encode())
             position = after
-        yield _Work(items, position, total + size)
+        yield _Work(items, position, total + size, meter.read)
 
 
 class _Output:
@@ -260,7 +261,7 @@ def _tokenize(
                 output.append([one for (own, _), one in zip(wanted, encoded, strict=True) if own == split])
             state.position, state.text_bytes = work.position, work.text_bytes
             if report:
-                report(_progress(source, state, meter))
+                report(_progress(source, state, work.read))
             if all(output.full for output in outputs.values()):
                 break
             if time.monotonic() - committed >= commit_seconds:
@@ -290,11 +291,11 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 
-def _progress(source: Source, state: SourceState, meter: Meter) -> Progress:
+def _progress(source: Source, state: SourceState, read: int) -> Progress:
     tokens = sum(written.tokens for written in state.splits.values())
     fractions = []
     if source.size:
-        fractions.append(meter.read / source.size)
+        fractions.append(read / source.size)
     if source.train_tokens:
         fractions.append(state.splits["train"].tokens / source.train_tokens)
     fraction = min(1.0, max(fractions)) if fractions else None

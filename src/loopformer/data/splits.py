@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,7 @@ SPLITS: tuple[Split, ...] = ("train", "val")
 LONGEST = 1 << 20  # characters in a document; longer ones are cut, so that memory stays bounded
 _FEW = 1000  # documents; below that, or below ten expected to be held out, a source is cut at paragraphs
 _PIECES = 2000  # how many pieces such a source is cut into, about
+_MARKS = ("\n\n", "\n", " ")  # what ends a paragraph, a line, a word
 _SMALLEST, _LARGEST = 64, 1 << 16  # characters in such a piece
 
 
@@ -83,28 +84,36 @@ def survey(read: Callable[[], Iterator[str]], fraction: float, name: str, *, who
     return Splitter(fraction, cutter.piece, lowest, highest)
 
 
-def cut(text: str, least: int, most: int) -> list[str]:
-    """Cut into pieces of `least` to `most` characters that join to the same text.
+def documents(text: str) -> list[str]:
+    """The text itself, or several documents where it is longer than LONGEST."""
+    return [text] if len(text) <= LONGEST else cut(text, LONGEST // 2, LONGEST)
 
-    Each ends after the first paragraph that is long enough; where none ends in time after a line, a word, or
-    anywhere. Only the last piece may be shorter.
+
+def cut(text: str, least: int, most: int) -> list[str]:
+    """Cut into pieces of `least` to `most` characters that join to the same text; only the last may be shorter.
+
+    Each ends after the first paragraph that is long enough; in a text of one paragraph after a line, in one of
+    one line after a word. Only a piece that would be longer than `most` ends wherever it can.
     """
-    pieces = []
-    start, last = 0, len(text.rstrip())
+    last = len(text.rstrip())
+    best = next((mark for mark in _MARKS if 0 <= text.find(mark) < last), None)
+    pieces, start = [], 0
     while last - start > least:
-        end = _border(text, start + least, min(start + most, last))
+        window = (start + least, min(start + most, last))
+        end = _border(text, [best] if best else [], *window)
         if end is None:
             if len(text) - start <= most:
                 break
-            end = start + most
+            end = _border(text, _MARKS, *window) or start + most
         pieces.append(text[start:end])
         start = end
     return [*pieces, text[start:]] if start < len(text) else pieces
 
 
-def _border(text: str, least: int, most: int) -> int | None:
-    for mark in ("\n\n", "\n", " "):
-        found = text.find(mark, least - len(mark), most)
+def _border(text: str, marks: Sequence[str], least: int, most: int) -> int | None:
+    """The end of the first mark that ends between `least` and `most`; an earlier kind of mark goes first."""
+    for mark in marks:
+        found = text.find(mark, max(0, least - len(mark)), most)
         if found >= 0:
             return found + len(mark)
     return None

@@ -29,7 +29,7 @@ def stdlib_documents() -> list[str]:
             seen.update(fresh)
             if fresh:
                 documents.append("\n\n".join(fresh) + "\n")
-    return documents + list(_topics(root / "pydoc_data" / "topics.py"))
+    return documents + list(dict.fromkeys(_topics(root / "pydoc_data" / "topics.py")))
 
 
 def _parse(path: Path) -> ast.Module | None:

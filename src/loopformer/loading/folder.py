@@ -9,11 +9,13 @@ The config holds the model's settings, so that loops, heads and switches are nev
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from loopformer.config import ModelConfig, from_mapping
 from loopformer.errors import FileProblem
@@ -33,13 +35,20 @@ def is_model_folder(path: str | Path) -> bool:
 
 def save_model(model: LoopedLM, folder: str | Path, source: dict[str, Any] | None = None) -> Path:
     """Write a model; `source` says where it comes from. Files appear whole or not at all."""
+    return save_tensors(model.state_dict(), model.config, folder, source)
+
+
+def save_tensors(
+    state: Mapping[str, Tensor], model: ModelConfig, folder: str | Path, source: dict[str, Any] | None = None
+) -> Path:
+    """Write a model that is in hand as tensors and settings."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in state.items()}
     config = {
         "format": FORMAT,
         "version": VERSION,
-        "model": dataclasses.asdict(model.config),
+        "model": dataclasses.asdict(model),
         "source": source or {},
     }
     try:

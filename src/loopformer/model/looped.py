@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
@@ -74,6 +75,7 @@ class LoopedLM(nn.Module):
         states: bool = False,
         beyond: bool = False,
         check: bool = True,
+        recompute: bool = False,
     ) -> Output:
         """Run ids [B, T] along one trajectory for all rows, or a list of one per row.
 
@@ -82,6 +84,7 @@ class LoopedLM(nn.Module):
         states     True keeps the state after each pass
         beyond     True allows more passes than the model was trained for
         check      False trusts the ids' values, so that nothing waits for the GPU
+        recompute  True keeps only the state between passes for backward, and computes the rest again
         """
         self._check_shape(ids)
         if check:
@@ -89,7 +92,7 @@ class LoopedLM(nn.Module):
         routes = self.routes(trajectory, len(ids), beyond)
         x, rotary, mask = self.embed(ids, documents)
         if isinstance(routes, Trajectory):
-            x, kept = self._loop(x, routes, rotary, mask, states)
+            x, kept = self._loop(x, routes, rotary, mask, states, recompute)
         else:
             x, kept = self._loop_rows(x, routes, rotary, mask, states)
         hidden = self.final_norm(x)
@@ -125,13 +128,17 @@ class LoopedLM(nn.Module):
         return table
 
     def _loop(
-        self, x: Tensor, route: Trajectory, rotary: Rotary | None, mask: Tensor | None, keep: bool
+        self, x: Tensor, route: Trajectory, rotary: Rotary | None, mask: Tensor | None, keep: bool, recompute: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """All rows along one trajectory."""
         table = self.table(route)
         kept: list[Tensor] = []
         for step in range(route.budget):
-            x = self.stack(x, None if table is None else table[step][None], rotary, mask)
+            modulation = None if table is None else table[step][None]
+            if recompute:
+                x = checkpoint(self.stack, x, modulation, rotary, mask, use_reentrant=False)
+            else:
+                x = self.stack(x, modulation, rotary, mask)
             if keep:
                 kept.append(x)
         return x, kept

@@ -1,0 +1,71 @@
+"""`loopformer train`: from prepared tokens to a model, on one device or many."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def train(
+    config: Annotated[
+        str | None, typer.Argument(help="A .yaml file or a preset's name (`loopformer info`).")
+    ] = None,
+    settings: Annotated[list[str] | None, typer.Argument(help="key=value, as in training.steps=100.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; runs/NAME by default.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last good checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what the run would take, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Train a model; interrupted at any moment, --resume continues to the same bits.
+
+    Example: loopformer train demo training.steps=500 --out runs/mine
+
+    Several GPUs: torchrun --nproc-per-node 8 -m loopformer train paper/loopformer data.path=data/pile
+    """
+    from loopformer.training.launch import launch, plan
+
+    settings = list(settings or [])
+    if config is not None and "=" in config:
+        settings.insert(0, config)
+        config = None
+    folder = out or Path("runs") / (Path(config).stem if config else "run")
+    if dry_run:
+        _show_plan(plan(config, settings, folder), as_json)
+        return
+
+    def say(sentence: str) -> None:
+        typer.echo(sentence, err=True)
+
+    result = launch(config, settings, folder, resume, quiet=as_json, say=say)
+    if int(os.environ.get("RANK", 0)) == 0:
+        if as_json:
+            typer.echo(json.dumps(result))
+        elif result["finished"]:
+            typer.echo(f"{folder}: step {result['step']}, {result['seconds']:.0f} s; use it with --model {folder}")
+    if result["signal"] is not None:
+        raise typer.Exit(128 + result["signal"])
+
+
+def _show_plan(made: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(made, indent=2))
+        return
+    plan = made["plan"]
+    hours = "unknown on this device" if plan["hours"] is None else _duration(plan["hours"])
+    epochs = "" if plan["epochs"] is None else f", {plan['epochs']:.2f} epochs"
+    rate = "" if plan["device_tflops"] is None else f" at {plan['device_tflops']:.3g} TFLOP/s"
+    typer.echo(
+        f"parameters   {plan['parameters']:,} ({plan['parameters_without_embeddings']:,} without embeddings)\n"
+        f"steps        {plan['steps']:,}\n"
+        f"tokens       {plan['tokens']:,}{epochs}\n"
+        f"FLOPs        {plan['training_gflops_per_token']:.4g} G per token, {plan['total_flops']:.3g} in all\n"
+        f"micro-batch  {plan['micro_batch']}\n"
+        f"memory       about {plan['memory_gib_per_device']:.2f} GiB per device\n"
+        f"time         about {hours} on {plan['device']}{rate}"
+    )
+
+
+def _duration(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"

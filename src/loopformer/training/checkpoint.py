@@ -1,0 +1,133 @@
+"""Checkpoints that are whole or not there, and that are checked before they are trusted.
+
+    runs/x/checkpoints/step-00000100/
+      model.safetensors, config.json, tokenizer.json   a model folder of ours: `loopformer.load` reads it
+      optimizer/*.safetensors                          AdamW's moments; one file, or one per rank (FSDP)
+      run.yaml, state.json                             settings, counters, RNG, data position
+      checksums.json                                   written last, over all of the above
+
+A checkpoint is written beside its place and renamed into it, so a crash at any moment leaves the earlier ones.
+Nothing in it is pickled. Sharded optimizer state goes through torch.distributed.checkpoint's safetensors storage
+and loads on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from loopformer.data.shards import sha256_of, sync_folder
+from loopformer.errors import FileProblem
+from loopformer.loading.runs import CHECKSUMS, FOLDER, checkpoints, step_of
+from loopformer.training.distributed import Ranks
+
+OPTIMIZER = "optimizer"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def write_checkpoint(
+    run: Path, step: int, fill: Callable[[Path], None], optimizer: dict[str, Tensor], ranks: Ranks, sharded: bool
+) -> Path:
+    """Write a checkpoint in one go: `fill` puts the main rank's files into the folder it is given."""
+    place = run / FOLDER / f"step-{step:08d}"
+    part = place.with_name(place.name + ".part")
+
+    def begin() -> None:
+        if ranks.main:
+            shutil.rmtree(part, ignore_errors=True)
+            (part / OPTIMIZER).mkdir(parents=True)
+            fill(part)
+
+    def moments() -> None:
+        if sharded:
+            save(optimizer, storage_writer=HuggingFaceStorageWriter(str(part / OPTIMIZER), save_distributed=True))
+        elif ranks.main:
+            save_file(optimizer, part / OPTIMIZER / "optimizer.safetensors")
+
+    def finish() -> None:
+        if ranks.main:
+            _seal(part)
+            if place.exists():
+                shutil.rmtree(place)
+            os.rename(part, place)
+            sync_folder(place.parent)
+
+    for phase in (begin, moments, finish):
+        trouble: BaseException | None = None
+        try:
+            phase()
+        except (OSError, SafetensorError, FileProblem, CheckpointException) as error:
+            trouble = error
+        # Every rank must learn of a failure, or the others would wait for this one for ever.
+        if ranks.any(trouble is not None):
+            if ranks.main:
+                shutil.rmtree(part, ignore_errors=True)
+            kept = checkpoints(run)
+            last = f"the last good one is {kept[-1]}" if kept else "there is no earlier one"
+            reason = " ".join(str(trouble or "on another rank").split())
+            raise FileProblem(
+                f"The checkpoint of step {step} could not be written ({reason}); {last}. "
+                "Free some space and go on with --resume."
+            ) from trouble
+    return place
+
+
+def _seal(part: Path) -> None:
+    """Put everything on the disk, then the checksums over it."""
+    files = sorted(path for path in part.rglob("*") if path.is_file())
+    for path in files:
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+    sums = {str(path.relative_to(part)): sha256_of(path) for path in files}
+    with (part / CHECKSUMS).open("w", encoding="utf-8") as file:
+        json.dump(sums, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(part)
+
+
+def rotate(run: Path, keep: int, best: int | None) -> None:
+    """Delete all but the newest `keep` checkpoints and the best one."""
+    for path in checkpoints(run)[:-keep]:
+        if step_of(path) != best:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in (run / FOLDER).glob("*.part"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's moments by parameter name; made as zeros where no step was taken yet."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        for moment in MOMENTS:
+            if moment not in state:
+                state[moment] = torch.zeros_like(parameter)
+            found[f"{moment}.{name}"] = state[moment]
+    return found
+
+
+def restore_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path, updates: int, fused: bool
+) -> None:
+    """Load the moments into the optimizer, whatever number of ranks wrote them."""
+    tensors = optimizer_tensors(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a single process without a process group is meant
+        load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(checkpoint / OPTIMIZER)))
+    for _, parameter in model.named_parameters():
+        where = parameter.device if fused else torch.device("cpu")
+        optimizer.state[parameter]["step"] = torch.tensor(float(updates), dtype=torch.float32, device=where)

@@ -1,0 +1,135 @@
+"""One process or many: ranks, and the wrappers that make many ranks train one model.
+
+    torchrun --nproc-per-node 8 -m loopformer train CONFIG
+
+Started by torchrun, every process is a rank; started plainly, there is one. DDP keeps a whole model per rank;
+FSDP2 shards weights and optimizer state, with the shared stack as one unit that stays gathered over the loops.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from loopformer.errors import LoopformerError
+from loopformer.training.objective import Objective
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @classmethod
+    def start(cls, device: str = "auto") -> Ranks:
+        """Join the other ranks, if torchrun started us, and take a device."""
+        world, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+        chosen = choose_device(device, local)
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        if world > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        return cls(dist.get_rank() if world > 1 else 0, world, chosen)
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, on all ranks."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether it holds on any rank."""
+        if self.world == 1:
+            return flag
+        return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
+
+    def smallest(self, value: int) -> int:
+        if self.world > 1:
+            held = torch.tensor(value, device=self.device)
+            dist.all_reduce(held, op=dist.ReduceOp.MIN)
+            return int(held)
+        return value
+
+    def wait(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        if self.world > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` is CUDA, else MPS, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise LoopformerError(f"{name!r} is no device; use auto, cpu, cuda or mps.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise LoopformerError("No CUDA device is available here; use training.device=cpu or auto.")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise LoopformerError("No MPS device is available here; use training.device=cpu or auto.")
+    return torch.device("cuda", local_rank) if device.type == "cuda" and device.index is None else device
+
+
+class Parallel:
+    """An objective on one rank of many; gradients are averaged over the ranks after each last micro-batch."""
+
+    def __init__(self, objective: Objective, ranks: Ranks, strategy: str) -> None:
+        self.ranks = ranks
+        self.objective = objective
+        self.sharded = ranks.world > 1 and strategy == "fsdp"
+        self.module: nn.Module = objective
+        if self.sharded:
+            stack = fully_shard(objective.model.stack, reshard_after_forward=False)
+            stack.set_reshard_after_backward(False)  # the next loop of the same backward needs it again
+            # The root unit holds the rest: the tied embedding is used first and last of all.
+            fully_shard(objective, reshard_after_forward=False)
+        elif ranks.world > 1:
+            on = None if ranks.device.type == "cpu" else [ranks.device]
+            self.module = DistributedDataParallel(objective, device_ids=on)
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Exchange gradients only in the last micro-batch of a step."""
+        if isinstance(self.module, DistributedDataParallel) and not last:
+            with self.module.no_sync():
+                yield
+            return
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(last)
+        yield
+
+    def before_update(self) -> None:
+        """Let go of gathered weights: the optimizer changes the shards, and the next forward gathers them anew."""
+        stack = self.objective.model.stack
+        if isinstance(stack, FSDPModule):
+            stack.reshard()
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """What to call without gradients: FSDP must be entered through its root."""
+        return self.module if self.sharded else self.objective
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded; every rank must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

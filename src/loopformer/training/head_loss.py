@@ -1,0 +1,120 @@
+"""Head and losses in chunks of tokens, so that full logits never exist.
+
+    sums = head_losses(weight, full, targets, short, weights)
+
+For each chunk of tokens the logits, their losses and their gradients are computed at once, inside forward;
+only the gradients with respect to the hidden states and the head weight are kept. Memory is one chunk of logits
+instead of all of them, and nothing is computed twice.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """What each summed term is multiplied by in the total that is differentiated."""
+
+    full: float = 1.0
+    short: float = 0.0
+    logits: float = 0.0  # squared difference of the logits, mean over the vocabulary
+    distribution: float = 0.0  # cross-entropy to the full route's distribution
+
+
+@dataclass(frozen=True)
+class HeadSums:
+    """Sums over tokens; `total` carries the gradient, the others are for logging."""
+
+    total: Tensor
+    full: Tensor
+    short: Tensor
+    consistency: Tensor
+
+
+def head_losses(
+    weight: Tensor, full: Tensor, targets: Tensor, short: Tensor | None, weights: LossWeights, chunk: int
+) -> HeadSums:
+    """Losses of hidden states `full` [N, D], and `short` [N, D] if given, against targets [N] (-100: ignored).
+
+    weight is the head [V, D]. With autocast on, products run in its dtype; losses are always fp32.
+    """
+    apply: Any = _ChunkedHead.apply
+    return HeadSums(*apply(weight, full, short, targets, weights, chunk))
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        full: Tensor,
+        short: Tensor | None,
+        targets: Tensor,
+        weights: LossWeights,
+        chunk: int,
+    ) -> tuple[Tensor, ...]:
+        needs_grad = any(ctx.needs_input_grad)
+        sums = torch.zeros(4, dtype=torch.float32, device=full.device)  # total, full, short, consistency
+        grad_weight = torch.zeros_like(weight) if needs_grad else None
+        grad_full = torch.zeros_like(full) if needs_grad else None
+        grad_short = torch.zeros_like(short) if needs_grad and short is not None else None
+        # Cast once for all chunks; their gradients in the products' dtype are summed in the weight's.
+        leaf = weight.detach().to(_product_dtype(weight))
+        for start in range(0, len(full), chunk):
+            part = slice(start, start + chunk)
+            rows = [full[part].detach()] + ([] if short is None else [short[part].detach()])
+            with torch.set_grad_enabled(needs_grad):
+                inputs = [row.requires_grad_(needs_grad) for row in rows]
+                terms = _terms(leaf.requires_grad_(needs_grad), inputs, targets[part], weights)
+            sums += torch.stack([term.detach() for term in terms])
+            if grad_weight is not None and grad_full is not None:
+                grads = torch.autograd.grad(terms[0], [leaf, *inputs], allow_unused=True)
+                if grads[0] is not None:
+                    grad_weight += grads[0]
+                if grads[1] is not None:
+                    grad_full[part] = grads[1]
+                if grad_short is not None and grads[2] is not None:
+                    grad_short[part] = grads[2]
+        ctx.save_for_backward(*(grad for grad in (grad_weight, grad_full, grad_short) if grad is not None))
+        ctx.mark_non_differentiable(*(out := sums.unbind())[1:])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [saved * grad for saved in ctx.saved_tensors]
+        grad_short = grads[2] if len(grads) > 2 else None
+        return grads[0], grads[1], grad_short, None, None, None
+
+
+def _product_dtype(weight: Tensor) -> torch.dtype:
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+def _terms(head: Tensor, hidden: list[Tensor], targets: Tensor, weights: LossWeights) -> tuple[Tensor, ...]:
+    """total, full, short and consistency of one chunk, each summed over its tokens."""
+    counted = targets != IGNORED
+    zero = torch.zeros((), dtype=torch.float32, device=targets.device)
+    full_logits = F.linear(hidden[0], head).float()  # [n, V]
+    full = F.cross_entropy(full_logits, targets, ignore_index=IGNORED, reduction="sum")
+    if len(hidden) == 1:
+        return weights.full * full, full, zero, zero
+    short_logits = F.linear(hidden[1], head).float()
+    teacher = full_logits.detach()
+    short = F.cross_entropy(short_logits, targets, ignore_index=IGNORED, reduction="sum")
+    total = weights.full * full + weights.short * short
+    consistency = zero
+    if weights.logits:
+        consistency = ((short_logits - teacher).square().mean(-1) * counted).sum()
+        total = total + weights.logits * consistency
+    elif weights.distribution:
+        each = F.cross_entropy(short_logits, teacher.softmax(-1), reduction="none")
+        consistency = (each * counted).sum()
+        total = total + weights.distribution * consistency
+    return total, full, short, consistency

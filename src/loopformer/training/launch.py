@@ -1,0 +1,136 @@
+"""Start or continue a run: settings in, a run folder out.
+
+launch("demo", ["training.steps=200"], out="runs/demo")
+launch(None, [], out="runs/demo", resume=True)       # with the run's own settings
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from loopformer.config import RunConfig, load_run, read_yaml, run_from_mapping, run_to_yaml
+from loopformer.data.shards import write_atomic
+from loopformer.data.tokens import TokenData
+from loopformer.errors import FileProblem, LoopformerError
+from loopformer.loading.runs import SETTINGS, checkpoints
+from loopformer.training.curves import draw_curves
+from loopformer.training.distributed import Ranks
+from loopformer.training.plan import available_bytes, largest_divisors, make_plan, memory_bytes
+from loopformer.training.setup import settle_run
+from loopformer.training.trainer import Trainer
+
+# Settings that may change when a run goes on; any other would make it another run.
+FREE = {
+    "training": {
+        *(
+            "steps",
+            "micro_batch",
+            "device",
+            "compile",
+            "checkpoint_loops",
+            "strategy",
+            "threads",
+            "save_every",
+            "keep",
+        ),
+        *("validate_every", "validation_windows", "log_every", "bad_steps", "tensorboard", "wandb"),
+    },
+    "objective": {"chunk"},
+    "data": {"path", "prepare", "train_tokenizer"},
+}
+
+
+def launch(
+    source: str | None,
+    overrides: Sequence[str],
+    out: str | Path,
+    resume: bool = False,
+    quiet: bool = False,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Train; what happened comes back as plain data."""
+    out = Path(out)
+    run, given = _settings(source, overrides, out, resume)
+    ranks = Ranks.start(run.training.device)
+    try:
+        if ranks.main:
+            _prepare_if_asked(run, say)
+        ranks.wait()
+        data = TokenData.open(run.data.path, "train")
+        stored = out / SETTINGS
+        if resume and stored.is_file():
+            run = _continued(run_from_mapping(read_yaml(stored, str(stored))), settle_run(run, given, data))
+        else:
+            run = settle_run(run, given, data)
+            if checkpoints(out):
+                raise LoopformerError(f"{out} already holds a run; add --resume to go on, or choose another --out.")
+        ranks.wait()  # all have looked before the main rank writes
+        if ranks.main:
+            out.mkdir(parents=True, exist_ok=True)
+            write_atomic(stored, run_to_yaml(run).encode())
+        trainer = Trainer(run, out, ranks, resume, quiet)
+        result = trainer.train()
+        if ranks.main:
+            result["curves"] = draw_curves(out)
+        return result
+    finally:
+        ranks.close()
+
+
+def plan(source: str | None, overrides: Sequence[str], out: str | Path) -> dict[str, Any]:
+    """What `--dry-run` prints: the estimate, and the settings it is for."""
+    run, given = _settings(source, overrides, Path(out), resume=False)
+    tokens = 0
+    if (Path(run.data.path) / "index.json").is_file():
+        data = TokenData.open(run.data.path, "train")
+        run, tokens = settle_run(run, given, data), data.tokens
+    ranks = Ranks.start(run.training.device)
+    if isinstance(run.training.micro_batch, int):
+        micro = run.training.micro_batch
+    else:
+        room = 0.9 * available_bytes(ranks.device)
+        sizes = largest_divisors(max(1, run.training.batch // (run.objective.route_draws * ranks.world)))
+        micro = next((size for size in sizes if memory_bytes(run, size, ranks.world) < room), 1)
+    made = make_plan(run, tokens, ranks.device, micro, ranks.world).as_dict()
+    ranks.close()
+    if not tokens:
+        made["epochs"] = None
+    return {"plan": made, "settings": dataclasses.asdict(run)}
+
+
+def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: bool) -> tuple[RunConfig, set[str]]:
+    if source is not None:
+        return load_run(source, overrides)
+    stored = out / SETTINGS
+    if not resume:
+        raise LoopformerError("Name a config file or a preset, as in: loopformer train demo.")
+    if not stored.is_file():
+        raise FileProblem(f"{out} holds no run to go on with ({stored} is missing); check --out.")
+    return load_run(stored, overrides)
+
+
+def _prepare_if_asked(run: RunConfig, say: Callable[[str], None]) -> None:
+    """Prepare the data first where the settings say how and it is not there yet."""
+    if run.data.prepare is None or (Path(run.data.path) / "index.json").is_file():
+        return
+    from loopformer.data.prepare import prepare
+
+    say(f"preparing {run.data.prepare} into {run.data.path}")
+    prepare([run.data.prepare], run.data.path, train_tokenizer=run.data.train_tokenizer)
+
+
+def _continued(stored: RunConfig, asked: RunConfig) -> RunConfig:
+    """The settings to go on with: the asked ones, where they do not make it another run."""
+    before, now = dataclasses.asdict(stored), dataclasses.asdict(asked)
+    for section, values in before.items():
+        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
+            other = now[section][key] if key else now[section]
+            if other != value and key not in FREE.get(section, set()):
+                name = f"{section}.{key}" if key else section
+                raise LoopformerError(
+                    f"This run was started with {name} = {value}, not {other}; leave it so, or start a new run."
+                )
+    return asked

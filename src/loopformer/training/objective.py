@@ -1,0 +1,117 @@
+"""The loss of one micro-batch: CE(full) + λ₁·CE(short) + λ₂·consistency.
+
+The full route is uniform(L); the short one is drawn by routes.py. Consistency pulls the short route towards the
+full one, which gets no gradient from it: `hidden` is the squared difference after the final norm (the authors'
+code), `logits` that of the logits (the paper's text), `distribution` the cross-entropy to the full route's
+next-token distribution. λ₁ = λ₂ = 0 is a fixed-depth model.
+
+Both routes, head and loss are one module's forward, so that data-parallel wrappers see a single call.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from loopformer.config import ObjectiveConfig
+from loopformer.model import LoopedLM
+from loopformer.training.head_loss import IGNORED, LossWeights, head_losses
+from loopformer.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """How many counted targets the whole step has, over all ranks and micro-batches: on all rows, on short rows."""
+
+    full: float
+    short: float
+
+
+@dataclass(frozen=True)
+class Losses:
+    """One micro-batch's share of the step's mean losses; `total` carries the gradient, summed over a step."""
+
+    total: Tensor
+    terms: Tensor  # [3]: full, short, consistency, detached
+
+
+class Objective(nn.Module):
+    """A model and its loss in one forward."""
+
+    def __init__(self, model: LoopedLM, config: ObjectiveConfig, checkpoint_loops: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.config = config
+        self.checkpoint_loops = checkpoint_loops
+
+    def forward(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        documents: Tensor | None,
+        divisors: Divisors,
+        route: Trajectory | None = None,
+        short: Trajectory | None = None,
+        short_rows: tuple[int, ...] = (),
+    ) -> Losses:
+        """inputs, targets [B, T]; all rows follow `route` (None: the full one), `short_rows` also `short`."""
+        config, model = self.config, self.model
+        full = self._hidden(inputs, documents, route)  # [B, T, D]
+        rows = [] if short is None else list(short_rows)
+        others = [row for row in range(len(inputs)) if row not in set(rows)]
+        # Each part is a sum over its tokens, divided by the whole step's count of tokens.
+        total = full.new_zeros((), dtype=torch.float32)
+        terms = torch.zeros(3, dtype=torch.float32, device=inputs.device)
+        if others:
+            every = len(others) == len(inputs)
+            sums = head_losses(
+                model.tokens.weight,
+                (full if every else full[others]).flatten(0, 1),
+                (targets if every else targets[others]).flatten(),
+                None,
+                LossWeights(full=1 / divisors.full),
+                config.chunk,
+            )
+            total = total + sums.total
+            terms[0] += sums.full / divisors.full
+        if rows:
+            every = len(rows) == len(inputs)
+            pick = slice(None) if every else rows
+            brief = self._hidden(inputs[pick], None if documents is None else documents[pick], short)
+            teacher, wanted = full[pick], targets[pick]
+            consistency = config.consistency_weight / divisors.short
+            sums = head_losses(
+                model.tokens.weight,
+                teacher.flatten(0, 1),
+                wanted.flatten(),
+                brief.flatten(0, 1),
+                LossWeights(
+                    full=1 / divisors.full,
+                    short=config.short_weight / divisors.short,
+                    logits=consistency if config.consistency == "logits" else 0.0,
+                    distribution=consistency if config.consistency == "distribution" else 0.0,
+                ),
+                config.chunk,
+            )
+            total = total + sums.total
+            matched = sums.consistency
+            if config.consistency == "hidden":
+                each = (brief - teacher.detach()).float().square().mean(-1)  # [b, T]
+                matched = (each * (wanted != IGNORED)).sum()
+                total = total + consistency * matched
+            terms += torch.stack(
+                [sums.full / divisors.full, sums.short / divisors.short, matched.detach() / divisors.short]
+            )
+        return Losses(total, terms)
+
+    def _hidden(self, inputs: Tensor, documents: Tensor | None, route: Trajectory | None) -> Tensor:
+        out = self.model(
+            inputs,
+            route,
+            documents=documents,
+            logits=False,
+            check=False,
+            recompute=self.checkpoint_loops,
+        )
+        hidden: Tensor = out.hidden
+        return hidden

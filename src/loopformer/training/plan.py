@@ -1,0 +1,138 @@
+"""What a run will take, before it is started: parameters, tokens, FLOPs, memory, hours.
+
+Memory and hours are estimates: activations by a formula for the tensors that backward keeps, hours from a share
+of the device's peak that training commonly reaches.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from loopformer.config import RunConfig
+from loopformer.model.cost import Cost
+
+PEAK_BF16_TFLOPS = {"H200": 989, "H100": 989, "GH200": 989, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165}
+COMMON_SHARE = 0.4  # of the peak, on a GPU
+CPU_SHARE = 0.5  # of what large products reach, on a CPU
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The estimate for one run on `world` devices like the one at hand."""
+
+    parameters: int
+    parameters_without_embeddings: int
+    steps: int
+    tokens: int
+    epochs: float
+    training_gflops_per_token: float
+    total_flops: float
+    micro_batch: int
+    memory_gib_per_device: float
+    device: str
+    device_tflops: float | None
+    hours: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_plan(run: RunConfig, tokens_in_data: int, device: torch.device, micro_batch: int, world: int = 1) -> Plan:
+    """The plan of a run whose data has this many training tokens."""
+    cost, training = Cost(run.model), run.training
+    per_token = training_flops_per_token(run)
+    tokens = training.steps * training.batch * run.model.context
+    rate = reachable_flops(device)
+    return Plan(
+        parameters=cost.parameters.total,
+        parameters_without_embeddings=cost.parameters.without_embeddings,
+        steps=training.steps,
+        tokens=tokens,
+        epochs=tokens / max(1, tokens_in_data),
+        training_gflops_per_token=per_token / 1e9,
+        total_flops=per_token * tokens,
+        micro_batch=micro_batch,
+        memory_gib_per_device=memory_bytes(run, micro_batch, world) / 2**30,
+        device=device_name(device),
+        device_tflops=None if rate is None else rate / 1e12,
+        hours=None if rate is None else per_token * tokens / (rate * world) / 3600,
+    )
+
+
+def training_flops_per_token(run: RunConfig, short_budget: float | None = None) -> float:
+    """Forward and backward of both routes; the mean short route unless one is given."""
+    cost, objective = Cost(run.model), run.objective
+    full = cost.training_flops()
+    if not objective.elastic:
+        return full
+    both = cost.training_flops(short_budget=run.model.loops / 2 if short_budget is None else short_budget)
+    return full + objective.short_fraction * (both - full)
+
+
+def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1) -> float:
+    """Weights, gradients and two moments in fp32, and what backward keeps of one micro-batch."""
+    config, training = run.model, run.training
+    shards = world if training.strategy == "fsdp" else 1
+    parameters = Cost(config).parameters.total
+    states = parameters * 4 * (1 + 3 / shards)  # the gathered weights stay whole during a step
+    low = training.dtype == "bfloat16"
+    # Kept per token and block: inputs of norms, attention and products. Calibrated against measured peaks.
+    per_block = (28 * config.width + 4 * config.ffn) if low else (48 * config.width + 8 * config.ffn)
+    passes = config.loops + (config.loops - 1) * run.objective.short_fraction * run.objective.elastic
+    if training.checkpoint_loops:
+        per_token = passes * 4 * config.width + config.blocks * per_block
+    else:
+        per_token = passes * config.blocks * per_block
+    chunk = min(run.objective.chunk, micro_batch * config.context)
+    head = (
+        chunk * config.vocab_rows * 4 * (6 if run.objective.elastic else 3) + config.vocab_rows * config.width * 4
+    )
+    return states + micro_batch * config.context * per_token + head
+
+
+def largest_divisors(number: int) -> list[int]:
+    """All divisors, largest first: the micro-batches that cut a share evenly."""
+    return [size for size in range(number, 0, -1) if number % size == 0]
+
+
+def available_bytes(device: torch.device) -> float:
+    """Memory that a run may use on a device."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return 8.0 * 2**30
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The bf16 peak of a known GPU, for MFU; None where it is not known."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return next((tflops * 1e12 for key, tflops in PEAK_BF16_TFLOPS.items() if key in name), None)
+    return None
+
+
+def reachable_flops(device: torch.device) -> float | None:
+    """What training commonly reaches: a share of a GPU's peak, or of a short measurement on the CPU."""
+    peak = peak_flops(device)
+    if peak is not None:
+        return COMMON_SHARE * peak
+    if device.type != "cpu":
+        return None
+    a = torch.randn(512, 512)
+    (a @ a).sum()
+    started = time.perf_counter()
+    for _ in range(10):
+        a @ a
+    return CPU_SHARE * 10 * 2 * 512**3 / (time.perf_counter() - started)

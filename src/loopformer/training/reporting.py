@@ -1,0 +1,160 @@
+"""What a run says while it trains: metrics.jsonl always, a live line on a terminal, plain lines elsewhere.
+
+`metrics.jsonl` has one JSON object per record; TensorBoard and Weights & Biases get the same numbers when asked.
+After a resume, records beyond the checkpoint are dropped, so the file reads as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from loopformer.config import RunConfig
+from loopformer.data.shards import write_atomic
+from loopformer.errors import LoopformerError
+
+METRICS = "metrics.jsonl"
+
+
+class Reporter:
+    """Records and shows metrics; on ranks other than the main one it does nothing."""
+
+    def __init__(self, run: RunConfig, out: Path, active: bool, first_step: int, quiet: bool = False) -> None:
+        self.active, self.steps = active, run.training.steps
+        self._writers: list[Any] = []
+        self._bar: Any = None
+        self._started, self._first = time.perf_counter(), first_step
+        if not active:
+            return
+        _drop_after(out / METRICS, first_step)
+        self._file = (out / METRICS).open("a", encoding="utf-8")
+        if run.training.tensorboard:
+            self._writers.append(_TensorBoard(out))
+        if run.training.wandb is not None:
+            self._writers.append(_WandB(run.training.wandb, out))
+        self._quiet = quiet
+        if sys.stderr.isatty() and not quiet:
+            self._bar = _bar(self.steps, first_step)
+
+    def say(self, sentence: str) -> None:
+        """A sentence for the user, on stderr."""
+        if not self.active or self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.console.print(sentence, highlight=False)
+        else:
+            print(sentence, file=sys.stderr, flush=True)
+
+    def record(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Append a record to metrics.jsonl and pass it on."""
+        if not self.active:
+            return
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.flush()
+        for writer in self._writers:
+            writer.write(kind, step, values)
+
+    def progress(self, step: int, values: dict[str, Any]) -> None:
+        """Show a training record."""
+        if not self.active:
+            return
+        text = (
+            f"loss {values['loss_full']:.4f}  short {values['loss_short']:.4f}  "
+            f"{values['tokens_per_second']:,.0f} tok/s  lr {values['learning_rate']:.2e}"
+        )
+        if self._bar is not None:
+            self._bar.update(0, completed=step, note=text)
+        else:
+            spent = time.perf_counter() - self._started
+            left = spent / max(1, step - self._first) * (self.steps - step)
+            self.say(f"step {step}/{self.steps}  {text}  {_clock(left)} left")
+
+    def __enter__(self) -> Reporter:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        for writer in self._writers:
+            writer.close()
+        if self.active:
+            self._file.close()
+
+
+class _TensorBoard:
+    def __init__(self, out: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise LoopformerError("TensorBoard is not installed; run: pip install 'loopformer[log]'.") from error
+        self._writer: Any = SummaryWriter(str(out / "tensorboard"))
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._writer.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    def __init__(self, project: str, out: Path) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise LoopformerError("Weights & Biases is not installed; run: pip install wandb.") from error
+        self._run: Any = wandb.init(project=project, dir=str(out), name=out.name)
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        self._run.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """All whole records of a run; a last line cut by a crash is left out."""
+    records = []
+    path = run / METRICS
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+def _drop_after(path: Path, step: int) -> None:
+    if path.is_file():
+        kept = [record for record in read_metrics(path.parent) if record["step"] <= step]
+        write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+
+
+def _bar(steps: int, first_step: int) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+    )
+    bar.add_task("train", total=steps, completed=first_step, note="starting")
+    return bar
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

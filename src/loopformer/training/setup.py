@@ -1,0 +1,127 @@
+"""From settings to the things a run is made of: data, model, objective, micro-batch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loopformer.config import ModelConfig, RunConfig
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.data.tokens import TokenData
+from loopformer.errors import LoopformerError
+from loopformer.loading import find_model
+from loopformer.model import LoopedLM
+from loopformer.training.distributed import Ranks
+from loopformer.training.objective import Divisors, Objective
+from loopformer.training.plan import available_bytes, largest_divisors, memory_bytes
+from loopformer.trajectory import Trajectory
+
+
+def settle_run(run: RunConfig, given: set[str], data: TokenData) -> RunConfig:
+    """Fill in what the data and the starting model decide: the vocabulary, or all model settings."""
+    if run.init_from is not None:
+        model, tokenizer = find_model(run.init_from)
+        _check_same_tokenizer(tokenizer, data)
+        _check_given(run.model, model.config, given)
+        return replace(run, model=model.config)
+    if "model.vocab" not in given:
+        run = replace(run, model=replace(run.model, vocab=data.vocab_size))
+    if run.model.vocab < data.vocab_size:
+        raise LoopformerError(
+            f"The data's tokenizer has {data.vocab_size} tokens but model.vocab is {run.model.vocab}; "
+            "leave model.vocab out to take the data's."
+        )
+    return run
+
+
+def _check_same_tokenizer(folder: Path | None, data: TokenData) -> None:
+    if folder is not None and Tokenizer.load(folder).hash != data.tokenizer.hash:
+        raise LoopformerError(
+            f"The data in {data.folder} was made with another tokenizer than the model in {folder}; "
+            f"prepare it again with --tokenizer {folder / 'tokenizer.json'}."
+        )
+
+
+def _check_given(asked: ModelConfig, found: ModelConfig, given: set[str]) -> None:
+    for name in sorted(given):
+        section, _, key = name.partition(".")
+        if section == "model" and getattr(asked, key) != getattr(found, key):
+            raise LoopformerError(
+                f"{name} is {getattr(asked, key)} but the starting model has {getattr(found, key)}; leave it out."
+            )
+
+
+def make_model(run: RunConfig) -> LoopedLM:
+    """The starting weights, on the CPU: the same for any device and number of ranks."""
+    if run.init_from is not None:
+        return find_model(run.init_from)[0]
+    torch.manual_seed(run.training.seed)
+    return LoopedLM(run.model)
+
+
+def compile_step(run: RunConfig, model: LoopedLM, device: torch.device) -> bool:
+    """Compile the step where it pays and say whether it was."""
+    wanted = device.type == "cuda" if run.training.compile == "auto" else run.training.compile
+    if wanted:
+        model.compile()
+    return wanted
+
+
+def autocast(device: torch.device, run: RunConfig) -> Any:
+    """bf16 products over fp32 weights, or nothing."""
+    if run.training.dtype == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: Callable[[str], None]) -> int:
+    """The configured micro-batch, or the largest that fits: tried on a GPU, estimated elsewhere."""
+    if isinstance(run.training.micro_batch, int):
+        return run.training.micro_batch
+    share = max(1, run.training.batch // (run.objective.route_draws * ranks.world))
+    sizes = largest_divisors(share)
+    if ranks.device.type != "cuda":
+        room = 0.6 * available_bytes(ranks.device)
+        chosen = next((size for size in sizes if memory_bytes(run, size, ranks.world) < room), 1)
+    else:
+        likely = 1.5 * available_bytes(ranks.device)  # far beyond it a try is a waste of time
+        tried = (size for size in sizes if memory_bytes(run, size, ranks.world) < likely)
+        chosen = next((size for size in tried if _fits(run, objective, ranks.device, size)), 1)
+    chosen = ranks.smallest(chosen)
+    say(f"micro-batch {chosen}: {share // chosen * run.objective.route_draws} per step on each device")
+    return chosen
+
+
+def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int) -> bool:
+    """Run the costliest micro-batch once, forward and backward."""
+    loops = run.model.loops
+    ids = torch.zeros(rows, run.model.context, dtype=torch.long, device=device)
+    short = Trajectory.uniform(loops - 1) if run.objective.elastic else None
+    spare = None
+    try:
+        # Moments are not there yet; hold their place.
+        spare = [torch.empty_like(p) for p in objective.parameters() for _ in range(2)]
+        with autocast(device, run):
+            losses = objective(ids, ids, None, Divisors(1.0, 1.0), None, short, tuple(range(rows)))
+        losses.total.backward()
+        torch.cuda.synchronize(device)
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        del spare
+        objective.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+OUT_OF_MEMORY = (
+    "The device ran out of memory; lower training.micro_batch (or set it to auto), set "
+    "training.checkpoint_loops=true, or lower objective.chunk. The last checkpoint is intact."
+)

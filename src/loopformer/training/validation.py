@@ -1,0 +1,45 @@
+"""Validation loss at several budgets, each rank its share, with nothing drawn from any random generator."""
+
+import math
+
+import torch
+
+from loopformer.data.loader import Windows
+from loopformer.training.distributed import Parallel
+from loopformer.training.head_loss import IGNORED
+from loopformer.training.objective import Divisors
+from loopformer.trajectory import Trajectory
+
+
+def validation_budgets(loops: int) -> list[int]:
+    """1, L/4, L/2 and L."""
+    return sorted({1, max(1, loops // 4), max(1, loops // 2), loops})
+
+
+@torch.no_grad()
+def validate(
+    parallel: Parallel, windows: Windows, budgets: list[int], rows: int, dtype: torch.dtype
+) -> dict[int, float]:
+    """Mean cross-entropy per token at each budget, over the same windows for any number of ranks."""
+    ranks = parallel.ranks
+    batches = math.ceil(len(windows) / rows)
+    sums = torch.zeros(len(budgets) + 1, dtype=torch.float64)
+    # Every rank makes the same number of calls, because sharded weights are gathered together.
+    for turn in range(math.ceil(batches / ranks.world)):
+        number = turn * ranks.world + ranks.rank
+        mine = number < batches
+        batch = windows.batch(number * rows, (number + 1) * rows) if mine else windows.batch(0, 1)
+        targets = batch.targets if mine else torch.full_like(batch.targets, IGNORED)
+        sums[-1] += float((targets != IGNORED).sum())
+        for place, budget in enumerate(budgets):
+            with torch.autocast(ranks.device.type, dtype, enabled=dtype != torch.float32):
+                losses = parallel.evaluated(
+                    batch.inputs.to(ranks.device),
+                    targets.to(ranks.device),
+                    None if batch.documents is None else batch.documents.to(ranks.device),
+                    Divisors(1.0, 1.0),
+                    Trajectory.uniform(budget),
+                )
+            sums[place] += losses.terms[0].double().cpu()
+    total = ranks.sum(sums.to(torch.float32 if ranks.device.type == "mps" else torch.float64).to(ranks.device))
+    return {budget: float(total[place] / total[-1]) for place, budget in enumerate(budgets)}

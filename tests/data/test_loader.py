@@ -1,0 +1,163 @@
+"""Batches: the right tokens, every window once, the same rows however the batch is cut."""
+
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_jsonl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loopformer.data.loader import NO_LOSS, Loader, validation_windows
+from loopformer.data.prepare import prepare
+from loopformer.data.tokens import TokenData
+from loopformer.errors import LoopformerError
+
+CONTEXT = 48
+
+
+@pytest.fixture(scope="module")
+def data(prepared: Path) -> TokenData:
+    return TokenData.open(prepared)
+
+
+def every(data: TokenData) -> Any:
+    return data.sources[0].ids.read(0, data.tokens).astype(np.int64)
+
+
+def test_one_epoch_has_every_window_once(data: TokenData) -> None:
+    loader = Loader(data, CONTEXT, batch=7, seed=1)
+    stream = every(data)
+    count = (data.tokens - 1) // CONTEXT
+    assert loader.samples == count
+    windows = {tuple(stream[i * CONTEXT : (i + 1) * CONTEXT + 1]) for i in range(count)}
+    rows = []
+    for step in range(count // 7 + 1):
+        batch = loader.batch(step)
+        assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+        assert batch.inputs.shape == batch.targets.shape == (7, CONTEXT)
+        assert batch.documents is None
+        assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+        rows += [
+            (*inputs.tolist(), targets[-1].item())
+            for inputs, targets in zip(batch.inputs, batch.targets, strict=True)
+        ]
+    assert len(windows) == count, "the corpus has no two equal windows"
+    assert set(rows[:count]) == windows
+
+
+@given(step=st.integers(0, 10**9), cuts=st.lists(st.integers(0, 12), max_size=4))
+def test_ranks_see_the_same_global_batch(data: TokenData, step: int, cuts: list[int]) -> None:
+    loader = Loader(data, CONTEXT, batch=12, seed=2, documents=True)
+    whole = loader.batch(step)
+    edges = [0, *sorted(cuts), 12]
+    pieces = [loader.batch(step, start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+    assert torch.equal(torch.cat([piece.inputs for piece in pieces]), whole.inputs)
+    assert torch.equal(torch.cat([piece.targets for piece in pieces]), whole.targets)
+    assert whole.documents is not None
+    assert torch.equal(
+        torch.cat([piece.documents for piece in pieces if piece.documents is not None]), whole.documents
+    )
+
+
+def test_documents(data: TokenData) -> None:
+    loader = Loader(data, CONTEXT, batch=50, documents=True)
+    batch = loader.batch(0)
+    assert batch.documents is not None
+    ends = batch.inputs == data.eot
+    assert ends.any()
+    assert torch.equal(batch.documents[:, 0], torch.zeros(50, dtype=torch.int64))
+    assert torch.equal(batch.documents[:, 1:] - batch.documents[:, :-1], ends[:, :-1].long())
+    assert torch.equal(batch.targets == NO_LOSS, ends)
+    assert not (Loader(data, CONTEXT, batch=50).batch(0).targets == NO_LOSS).any()
+
+
+def test_prefetch_gives_the_same_batches(data: TokenData) -> None:
+    loader = Loader(data, CONTEXT, batch=6, seed=3)
+    with closing(loader.prefetch(first_step=5, start=2, stop=4)) as batches:
+        for step in range(5, 12):
+            assert torch.equal(next(batches).inputs, loader.batch(step, 2, 4).inputs)
+    assert list(batches) == []
+
+
+def test_prefetch_leaves_no_thread(data: TokenData) -> None:
+    before = threading.active_count()
+    batches = Loader(data, CONTEXT, batch=2).prefetch()
+    next(batches)
+    assert threading.active_count() == before + 1
+    batches.close()
+    assert threading.active_count() == before
+
+
+def test_epochs_are_counted(data: TokenData) -> None:
+    loader = Loader(data, CONTEXT, batch=loader_size(data))
+    assert loader.epoch(0) == 0
+    assert loader.epoch(3) == 3
+    assert loader.epochs(2) == {"news": 2.0}
+
+
+def loader_size(data: TokenData) -> int:
+    return (data.tokens - 1) // CONTEXT
+
+
+def two_sources(folder: Path, tokenizer: Path, weights: tuple[str, str]) -> TokenData:
+    """Sources that can be told apart by their words."""
+    given = []
+    for name, word, weight in zip(("left", "right"), ("the loop", "depth grows"), weights, strict=True):
+        path = write_jsonl(folder / f"{name}.jsonl", [{"text": f"{word} {n} " * 20} for n in range(100)])
+        given.append(f"{path}{weight}")
+    prepare(given, folder / "out", tokenizer=str(tokenizer), val_fraction=0.1)
+    return TokenData.open(folder / "out")
+
+
+def test_mixture_by_weight(tmp_path: Path, prepared: Path) -> None:
+    data = two_sources(tmp_path, prepared, ("=3", "=1"))
+    loader = Loader(data, 16, batch=4096)
+    texts = [data.tokenizer.decode(row.tolist()) for row in loader.batch(0).inputs]
+    assert sum("depth" in text or "grow" in text for text in texts) == 1024
+    epochs = loader.epochs(1)
+    sizes = [(len(source.ids) - 1) // 16 for source in data.sources]
+    assert epochs == {"left": 3072 / sizes[0], "right": 1024 / sizes[1]}
+
+
+def test_without_weights_sources_are_one(tmp_path: Path, prepared: Path) -> None:
+    data = two_sources(tmp_path, prepared, ("", ""))
+    total = sum((len(source.ids) - 1) // 16 for source in data.sources)
+    loader = Loader(data, 16, batch=total)
+    windows = validation_windows(data, 16)
+    assert len(windows) == total == loader.samples
+
+    def rows(inputs: torch.Tensor) -> list[list[int]]:
+        return sorted(inputs.tolist())
+
+    assert rows(loader.batch(0).inputs) == rows(windows.batch(0, total).inputs) == rows(loader.batch(4).inputs)
+
+
+def test_validation_windows_are_in_order(prepared: Path) -> None:
+    data = TokenData.open(prepared, "val")
+    stream = every(data)
+    windows = validation_windows(data, CONTEXT)
+    batch = windows.batch(0, len(windows))
+    length = len(windows) * CONTEXT
+    assert batch.inputs.flatten().tolist() == stream[:length].tolist()
+    assert batch.targets.flatten().tolist() == stream[1 : length + 1].tolist()
+    few = validation_windows(data, CONTEXT, limit=3)
+    assert len(few) == 3
+    assert few.batch(0, 99).inputs[0].tolist() == batch.inputs[0].tolist()
+    assert len(few.batch(3, 3)) == 0
+    assert len(validation_windows(data, CONTEXT, limit=10**6)) == len(windows)
+
+
+def test_wrong_use(data: TokenData) -> None:
+    with pytest.raises(LoopformerError, match=r"train split of news has \d+ tokens, too few for a window"):
+        Loader(data, 10**6, 1)
+    with pytest.raises(LoopformerError, match="batch needs 1 row"):
+        Loader(data, 8, 0)
+    with pytest.raises(LoopformerError, match="context must be 1"):
+        Loader(data, 0, 1)
+    with pytest.raises(LoopformerError, match="1 window or more"):
+        validation_windows(data, 8, limit=0)

@@ -1,0 +1,278 @@
+"""What prepare writes, and that no crash, full disk or change of batch size can change a byte of it."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import document, write_jsonl
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loopformer.data.ledger import STATE_FILE
+from loopformer.data.prepare import Progress, prepare
+from loopformer.data.splits import Splitter
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.data.tokens import TokenData
+from loopformer.errors import FileProblem, LoopformerError
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two sources: one with enough documents to stay whole, one of two files."""
+    folder = tmp_path_factory.mktemp("sources")
+    many = write_jsonl(folder / "many.jsonl", [{"text": document(n, 1)} for n in range(1200)])
+    (folder / "books").mkdir()
+    for number in (0, 1):
+        (folder / "books" / f"{number}.txt").write_text(document(number, 150), encoding="utf-8")
+    return [f"{many}=3", f"{folder / 'books'}=1"]
+
+
+OPTIONS: dict[str, Any] = {"train_tokenizer": 400, "val_fraction": 0.05, "shard_tokens": 9000}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, sources: list[str]) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("reference") / "data"
+    prepare(sources, out, **OPTIONS)
+    return contents(out)
+
+
+def test_tokens_are_the_documents(prepared: Path, documents: list[str]) -> None:
+    """Every document is there once, in order, cut between the splits, with an end token after each part."""
+    tokenizer = Tokenizer.load(prepared)
+    index = json.loads((prepared / "index.json").read_text())
+    splitter = Splitter(**index["sources"][0]["splitter"])
+    for split in ("train", "val"):
+        data = TokenData.open(prepared, split)
+        ids = data.sources[0].ids.read(0, data.tokens)
+        ends = np.flatnonzero(ids == tokenizer.eot)
+        found = [tokenizer.decode(part[part != tokenizer.eot].tolist()) for part in np.split(ids, ends + 1)]
+        expected = [text for one in documents for own, text in splitter.split(one) if own == split]
+        assert found == [*expected, ""]
+        assert index["tokens"][split] == data.tokens > 0
+        assert index["sources"][0]["splits"][split]["documents"] == len(expected)
+        data.verify()
+
+
+def test_splits_do_not_overlap(prepared: Path) -> None:
+    pieces = {}
+    for split in ("train", "val"):
+        data = TokenData.open(prepared, split)
+        text = data.tokenizer.decode(data.sources[0].ids.read(0, data.tokens).tolist(), special=True)
+        pieces[split] = {part.strip() for part in text.replace("<|endoftext|>", "\n\n").split("\n\n")} - {""}
+    assert pieces["train"]
+    assert pieces["val"]
+    assert not pieces["train"] & pieces["val"]
+
+
+def test_index_and_shards(reference: dict[str, bytes]) -> None:
+    index = json.loads(reference["index.json"])
+    assert [source["weight"] for source in index["sources"]] == [3, 1]
+    assert [source["splitter"]["piece"] for source in index["sources"]] == [0, 64]
+    listed = {
+        shard["file"]
+        for source in index["sources"]
+        for split in source["splits"].values()
+        for shard in split["shards"]
+    }
+    assert listed == set(reference) - {"index.json", "tokenizer.json"}
+    assert all(len(reference[name]) <= 9000 * 2 for name in listed)
+    assert "many-train-00001.bin" in listed
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 10_000])
+def test_batches_do_not_matter(
+    tmp_path: Path, sources: list[str], reference: dict[str, bytes], batch_bytes: int
+) -> None:
+    prepare(sources, tmp_path / "out", batch_bytes=batch_bytes, **OPTIONS)
+    assert contents(tmp_path / "out") == reference
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(stops=st.lists(st.integers(1, 60), min_size=1, max_size=4))
+def test_interrupted_anywhere_ends_the_same(
+    tmp_path_factory: pytest.TempPathFactory, sources: list[str], reference: dict[str, bytes], stops: list[int]
+) -> None:
+    out = tmp_path_factory.mktemp("stops") / "data"
+    for stop in stops:
+        left = stop
+
+        def report(progress: Progress) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+
+        try:
+            prepare(sources, out, batch_bytes=3000, commit_seconds=0, report=report, **OPTIONS)
+        except KeyboardInterrupt:
+            assert (out / STATE_FILE).exists()
+            with pytest.raises(FileProblem, match="is not prepared to the end"):
+                TokenData.open(out)
+    prepare(sources, out, **OPTIONS)
+    assert contents(out) == reference
+
+
+def job(sources: list[str], out: Path, **options: Any) -> list[str]:
+    arguments = f"{sources!r}, {str(out)!r}, **{OPTIONS | options!r}"
+    return [sys.executable, "-c", f"from loopformer.data.prepare import prepare; prepare({arguments})"]
+
+
+def test_killed_at_random_points_ends_the_same(
+    tmp_path: Path, sources: list[str], reference: dict[str, bytes]
+) -> None:
+    rng = random.Random(0)
+    out = tmp_path / "out"
+    state = out / STATE_FILE
+    killed = 0
+    progress = []
+    while killed < 6:
+        before = state.stat().st_mtime_ns if state.exists() else 0
+        process = subprocess.Popen(job(sources, out, batch_bytes=1000, commit_seconds=0))
+        while process.poll() is None and (not state.exists() or state.stat().st_mtime_ns == before):
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        if process.wait() != -signal.SIGKILL:
+            break
+        killed += 1
+        progress.append(state.read_bytes())
+    assert killed >= 5
+    assert len(set(progress)) > 2, "the kills should find the work at different points"
+    prepare(sources, out, **OPTIONS)
+    assert contents(out) == reference
+
+
+def test_full_disk_is_one_sentence_and_harms_nothing(
+    tmp_path: Path, sources: list[str], reference: dict[str, bytes]
+) -> None:
+    """A limit on file size stands in for a full disk: the kernel refuses the write in the same way."""
+    out = tmp_path / "out"
+    code = (
+        "import sys\nfrom loopformer.data.prepare import prepare\nfrom loopformer.errors import FileProblem\n"
+        f"try: prepare({sources!r}, {str(out)!r}, commit_seconds=0, batch_bytes=5000, **{OPTIONS!r})\n"
+        "except FileProblem as error: sys.exit(str(error))"
+    )
+    smallest = max(len(content) for name, content in reference.items() if not name.endswith(".bin"))
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (smallest, smallest)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 1
+    assert "Cannot write" in process.stderr
+    assert "make room and start again" in process.stderr
+    assert process.stderr.count("\n") == 1
+    prepare(sources, out, **OPTIONS)
+    assert contents(out) == reference
+
+
+def test_finished_folder_is_left_alone(tmp_path: Path, corpus: Path) -> None:
+    index = prepare([str(corpus)], tmp_path, train_tokenizer=300)
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert prepare([str(corpus)], tmp_path, train_tokenizer=300) == index
+    assert times == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+
+
+def test_other_settings_in_the_same_folder(tmp_path: Path, corpus: Path) -> None:
+    prepare([str(corpus)], tmp_path, train_tokenizer=300)
+    before = contents(tmp_path)
+    with pytest.raises(FileProblem, match=r"was begun with other settings or files \(tokenizer\)"):
+        prepare([str(corpus)], tmp_path, train_tokenizer=301)
+    with pytest.raises(FileProblem, match=r"\(sources\)"):
+        prepare([str(corpus)], tmp_path, train_tokenizer=300, val_fraction=0.2)
+    assert contents(tmp_path) == before
+
+
+def test_folder_of_something_else(tmp_path: Path, corpus: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(FileProblem, match="is not empty and was not made by prepare"):
+        prepare([str(corpus)], tmp_path)
+    assert os.listdir(tmp_path) == ["thesis.txt"]
+
+
+def test_token_limits_are_exact(tmp_path: Path, corpus: Path, prepared: Path) -> None:
+    options: dict[str, Any] = {"tokenizer": str(prepared), "val_fraction": 0.1}
+    whole = prepare([str(corpus)], tmp_path / "whole", **options)
+    index = prepare([str(corpus)], tmp_path / "cut", train_tokens=1234, val_tokens=77, **options)
+    assert index["tokens"] == {"train": 1234, "val": 77}
+    assert whole["tokens"]["train"] > 1234
+    for split in ("train", "val"):
+        short, full = (TokenData.open(tmp_path / name, split).sources[0].ids for name in ("cut", "whole"))
+        assert np.array_equal(short.read(0, len(short)), full.read(0, len(short)))
+
+
+def test_large_vocabulary_takes_uint32(tmp_path: Path, corpus: Path, prepared: Path) -> None:
+    tokenizer = json.loads((prepared / "tokenizer.json").read_text())
+    token = {"id": 70_000, "content": "<|far|>", "single_word": False, "lstrip": False, "rstrip": False}
+    tokenizer["added_tokens"].append(token | {"normalized": False, "special": True})
+    tokenizer["model"]["vocab"]["<|far|>"] = 70_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    index = prepare([str(corpus)], tmp_path / "out", tokenizer=str(tmp_path), val_fraction=0)
+    assert index["dtype"] == "uint32"
+    data, small = TokenData.open(tmp_path / "out"), TokenData.open(prepared)
+    assert data.vocab_size == 70_001
+    assert data.tokenizer.decode(data.sources[0].ids.read(0, 50).tolist()).startswith("Document 0")
+    assert small.sources[0].ids.read(0, 1).dtype == np.uint16
+    with pytest.raises(FileProblem, match="has no val split"):
+        TokenData.open(tmp_path / "out", "val")
+
+
+def test_dataset_folder_as_a_source(tmp_path: Path, documents: list[str], reference: dict[str, bytes]) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"body": text} for text in documents]).to_parquet(
+        tmp_path / "set" / "train.parquet"
+    )
+    write_jsonl(tmp_path / "same.jsonl", [{"body": text} for text in documents])
+    folders = []
+    for number, source in enumerate([f"hf:{tmp_path / 'set'}", str(tmp_path / "same.jsonl")]):
+        folders.append(tmp_path / f"out{number}")
+        prepare([source], folders[-1], field="body", train_tokenizer=300)
+    one, two = (TokenData.open(folder) for folder in folders)
+    assert one.tokens == two.tokens
+    assert np.array_equal(one.sources[0].ids.read(0, one.tokens), two.sources[0].ids.read(0, two.tokens))
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "sentence"),
+    [
+        ("", {}, "holds no text"),
+        ('{"text": ""}\n{"text": null}\n', {}, "holds no text"),
+        ('{"body": "x"}\n', {}, "has no field 'text'"),
+        ('{"text": "short"}\n', {}, "has too little text"),
+        ('{"text": "short"}\n', {"val_fraction": 2}, "validation fraction"),
+        ('{"text": "short"}\n', {"tokenizer": "x", "train_tokenizer": 300}, "not both"),
+        ('{"text": "short"}\n', {"tokenizer": "nowhere"}, "There is no tokenizer nowhere"),
+        ('{"text": "short"}\n', {"train_tokens": 0}, "--train-tokens must be 1 or more"),
+        ('{"text": "short"}\n', {"workers": 0}, "--workers must be 1 or more"),
+        ('{"text": "short"}\n', {"train_tokenizer": 5, "val_fraction": 0}, "needs 257 ids or more"),
+        ('{"text": "short"}\n', {"supervised": True}, "has neither prompt and response nor messages"),
+    ],
+)
+def test_wrong_input(tmp_path: Path, content: str, options: dict[str, Any], sentence: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    with pytest.raises(LoopformerError, match=sentence) as caught:
+        prepare([str(path)], tmp_path / "out", **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_corpus(tmp_path: Path) -> None:
+    with pytest.raises(FileProblem, match="There is no file or folder"):
+        prepare([str(tmp_path / "nothing.txt")], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
