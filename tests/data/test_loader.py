@@ -1,5 +1,6 @@
 """Batches: the right tokens, every window once, the same rows however the batch is cut."""
 
+import itertools
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +16,8 @@ from loopformer.data.loader import NO_LOSS, Loader, validation_windows
 from loopformer.data.prepare import prepare
 from loopformer.data.tokens import TokenData
 from loopformer.errors import LoopformerError
+
+from .words import write_jsonl
 
 CONTEXT = 48
 
@@ -55,7 +57,7 @@ def test_ranks_see_the_same_global_batch(data: TokenData, step: int, cuts: list[
     loader = Loader(data, CONTEXT, batch=12, seed=2, documents=True)
     whole = loader.batch(step)
     edges = [0, *sorted(cuts), 12]
-    pieces = [loader.batch(step, start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+    pieces = [loader.batch(step, start, stop) for start, stop in itertools.pairwise(edges)]
     assert torch.equal(torch.cat([piece.inputs for piece in pieces]), whole.inputs)
     assert torch.equal(torch.cat([piece.targets for piece in pieces]), whole.targets)
     assert whole.documents is not None
@@ -124,6 +126,14 @@ def test_mixture_by_weight(tmp_path: Path, prepared: Path) -> None:
     assert epochs == {"left": 3072 / sizes[0], "right": 1024 / sizes[1]}
 
 
+def test_source_shorter_than_a_window(tmp_path: Path, prepared: Path) -> None:
+    data = two_sources(tmp_path, prepared, ("=3", "=1"))
+    short, long = sorted(data.sources, key=lambda source: len(source.ids))
+    assert len(validation_windows(data, len(short.ids))) == (len(long.ids) - 1) // len(short.ids) > 0
+    with pytest.raises(LoopformerError, match=rf"train split of {short.name} has {len(short.ids)} tokens, too few"):
+        Loader(data, len(short.ids), 1)
+
+
 def test_without_weights_sources_are_one(tmp_path: Path, prepared: Path) -> None:
     data = two_sources(tmp_path, prepared, ("", ""))
     total = sum((len(source.ids) - 1) // 16 for source in data.sources)
@@ -153,7 +163,7 @@ def test_validation_windows_are_in_order(prepared: Path) -> None:
 
 
 def test_wrong_use(data: TokenData) -> None:
-    with pytest.raises(LoopformerError, match=r"train split of news has \d+ tokens, too few for a window"):
+    with pytest.raises(LoopformerError, match=r"train split has \d+ tokens, too few for a window"):
         Loader(data, 10**6, 1)
     with pytest.raises(LoopformerError, match="batch needs 1 row"):
         Loader(data, 8, 0)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import document, write_jsonl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,8 @@ from loopformer.data.splits import Splitter
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.data.tokens import TokenData
 from loopformer.errors import FileProblem, LoopformerError
+
+from .words import document, write_jsonl
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -127,8 +128,9 @@ def test_interrupted_anywhere_ends_the_same(
 
 
 def job(sources: list[str], out: Path, **options: Any) -> list[str]:
-    arguments = f"{sources!r}, {str(out)!r}, **{OPTIONS | options!r}"
-    return [sys.executable, "-c", f"from loopformer.data.prepare import prepare; prepare({arguments})"]
+    """A process that prepares, slowly enough to be caught at it."""
+    arguments = f"{sources!r}, {str(out)!r}, report=lambda _: time.sleep(0.005), **{OPTIONS | options!r}"
+    return [sys.executable, "-c", f"import time; from loopformer.data.prepare import prepare; prepare({arguments})"]
 
 
 def test_killed_at_random_points_ends_the_same(
@@ -270,6 +272,22 @@ def test_wrong_input(tmp_path: Path, content: str, options: dict[str, Any], sent
     with pytest.raises(LoopformerError, match=sentence) as caught:
         prepare([str(path)], tmp_path / "out", **options)
     assert "\n" not in str(caught.value)
+
+
+def test_two_at_once(tmp_path: Path, corpus: Path) -> None:
+    def report(progress: Progress) -> None:
+        with pytest.raises(FileProblem, match="Another prepare is at work in"):
+            prepare([str(corpus)], tmp_path, train_tokenizer=300)
+
+    prepare([str(corpus)], tmp_path, train_tokenizer=300, report=report)
+    TokenData.open(tmp_path).verify()
+
+
+@pytest.mark.parametrize("content", ["{", '{"settings": {}}'])
+def test_damaged_state(tmp_path: Path, corpus: Path, content: str) -> None:
+    (tmp_path / STATE_FILE).write_text(content)
+    with pytest.raises(FileProblem, match=r"is damaged; delete the folder|was begun with other settings"):
+        prepare([str(corpus)], tmp_path, train_tokenizer=300)
 
 
 def test_missing_corpus(tmp_path: Path) -> None:

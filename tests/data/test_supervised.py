@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from conftest import write_jsonl
 
 from loopformer.data.loader import NO_LOSS, Loader, validation_windows
 from loopformer.data.prepare import prepare
@@ -11,6 +10,8 @@ from loopformer.data.supervised import LAST, LOSS, encode_examples, encode_promp
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.data.tokens import TokenData
 from loopformer.errors import LoopformerError
+
+from .words import write_jsonl
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -25,7 +26,8 @@ def test_template_and_mask(tokenizer: Tokenizer) -> None:
     ((ids, flags),) = encode_examples(tokenizer, [parse_example({"messages": CHAT}, "chat")])
     end = "<|endoftext|>"
     assert tokenizer.decode(ids.tolist(), special=True) == (
-        f"System: Be brief.\n\nUser: Two and two?\n\nAssistant: Four.{end}User: And three?\n\nAssistant: Seven.{end}"
+        f"System: Be brief.\n\nUser: Two and two?\n\nAssistant: Four.{end}"
+        f"User: And three?\n\nAssistant: Seven.{end}"
     )
     learned = [number for number, flag in zip(ids.tolist(), flags.tolist(), strict=True) if flag & LOSS]
     assert tokenizer.decode(learned, special=True) == f" Four.{end} Seven.{end}"

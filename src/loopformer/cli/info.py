@@ -107,8 +107,8 @@ def _show(name: str, report: dict[str, Any]) -> None:
     settings, parameters = report["settings"], report["parameters"]
     console.print(
         f"[bold]{name}[/bold]: {report['shape']}, conditioning {settings['conditioning']}, "
-        f"width {settings['width']}, {settings['heads']} heads, FFN {settings['ffn']}, context {settings['context']}, "
-        f"vocabulary {settings['vocab']}",
+        f"width {settings['width']}, {settings['heads']} heads, FFN {settings['ffn']}, "
+        f"context {settings['context']}, vocabulary {settings['vocab']}",
         highlight=False,
     )
     sizes = Table("parameters", "count", box=None, pad_edge=False)

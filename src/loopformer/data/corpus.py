@@ -11,6 +11,7 @@ interrupted job continue.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import glob
 import itertools
@@ -110,7 +111,7 @@ def parse_sources(given: Sequence[str], field: str = "text", *, supervised: bool
         place, weight = _weight(text)
         source = _source(place, text, weight, field, supervised)
         name = _unused(source.name, [other.name for other in sources])
-        sources.append(Source(**{**vars(source), "name": name}))
+        sources.append(dataclasses.replace(source, name=name))
     if len({source.weight is None for source in sources}) > 1:
         raise LoopformerError("Give every source a weight (news.jsonl=2 books=1), or none of them.")
     return tuple(sources)

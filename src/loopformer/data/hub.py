@@ -87,9 +87,7 @@ def _open(dataset: str, config: str, split: str, skip: int) -> Iterator[Record]:
         stream = _stream(datasets, dataset, config, split)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise LoopformerError(f"There is no dataset {dataset!r} that you may read; check its id.") from error
-    except (ValueError, FileNotFoundError) as error:
-        if _is_network(error):
-            raise
+    except (ValueError, KeyError, FileNotFoundError) as error:
         raise LoopformerError(f"hf:{dataset} cannot be opened: {_first_line(error)}") from error
     yield from (stream.skip(skip) if skip else stream)
 

@@ -1,9 +1,10 @@
 """How far a prepared folder has come, on disk: `prepare.state.json` while it is made, `index.json` at the end.
 
-ledger = Ledger(folder, settings)
-index = ledger.begin()       # the index of a finished folder, or None: go on with ledger.sources
-ledger.commit()              # after the shards were flushed
-index = ledger.finish(…)
+with alone_in(folder):
+    ledger = Ledger(folder, settings)
+    index = ledger.begin()       # the index of a finished folder, or None: go on with ledger.sources
+    ledger.commit()              # after the shards were flushed
+    index = ledger.finish(…)
 
 Both files are replaced whole. The state is written only when what it describes is safe on disk, so it is always
 true; whatever the shards hold beyond it is cut off when the work continues.
@@ -12,7 +13,11 @@ true; whatever the shards hold beyond it is cut off when the work continues.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,9 +61,7 @@ class Ledger:
     sources: list[SourceState] = field(default_factory=list)
 
     def begin(self) -> dict[str, Any] | None:
-        """Make the folder or reopen it: its index if it is finished, else None and `sources` as they were."""
-        with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+        """Begin or go on: the index if the folder is finished, else None and `sources` as they were."""
         index, state = self.folder / INDEX_FILE, self.folder / STATE_FILE
         if index.exists():
             found = read_json(index)
@@ -68,7 +71,10 @@ class Ledger:
         if state.exists():
             found = read_json(state)
             self._compare(found.get("settings"))
-            self.sources = [_source_state(source) for source in found["sources"]]
+            try:
+                self.sources = [_source_state(source) for source in found["sources"]]
+            except (KeyError, TypeError) as error:
+                raise _damaged(state) from error
             return None
         if any(path.name != f"{STATE_FILE}.tmp" for path in self.folder.iterdir()):
             raise FileProblem(
@@ -106,10 +112,31 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise FileProblem(f"{path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
-        raise FileProblem(f"{path} is damaged; delete the folder and prepare it again.") from error
+        raise _damaged(path) from error
     if not isinstance(found, dict):
-        raise FileProblem(f"{path} is damaged; delete the folder and prepare it again.")
+        raise _damaged(path)
     return found
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make the folder and keep other processes from writing to it; a process that dies lets go of it."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise FileProblem(
+            f"Another prepare is at work in {folder}; wait for it or choose another --out."
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def _damaged(path: Path) -> FileProblem:
+    return FileProblem(f"{path} is damaged; delete the folder and prepare it again.")
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -45,8 +45,9 @@ class Batch:
 
 
 class Windows:
-    """All windows of some sources, numbered through: `windows.rows([0, 5])`, `windows.batch(0, 8)`.
+    """All windows of a split, numbered through: `windows.rows([0, 5])`, `windows.batch(0, 8)`.
 
+    A source shorter than a window has none; what is left over at the end of a source is not seen.
     With `documents`, rows tell their documents apart, and the token after a document's end is no target.
     """
 
@@ -55,12 +56,8 @@ class Windows:
             raise LoopformerError(f"The context must be 1 token or more, got {context}.")
         self._data, self._context, self._documents = data, context, documents
         self.sizes = tuple((len(source.ids) - 1) // context for source in data.sources)
-        for source, size in zip(data.sources, self.sizes, strict=True):
-            if size < 1:
-                raise LoopformerError(
-                    f"The {data.split} split of {source.name} has {len(source.ids)} tokens, too few for a window "
-                    f"of {context} + 1; prepare more text, raise --val-fraction or lower the context."
-                )
+        if not sum(self.sizes):
+            raise _too_short(f"{data.split} split", data.tokens, context)
         self._starts = [0, *accumulate(self.sizes)]
         self._length = min(limit or self._starts[-1], self._starts[-1])
 
@@ -111,6 +108,9 @@ class Loader:
         weights = [source.weight for source in data.sources]
         mixed = tuple(weight for weight in weights if weight is not None)
         if mixed:
+            for source in data.sources:
+                if len(source.ids) <= context:
+                    raise _too_short(f"{data.split} split of {source.name}", len(source.ids), context)
             self._names = [source.name for source in data.sources]
             self._order = Order(seed, self._windows.sizes, mixed)
         else:
@@ -146,6 +146,13 @@ class Loader:
     def epoch(self, step: int) -> float:
         """Samples drawn before a step, in units of all samples there are."""
         return step * self.batch_size / self.samples
+
+
+def _too_short(what: str, tokens: int, context: int) -> LoopformerError:
+    return LoopformerError(
+        f"The {what} has {tokens} tokens, too few for a window of {context} + 1; "
+        "prepare more text, raise --val-fraction or lower the context."
+    )
 
 
 def validation_windows(data: TokenData, context: int, limit: int | None = None, documents: bool = False) -> Windows:

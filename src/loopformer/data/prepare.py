@@ -28,7 +28,7 @@ import numpy.typing as npt
 from loopformer.data.background import Ahead
 from loopformer.data.corpus import Position, Source, parse_sources
 from loopformer.data.files import Meter
-from loopformer.data.ledger import Ledger, SourceState, Written
+from loopformer.data.ledger import Ledger, SourceState, Written, alone_in
 from loopformer.data.shards import ShardWriter
 from loopformer.data.splits import SPLITS, Split, Splitter, documents, survey
 from loopformer.data.supervised import Example, encode_examples, example_key, example_text, parse_example
@@ -111,24 +111,23 @@ def prepare(
         "shard_tokens": shard_tokens,
         "sources": [_describe(source) for source in parsed],
     }
-    ledger = Ledger(Path(out), settings)
-    if (index := ledger.begin()) is not None:
-        return index
     reader = _Reader(field, supervised)
-    for source in parsed[len(ledger.sources) :]:
-        ledger.sources.append(SourceState(reader.survey(source)))
-    if (ledger.folder / TOKENIZER_FILE).exists():
-        ready = Tokenizer.load(ledger.folder)
-    elif ready is None:
-        states = zip(parsed, ledger.sources, strict=True)
-        texts = (reader.training_texts(*pair, _TOKENIZER_TEXT // len(parsed)) for pair in states)
-        ready = Tokenizer.train((text for of_source in texts for text in of_source), train_tokenizer or 0)
-    ready.save(ledger.folder)
-    ledger.commit()
-    for source, state in zip(parsed, ledger.sources, strict=True):
-        if not state.done:
-            _tokenize(ledger, source, state, reader, ready, batch_bytes, commit_seconds, report)
-    return ledger.finish(_index(parsed, ledger.sources, ready))
+    with alone_in(Path(out)):
+        ledger = Ledger(Path(out), settings)
+        if (index := ledger.begin()) is not None:
+            return index
+        for source in parsed[len(ledger.sources) :]:
+            ledger.sources.append(SourceState(reader.survey(source)))
+        if (ledger.folder / TOKENIZER_FILE).exists():
+            ready = Tokenizer.load(ledger.folder)
+        elif ready is None:
+            ready = Tokenizer.train(reader.training_texts(parsed, ledger.sources), train_tokenizer or 0)
+        ready.save(ledger.folder)
+        ledger.commit()
+        for source, state in zip(parsed, ledger.sources, strict=True):
+            if not state.done:
+                _tokenize(ledger, source, state, reader, ready, batch_bytes, commit_seconds, report)
+        return ledger.finish(_index(parsed, ledger.sources, ready))
 
 
 @dataclass(frozen=True)
@@ -159,16 +158,18 @@ class _Reader:
 
         return survey(texts, source.val_fraction, source.given, whole=self.supervised)
 
-    def training_texts(self, source: Source, state: SourceState, most: int) -> Iterator[str]:
-        """The training documents of a source, up to `most` characters."""
-        for _, item in self.items(source, Position(), Meter()):
-            for split, part in self.split(state.splitter, item):
-                if split == "train":
-                    text = example_text(part) if not isinstance(part, str) else part
-                    most -= len(text)
-                    yield text
-            if most <= 0:
-                break
+    def training_texts(self, sources: Sequence[Source], states: Sequence[SourceState]) -> Iterator[str]:
+        """The training documents of each source, up to its share of what a tokenizer learns from."""
+        for source, state in zip(sources, states, strict=True):
+            left = _TOKENIZER_TEXT // len(sources)
+            for _, item in self.items(source, Position(), Meter()):
+                for split, part in self.split(state.splitter, item):
+                    if split == "train":
+                        text = part if isinstance(part, str) else example_text(part)
+                        left -= len(text)
+                        yield text
+                if left <= 0:
+                    break
 
     def work(self, source: Source, state: SourceState, meter: Meter, batch_bytes: int) -> Iterator[_Work]:
         """Batches of about `batch_bytes` of text; a batch ends only where a record does."""
@@ -194,9 +195,10 @@ class _Output:
         self._written, self._limit = written, limit
         size, done = ledger.settings["shard_tokens"], written.tokens
         self._tokens = ShardWriter(ledger.folder, name, ".bin", dtype, size, done, written.shards)
-        self._writers = [self._tokens]
+        self._masks: ShardWriter | None = None
         if ledger.settings["supervised"]:
-            self._writers.append(ShardWriter(ledger.folder, name, ".mask", np.uint8, size, done, written.masks))
+            self._masks = ShardWriter(ledger.folder, name, ".mask", np.uint8, size, done, written.masks)
+        self._writers = [writer for writer in (self._tokens, self._masks) if writer]
 
     @property
     def full(self) -> bool:
@@ -229,8 +231,8 @@ class _Output:
             writer.close()
 
     def _note(self) -> None:
-        self._written.tokens = self._tokens.items
-        self._written.shards, self._written.masks = ([*(w.shards for w in self._writers), []])[:2]
+        self._written.tokens, self._written.shards = self._tokens.items, self._tokens.shards
+        self._written.masks = self._masks.shards if self._masks else []
 
 
 def _tokenize(

@@ -71,7 +71,11 @@ class Ranks:
             dist.barrier()
 
     def close(self) -> None:
+        """Leave the group, all ranks together."""
         if self.world > 1 and dist.is_initialized():
+            # Gloo's threads may still be letting go of tensors, for which they need the interpreter; taking the
+            # group down while we hold it would wait for ever. A barrier gives them the time.
+            dist.barrier()
             dist.destroy_process_group()
 
 

@@ -55,29 +55,26 @@ def launch(
     out = Path(out)
     run, given = _settings(source, overrides, out, resume)
     ranks = Ranks.start(run.training.device)
-    try:
-        if ranks.main:
-            _prepare_if_asked(run, say)
-        ranks.wait()
-        data = TokenData.open(run.data.path, "train")
-        stored = out / SETTINGS
-        if resume and stored.is_file():
-            run = _continued(run_from_mapping(read_yaml(stored, str(stored))), settle_run(run, given, data))
-        else:
-            run = settle_run(run, given, data)
-            if checkpoints(out):
-                raise LoopformerError(f"{out} already holds a run; add --resume to go on, or choose another --out.")
-        ranks.wait()  # all have looked before the main rank writes
-        if ranks.main:
-            out.mkdir(parents=True, exist_ok=True)
-            write_atomic(stored, run_to_yaml(run).encode())
-        trainer = Trainer(run, out, ranks, resume, quiet)
-        result = trainer.train()
-        if ranks.main:
-            result["curves"] = draw_curves(out)
-        return result
-    finally:
-        ranks.close()
+    if ranks.main:
+        _prepare_if_asked(run, say)
+    ranks.wait()
+    data = TokenData.open(run.data.path, "train")
+    stored = out / SETTINGS
+    if resume and stored.is_file():
+        run = _continued(run_from_mapping(read_yaml(stored, str(stored))), settle_run(run, given, data))
+    else:
+        run = settle_run(run, given, data)
+        if checkpoints(out):
+            raise LoopformerError(f"{out} already holds a run; add --resume to go on, or choose another --out.")
+    ranks.wait()  # all have looked before the main rank writes
+    if ranks.main:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomic(stored, run_to_yaml(run).encode())
+    result = Trainer(run, out, ranks, resume, quiet).train()
+    if ranks.main:
+        result["curves"] = draw_curves(out)
+    ranks.close()
+    return result
 
 
 def plan(source: str | None, overrides: Sequence[str], out: str | Path) -> dict[str, Any]:

@@ -1,0 +1,71 @@
+"""Two processes train what one does: gloo on the CPU."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from loopformer.loading.runs import checkpoints
+from loopformer.training.launch import launch
+from loopformer.training.reporting import read_metrics
+
+Small = Callable[..., list[str]]
+
+
+def two_ranks(out: Path, overrides: list[str], *more: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-m", "loopformer", "train", "demo", *overrides, "--out", str(out), "--json", *more]
+    base = os.environ | {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            words, env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, error = process.communicate(timeout=200)
+        assert process.returncode == 0, error
+
+
+def losses(run: Path) -> list[float]:
+    return [
+        value
+        for record in read_metrics(run)
+        for name, value in record.items()
+        if name.startswith(("loss", "consistency", "gradient"))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_train_what_one_does_and_one_goes_on_from_two(
+    strategy: str, small: Small, tmp_path: Path
+) -> None:
+    overrides = small(training__batch=8, objective__route_draws=2, objective__short_fraction=0.5)
+    launch("demo", overrides, tmp_path / "one", quiet=True)
+    two_ranks(tmp_path / "two", [*overrides, f"training.strategy={strategy}"])
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    files = sorted(path.name for path in (checkpoints(tmp_path / "two")[-1] / "optimizer").iterdir())
+    assert len(files) == (2 if strategy == "fsdp" else 1)
+
+    # Two ranks stop after 3 of 6 steps; one goes on with the same order of data.
+    half = [*overrides, f"training.strategy={strategy}"]
+    for path in checkpoints(tmp_path / "two"):
+        if int(path.name[5:]) > 3:
+            path.rename(tmp_path / f"gone-{path.name}")
+    launch("demo", half, tmp_path / "two", resume=True, quiet=True)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    state = json.loads((checkpoints(tmp_path / "two")[-1] / "state.json").read_text())
+    assert state["world"] == 1

@@ -1,0 +1,232 @@
+"""A run as a user has it: it ends, it can be stopped and continued, and it says what is wrong."""
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import loopformer
+from loopformer import LoopformerError
+from loopformer.config import preset_names
+from loopformer.loading.runs import checkpoints
+from loopformer.training.launch import launch, plan
+from loopformer.training.reporting import read_metrics
+from loopformer.training.trainer import Trainer
+
+Small = Callable[..., list[str]]
+PAPER = [name for name in preset_names() if name.startswith("paper/") and "x" not in name.rpartition("-")[2]]
+
+
+def weights(run: Path) -> bytes:
+    return (checkpoints(run)[-1] / "model.safetensors").read_bytes()
+
+
+def silent(sentence: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize("preset", PAPER)
+def test_every_model_of_the_paper_trains(preset: str, small: Small, tmp_path: Path) -> None:
+    extra = {"model__blocks": 1, "training__steps": 3, "training__save_every": 3}
+    result = launch(preset, small(**extra), tmp_path / "run", quiet=True)
+    assert result["finished"]
+    losses = [record["loss_full"] for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+
+
+def test_a_run_is_whole_and_loads(small: Small, tmp_path: Path) -> None:
+    result = launch("demo", small(training__tensorboard="true"), tmp_path / "run", quiet=True)
+    assert result["finished"]
+    assert Path(result["curves"]).stat().st_size > 10_000
+    lm = loopformer.load(tmp_path / "run")
+    assert lm.tokenizer is not None
+    ids = torch.tensor([lm.tokenizer.encode("one shared stack")])
+    assert lm.model(ids, "2-1-1").logits.shape[-1] == lm.model.config.vocab_rows
+    records = read_metrics(tmp_path / "run")
+    trained = [record for record in records if record["kind"] == "train"]
+    assert {
+        "loss_full",
+        "loss_short",
+        "consistency",
+        "gradient_norm",
+        "learning_rate",
+        "tokens_per_second",
+        "mfu",
+    } <= set(trained[0])
+    tested = [record for record in records if record["kind"] == "validation"]
+    assert [record["step"] for record in tested] == [3, 6]
+    assert {"loss_at_1", "loss_at_2", "loss_at_4"} <= set(tested[0])
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    assert len(checkpoints(tmp_path / "run")) <= 4
+
+
+def test_resuming_is_the_same_as_never_stopping(small: Small, tmp_path: Path) -> None:
+    launch("demo", small(), tmp_path / "whole", quiet=True)
+    launch("demo", small(), tmp_path / "cut", quiet=True)
+    for path in checkpoints(tmp_path / "cut"):
+        if int(path.name[-2:]) > 2:
+            os.rename(path, tmp_path / f"gone-{path.name}")
+    launch(None, [], tmp_path / "cut", resume=True, quiet=True)
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+    kept = [{k: r[k] for k in r if "loss" in k or k == "step"} for r in read_metrics(tmp_path / "cut")]
+    assert kept == [{k: r[k] for k in r if "loss" in k or k == "step"} for r in read_metrics(tmp_path / "whole")]
+
+
+def test_a_signal_saves_at_the_step_border(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch("demo", small(), tmp_path / "whole", quiet=True)
+    taken = Trainer._update
+
+    def interrupted(self: Trainer, norm: torch.Tensor) -> bool:
+        if self.progress.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return taken(self, norm)
+
+    monkeypatch.setattr(Trainer, "_update", interrupted)
+    result = launch("demo", small(), tmp_path / "cut", quiet=True)
+    assert (result["finished"], result["signal"], result["step"]) == (False, signal.SIGTERM, 3)
+    monkeypatch.setattr(Trainer, "_update", taken)
+    launch("demo", small(), tmp_path / "cut", resume=True, quiet=True)
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "no checksums"])
+def test_a_damaged_checkpoint_is_passed_over(
+    damage: str, small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch("demo", small(), tmp_path / "run", quiet=True)
+    before = weights(tmp_path / "run")
+    newest = checkpoints(tmp_path / "run")[-1]
+    file = newest / ("checksums.json" if damage == "no checksums" else "model.safetensors")
+    content = file.read_bytes()
+    if damage == "cut":
+        file.write_bytes(content[: len(content) // 2])
+    elif damage == "flipped":
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        file.unlink()
+    launch("demo", small(), tmp_path / "run", resume=True)
+    assert f"{newest} is damaged" in capsys.readouterr().err
+    assert weights(tmp_path / "run") == before
+
+
+def test_non_finite_steps_are_skipped_counted_and_end_the_run(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = Trainer._update
+    bad: set[int] = {1}
+
+    def sometimes(self: Trainer, norm: torch.Tensor) -> bool:
+        return taken(self, norm * math.nan if self.progress.step in bad else norm)
+
+    monkeypatch.setattr(Trainer, "_update", sometimes)
+    launch("demo", small(), tmp_path / "once", quiet=True)
+    assert [record["skipped"] for record in read_metrics(tmp_path / "once") if record["kind"] == "train"][-1] == 1
+    bad |= set(range(2, 6))
+    with pytest.raises(LoopformerError, match=r"3 steps in a row .* lower training.learning_rate"):
+        launch("demo", small(training__bad_steps=2, training__save_every=1), tmp_path / "often", quiet=True)
+    assert torch.isfinite(loopformer.load(tmp_path / "often").model.tokens.weight).all()
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from loopformer.training import checkpoint
+
+    whole = save_file
+
+    def no_space(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        whole(tensors, path)
+        if "step-00000004" in str(path):
+            path.write_bytes(path.read_bytes()[:1000])
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", no_space)
+    with pytest.raises(LoopformerError, match=r"step 4 .*No space left.*step-00000003.*--resume"):
+        launch("demo", small(), tmp_path / "run", quiet=True)
+    assert [path.name for path in checkpoints(tmp_path / "run")][-1] == "step-00000003"
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.part"))
+    monkeypatch.setattr(checkpoint, "save_file", whole)
+    assert launch("demo", small(), tmp_path / "run", resume=True, quiet=True)["finished"]
+
+
+def test_micro_batches_and_route_parts_train_the_same_model(small: Small, tmp_path: Path) -> None:
+    losses = []
+    for number, micro in enumerate((1, 4)):
+        run = tmp_path / str(number)
+        launch("demo", small(training__micro_batch=micro, objective__route_draws=2), run, quiet=True)
+        losses.append([record["loss_full"] for record in read_metrics(run) if record["kind"] == "train"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_fine_tuning_keeps_the_model_and_its_tokenizer(small: Small, corpus: Path, tmp_path: Path) -> None:
+    launch("demo", small(), tmp_path / "first", quiet=True)
+    overrides = [f"data.path={corpus}", "training.steps=2", "training.dtype=float32", "training.batch=2"]
+    file = tmp_path / "tune.yaml"
+    file.write_text(f"init_from: {tmp_path / 'first'}\nobjective: {{consistency: distribution}}\n")
+    result = launch(
+        str(file),
+        [*overrides, "training.learning_rate=1e-4", "training.device=cpu"],
+        tmp_path / "tuned",
+        quiet=True,
+    )
+    assert result["finished"]
+    assert loopformer.load(tmp_path / "tuned").model.config == loopformer.load(tmp_path / "first").model.config
+    with pytest.raises(LoopformerError, match=r"model.loops is 3 but the starting model has 4"):
+        launch(str(file), [*overrides, "model.loops=3"], tmp_path / "other", quiet=True)
+
+
+def test_plan_counts_what_the_paper_has(tmp_path: Path) -> None:
+    made = plan("paper/loopformer", ["training.device=cpu", "training.micro_batch=12"], tmp_path)["plan"]
+    assert made["parameters"] == 278_169_600
+    assert made["tokens"] == 50_000 * 480 * 1024
+    assert made["training_gflops_per_token"] == pytest.approx(9.84, rel=1e-3)
+    assert made["hours"] > 100
+
+
+def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: Path) -> None:
+    launch("demo", small(training__steps=2), tmp_path / "run", quiet=True)
+    cases: list[tuple[str | None, list[str], dict[str, bool], str]] = [
+        ("demo", small(), {}, "already holds a run; add --resume"),
+        ("demo", small(training__seed=1), {"resume": True}, "training.seed = 0, not 1"),
+        ("demo", small(training__stesp=1), {}, r"Unknown setting training.stesp; did you mean steps\?"),
+        ("demo", ["trainin.steps=1"], {}, "did you mean training.steps"),
+        ("demo", ["training.steps"], {}, "write key=value"),
+        ("demo", small(training__batch=0), {}, "training.batch must be 1 or more"),
+        ("demo", small(training__dtype="float16"), {}, "one of float32, bfloat16"),
+        ("demo", small(model__vocab=10), {}, "tokenizer has 300 tokens but model.vocab is 10"),
+        ("demo", small(training__device="cud"), {}, "no device"),
+        ("demo", small(data__path=tmp_path / "none", data__prepare="null"), {}, "loopformer prepare"),
+        ("paper/base", small(objective__short_weight=0.1), {}, "no shorter route"),
+        ("paper/tmlt-ee", small(objective__sampler="compositions"), {}, "only follows uniform routes"),
+        ("nope.yaml", [], {}, "There is no config file"),
+        ("nope", [], {}, "There is no preset"),
+        (None, [], {}, "Name a config file or a preset"),
+        ("demo", small(model__context=4096), {}, "too few for a window"),
+    ]
+    for source, overrides, options, said in cases:
+        out = tmp_path / "run" if "run" in said or "seed" in said else tmp_path / "new"
+        with pytest.raises(LoopformerError, match=said) as caught:
+            launch(source, overrides, out, quiet=True, say=silent, **options)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(LoopformerError, match="holds no run to go on with"):
+        launch(None, [], tmp_path / "none", resume=True)
+
+
+def test_data_that_changed_is_noticed(small: Small, corpus: Path, tmp_path: Path) -> None:
+    launch("demo", small(training__steps=2), tmp_path / "run", quiet=True)
+    state = checkpoints(tmp_path / "run")[-1] / "state.json"
+    content = json.loads(state.read_text()) | {"data": "other"}
+    state.write_text(json.dumps(content))
+    sums = state.with_name("checksums.json")
+    from loopformer.data.shards import sha256_of
+
+    sums.write_text(json.dumps(json.loads(sums.read_text()) | {"state.json": sha256_of(state)}))
+    with pytest.raises(LoopformerError, match="not what this run was trained on"):
+        launch("demo", small(), tmp_path / "run", resume=True, quiet=True)
