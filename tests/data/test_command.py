@@ -12,7 +12,6 @@ import typer
 from typer.testing import CliRunner
 
 from loopformer.cli.prepare import prepare
-from loopformer.data.ledger import STATE_FILE
 from loopformer.data.tokens import TokenData
 from loopformer.errors import LoopformerError
 
@@ -46,7 +45,7 @@ def test_control_c_then_continue(tmp_path: Path, moment: str) -> None:
     code = "import typer; from loopformer.cli.prepare import prepare; typer.run(prepare)"
     command = [sys.executable, "-c", code, str(corpus), "--out", str(out), "--train-tokenizer", "300"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    awaited = out / (STATE_FILE if moment == "beginning" else "corpus-train-00000.bin")
+    awaited = out if moment == "beginning" else out / "corpus-train-00000.bin"
     while not awaited.exists() and process.poll() is None:
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)

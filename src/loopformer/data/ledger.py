@@ -80,7 +80,6 @@ class Ledger:
             raise FileProblem(
                 f"{self.folder} is not empty and was not made by prepare; choose another --out folder."
             )
-        self.commit()
         return None
 
     def commit(self) -> None:

@@ -122,8 +122,9 @@ def prepare(
             ready = Tokenizer.load(ledger.folder)
         elif ready is None:
             ready = Tokenizer.train(reader.training_texts(parsed, ledger.sources), train_tokenizer or 0)
-        ready.save(ledger.folder)
+        # Only now, so that a wrong field or a missing file leaves an empty folder and not half a job.
         ledger.commit()
+        ready.save(ledger.folder)
         for source, state in zip(parsed, ledger.sources, strict=True):
             if not state.done:
                 _tokenize(ledger, source, state, reader, ready, batch_bytes, commit_seconds, report)

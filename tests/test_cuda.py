@@ -1,0 +1,82 @@
+"""What must also hold on a GPU: skipped without one."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from loopformer import LoopedLM, Trajectory
+from loopformer.config import Conditioning, ModelConfig, ObjectiveConfig
+from loopformer.training.objective import Divisors, Objective
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("kind", get_args(Conditioning))
+def test_gpu_follows_cpu(tiny: ModelConfig, kind: Conditioning) -> None:
+    model = LoopedLM(replace(tiny, conditioning=kind, modulator_start="one"))
+    ids = torch.randint(tiny.vocab, (4, 20))
+    for route in (4, 1, [1, 4, 2, 3]):
+        expected = model.cpu()(ids, route).logits
+        got = model.cuda()(ids.cuda(), route).logits.cpu()
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    low = model.to(torch.bfloat16)(ids.cuda()).logits.float().cpu()
+    full = model.float().cpu()(ids).logits
+    assert float((low - full).norm() / full.norm()) < 0.03
+
+
+def test_compiled_step_is_one_graph_and_equals_eager(tiny: ModelConfig) -> None:
+    torch._dynamo.reset()
+    model = LoopedLM(replace(tiny, width=64, modulator_start="one")).cuda()
+    ids = torch.randint(tiny.vocab, (4, 32), device="cuda")
+    routes = [route for budget in range(1, 5) for route in Trajectory.enumerate(4, budget)]
+    expected = [model(ids, route).logits for route in routes]
+    torch._dynamo.utils.counters.clear()
+    model.compile(fullgraph=True)
+    for route, logits in zip(routes, expected, strict=True):
+        torch.testing.assert_close(model(ids, route).logits, logits, atol=1e-4, rtol=1e-3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_gradients_follow_cpu(tiny: ModelConfig) -> None:
+    objective = Objective(
+        LoopedLM(replace(tiny, modulator_start="one")), ObjectiveConfig(consistency="distribution")
+    )
+    ids = torch.randint(tiny.vocab, (4, 21))
+    found = []
+    for device in ("cpu", "cuda"):
+        objective.to(device).zero_grad()
+        inputs, targets = ids[:, :-1].to(device), ids[:, 1:].to(device)
+        objective(
+            inputs, targets, None, Divisors(80.0, 80.0), None, Trajectory.uniform(2), (0, 1, 2, 3)
+        ).total.backward()
+        found.append({name: p.grad.cpu() for name, p in objective.named_parameters() if p.grad is not None})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-5, rtol=1e-3)
+
+
+def test_training_runs_and_resumes(tmp_path: Path) -> None:
+    from loopformer.data.prepare import prepare
+    from loopformer.loading.runs import checkpoints
+    from loopformer.training.launch import launch
+
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"paragraph {n} of a text that is long enough" for n in range(2000)))
+    prepare([str(text)], tmp_path / "data", train_tokenizer=300, val_fraction=0.1)
+    overrides = ["model.context=32", f"data.path={tmp_path / 'data'}", "training.steps=6", "training.batch=4"]
+    overrides += [
+        "training.dtype=bfloat16",
+        "training.save_every=3",
+        "training.validate_every=3",
+        "training.warmup=1",
+    ]
+    assert launch("demo", overrides, tmp_path / "run", quiet=True)["finished"]
+    checkpoints(tmp_path / "run")[-1].rename(tmp_path / "gone")
+    assert launch("demo", overrides, tmp_path / "run", resume=True, quiet=True)["finished"]
+
+
+@pytest.fixture(autouse=True)
+def _full_precision() -> None:
+    torch.set_float32_matmul_precision("highest")
