@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=12288)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=50304)
-    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--variant", choices=["plain", "chunked"], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()

@@ -24,7 +24,7 @@ def test_gpu_follows_cpu(tiny: ModelConfig, kind: Conditioning) -> None:
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     low = model.to(torch.bfloat16)(ids.cuda()).logits.float().cpu()
     full = model.float().cpu()(ids).logits
-    assert float((low - full).norm() / full.norm()) < 0.03
+    assert float(((low - full).norm() / full.norm()).detach()) < 0.03
 
 
 def test_compiled_step_is_one_graph_and_equals_eager(tiny: ModelConfig) -> None:
@@ -52,7 +52,7 @@ def test_gradients_follow_cpu(tiny: ModelConfig) -> None:
         objective(
             inputs, targets, None, Divisors(80.0, 80.0), None, Trajectory.uniform(2), (0, 1, 2, 3)
         ).total.backward()
-        found.append({name: p.grad.cpu() for name, p in objective.named_parameters() if p.grad is not None})
+        found.append({name: p.grad.cpu().clone() for name, p in objective.named_parameters() if p.grad is not None})
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, atol=1e-5, rtol=1e-3)
 

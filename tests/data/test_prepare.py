@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -65,6 +66,7 @@ def test_tokens_are_the_documents(prepared: Path, documents: list[str]) -> None:
         assert found == [*expected, ""]
         assert index["tokens"][split] == data.tokens > 0
         assert index["sources"][0]["splits"][split]["documents"] == len(expected)
+        assert index["sources"][0]["splits"][split]["text_bytes"] == len("".join(expected).encode())
         data.verify()
 
 
@@ -94,11 +96,11 @@ def test_index_and_shards(reference: dict[str, bytes]) -> None:
     assert "many-train-00001.bin" in listed
 
 
-@pytest.mark.parametrize("batch_bytes", [1, 10_000])
+@pytest.mark.parametrize("batch_chars", [1, 10_000])
 def test_batches_do_not_matter(
-    tmp_path: Path, sources: list[str], reference: dict[str, bytes], batch_bytes: int
+    tmp_path: Path, sources: list[str], reference: dict[str, bytes], batch_chars: int
 ) -> None:
-    prepare(sources, tmp_path / "out", batch_bytes=batch_bytes, **OPTIONS)
+    prepare(sources, tmp_path / "out", batch_chars=batch_chars, **OPTIONS)
     assert contents(tmp_path / "out") == reference
 
 
@@ -118,7 +120,7 @@ def test_interrupted_anywhere_ends_the_same(
                 raise KeyboardInterrupt
 
         try:
-            prepare(sources, out, batch_bytes=3000, commit_seconds=0, report=report, **OPTIONS)
+            prepare(sources, out, batch_chars=3000, commit_seconds=0, report=report, **OPTIONS)
         except KeyboardInterrupt:
             assert (out / STATE_FILE).exists()
             with pytest.raises(FileProblem, match="is not prepared to the end"):
@@ -143,7 +145,7 @@ def test_killed_at_random_points_ends_the_same(
     progress = []
     while killed < 6:
         before = state.stat().st_mtime_ns if state.exists() else 0
-        process = subprocess.Popen(job(sources, out, batch_bytes=1000, commit_seconds=0))
+        process = subprocess.Popen(job(sources, out, batch_chars=1000, commit_seconds=0))
         while process.poll() is None and (not state.exists() or state.stat().st_mtime_ns == before):
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.15))
@@ -165,7 +167,7 @@ def test_full_disk_is_one_sentence_and_harms_nothing(
     out = tmp_path / "out"
     code = (
         "import sys\nfrom loopformer.data.prepare import prepare\nfrom loopformer.errors import FileProblem\n"
-        f"try: prepare({sources!r}, {str(out)!r}, commit_seconds=0, batch_bytes=5000, **{OPTIONS!r})\n"
+        f"try: prepare({sources!r}, {str(out)!r}, commit_seconds=0, batch_chars=5000, **{OPTIONS!r})\n"
         "except FileProblem as error: sys.exit(str(error))"
     )
     smallest = max(len(content) for name, content in reference.items() if not name.endswith(".bin"))
@@ -214,6 +216,8 @@ def test_token_limits_are_exact(tmp_path: Path, corpus: Path, prepared: Path) ->
     index = prepare([str(corpus)], tmp_path / "cut", train_tokens=1234, val_tokens=77, **options)
     assert index["tokens"] == {"train": 1234, "val": 77}
     assert whole["tokens"]["train"] > 1234
+    prepare([str(corpus)], tmp_path / "same", train_tokens=1234, val_tokens=77, batch_chars=1, **options)
+    assert contents(tmp_path / "same") == contents(tmp_path / "cut")
     for split in ("train", "val"):
         short, full = (TokenData.open(tmp_path / name, split).sources[0].ids for name in ("cut", "whole"))
         assert np.array_equal(short.read(0, len(short)), full.read(0, len(short)))
@@ -235,8 +239,7 @@ def test_large_vocabulary_takes_uint32(tmp_path: Path, corpus: Path, prepared: P
         TokenData.open(tmp_path / "out", "val")
 
 
-def test_dataset_folder_as_a_source(tmp_path: Path, documents: list[str], reference: dict[str, bytes]) -> None:
-    datasets = pytest.importorskip("datasets")
+def test_dataset_folder_as_a_source(tmp_path: Path, documents: list[str]) -> None:
     datasets.Dataset.from_list([{"body": text} for text in documents]).to_parquet(
         tmp_path / "set" / "train.parquet"
     )

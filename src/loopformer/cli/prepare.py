@@ -88,9 +88,11 @@ def _show(out: Path, index: dict[str, Any]) -> None:
         f"vocabulary {index['tokenizer']['vocab_size']:,}"
     )
     for source in index["sources"]:
-        counts = (f"{split} {written['documents']:,} documents" for split, written in source["splits"].items())
+        splits = source["splits"]
+        size = sum(written["text_bytes"] for written in splits.values())
+        counts = ", ".join(f"{split} {written['documents']:,} documents" for split, written in splits.items())
         weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
-        typer.echo(f"  {source['name']}: {source['text_bytes'] / 1e6:.1f} MB, {', '.join(counts)}{weight}")
+        typer.echo(f"  {source['name']}: {size / 1e6:.1f} MB, {counts}{weight}")
 
 
 class _Display(Protocol):

@@ -44,7 +44,7 @@ class ObjectiveConfig:
     sampler: Literal["compositions", "sequential", "uniform", "continuous"] = "compositions"
     route_draws: int = 1  # equal parts of the global batch, each with a short route of its own
     short_fraction: float = 1.0  # share of the rows that also take the short route
-    chunk: int = 2048  # tokens whose logits exist at a time
+    chunk: int = 1024  # tokens whose logits exist at a time
 
     def __post_init__(self) -> None:
         check_types(self, "objective")

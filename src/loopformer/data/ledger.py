@@ -37,6 +37,7 @@ class Written:
 
     tokens: int = 0
     documents: int = 0
+    text_bytes: int = 0
     shards: list[Shard] = field(default_factory=list)
     masks: list[Shard] = field(default_factory=list)
 
@@ -47,7 +48,6 @@ class SourceState:
 
     splitter: Splitter
     position: Position = field(default_factory=Position)
-    text_bytes: int = 0
     done: bool = False
     splits: dict[Split, Written] = field(default_factory=lambda: {split: Written() for split in SPLITS})
 
@@ -146,7 +146,6 @@ def _source_state(found: dict[str, Any]) -> SourceState:
     return SourceState(
         splitter=Splitter(**found["splitter"]),
         position=Position(*found["position"]),
-        text_bytes=found["text_bytes"],
         done=found["done"],
         splits={split: _written(found["splits"][split]) for split in SPLITS},
     )
@@ -154,4 +153,4 @@ def _source_state(found: dict[str, Any]) -> SourceState:
 
 def _written(found: dict[str, Any]) -> Written:
     shards, masks = ([Shard(**shard) for shard in found[kind]] for kind in ("shards", "masks"))
-    return Written(found["tokens"], found["documents"], shards, masks)
+    return Written(found["tokens"], found["documents"], found["text_bytes"], shards, masks)

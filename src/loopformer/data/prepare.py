@@ -40,7 +40,7 @@ DEFAULT_VOCAB = 4096  # of the tokenizer trained on the spot when none is asked 
 _TOKENIZER_TEXT = 256 << 20  # characters a tokenizer is trained on, at most
 
 Item = str | Example
-Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]  # ids, and flags for supervised examples
+Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]  # ids, and flags of supervised examples
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,6 @@ class _Work:
 
     items: list[tuple[Split, Item]]
     position: Position
-    text_bytes: int
     read: int  # bytes from disk
 
 
@@ -76,7 +75,7 @@ def prepare(
     supervised: bool = False,
     shard_tokens: int = 1 << 27,
     workers: int | None = None,
-    batch_bytes: int = 4 << 20,
+    batch_chars: int = 4 << 20,
     commit_seconds: float = 2.0,
     report: Callable[[Progress], None] | None = None,
 ) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def prepare(
     The tokenizer is `tokenizer` (gpt2 or a path), or one trained on the sources with `train_tokenizer` ids;
     with neither, GPT-2's where text comes from the Hub and a trained one of 4096 ids elsewhere.
     `val_fraction`, `train_tokens` and `val_tokens` hold for each source and overrule its preset; a split ends
-    after exactly so many tokens. `workers` (cores for tokenizing), `batch_bytes`, `commit_seconds` and
+    after exactly so many tokens. `workers` (cores for tokenizing), `batch_chars`, `commit_seconds` and
     `report` do not influence the result.
     """
     if tokenizer is not None and train_tokenizer is not None:
@@ -127,7 +126,7 @@ def prepare(
         ready.save(ledger.folder)
         for source, state in zip(parsed, ledger.sources, strict=True):
             if not state.done:
-                _tokenize(ledger, source, state, reader, ready, batch_bytes, commit_seconds, report)
+                _tokenize(ledger, source, state, reader, ready, batch_chars, commit_seconds, report)
         return ledger.finish(_index(parsed, ledger.sources, ready))
 
 
@@ -166,25 +165,23 @@ class _Reader:
             for _, item in self.items(source, Position(), Meter()):
                 for split, part in self.split(state.splitter, item):
                     if split == "train":
-                        text = part if isinstance(part, str) else example_text(part)
-                        left -= len(text)
-                        yield text
+                        left -= len(_text(part))
+                        yield _text(part)
                 if left <= 0:
                     break
 
-    def work(self, source: Source, state: SourceState, meter: Meter, batch_bytes: int) -> Iterator[_Work]:
-        """Batches of about `batch_bytes` of text; a batch ends only where a record does."""
+    def work(self, source: Source, state: SourceState, meter: Meter, batch_chars: int) -> Iterator[_Work]:
+        """Batches of about `batch_chars` characters; a batch ends only where a record does."""
         items: list[tuple[Split, Item]] = []
-        position, total, size = state.position, state.text_bytes, 0
+        position, size = state.position, 0
         for after, item in self.items(source, position, meter):
-            if size >= batch_bytes and after != position:
-                total += size
-                yield _Work(items, position, total, meter.read)
+            if size >= batch_chars and after != position:
+                yield _Work(items, position, meter.read)
                 items, size = [], 0
             items += self.split(state.splitter, item)
-            size += len((item if isinstance(item, str) else example_text(item)).encode())
+            size += len(_text(item))
             position = after
-        yield _Work(items, position, total + size, meter.read)
+        yield _Work(items, position, meter.read)
 
 
 class _Output:
@@ -205,7 +202,7 @@ class _Output:
     def full(self) -> bool:
         return self._limit is not None and self._written.tokens >= self._limit
 
-    def append(self, documents: list[Encoded]) -> None:
+    def append(self, items: list[Item], documents: list[Encoded]) -> None:
         left = None if self._limit is None else self._limit - self._written.tokens
         if left is not None:
             starts = np.cumsum([0, *(len(ids) for ids, _ in documents)])[:-1]
@@ -214,6 +211,7 @@ class _Output:
             for writer, columns in zip(self._writers, zip(*documents, strict=True), strict=False):
                 writer.append(np.concatenate(columns)[:left])
             self._written.documents += len(documents)
+            self._written.text_bytes += sum(len(_text(item).encode()) for item in items[: len(documents)])
             self._note()
 
     def flush(self) -> None:
@@ -242,7 +240,7 @@ def _tokenize(
     state: SourceState,
     reader: _Reader,
     tokenizer: Tokenizer,
-    batch_bytes: int,
+    batch_chars: int,
     commit_seconds: float,
     report: Callable[[Progress], None] | None,
 ) -> None:
@@ -256,13 +254,14 @@ def _tokenize(
             name = f"{source.name}-{split}"
             output = _Output(ledger, name, _dtype(tokenizer), state.splits[split], limits[split])
             outputs[split] = stack.enter_context(closing(output))
-        batches = stack.enter_context(closing(Ahead(reader.work(source, state, meter, batch_bytes))))
+        batches = stack.enter_context(closing(Ahead(reader.work(source, state, meter, batch_chars))))
         for work in batches:
             wanted = [(split, item) for split, item in work.items if not outputs[split].full]
             encoded = _encode(tokenizer, [item for _, item in wanted])
             for split, output in outputs.items():
-                output.append([one for (own, _), one in zip(wanted, encoded, strict=True) if own == split])
-            state.position, state.text_bytes = work.position, work.text_bytes
+                own = [number for number, (chosen, _) in enumerate(wanted) if chosen == split]
+                output.append([wanted[number][1] for number in own], [encoded[number] for number in own])
+            state.position = work.position
             if report:
                 report(_progress(source, state, work.read))
             if all(output.full for output in outputs.values()):
@@ -290,6 +289,10 @@ def _encode(tokenizer: Tokenizer, items: list[Item]) -> list[Encoded]:
     return [(np.array([*ids, tokenizer.eot], dtype), None) for ids in tokenizer.encode_batch(texts)]
 
 
+def _text(item: Item) -> str:
+    return item if isinstance(item, str) else example_text(item)
+
+
 def _dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
@@ -302,7 +305,8 @@ def _progress(source: Source, state: SourceState, read: int) -> Progress:
     if source.train_tokens:
         fractions.append(state.splits["train"].tokens / source.train_tokens)
     fraction = min(1.0, max(fractions)) if fractions else None
-    return Progress(source.name, state.text_bytes, tokens, fraction)
+    size = sum(written.text_bytes for written in state.splits.values())
+    return Progress(source.name, size, tokens, fraction)
 
 
 def _describe(source: Source) -> dict[str, Any]:
@@ -327,7 +331,6 @@ def _index(sources: Sequence[Source], states: Sequence[SourceState], tokenizer: 
             {
                 "name": source.name,
                 "weight": source.weight,
-                "text_bytes": state.text_bytes,
                 "splitter": dataclasses.asdict(state.splitter),
                 "splits": {
                     split: dataclasses.asdict(state.splits[split]) for split in SPLITS if state.splits[split].tokens

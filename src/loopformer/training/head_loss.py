@@ -81,15 +81,18 @@ class _ChunkedHead(torch.autograd.Function):
                     grad_full[part] = grads[1]
                 if grad_short is not None and grads[2] is not None:
                     grad_short[part] = grads[2]
-        ctx.save_for_backward(*(grad for grad in (grad_weight, grad_full, grad_short) if grad is not None))
+        ctx.grads = (grad_weight, grad_full, grad_short)
         ctx.mark_non_differentiable(*(out := sums.unbind())[1:])
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grads = [saved * grad for saved in ctx.saved_tensors]
-        grad_short = grads[2] if len(grads) > 2 else None
-        return grads[0], grads[1], grad_short, None, None, None
+        if ctx.grads is None:
+            raise RuntimeError("The chunked head computes its gradients once; backward cannot run through it twice.")
+        # Scaled in place and let go: a second copy of the head's gradient would double the peak.
+        grads = [saved if saved is None else saved.mul_(grad) for saved in ctx.grads]
+        ctx.grads = None
+        return grads[0], grads[1], grads[2], None, None, None
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
