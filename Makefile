@@ -22,7 +22,7 @@ test: lint
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 demo: install
-	$(BIN)/loopformer info --model demo
+	$(BIN)/python examples/demo.py
 
 wheel: install
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .

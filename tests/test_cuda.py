@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from loopformer import LoopedLM, Trajectory
+from loopformer import LoopedLM, LoopformerError, Trajectory
 from loopformer.config import Conditioning, ModelConfig, ObjectiveConfig
 from loopformer.training.objective import Divisors, Objective
 
@@ -75,6 +75,25 @@ def test_training_runs_and_resumes(tmp_path: Path) -> None:
     assert launch("demo", overrides, tmp_path / "run", quiet=True)["finished"]
     checkpoints(tmp_path / "run")[-1].rename(tmp_path / "gone")
     assert launch("demo", overrides, tmp_path / "run", resume=True, quiet=True)["finished"]
+
+
+def test_out_of_memory_ends_with_advice_and_auto_finds_what_fits(tmp_path: Path) -> None:
+    from loopformer.data.prepare import prepare
+    from loopformer.training.launch import launch
+
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"paragraph {n} of a text that is long enough" for n in range(9000)))
+    prepare([str(text)], tmp_path / "data", train_tokenizer=300, val_fraction=0.1)
+    overrides = ["model.context=256", "model.width=512", "model.ffn=2048", f"data.path={tmp_path / 'data'}"]
+    overrides += ["training.steps=2", "training.batch=256", "training.warmup=1", "training.compile=false"]
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.02)  # 3 GB of an H200
+    try:
+        with pytest.raises(LoopformerError, match=r"lower training\.micro_batch"):
+            launch("demo", [*overrides, "training.micro_batch=256"], tmp_path / "much", quiet=True)
+        assert launch("demo", overrides, tmp_path / "auto", quiet=True)["finished"]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.fixture(autouse=True)

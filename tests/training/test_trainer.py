@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import loopformer
 from loopformer import LoopformerError
 from loopformer.config import preset_names
+from loopformer.data.prepare import prepare
 from loopformer.loading.runs import checkpoints
 from loopformer.training.launch import launch, plan
 from loopformer.training.reporting import read_metrics
@@ -180,6 +181,47 @@ def test_fine_tuning_keeps_the_model_and_its_tokenizer(small: Small, corpus: Pat
     assert loopformer.load(tmp_path / "tuned").model.config == loopformer.load(tmp_path / "first").model.config
     with pytest.raises(LoopformerError, match=r"model.loops is 3 but the starting model has 4"):
         launch(str(file), [*overrides, "model.loops=3"], tmp_path / "other", quiet=True)
+
+
+def test_document_borders_are_kept_and_change_the_loss(small: Small, corpus: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("\n".join(json.dumps({"text": f"pass {number} is told its step"}) for number in range(2000)))
+    prepare([str(texts)], tmp_path / "data", tokenizer=str(corpus), val_fraction=0.1)
+    losses = []
+    for documents in ("false", "true"):
+        overrides = small(data__path=tmp_path / "data", data__documents=documents)
+        launch("demo", overrides, tmp_path / documents, quiet=True)
+        losses.append(
+            [record["loss_full"] for record in read_metrics(tmp_path / documents) if record["kind"] == "train"]
+        )
+    assert losses[0] != losses[1]
+    assert all(math.isfinite(loss) for loss in losses[1])
+
+
+def test_supervised_examples_train_on_their_responses_only(small: Small, corpus: Path, tmp_path: Path) -> None:
+    examples = tmp_path / "examples.jsonl"
+    with examples.open("w") as file:
+        for number in range(400):
+            file.write(
+                json.dumps({"prompt": f"say step {number}", "response": "every pass is told its step"}) + "\n"
+            )
+    prepare([str(examples)], tmp_path / "data", tokenizer=str(corpus), val_fraction=0.1, supervised=True)
+    launch("demo", small(), tmp_path / "first", quiet=True)
+    overrides = small(data__path=tmp_path / "data", training__learning_rate=1e-2, training__steps=40)
+    tuning = [*overrides, f"init_from={tmp_path / 'first'}"]
+    launch("demo", [word for word in tuning if not word.startswith("model.")], tmp_path / "run", quiet=True)
+    losses = [record["loss_full"] for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
+    # the response is always the same; prompts, which are not, count for nothing
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_weights_and_biases_gets_the_records_offline(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    launch("demo", small(training__wandb="tests"), tmp_path / "run", quiet=True)
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
 
 
 def test_plan_counts_what_the_paper_has(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ SECTIONS: dict[str, type[Any]] = {
 
 
 def load_run(source: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, set[str]]:
-    """A run's settings from a preset's name or a YAML file, and the dotted keys that were given explicitly."""
+    """A run's settings from a preset's name or a YAML file, and the dotted keys that the user wrote themselves."""
     path = Path(source)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
@@ -155,10 +155,12 @@ def load_run(source: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConf
         settings = load_preset(str(source))
     else:
         raise LoopformerError(f"{source} is neither a preset nor a .yaml file.")
+    given = {override.partition("=")[0] for override in overrides}
+    if path.suffix in (".yaml", ".yml"):
+        sections = {name: section for name, section in settings.items() if isinstance(section, Mapping)}
+        given |= {f"{name}.{key}" for name, section in sections.items() for key in section}
     for override in overrides:
         _apply(settings, override)
-    sections = {name: section for name, section in settings.items() if isinstance(section, Mapping)}
-    given = {f"{name}.{key}" for name, section in sections.items() for key in section}
     return run_from_mapping(settings), given
 
 

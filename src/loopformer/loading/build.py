@@ -28,5 +28,8 @@ def build(config: ModelConfig, tensors: Mapping[str, Tensor], called: Callable[[
             )
     if extra := sorted(set(tensors) - set(expected)):
         raise FileProblem(f"The tensor {called(extra[0])} does not belong to a {config.conditioning!r} model.")
-    model.load_state_dict({name: tensor.to(torch.float32) for name, tensor in tensors.items()}, assign=True)
+    # Copies, not views of the file: CPU kernels round differently on memory that is not aligned as fresh tensors
+    # are, and a resumed run must repeat every bit.
+    owned = {name: tensor.to(torch.float32, copy=True) for name, tensor in tensors.items()}
+    model.load_state_dict(owned, assign=True)
     return model.requires_grad_(True)

@@ -88,7 +88,7 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
-            raise RuntimeError("The chunked head computes its gradients once; backward cannot run through it twice.")
+            raise RuntimeError("The chunked head keeps its gradients once; backward cannot run through it twice.")
         # Scaled in place and let go: a second copy of the head's gradient would double the peak.
         grads = [saved if saved is None else saved.mul_(grad) for saved in ctx.grads]
         ctx.grads = None

@@ -111,7 +111,7 @@ class _WandB:
         try:
             import wandb
         except ImportError as error:
-            raise LoopformerError("Weights & Biases is not installed; run: pip install wandb.") from error
+            raise LoopformerError("wandb is not installed; run: pip install 'loopformer[log]'.") from error
         self._run: Any = wandb.init(project=project, dir=str(out), name=out.name)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
