@@ -28,6 +28,8 @@ def _imports(file: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{file}: relative import"
+            # Names taken from the package itself hide where they live; only the command line needs its version.
+            assert node.module != "loopformer", f"{file}: import from the module that has it"
             found.add(node.module)
     return found
 
@@ -45,7 +47,7 @@ def test_imports_go_one_way(file: Path) -> None:
 
 def test_no_file_is_long() -> None:
     files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
-    long = {str(file): lines for file in files if (lines := len(file.read_text().splitlines())) > 450}
+    long = {str(file): lines for file in files if (lines := len(file.read_text().splitlines())) > 420}
     assert not long
 
 
@@ -64,6 +66,9 @@ def test_readme_commands_exist() -> None:
         words = shlex.split(command)
         if words[0] == "make":
             assert set(words[1:]) <= targets, command
+        if words[0] == "torchrun":
+            assert words[words.index("-m") + 1] == "loopformer"
+            words = words[words.index("-m") + 1 :]
         if words[0] == "loopformer":
             assert words[1] in verbs, command
             options = {name for parameter in verbs[words[1]].params for name in parameter.opts}

@@ -60,6 +60,15 @@ def test_floats_that_are_no_small_fraction_still_sum_to_one_exactly() -> None:
     assert Trajectory([1 - 1e-7, 1e-7]).steps[1] == Fr(1, 10**7)
 
 
+def test_numpy_numbers_pass_for_numbers() -> None:
+    four: Any = np.int64(4)
+    assert Trajectory.uniform(four) == Trajectory.uniform(4)
+    assert Trajectory.from_weights(np.array([4, 2, 1, 1])) == Trajectory(
+        np.array([0.5, 0.25, 0.125, 0.125], np.float32)
+    )
+    assert Trajectory.sample(four, np.random.default_rng(0)).budget < 4
+
+
 def test_immutable_and_hashable() -> None:
     trajectory = Trajectory.uniform(2)
     with pytest.raises(AttributeError):
@@ -164,7 +173,10 @@ def test_bad_values_are_one_clear_sentence() -> None:
         (lambda: Trajectory([1.5, -0.5]), "positive"),
         (lambda: Trajectory([0.33333, 0.33333, 0.33333]), "sum to 0.99999"),
         (lambda: Trajectory.uniform(0), "1 or more"),
-        (lambda: list(Trajectory.enumerate(4, 5)), "above the model's 4 loops"),
+        (lambda: Trajectory.uniform(2.5), "whole number"),  # type: ignore[arg-type]
+        (lambda: Trajectory("4"), r"use Trajectory\.parse"),
+        (lambda: Trajectory(None), "made of steps"),  # type: ignore[arg-type]
+        (lambda: Trajectory.enumerate(4, 5), "above the model's 4 loops"),
         (lambda: Trajectory.sample(4, random.Random(0), budget=5), "above the model's 4 loops"),
         (lambda: Trajectory.sample(1, random.Random(0)), "no shorter trajectory"),
         (lambda: Trajectory.sample(4, random.Random(0), sampler="dice"), "Unknown sampler"),

@@ -7,6 +7,12 @@ class LoopformerError(ValueError):
     exit_code = 2
 
 
+class RunFailed(LoopformerError):
+    """Work that was asked for rightly and could not be done: not enough memory, a loss that is not finite."""
+
+    exit_code = 1
+
+
 class FileProblem(LoopformerError):
     """A file or folder that is missing, damaged or not what it should be."""
 

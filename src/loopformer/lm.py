@@ -1,4 +1,4 @@
-"""What a user holds: a model, its tokenizer and its defaults.
+"""What a user holds: a model and its tokenizer.
 
 lm = load("runs/demo")                      # a run, a model folder, or the authors' published weights
 lm.model(ids, "4-2-1-1").logits
@@ -14,7 +14,6 @@ import torch
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.loading import find_model
 from loopformer.model import LoopedLM
-from loopformer.trajectory import Trajectory
 
 
 @dataclass
@@ -23,11 +22,6 @@ class LM:
 
     model: LoopedLM
     tokenizer: Tokenizer | None = None
-
-    @property
-    def default_trajectory(self) -> Trajectory:
-        """What is followed when nothing is asked for: the full uniform trajectory."""
-        return Trajectory.uniform(self.model.config.loops)
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
         """Move the model, in place, to a device and dtype."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
+import operator
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -41,6 +43,8 @@ class Trajectory:
     steps: tuple[Fraction, ...]
 
     def __init__(self, steps: Iterable[Number]) -> None:
+        if isinstance(steps, str) or not isinstance(steps, Iterable):
+            raise LoopformerError(f"A trajectory is made of steps, not {steps!r}; use Trajectory.parse for text.")
         object.__setattr__(self, "steps", _exact_steps(list(steps)))
 
     @property
@@ -74,13 +78,13 @@ class Trajectory:
     @classmethod
     def uniform(cls, budget: int) -> Trajectory:
         """M equal steps."""
-        _check_budget(budget)
+        budget = _checked_budget(budget)
         return cls([Fraction(1, budget)] * budget)
 
     @classmethod
     def named(cls, family: str, budget: int) -> Trajectory:
         """A named family at a budget: uniform, coarse-to-fine (M…1), fine-to-coarse (1…M), cosine."""
-        _check_budget(budget)
+        budget = _checked_budget(budget)
         if family == "uniform":
             return cls.uniform(budget)
         if family == "coarse-to-fine":
@@ -104,7 +108,7 @@ class Trajectory:
     @classmethod
     def parse(cls, text: str) -> Trajectory:
         """Read "4" (uniform), "4-2-1-1" (weights), "0.5,0.25,0.25" or "1/2,1/4,1/4" (steps), "cosine:4"."""
-        plain = "".join(text.split())
+        plain = "".join(str(text).split())
         if re.fullmatch(r"\d+", plain):
             return cls.uniform(int(plain))
         if match := re.fullmatch(r"([a-z-]+):(\d+)", plain):
@@ -124,9 +128,8 @@ class Trajectory:
     @classmethod
     def enumerate(cls, loops: int, budget: int) -> Iterator[Trajectory]:
         """Every trajectory of M steps on the training grid of 1/L, C(L-1, M-1) in all, in order."""
-        _check_budget(budget, loops)
-        for cuts in itertools.combinations(range(1, loops), budget - 1):
-            yield cls._between(cuts, loops)
+        budget = _checked_budget(budget, loops)
+        return (cls._between(cuts, loops) for cuts in itertools.combinations(range(1, loops), budget - 1))
 
     @classmethod
     def sample(cls, loops: int, rng: Any, budget: int | None = None, sampler: str = "compositions") -> Trajectory:
@@ -138,11 +141,12 @@ class Trajectory:
         uniform       S equal steps
         continuous    Dirichlet(1, …, 1), off the grid
         """
+        loops = _checked_budget(loops)
         if budget is None:
             if loops < 2:
                 raise LoopformerError(f"A model of {loops} loop has no shorter trajectory to draw.")
             budget = 1 + _below(rng, loops - 1)
-        _check_budget(budget, loops)
+        budget = _checked_budget(budget, loops)
         if sampler == "compositions":
             return cls._between(_distinct(rng, budget - 1, loops - 1), loops)
         if sampler == "sequential":
@@ -163,31 +167,46 @@ class Trajectory:
         return cls([Fraction(b - a, grid) for a, b in itertools.pairwise([0, *cuts, grid])])
 
 
-def resolve(trajectory: Trajectory | str | int | None, loops: int) -> Trajectory:
-    """What a user may pass where a trajectory is meant: None is the full uniform(L), an int a budget."""
-    if trajectory is None:
-        return Trajectory.uniform(loops)
+def resolve(trajectory: Trajectory | str | int | None, loops: int, beyond: bool = False) -> Trajectory:
+    """What a user may pass where a trajectory is meant: None is the full uniform(L), an int a budget.
+
+    More than L steps are refused unless `beyond`, for studies of extrapolation.
+    """
+    if isinstance(trajectory, str) and not trajectory.strip().isdigit():
+        trajectory = Trajectory.parse(trajectory)
     if isinstance(trajectory, Trajectory):
+        _checked_budget(trajectory.budget, None if beyond else loops)
         return trajectory
-    if isinstance(trajectory, str):
-        return Trajectory.parse(trajectory)
-    return Trajectory.uniform(trajectory)
+    budget = loops if trajectory is None else int(trajectory) if isinstance(trajectory, str) else trajectory
+    return Trajectory.uniform(_checked_budget(budget, None if beyond else loops))
 
 
 class _Unreadable(LoopformerError):
     """Text that is no number."""
 
 
-def _check_budget(budget: int, loops: int | None = None) -> None:
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
-        raise LoopformerError(f"A budget is a whole number of loops, 1 or more; got {budget!r}.")
-    if loops is not None and budget > loops:
-        raise LoopformerError(f"Budget {budget} is above the model's {loops} loops; choose 1 to {loops}.")
-
-
-def _fraction(value: Number) -> Fraction:
+def _checked_budget(given: int, loops: int | None = None) -> int:
+    """A budget as a plain int: NumPy's integers pass, anything that is no whole number does not."""
     try:
-        return Fraction(repr(float(value)) if isinstance(value, float) else value)
+        budget = 0 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        budget = 0
+    if budget < 1:
+        raise LoopformerError(f"A budget is a whole number of loops, 1 or more; got {given!r}.")
+    if loops is not None and budget > loops:
+        raise LoopformerError(
+            f"Budget {budget} is above the model's {loops} loops; choose 1 to {loops} (beyond=True to extrapolate)."
+        )
+    return budget
+
+
+def _fraction(value: Any) -> Fraction:
+    try:
+        if isinstance(value, numbers.Integral):
+            return Fraction(int(value))
+        if isinstance(value, numbers.Real) and not isinstance(value, Fraction):
+            return Fraction(repr(float(value)))
+        return Fraction(value)
     except (ValueError, TypeError, OverflowError) as error:
         raise _Unreadable(f"{value!r} is not a number that a trajectory step can be.") from error
 
@@ -200,7 +219,7 @@ def _snapped(value: Number) -> Fraction:
 
 
 def _is_exact(value: Number) -> bool:
-    return isinstance(value, Fraction | int) or (isinstance(value, str) and "/" in value)
+    return isinstance(value, numbers.Rational) or (isinstance(value, str) and "/" in value)
 
 
 def _exact_steps(given: list[Number]) -> tuple[Fraction, ...]:

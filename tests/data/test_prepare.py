@@ -280,7 +280,7 @@ def test_wrong_input(tmp_path: Path, content: str, options: dict[str, Any], sent
 
 def test_two_at_once(tmp_path: Path, corpus: Path) -> None:
     def report(progress: Progress) -> None:
-        with pytest.raises(FileProblem, match="Another prepare is at work in"):
+        with pytest.raises(FileProblem, match="Another process is at work in"):
             prepare([str(corpus)], tmp_path, train_tokenizer=300)
 
     prepare([str(corpus)], tmp_path, train_tokenizer=300, report=report)

@@ -27,6 +27,18 @@ def test_one_graph_per_shape_and_grad_mode(tiny: ModelConfig) -> None:
     assert counter.frame_count == 2
 
 
+def test_compiling_the_whole_model_does_not_unroll_the_loop() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    config = ModelConfig(blocks=1, loops=12, width=32, heads=4, ffn=80, context=32, vocab=96, modulator_start="one")
+    model = LoopedLM(config)
+    ids = torch.randint(96, (2, 12))
+    compiled = torch.compile(model, backend=counter)
+    for budget in range(1, 13):
+        torch.testing.assert_close(compiled(ids, budget).logits, model(ids, budget).logits)
+    assert counter.frame_count <= 3  # the step, the final norm, the head
+
+
 def test_rows_of_several_budgets_add_few_graphs(tiny: ModelConfig) -> None:
     """Fewer rows each time a row is done: the batch becomes one symbolic size, besides the special sizes."""
     torch._dynamo.reset()

@@ -1,6 +1,7 @@
 from dataclasses import replace
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -72,7 +73,7 @@ def test_states_are_those_after_each_pass_and_lead_to_the_output(tiny: ModelConf
 def test_none_means_the_full_uniform_trajectory(tiny: ModelConfig) -> None:
     model, ids = spread(LoopedLM(tiny)), ids_for(tiny)
     expected = model(ids, Trajectory.uniform(4)).logits
-    for same in (None, 4, "4", [None, 4], Trajectory.parse("1/4,1/4,1/4,1/4")):
+    for same in (None, 4, "4", np.int64(4), [None, 4], Trajectory.parse("1/4,1/4,1/4,1/4")):
         assert torch.equal(model(ids, same).logits, expected)
 
 
@@ -195,7 +196,7 @@ def test_epsilon_is_the_same_at_every_dtype(tiny: ModelConfig) -> None:
     norm = LoopedLM(tiny).final_norm
     small = torch.full((1, 32), 1e-3)  # rms² = 1e-6: bf16's own epsilon, 0.0078, would shrink it to nothing
     torch.testing.assert_close(norm(small), small / (1e-6 + 1.1920929e-07) ** 0.5)
-    assert float(norm.to(torch.bfloat16)(small.bfloat16())[0, 0]) == pytest.approx(0.945, abs=0.01)
+    assert float(norm.to(torch.bfloat16)(small.bfloat16())[0, 0].detach()) == pytest.approx(0.945, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,10 @@ def test_epsilon_is_the_same_at_every_dtype(tiny: ModelConfig) -> None:
         (torch.zeros(1, 0, dtype=torch.long), None, "empty"),
         (torch.zeros(4, dtype=torch.long), None, r"\[B, T\]"),
         (torch.zeros(1, 4), None, "tensor of integers"),
-        (torch.zeros(1, 4, dtype=torch.long), 5, "above this model's 4 loops"),
+        ([[1, 2]], None, "tensor of integers, got list"),
+        (torch.zeros(1, 4, dtype=torch.long), 2.5, "whole number"),
+        (torch.zeros(1, 4, dtype=torch.long), 10**9, "above the model's 4 loops"),
+        (torch.zeros(1, 4, dtype=torch.long), 5, "above the model's 4 loops"),
         (torch.zeros(1, 4, dtype=torch.long), 0, "1 or more"),
         (torch.zeros(2, 4, dtype=torch.long), ["1", "2", "3"], "one per row"),
     ],
@@ -216,6 +220,11 @@ def test_epsilon_is_the_same_at_every_dtype(tiny: ModelConfig) -> None:
 def test_bad_input_is_one_clear_sentence(tiny: ModelConfig, ids: Tensor, trajectory: object, said: str) -> None:
     with pytest.raises(LoopformerError, match=said):
         LoopedLM(tiny)(ids, trajectory)
+
+
+def test_documents_must_fit(tiny: ModelConfig) -> None:
+    with pytest.raises(LoopformerError, match="make them equal"):
+        LoopedLM(tiny)(ids_for(tiny), documents=torch.zeros(1, 1, dtype=torch.long))
 
 
 def test_uniform_only_models_refuse_schedules_and_extrapolation_is_asked_for(tiny: ModelConfig) -> None:

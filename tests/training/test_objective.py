@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -91,17 +89,3 @@ def test_fixed_depth_has_one_route(tiny: ModelConfig) -> None:
     losses = objective(inputs, targets, None, Divisors(31.0, 1.0))
     assert len(seen) == tiny.loops
     assert losses.terms[1:].tolist() == [0.0, 0.0]
-
-
-def test_full_route_gets_no_gradient_from_consistency(tiny: ModelConfig) -> None:
-    """With only consistency and the short route equal to the full one, everything is matched and nothing moves."""
-    config = ObjectiveConfig(short_weight=0.0, consistency_weight=5.0)
-    objective, inputs, targets = make(tiny, config)
-    plain = replace(config, consistency_weight=0.0)
-    objective(
-        inputs, targets, None, Divisors(31.0, 31.0), None, Trajectory.uniform(4), (0, 1, 2, 3)
-    ).total.backward()
-    matched = grads(objective)
-    objective.config = plain
-    objective(inputs, targets, None, Divisors(31.0, 31.0)).total.backward()
-    assert_same(matched, grads(objective))

@@ -13,15 +13,18 @@ from loopformer.training.routes import pieces, short_route
     world=st.sampled_from([1, 2, 3]),
     micro=st.integers(1, 9),
     fraction=st.sampled_from([0.25, 0.5, 0.7, 1.0]),
+    in_step=st.booleans(),
 )
 def test_any_ranks_and_micro_batches_share_the_same_rows(
-    draws: int, share: int, world: int, micro: int, fraction: float
+    draws: int, share: int, world: int, micro: int, fraction: float, in_step: bool
 ) -> None:
     batch = draws * share * world
     objective = ObjectiveConfig(route_draws=draws, short_fraction=fraction)
     rows: dict[int, tuple[int, bool]] = {}
     for rank in range(world):
-        for piece in pieces(batch, micro, objective, rank, world):
+        mine = pieces(batch, micro, objective, rank, world, in_step)
+        assert sum(piece.stop - piece.start for piece in mine) == batch // world
+        for piece in mine:
             assert piece.stop - piece.start <= micro
             for row in range(piece.start, piece.stop):
                 assert row not in rows
@@ -45,5 +48,8 @@ def test_routes_follow_from_seed_step_and_part() -> None:
 
 
 def test_uneven_shares_are_refused() -> None:
-    with pytest.raises(LoopformerError, match="3 ranks cannot share evenly"):
+    with pytest.raises(LoopformerError, match="shared evenly by 3 ranks"):
         pieces(8, 2, ObjectiveConfig(route_draws=2), 0, 3)
+    with pytest.raises(LoopformerError, match=r"12 rows of each of the 40 parts .* by 8 ranks"):
+        pieces(480, 2, ObjectiveConfig(route_draws=40), 0, 8, in_step=True)
+    assert {len(pieces(480, 12, ObjectiveConfig(route_draws=40), rank, 8)) for rank in range(8)} == {5}

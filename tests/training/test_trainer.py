@@ -131,8 +131,17 @@ def test_non_finite_steps_are_skipped_counted_and_end_the_run(
     assert [record["skipped"] for record in read_metrics(tmp_path / "once") if record["kind"] == "train"][-1] == 1
     bad |= set(range(2, 6))
     with pytest.raises(LoopformerError, match=r"3 steps in a row .* lower training.learning_rate"):
-        launch("demo", small(training__bad_steps=2, training__save_every=1), tmp_path / "often", quiet=True)
+        launch("demo", small(training__bad_steps=3, training__save_every=1), tmp_path / "often", quiet=True)
     assert torch.isfinite(loopformer.load(tmp_path / "often").model.tokens.weight).all()
+
+
+def test_real_infinities_are_skipped(small: Small, tmp_path: Path) -> None:
+    overrides = small(training__learning_rate=100, training__warmup=0, training__steps=60, training__bad_steps=3)
+    with pytest.raises(LoopformerError, match=r"3 steps in a row .* at step \d+"):
+        launch("demo", [*overrides, "training.clip=1e30"], tmp_path / "run", quiet=True)
+    records = [record for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
+    assert [record["gradient_norm"] for record in records[-3:]] == [None] * 3
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(
@@ -154,6 +163,35 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(
     assert [path.name for path in checkpoints(tmp_path / "run")][-1] == "step-00000003"
     assert not list((tmp_path / "run" / "checkpoints").glob("*.part"))
     monkeypatch.setattr(checkpoint, "save_file", whole)
+    assert launch("demo", small(), tmp_path / "run", resume=True, quiet=True)["finished"]
+
+
+def test_newer_damaged_checkpoints_do_not_push_out_good_ones(small: Small, tmp_path: Path) -> None:
+    launch("demo", small(training__keep=9), tmp_path / "run", quiet=True)
+    for path in checkpoints(tmp_path / "run")[1:]:
+        (path / "model.safetensors").write_bytes(b"")
+    good = checkpoints(tmp_path / "run")[0]
+    again = small(training__keep=1, training__steps=3, training__validate_every=9)
+    launch("demo", again, tmp_path / "run", resume=True, quiet=True)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000003"]
+    assert good.name == "step-00000002"
+    (checkpoints(tmp_path / "run")[0] / "state.json").unlink()
+    with pytest.raises(LoopformerError, match=r"state.json is missing.* None is left"):
+        launch("demo", again, tmp_path / "run", resume=True, quiet=True)
+
+
+def test_what_may_change_when_a_run_goes_on(small: Small, tmp_path: Path) -> None:
+    launch("demo", small(training__steps=2), tmp_path / "run", quiet=True)
+    more = ["training.steps=4", "training.micro_batch=1", "training.learning_rate=1e-4"]
+    launch("demo", [*small(), *more], tmp_path / "run", resume=True, quiet=True)
+    assert json.loads((checkpoints(tmp_path / "run")[-1] / "state.json").read_text())["micro_batch"] == 1
+    (tmp_path / "run" / "run.yaml").unlink()
+    assert launch(None, ["training.steps=5"], tmp_path / "run", resume=True, quiet=True)["step"] == 5
+
+
+def test_a_refused_start_does_not_stay_in_the_way(small: Small, tmp_path: Path) -> None:
+    with pytest.raises(LoopformerError, match="too few for a window"):
+        launch("demo", small(model__context=90_000), tmp_path / "run", quiet=True)
     assert launch("demo", small(), tmp_path / "run", resume=True, quiet=True)["finished"]
 
 
@@ -239,6 +277,11 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(training__seed=1), {"resume": True}, "training.seed = 0, not 1"),
         ("demo", small(training__stesp=1), {}, r"Unknown setting training.stesp; did you mean steps\?"),
         ("demo", ["trainin.steps=1"], {}, "did you mean training.steps"),
+        ("demo", ["steps=1"], {}, "did you mean training.steps"),
+        ("demo", small(training__threads=0), {}, "training.threads must be 1 or more"),
+        ("demo", small(training__device="meta"), {}, "does not run on 'meta'"),
+        ("demo", small(training__learning_rate="inf"), {}, "must be a finite number"),
+        ("demo", small(objective__short_fraction=0.1), {}, "is no row at all"),
         ("demo", ["training.steps"], {}, "write key=value"),
         ("demo", small(training__batch=0), {}, "training.batch must be 1 or more"),
         ("demo", small(training__dtype="float16"), {}, "one of float32, bfloat16"),
@@ -263,12 +306,9 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
 
 def test_data_that_changed_is_noticed(small: Small, corpus: Path, tmp_path: Path) -> None:
     launch("demo", small(training__steps=2), tmp_path / "run", quiet=True)
-    state = checkpoints(tmp_path / "run")[-1] / "state.json"
-    content = json.loads(state.read_text()) | {"data": "other"}
-    state.write_text(json.dumps(content))
-    sums = state.with_name("checksums.json")
-    from loopformer.data.shards import sha256_of
-
-    sums.write_text(json.dumps(json.loads(sums.read_text()) | {"state.json": sha256_of(state)}))
+    text = tmp_path / "other.txt"
+    text.write_text("\n\n".join(f"another text, paragraph {number}" for number in range(900)))
+    prepare([str(text)], tmp_path / "other", tokenizer=str(corpus), val_fraction=0.1)
     with pytest.raises(LoopformerError, match="not what this run was trained on"):
-        launch("demo", small(), tmp_path / "run", resume=True, quiet=True)
+        launch("demo", small(data__path=tmp_path / "other"), tmp_path / "run", resume=True, quiet=True)
+    assert launch(None, [], tmp_path / "run", resume=True, quiet=True)["finished"]

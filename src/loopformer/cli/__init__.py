@@ -51,7 +51,7 @@ def main() -> None:
     except LoopformerError as error:
         print(f"loopformer: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except BrokenPipeError:
-        # `loopformer info | head` closes our output; that is no failure of ours.
-        sys.stderr.close()
-        raise SystemExit(0) from None
+    except OSError as error:
+        what = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+        print(f"loopformer: {what}; check the path, its permissions and the disk.", file=sys.stderr)
+        raise SystemExit(1) from None

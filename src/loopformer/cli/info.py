@@ -41,12 +41,15 @@ def info(
 
 def find_config(model: str, heads: int | None, loops: int | None) -> "ModelConfig":
     """The settings of a preset or of a model on disk."""
-    from loopformer.config import ModelConfig, from_mapping, load_preset, nearest, preset_names
+    from loopformer.config import load_run, nearest, preset_names, require, with_expected_vocab
     from loopformer.errors import FileProblem
 
     names = preset_names()
     if model in names:
-        return from_mapping(ModelConfig, load_preset(model).get("model", {}), "model")
+        require(
+            heads is None and loops is None, "--heads and --loops are for weights without a config, not presets."
+        )
+        return with_expected_vocab(*load_run(model)).model
     from loopformer.loading import load_published, model_folder
     from loopformer.loading.folder import is_model_folder, read_config
 

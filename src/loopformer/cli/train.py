@@ -30,16 +30,19 @@ def train(
     if config is not None and "=" in config:
         settings.insert(0, config)
         config = None
-    folder = out or Path("runs") / (Path(config).stem if config else "run")
+    main = int(os.environ.get("RANK", 0)) == 0
+    folder = out or Path("runs") / (config.removesuffix(".yaml").strip("./").replace("/", "-") if config else "run")
     if dry_run:
-        _show_plan(plan(config, settings, folder), as_json)
+        made = plan(config, settings, folder)
+        if main:
+            _show_plan(made, as_json)
         return
 
     def say(sentence: str) -> None:
         typer.echo(sentence, err=True)
 
     result = launch(config, settings, folder, resume, quiet=as_json, say=say)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if main:
         if as_json:
             typer.echo(json.dumps(result))
         elif result["finished"]:

@@ -15,6 +15,7 @@ from loopformer.config.run import (
     load_run,
     run_from_mapping,
     run_to_yaml,
+    with_expected_vocab,
 )
 from loopformer.config.schema import check_types, from_mapping, nearest, require
 
@@ -35,4 +36,5 @@ __all__ = [
     "require",
     "run_from_mapping",
     "run_to_yaml",
+    "with_expected_vocab",
 ]

@@ -84,7 +84,7 @@ class TrainingConfig:
     save_every: int = 1000
     keep: int = 3  # newest checkpoints kept, the best beside them
     validate_every: int = 1000
-    validation_windows: int = 256  # windows of the context, fixed from the start of the validation split
+    validation_windows: int = 256  # windows of the context, spread evenly over the validation split
     log_every: int = 10
     bad_steps: int = 10  # non-finite steps in a row that end the run
     tensorboard: bool = False
@@ -92,11 +92,17 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "training")
-        for name in ("steps", "batch", "save_every", "keep", "validate_every", "validation_windows", "log_every"):
+        counts = ("steps", "batch", "save_every", "keep", "validate_every", "validation_windows", "log_every")
+        for name in (*counts, "bad_steps"):
             require(getattr(self, name) >= 1, f"training.{name} must be 1 or more, got {getattr(self, name)}.")
-        for name in ("warmup", "weight_decay", "min_learning_rate", "bad_steps"):
+        for name in ("warmup", "weight_decay", "min_learning_rate"):
             require(getattr(self, name) >= 0, f"training.{name} must be 0 or more, got {getattr(self, name)}.")
-        require(self.learning_rate > 0, f"training.learning_rate must be positive, got {self.learning_rate}.")
+        require(
+            0 < self.learning_rate <= 100, f"training.learning_rate must lie in (0, 100], got {self.learning_rate}."
+        )
+        require(
+            self.threads is None or self.threads >= 1, f"training.threads must be 1 or more, got {self.threads}."
+        )
         require(
             self.min_learning_rate <= self.learning_rate,
             f"training.min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}.",
@@ -123,6 +129,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         draws, batch = self.objective.route_draws, self.training.batch
         require(batch % draws == 0, f"training.batch {batch} must be a multiple of objective.route_draws {draws}.")
+        rows = int(batch // draws * self.objective.short_fraction + 1e-9)
+        require(
+            not self.objective.elastic or rows >= 1,
+            f"objective.short_fraction {self.objective.short_fraction} of {batch // draws} rows is no row at all; "
+            "raise it, or lower objective.route_draws.",
+        )
         require(
             not self.objective.elastic or self.model.loops >= 2,
             "A model of one loop has no shorter route; set objective.short_weight and consistency_weight to 0.",
@@ -164,9 +176,16 @@ def load_run(source: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConf
     return run_from_mapping(settings), given
 
 
+def with_expected_vocab(run: RunConfig, given: set[str]) -> RunConfig:
+    """Where the data is still to be prepared, its tokenizer's size is the model's vocabulary."""
+    if run.data.train_tokenizer is None or "model.vocab" in given:
+        return run
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=run.data.train_tokenizer))
+
+
 def run_from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     """The validated tree from plain data."""
-    known = [*SECTIONS, "init_from"]
+    known = [*SECTIONS, "init_from", "sizes"]  # sizes: what a preset's file offers, no setting of a run
     for key in settings:
         require(key in known, f"Unknown setting {key}; {nearest(str(key), known)}")
     sections: dict[str, Any] = {
@@ -191,10 +210,14 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     section, dot, key = name.partition(".")
     if section not in SECTIONS or not dot:
         keys = [f"{s}.{f.name}" for s, cls in SECTIONS.items() for f in dataclasses.fields(cls)]
-        hint = nearest(name, keys, f"sections are {', '.join(SECTIONS)}.")
+        full = next((one for one in keys if one.endswith(f".{name}")), None)
+        hint = f"did you mean {full}?" if full else nearest(name, keys, f"sections are {', '.join(SECTIONS)}.")
         raise LoopformerError(f"Unknown setting {name}; {hint}")
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise LoopformerError(f"The value of {name} is not readable: {text!r}.") from error
-    settings.setdefault(section, {})[key] = value
+    if not isinstance(settings.setdefault(section, {}), dict):
+        require(settings[section] is None, f"{section} must be a mapping of settings, got {settings[section]!r}.")
+        settings[section] = {}
+    settings[section][key] = value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -44,8 +45,8 @@ def check_types(settings: Any, where: str) -> None:
     for field in dataclasses.fields(settings):
         value, hint = getattr(settings, field.name), hints[field.name]
         if float in _choices(hint) and (number := _number(value)) is not None:
-            object.__setattr__(settings, field.name, number)
-        elif not _fits(value, hint):
+            object.__setattr__(settings, field.name, value := number)
+        if not _fits(value, hint):
             raise LoopformerError(f"{where}.{field.name} must be {_describe(hint)}, got {value!r}.")
 
 
@@ -66,10 +67,10 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, choice) for choice in get_args(hint))
     if get_origin(hint) is Literal:
         return value in get_args(hint)
-    if get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
     if hint is int:
         return type(value) is int
+    if hint is float:
+        return isinstance(value, float) and math.isfinite(value)
     return isinstance(value, get_origin(hint) or hint)
 
 
@@ -80,4 +81,6 @@ def _describe(hint: Any) -> str:
         return "one of " + ", ".join(map(str, get_args(hint)))
     if hint is type(None):
         return "null"
-    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, str(hint))
+    return {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}.get(
+        hint, str(hint)
+    )

@@ -128,7 +128,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
     except BlockingIOError as error:
         raise FileProblem(
-            f"Another prepare is at work in {folder}; wait for it or choose another --out."
+            f"Another process is at work in {folder}; wait for it or choose another --out."
         ) from error
     finally:
         os.close(descriptor)
@@ -144,7 +144,7 @@ def _json(value: dict[str, Any]) -> bytes:
 
 def _source_state(found: dict[str, Any]) -> SourceState:
     return SourceState(
-        splitter=Splitter(**found["splitter"]),
+        splitter=_splitter(**found["splitter"]),
         position=Position(*found["position"]),
         done=found["done"],
         splits={split: _written(found["splits"][split]) for split in SPLITS},
@@ -154,3 +154,7 @@ def _source_state(found: dict[str, Any]) -> SourceState:
 def _written(found: dict[str, Any]) -> Written:
     shards, masks = ([Shard(**shard) for shard in found[kind]] for kind in ("shards", "masks"))
     return Written(found["tokens"], found["documents"], found["text_bytes"], shards, masks)
+
+
+def _splitter(fraction: float, piece: int, held: list[int], kept: list[int]) -> Splitter:
+    return Splitter(fraction, piece, tuple(held), tuple(kept))

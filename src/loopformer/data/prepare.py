@@ -30,7 +30,7 @@ from loopformer.data.corpus import Position, Source, parse_sources
 from loopformer.data.files import Meter
 from loopformer.data.ledger import Ledger, SourceState, Written, alone_in
 from loopformer.data.shards import ShardWriter
-from loopformer.data.splits import SPLITS, Split, Splitter, documents, survey
+from loopformer.data.splits import SPLITS, Split, Splitter, agree, documents, survey
 from loopformer.data.supervised import Example, encode_examples, example_key, example_text, parse_example
 from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
 from loopformer.data.tokenizer import Tokenizer
@@ -115,8 +115,8 @@ def prepare(
         ledger = Ledger(Path(out), settings)
         if (index := ledger.begin()) is not None:
             return index
-        for source in parsed[len(ledger.sources) :]:
-            ledger.sources.append(SourceState(reader.survey(source)))
+        if not ledger.sources:
+            ledger.sources = [SourceState(one) for one in agree([reader.survey(source) for source in parsed])]
         if (ledger.folder / TOKENIZER_FILE).exists():
             ready = Tokenizer.load(ledger.folder)
         elif ready is None:

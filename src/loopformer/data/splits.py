@@ -34,16 +34,16 @@ class Splitter:
 
     fraction: float
     piece: int = 0  # characters in a piece at least; 0 keeps documents whole
-    lowest: int = -1  # the hash that is held out in any case
-    highest: int = -1  # the hash that is trained on in any case
+    held: tuple[int, ...] = ()  # hashes that are held out in any case
+    kept: tuple[int, ...] = ()  # hashes that are trained on in any case
 
     def choose(self, text: str) -> Split:
         if not self.fraction:
             return "train"
         number = _number(text)
-        if number == self.highest:
+        if number in self.kept:
             return "train"
-        return "val" if number == self.lowest or number < self.fraction * 2**64 else "train"
+        return "val" if number in self.held or number < self.fraction * 2**64 else "train"
 
     def pieces(self, text: str) -> list[str]:
         return cut(text, self.piece, LONGEST) if self.piece else [text]
@@ -81,7 +81,15 @@ def survey(read: Callable[[], Iterator[str]], fraction: float, name: str, *, who
         raise LoopformerError(
             f"{name} has too little text for a training and a validation part; add text or use --val-fraction 0."
         )
-    return Splitter(fraction, cutter.piece, lowest, highest)
+    return Splitter(fraction, cutter.piece, (lowest,), (highest,))
+
+
+def agree(splitters: Sequence[Splitter]) -> list[Splitter]:
+    """The splitters of sources that are prepared together, so that what one holds out no other trains on."""
+    fraction = max(splitter.fraction for splitter in splitters)
+    held = {number for splitter in splitters for number in splitter.held}
+    kept = {number for splitter in splitters for number in splitter.kept} - held
+    return [Splitter(fraction, one.piece, tuple(sorted(held)), tuple(sorted(kept))) for one in splitters]
 
 
 def documents(text: str) -> list[str]:

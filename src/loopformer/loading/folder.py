@@ -53,6 +53,9 @@ def save_tensors(
     }
     try:
         save_file(tensors, folder / (WEIGHTS + ".part"))
+        (folder / (WEIGHTS + ".part")).chmod(
+            0o666 & ~current_umask()
+        )  # safetensors makes files that only we can read
         (folder / (CONFIG + ".part")).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name in (WEIGHTS, CONFIG):
             os.replace(folder / (name + ".part"), folder / name)
@@ -80,3 +83,10 @@ def load_model(folder: str | Path) -> LoopedLM:
     config = read_config(folder)
     tensors, _ = read_safetensors(Path(folder) / WEIGHTS)
     return build(config, tensors)
+
+
+def current_umask() -> int:
+    """The process's umask, which can only be read by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

@@ -9,9 +9,10 @@ one graph per batch shape, dtype and grad mode, whatever the budget and the sche
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,13 @@ from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory, resolve
 
 Route = Trajectory | str | int | None
+Step = Callable[..., Tensor]  # one pass through the stack
+F_ = TypeVar("F_", bound=Callable[..., Any])
+
+# Under `torch.compile(model)` the loop would unroll into a graph per budget. It runs as plain Python instead, and
+# the modules it calls are compiled: the same one graph of the step that `model.compile()` gives.
+_not_compiled_itself: Callable[[F_], F_] = torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call]
+_not_compiled: Callable[[F_], F_] = torch.compiler.disable
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class LoopedLM(nn.Module):
         if self.conditioner is not None:
             self.conditioner.start(config.modulator_start)
 
+    @_not_compiled_itself
     def forward(
         self,
         ids: Tensor,
@@ -86,18 +95,18 @@ class LoopedLM(nn.Module):
         check      False trusts the ids' values, so that nothing waits for the GPU
         recompute  True keeps only the state between passes for backward, and computes the rest again
         """
-        self._check_shape(ids)
-        if check:
-            self._check_values(ids)
+        self._check(ids, documents, check)
         routes = self.routes(trajectory, len(ids), beyond)
         x, rotary, mask = self.embed(ids, documents)
+        step = partial(checkpoint, self.stack, use_reentrant=False) if recompute else self.stack
         if isinstance(routes, Trajectory):
-            x, kept = self._loop(x, routes, rotary, mask, states, recompute)
+            x, kept = self._loop(step, x, routes, rotary, mask, states)
         else:
-            x, kept = self._loop_rows(x, routes, rotary, mask, states)
+            x, kept = self._loop_rows(step, x, routes, rotary, mask, states)
         hidden = self.final_norm(x)
         return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
 
+    @_not_compiled
     def embed(self, ids: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Rotary | None, Tensor | None]:
         """ids [B, T] → the state before the first pass [B, T, D], rotary angles and attention mask, if any."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]  # [1, T]
@@ -120,6 +129,7 @@ class LoopedLM(nn.Module):
         """[…, D] after the final norm → logits […, V]."""
         return F.linear(hidden, self.tokens.weight)
 
+    @_not_compiled
     def table(self, trajectory: Trajectory) -> Tensor | None:
         """The modulations of a trajectory [M, k, 4, D]; None for an unconditioned model."""
         if self.conditioner is None:
@@ -127,24 +137,28 @@ class LoopedLM(nn.Module):
         table: Tensor = self.conditioner(trajectory)
         return table
 
+    @_not_compiled_itself
     def _loop(
-        self, x: Tensor, route: Trajectory, rotary: Rotary | None, mask: Tensor | None, keep: bool, recompute: bool
+        self, stack: Step, x: Tensor, route: Trajectory, rotary: Rotary | None, mask: Tensor | None, keep: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """All rows along one trajectory."""
         table = self.table(route)
         kept: list[Tensor] = []
         for step in range(route.budget):
-            modulation = None if table is None else table[step][None]
-            if recompute:
-                x = checkpoint(self.stack, x, modulation, rotary, mask, use_reentrant=False)
-            else:
-                x = self.stack(x, modulation, rotary, mask)
+            x = stack(x, None if table is None else table[step][None], rotary, mask)
             if keep:
                 kept.append(x)
         return x, kept
 
+    @_not_compiled_itself
     def _loop_rows(
-        self, x: Tensor, routes: list[Trajectory], rotary: Rotary | None, mask: Tensor | None, keep: bool
+        self,
+        stack: Step,
+        x: Tensor,
+        routes: list[Trajectory],
+        rotary: Rotary | None,
+        mask: Tensor | None,
+        keep: bool,
     ) -> tuple[Tensor, list[Tensor]]:
         """Each row along its own trajectory. Longest first, so that a row that is done leaves at the end."""
         tables = {route: self.table(route) for route in set(routes)}
@@ -161,16 +175,17 @@ class LoopedLM(nn.Module):
                 x, rotary = x[: len(going)], _rotary_rows(rotary, slice(len(going)))
                 mask = None if mask is None else mask[: len(going)]
             rows = [table[step] for row in going if (table := tables[routes[row]]) is not None]
-            x = self.stack(x, torch.stack(rows) if rows else None, rotary, mask)
+            x = stack(x, torch.stack(rows) if rows else None, rotary, mask)
             if keep:
                 kept.append(torch.cat([x, *done])[back])
         return torch.cat([x, *done])[back], kept
 
+    @_not_compiled
     def routes(
         self, trajectory: Route | Sequence[Route], rows: int, beyond: bool = False
     ) -> Trajectory | list[Trajectory]:
         """Resolve what the caller gave into one trajectory, or one per row, that this model can follow."""
-        if trajectory is None or isinstance(trajectory, Trajectory | str | int):
+        if isinstance(trajectory, str) or not isinstance(trajectory, Sequence):
             return self.route(trajectory, beyond)
         if len(trajectory) != rows:
             raise LoopformerError(f"{len(trajectory)} trajectories were given for {rows} rows; give one per row.")
@@ -179,12 +194,7 @@ class LoopedLM(nn.Module):
 
     def route(self, trajectory: Route, beyond: bool = False) -> Trajectory:
         """Resolve one trajectory and check that this model can follow it."""
-        route = resolve(trajectory, self.config.loops)
-        if route.budget > self.config.loops and not beyond:
-            raise LoopformerError(
-                f"Budget {route.budget} is above this model's {self.config.loops} loops; "
-                f"choose 1 to {self.config.loops}, or pass beyond=True to study extrapolation."
-            )
+        route = resolve(trajectory, self.config.loops, beyond)
         if self.config.conditioning in ("none", "index") and not route.is_uniform:
             raise LoopformerError(
                 f"A model with conditioning {self.config.conditioning!r} is not told its steps, so it can only "
@@ -196,7 +206,10 @@ class LoopedLM(nn.Module):
         """Compile the step, not the loop: one graph serves every budget and schedule."""
         self.stack.compile(*args, **kwargs)
 
-    def _check_shape(self, ids: Tensor) -> None:
+    @_not_compiled
+    def _check(self, ids: Tensor, documents: Tensor | None, values: bool) -> None:
+        if not isinstance(ids, Tensor):
+            raise LoopformerError(f"ids must be a [B, T] tensor of integers, got {type(ids).__name__}.")
         if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise LoopformerError(f"ids must be a [B, T] tensor of integers, got {ids.dtype} {list(ids.shape)}.")
         if ids.numel() == 0:
@@ -206,8 +219,11 @@ class LoopedLM(nn.Module):
                 f"The sequence has {ids.shape[1]} tokens but the context is {self.config.context}; shorten it."
             )
 
-    def _check_values(self, ids: Tensor) -> None:
-        low, high = (int(bound) for bound in ids.aminmax())
+        if documents is not None and documents.shape != ids.shape:
+            raise LoopformerError(
+                f"documents has shape {list(documents.shape)}, ids {list(ids.shape)}; make them equal."
+            )
+        low, high = (int(bound) for bound in ids.aminmax()) if values else (0, 0)
         if low < 0 or high >= self.config.vocab:
             raise LoopformerError(
                 f"ids must lie in 0…{self.config.vocab - 1}, got {low}…{high}; is this the model's own tokenizer?"

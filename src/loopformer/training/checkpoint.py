@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from loopformer.data.shards import sha256_of, sync_folder
 from loopformer.errors import FileProblem
+from loopformer.loading.folder import current_umask
 from loopformer.loading.runs import CHECKSUMS, FOLDER, checkpoints, step_of
 from loopformer.training.distributed import Ranks
 
@@ -89,6 +90,7 @@ def _seal(part: Path) -> None:
     """Put everything on the disk, then the checksums over it."""
     files = sorted(path for path in part.rglob("*") if path.is_file())
     for path in files:
+        path.chmod(0o666 & ~current_umask())  # safetensors makes files that only we can read
         with path.open("rb+") as file:
             os.fsync(file.fileno())
     sums = {str(path.relative_to(part)): sha256_of(path) for path in files}
@@ -99,10 +101,16 @@ def _seal(part: Path) -> None:
     sync_folder(part)
 
 
-def rotate(run: Path, keep: int, best: int | None) -> None:
-    """Delete all but the newest `keep` checkpoints and the best one."""
-    for path in checkpoints(run)[:-keep]:
-        if step_of(path) != best:
+def rotate(run: Path, step: int, keep: int, best: int | None) -> None:
+    """Delete all but the newest `keep` checkpoints up to this step and the best one.
+
+    What lies beyond the step is damaged, or the run would have gone on from there.
+    """
+    found = checkpoints(run)
+    reached = [path for path in found if step_of(path) <= step]
+    kept = {*reached[-keep:], *(path for path in reached if step_of(path) == best)}
+    for path in found:
+        if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
     for path in (run / FOLDER).glob("*.part"):
         shutil.rmtree(path, ignore_errors=True)

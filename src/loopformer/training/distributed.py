@@ -87,6 +87,8 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise LoopformerError(f"{name!r} is no device; use auto, cpu, cuda or mps.") from error
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise LoopformerError(f"Training does not run on {name!r}; use auto, cpu, cuda or mps.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LoopformerError("No CUDA device is available here; use training.device=cpu or auto.")
     if device.type == "mps" and not torch.backends.mps.is_available():

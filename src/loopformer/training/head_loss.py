@@ -45,7 +45,7 @@ def head_losses(
     weight is the head [V, D]. With autocast on, products run in its dtype; losses are always fp32.
     """
     apply: Any = _ChunkedHead.apply
-    return HeadSums(*apply(weight, full, short, targets, weights, chunk))
+    return HeadSums(*apply(weight, full, short, targets, weights, chunk, torch.is_grad_enabled()))
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -58,8 +58,9 @@ class _ChunkedHead(torch.autograd.Function):
         targets: Tensor,
         weights: LossWeights,
         chunk: int,
+        grad_enabled: bool,  # grad mode is always off in here, so the caller has to say
     ) -> tuple[Tensor, ...]:
-        needs_grad = any(ctx.needs_input_grad)
+        needs_grad = grad_enabled and any(ctx.needs_input_grad)
         sums = torch.zeros(4, dtype=torch.float32, device=full.device)  # total, full, short, consistency
         grad_weight = torch.zeros_like(weight) if needs_grad else None
         grad_full = torch.zeros_like(full) if needs_grad else None
@@ -92,7 +93,7 @@ class _ChunkedHead(torch.autograd.Function):
         # Scaled in place and let go: a second copy of the head's gradient would double the peak.
         grads = [saved if saved is None else saved.mul_(grad) for saved in ctx.grads]
         ctx.grads = None
-        return grads[0], grads[1], grads[2], None, None, None
+        return grads[0], grads[1], grads[2], None, None, None, None
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:

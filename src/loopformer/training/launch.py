@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from loopformer.config import RunConfig, load_run, read_yaml, run_from_mapping, run_to_yaml
-from loopformer.data.shards import write_atomic
+from loopformer.config import RunConfig, load_run, read_yaml, run_from_mapping, run_to_yaml, with_expected_vocab
+from loopformer.data.ledger import alone_in
+from loopformer.data.shards import write_atomic, writing
 from loopformer.data.tokens import TokenData
 from loopformer.errors import FileProblem, LoopformerError
+from loopformer.loading import find_model
 from loopformer.loading.runs import SETTINGS, checkpoints
 from loopformer.training.curves import draw_curves
 from loopformer.training.distributed import Ranks
 from loopformer.training.plan import available_bytes, largest_divisors, make_plan, memory_bytes
-from loopformer.training.setup import settle_run
+from loopformer.training.routes import largest_piece, pieces
+from loopformer.training.setup import check_given, out_of_memory_advice, settle_run
 from loopformer.training.trainer import Trainer
 
 # Settings that may change when a run goes on; any other would make it another run.
@@ -37,6 +41,7 @@ FREE = {
             "keep",
         ),
         *("validate_every", "validation_windows", "log_every", "bad_steps", "tensorboard", "wandb"),
+        *("learning_rate", "min_learning_rate", "warmup"),  # what one turns when a run does not stay finite
     },
     "objective": {"chunk"},
     "data": {"path", "prepare", "train_tokenizer"},
@@ -55,42 +60,47 @@ def launch(
     out = Path(out)
     run, given = _settings(source, overrides, out, resume)
     ranks = Ranks.start(run.training.device)
-    if ranks.main:
-        _prepare_if_asked(run, say)
-    ranks.wait()
-    data = TokenData.open(run.data.path, "train")
-    stored = out / SETTINGS
-    if resume and stored.is_file():
-        run = _continued(run_from_mapping(read_yaml(stored, str(stored))), settle_run(run, given, data))
-    else:
-        run = settle_run(run, given, data)
-        if checkpoints(out):
+    with alone_in(out) if ranks.main else nullcontext(), out_of_memory_advice():
+        before = _stored(out) if resume and checkpoints(out) else None
+        if before is not None:
+            run = _continued(before, run, given)
+        elif checkpoints(out):
             raise LoopformerError(f"{out} already holds a run; add --resume to go on, or choose another --out.")
-    ranks.wait()  # all have looked before the main rank writes
-    if ranks.main:
-        out.mkdir(parents=True, exist_ok=True)
-        write_atomic(stored, run_to_yaml(run).encode())
-    result = Trainer(run, out, ranks, resume, quiet).train()
-    if ranks.main:
-        result["curves"] = draw_curves(out)
-    ranks.close()
+        else:
+            if ranks.main:
+                _prepare_if_asked(run, say)
+            ranks.wait()
+            run = settle_run(run, given, TokenData.open(run.data.path, "train"))
+        trainer = Trainer(run, out, ranks, resume, quiet)
+        if ranks.main:
+            write_atomic(out / SETTINGS, run_to_yaml(run).encode())
+        result = trainer.train()
+        if ranks.main:
+            with writing(out):
+                result["curves"] = draw_curves(out)
+        ranks.close()
     return result
 
 
 def plan(source: str | None, overrides: Sequence[str], out: str | Path) -> dict[str, Any]:
     """What `--dry-run` prints: the estimate, and the settings it is for."""
     run, given = _settings(source, overrides, Path(out), resume=False)
+    run = with_expected_vocab(run, given)
     tokens = 0
     if (Path(run.data.path) / "index.json").is_file():
         data = TokenData.open(run.data.path, "train")
         run, tokens = settle_run(run, given, data), data.tokens
+    elif run.init_from is not None:
+        run = dataclasses.replace(run, model=find_model(run.init_from)[0].config)
     ranks = Ranks.start(run.training.device)
     if isinstance(run.training.micro_batch, int):
         micro = run.training.micro_batch
     else:
         room = 0.9 * available_bytes(ranks.device)
-        sizes = largest_divisors(max(1, run.training.batch // (run.objective.route_draws * ranks.world)))
+        in_step = run.training.strategy == "fsdp"
+        sizes = largest_divisors(largest_piece(run.training.batch, run.objective, ranks.world, in_step))
         micro = next((size for size in sizes if memory_bytes(run, size, ranks.world) < room), 1)
+    pieces(run.training.batch, micro, run.objective, world=ranks.world, in_step=run.training.strategy == "fsdp")
     made = make_plan(run, tokens, ranks.device, micro, ranks.world).as_dict()
     ranks.close()
     if not tokens:
@@ -101,12 +111,22 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path) -> dict[
 def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: bool) -> tuple[RunConfig, set[str]]:
     if source is not None:
         return load_run(source, overrides)
-    stored = out / SETTINGS
     if not resume:
         raise LoopformerError("Name a config file or a preset, as in: loopformer train demo.")
-    if not stored.is_file():
-        raise FileProblem(f"{out} holds no run to go on with ({stored} is missing); check --out.")
+    if (stored := _stored_file(out)) is None:
+        raise FileProblem(f"{out} holds no run to go on with; check --out.")
     return load_run(stored, overrides)
+
+
+def _stored_file(out: Path) -> Path | None:
+    """The settings a run was started with: its own file, or the newest checkpoint's copy."""
+    places = [out, *reversed(checkpoints(out))]
+    return next((place / SETTINGS for place in places if (place / SETTINGS).is_file()), None)
+
+
+def _stored(out: Path) -> RunConfig | None:
+    stored = _stored_file(out)
+    return None if stored is None else run_from_mapping(read_yaml(stored, str(stored)))
 
 
 def _prepare_if_asked(run: RunConfig, say: Callable[[str], None]) -> None:
@@ -119,8 +139,11 @@ def _prepare_if_asked(run: RunConfig, say: Callable[[str], None]) -> None:
     prepare([run.data.prepare], run.data.path, train_tokenizer=run.data.train_tokenizer)
 
 
-def _continued(stored: RunConfig, asked: RunConfig) -> RunConfig:
+def _continued(stored: RunConfig, asked: RunConfig, given: set[str]) -> RunConfig:
     """The settings to go on with: the asked ones, where they do not make it another run."""
+    # The data and the starting model decided some of the model's settings; only what the user wrote can differ.
+    check_given(asked.model, stored.model, given)
+    asked = dataclasses.replace(asked, model=stored.model)
     before, now = dataclasses.asdict(stored), dataclasses.asdict(asked)
     for section, values in before.items():
         for key, value in values.items() if isinstance(values, dict) else [("", values)]:

@@ -6,9 +6,9 @@ of the device's peak that training commonly reaches.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,9 +104,11 @@ def available_bytes(device: torch.device) -> float:
     """Memory that a run may use on a device."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return 8.0 * 2**30
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return float(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) * 1024
+    except (OSError, StopIteration):  # no Linux
+        return 8.0 * 2**30
 
 
 def device_name(device: torch.device) -> str:

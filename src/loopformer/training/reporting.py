@@ -7,14 +7,16 @@ After a resume, records beyond the checkpoint are dropped, so the file reads as 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from loopformer.config import RunConfig
-from loopformer.data.shards import write_atomic
+from loopformer.data.shards import write_atomic, writing
 from loopformer.errors import LoopformerError
 
 METRICS = "metrics.jsonl"
@@ -31,9 +33,10 @@ class Reporter:
         if not active:
             return
         _drop_after(out / METRICS, first_step)
-        self._file = (out / METRICS).open("a", encoding="utf-8")
+        with writing(out / METRICS):
+            self._file = (out / METRICS).open("a", encoding="utf-8")
         if run.training.tensorboard:
-            self._writers.append(_TensorBoard(out))
+            self._writers.append(_TensorBoard(out, first_step))
         if run.training.wandb is not None:
             self._writers.append(_WandB(run.training.wandb, out))
         self._quiet = quiet
@@ -53,8 +56,10 @@ class Reporter:
         """Append a record to metrics.jsonl and pass it on."""
         if not self.active:
             return
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self._file.flush()
+        finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
+        with writing(Path(self._file.name)):
+            self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
+            self._file.flush()
         for writer in self._writers:
             writer.write(kind, step, values)
 
@@ -86,16 +91,17 @@ class Reporter:
         for writer in self._writers:
             writer.close()
         if self.active:
-            self._file.close()
+            with suppress(OSError):  # what a full disk did not take was said when it happened
+                self._file.close()
 
 
 class _TensorBoard:
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, first_step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise LoopformerError("TensorBoard is not installed; run: pip install 'loopformer[log]'.") from error
-        self._writer: Any = SummaryWriter(str(out / "tensorboard"))
+        self._writer: Any = SummaryWriter(str(out / "tensorboard"), purge_step=first_step + 1)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -135,7 +141,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 def _drop_after(path: Path, step: int) -> None:
     if path.is_file():
-        kept = [record for record in read_metrics(path.parent) if record["step"] <= step]
+        kept = [record for record in read_metrics(path.parent) if record.get("step", step + 1) <= step]
         write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
 

@@ -1,8 +1,7 @@
 """Which rows of a step go where: the short routes of the global batch, and each rank's share of its rows.
 
 A global batch is cut into `route_draws` equal parts. The length and schedule of each part's short route come
-from (seed, step, part) alone, so any number of ranks trains the same thing. Every rank works on the same part at
-the same time, since ranks with routes of different lengths would wait for each other.
+from (seed, step, part) alone, so any number of ranks trains the same thing.
 """
 
 import math
@@ -31,22 +30,37 @@ def short_route(loops: int, objective: ObjectiveConfig, seed: int, step: int, pa
     return Trajectory.sample(loops, random.Random(f"{seed}/{step}/{part}"), sampler=objective.sampler)
 
 
-def pieces(batch: int, micro_batch: int, objective: ObjectiveConfig, rank: int = 0, world: int = 1) -> list[Piece]:
-    """A rank's micro-batches of one step, in order, part by part."""
+def pieces(
+    batch: int, micro_batch: int, objective: ObjectiveConfig, rank: int = 0, world: int = 1, in_step: bool = False
+) -> list[Piece]:
+    """A rank's micro-batches of one step, in order; none of them crosses the border of a part.
+
+    Each rank takes a run of rows. With `in_step` each takes a share of every part instead, so that all ranks follow
+    the same route at the same time, as sharded weights need.
+    """
     size = batch // objective.route_draws
-    if size % world:
+    shared = size if in_step else batch
+    if shared % world:
+        what = f"each of the {objective.route_draws} parts of the batch" if in_step else "the batch"
         raise LoopformerError(
-            f"Each of the {objective.route_draws} parts of the batch has {size} rows, which {world} ranks cannot "
-            "share evenly; change training.batch or objective.route_draws."
+            f"The {shared} rows of {what} cannot be shared evenly by {world} ranks; change training.batch"
+            + (" or objective.route_draws." if in_step else ".")
         )
-    share = size // world
+    share = shared // world
     found = []
     for part in range(objective.route_draws):
-        first = part * size + rank * share
-        for start in range(first, first + share, micro_batch):
-            stop = min(start + micro_batch, first + share)
+        first = part * size + rank * share if in_step else max(part * size, rank * share)
+        last = first + share if in_step else min((part + 1) * size, (rank + 1) * share)
+        for start in range(first, last, micro_batch):
+            stop = min(start + micro_batch, last)
             found.append(Piece(start, stop, part, _short_rows(start, stop, part * size, objective)))
     return found
+
+
+def largest_piece(batch: int, objective: ObjectiveConfig, world: int, in_step: bool) -> int:
+    """Rows that a micro-batch can have at most."""
+    size = batch // objective.route_draws
+    return max(1, size // world if in_step else min(size, batch // world))
 
 
 def _short_rows(start: int, stop: int, origin: int, objective: ObjectiveConfig) -> tuple[int, ...]:
@@ -59,8 +73,3 @@ def _short_rows(start: int, stop: int, origin: int, objective: ObjectiveConfig) 
         return math.floor((row + 1) * fraction + 1e-9) > math.floor(row * fraction + 1e-9)
 
     return tuple(row - start for row in range(start, stop) if taken(row - origin))
-
-
-def short_row_count(batch: int, objective: ObjectiveConfig) -> int:
-    """Rows of the whole batch that take a short route."""
-    return sum(len(piece.short_rows) for piece in pieces(batch, batch, objective))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ import torch
 from loopformer.config import ModelConfig, RunConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.data.tokens import TokenData
-from loopformer.errors import LoopformerError
+from loopformer.errors import LoopformerError, RunFailed
 from loopformer.loading import find_model
 from loopformer.model import LoopedLM
 from loopformer.training.distributed import Ranks
 from loopformer.training.objective import Divisors, Objective
 from loopformer.training.plan import available_bytes, largest_divisors, memory_bytes
+from loopformer.training.routes import largest_piece
 from loopformer.trajectory import Trajectory
 
 
@@ -28,14 +29,14 @@ def settle_run(run: RunConfig, given: set[str], data: TokenData) -> RunConfig:
     if run.init_from is not None:
         model, tokenizer = find_model(run.init_from)
         _check_same_tokenizer(tokenizer, data)
-        _check_given(run.model, model.config, given)
-        return replace(run, model=model.config)
-    if "model.vocab" not in given:
+        check_given(run.model, model.config, given)
+        run = replace(run, model=model.config)
+    elif "model.vocab" not in given:
         run = replace(run, model=replace(run.model, vocab=data.vocab_size))
     if run.model.vocab < data.vocab_size:
         raise LoopformerError(
             f"The data's tokenizer has {data.vocab_size} tokens but model.vocab is {run.model.vocab}; "
-            "leave model.vocab out to take the data's."
+            + ("prepare the data with the model's tokenizer." if run.init_from else "leave model.vocab out.")
         )
     return run
 
@@ -48,7 +49,7 @@ def _check_same_tokenizer(folder: Path | None, data: TokenData) -> None:
         )
 
 
-def _check_given(asked: ModelConfig, found: ModelConfig, given: set[str]) -> None:
+def check_given(asked: ModelConfig, found: ModelConfig, given: set[str]) -> None:
     for name in sorted(given):
         section, _, key = name.partition(".")
         if section == "model" and getattr(asked, key) != getattr(found, key):
@@ -65,12 +66,10 @@ def make_model(run: RunConfig) -> LoopedLM:
     return LoopedLM(run.model)
 
 
-def compile_step(run: RunConfig, model: LoopedLM, device: torch.device) -> bool:
-    """Compile the step where it pays and say whether it was."""
-    wanted = device.type == "cuda" if run.training.compile == "auto" else run.training.compile
-    if wanted:
+def compile_step(run: RunConfig, model: LoopedLM, device: torch.device) -> None:
+    """Compile the step where it is wanted."""
+    if device.type == "cuda" if run.training.compile == "auto" else run.training.compile:
         model.compile()
-    return wanted
 
 
 def autocast(device: torch.device, run: RunConfig) -> Any:
@@ -81,10 +80,9 @@ def autocast(device: torch.device, run: RunConfig) -> Any:
 
 
 def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: Callable[[str], None]) -> int:
-    """The configured micro-batch, or the largest that fits: tried on a GPU, estimated elsewhere."""
-    if isinstance(run.training.micro_batch, int):
-        return run.training.micro_batch
-    share = max(1, run.training.batch // (run.objective.route_draws * ranks.world))
+    """The largest micro-batch that fits: tried on a GPU, estimated elsewhere."""
+    in_step = run.training.strategy == "fsdp"
+    share = largest_piece(run.training.batch, run.objective, ranks.world, in_step)
     sizes = largest_divisors(share)
     if ranks.device.type != "cuda":
         room = 0.6 * available_bytes(ranks.device)
@@ -94,7 +92,7 @@ def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: 
         tried = (size for size in sizes if memory_bytes(run, size, ranks.world) < likely)
         chosen = next((size for size in tried if _fits(run, objective, ranks.device, size)), 1)
     chosen = ranks.smallest(chosen)
-    say(f"micro-batch {chosen}: {share // chosen * run.objective.route_draws} per step on each device")
+    say(f"micro-batch {chosen}: {run.training.batch // (chosen * ranks.world)} per step on each device")
     return chosen
 
 
@@ -103,12 +101,13 @@ def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int)
     loops = run.model.loops
     ids = torch.zeros(rows, run.model.context, dtype=torch.long, device=device)
     short = Trajectory.uniform(loops - 1) if run.objective.elastic else None
+    documents = torch.zeros_like(ids) if run.data.documents else None
     spare = None
     try:
         # Moments are not there yet; hold their place.
         spare = [torch.empty_like(p) for p in objective.parameters() for _ in range(2)]
         with autocast(device, run):
-            losses = objective(ids, ids, None, Divisors(1.0, 1.0), None, short, tuple(range(rows)))
+            losses = objective(ids, ids, documents, Divisors(1.0, 1.0), None, short, tuple(range(rows)))
         losses.total.backward()
         torch.cuda.synchronize(device)
         return True
@@ -121,7 +120,15 @@ def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int)
         torch.cuda.empty_cache()
 
 
-OUT_OF_MEMORY = (
-    "The device ran out of memory; lower training.micro_batch (or set it to auto), set "
-    "training.checkpoint_loops=true, or lower objective.chunk. The last checkpoint is intact."
-)
+@contextmanager
+def out_of_memory_advice() -> Iterator[None]:
+    """Turn running out of memory, on a GPU or the CPU, into a sentence that says what to do."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+            raise RunFailed(
+                "The device ran out of memory; lower training.micro_batch (or set it to auto), set "
+                "training.checkpoint_loops=true, or lower objective.chunk, then --resume: checkpoints are safe."
+            ) from error
+        raise

@@ -1,6 +1,6 @@
 """The training loop: from settings to checkpoints, exact to the bit across crashes.
 
-    train(run, out="runs/mine", given=set(), resume=False)
+    Trainer(run, Path("runs/mine"), Ranks.start(), resume=False).train()
 
 Everything a step does follows from (seed, step): its samples, its short routes, its learning rate. A checkpoint
 holds the weights, the moments and the counters; continuing from one is the same as never having stopped.
@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -26,7 +27,7 @@ from loopformer.config import RunConfig, run_to_yaml
 from loopformer.data.background import Ahead
 from loopformer.data.loader import Batch, Loader, validation_windows
 from loopformer.data.tokens import TokenData
-from loopformer.errors import LoopformerError
+from loopformer.errors import FileProblem, LoopformerError, RunFailed
 from loopformer.loading.folder import load_model, save_tensors
 from loopformer.loading.runs import SETTINGS, STATE, latest_good
 from loopformer.loading.tensors import read_json
@@ -38,7 +39,7 @@ from loopformer.training.optimizer import learning_rate, make_optimizer
 from loopformer.training.plan import peak_flops, training_flops_per_token
 from loopformer.training.reporting import Reporter
 from loopformer.training.routes import Piece, pieces, short_route
-from loopformer.training.setup import OUT_OF_MEMORY, autocast, choose_micro_batch, compile_step, make_model
+from loopformer.training.setup import autocast, choose_micro_batch, compile_step, make_model
 from loopformer.training.validation import validate, validation_budgets
 
 
@@ -51,7 +52,7 @@ class Progress:
     bad_in_a_row: int = 0
     tokens: int = 0
     best_step: int | None = None
-    best_loss: float = math.inf
+    best_loss: float | None = None
     micro_batch: int = 0
     world: int = 1
     threads: int = 0
@@ -79,6 +80,10 @@ class Trainer:
 
         notes: list[str] = []
         checkpoint = latest_good(out, notes.append) if resume else None
+        if checkpoint is None and notes:
+            raise FileProblem(
+                f"{' '.join(notes)} None is left; restore one, or start a new run with another --out."
+            )
         self.progress = self._restore_progress(checkpoint, data) if checkpoint else Progress(data=data.index_hash)
         self.reporter = Reporter(run, out, ranks.main, self.progress.step, quiet)
         for note in notes:
@@ -88,11 +93,16 @@ class Trainer:
 
         model = load_model(checkpoint) if checkpoint else make_model(run)
         objective = Objective(model.to(ranks.device), run.objective, training.checkpoint_loops)
-        self.compiled = compile_step(run, model, ranks.device)
-        if self.progress.micro_batch == 0 or self.progress.world != ranks.world:
+        if isinstance(training.micro_batch, int):
+            self.progress.micro_batch = training.micro_batch
+        elif self.progress.micro_batch == 0 or self.progress.world != ranks.world:
             self.progress.micro_batch = choose_micro_batch(run, objective, ranks, self.reporter.say)
-            self.progress.world = ranks.world
-        self.pieces = pieces(training.batch, self.progress.micro_batch, run.objective, ranks.rank, ranks.world)
+        self.progress.world = ranks.world
+        sharded = training.strategy == "fsdp"
+        self.pieces = pieces(
+            training.batch, self.progress.micro_batch, run.objective, ranks.rank, ranks.world, in_step=sharded
+        )
+        compile_step(run, model, ranks.device)
         self.parallel = Parallel(objective, ranks, training.strategy)
         self.model = model
         self.fused = ranks.device.type == "cuda"
@@ -119,8 +129,6 @@ class Trainer:
         try:
             with self.reporter, closing(Ahead(self._batches(), depth=2)) as ahead:
                 self._loop(ahead)
-        except torch.OutOfMemoryError as error:
-            raise LoopformerError(OUT_OF_MEMORY) from error
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -130,13 +138,13 @@ class Trainer:
             "finished": self.progress.step >= self.run.training.steps,
             "signal": self.stop_signal,
             "best_step": self.progress.best_step,
-            "best_loss": self.progress.best_loss if self.progress.best_step is not None else None,
+            "best_loss": self.progress.best_loss,
             "seconds": time.perf_counter() - started,
         }
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_signal is not None:
-            raise KeyboardInterrupt  # asked twice: do not wait for the step border
+        if self.stop_signal == signal.SIGINT == number:  # a scheduler may well send SIGTERM twice
+            raise RunFailed("Stopped at once, as asked twice; --resume goes on from the last checkpoint.")
         self.stop_signal = number
 
     def _batches(self) -> Iterator[list[tuple[Piece, Batch]]]:
@@ -174,8 +182,8 @@ class Trainer:
                 }
                 self.reporter.record("train", step, values)
                 self.reporter.progress(step, values)
-            if progress.bad_in_a_row > training.bad_steps:
-                raise LoopformerError(
+            if progress.bad_in_a_row >= training.bad_steps:
+                raise RunFailed(
                     f"{progress.bad_in_a_row} steps in a row had a gradient that is not finite, at step {step}; "
                     "lower training.learning_rate, lengthen training.warmup, or look at the data, then --resume."
                 )
@@ -247,7 +255,7 @@ class Trainer:
         self.reporter.record("validation", step, values)
         shown = "  ".join(f"M={budget} {math.exp(min(loss, 99)):.2f}" for budget, loss in losses.items())
         self.reporter.say(f"step {step}: validation perplexity  {shown}")
-        best = losses[budgets[-1]] < self.progress.best_loss
+        best = self.progress.best_loss is None or losses[budgets[-1]] < self.progress.best_loss
         if best:
             self.progress.best_step, self.progress.best_loss = step, losses[budgets[-1]]
         return best
@@ -268,7 +276,7 @@ class Trainer:
 
         write_checkpoint(self.out, progress.step, fill, moments, self.ranks, self.parallel.sharded)
         if self.ranks.main:
-            rotate(self.out, self.run.training.keep, progress.best_step)
+            rotate(self.out, progress.step, self.run.training.keep, progress.best_step)
 
 
 class _Meter:
@@ -314,4 +322,5 @@ def _peak_rss() -> float | None:
         import resource
     except ImportError:  # Windows
         return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

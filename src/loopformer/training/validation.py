@@ -3,8 +3,9 @@
 import math
 
 import torch
+import torch.nn.functional as F
 
-from loopformer.data.loader import Windows
+from loopformer.data.loader import Batch, Windows
 from loopformer.training.distributed import Parallel
 from loopformer.training.head_loss import IGNORED
 from loopformer.training.objective import Divisors
@@ -27,9 +28,8 @@ def validate(
     # Every rank makes the same number of calls, because sharded weights are gathered together.
     for turn in range(math.ceil(batches / ranks.world)):
         number = turn * ranks.world + ranks.rank
-        mine = number < batches
-        batch = windows.batch(number * rows, (number + 1) * rows) if mine else windows.batch(0, 1)
-        targets = batch.targets if mine else torch.full_like(batch.targets, IGNORED)
+        batch = _filled(windows.batch(number * rows, (number + 1) * rows), rows)
+        targets = batch.targets
         sums[-1] += float((targets != IGNORED).sum())
         for place, budget in enumerate(budgets):
             with torch.autocast(ranks.device.type, dtype, enabled=dtype != torch.float32):
@@ -40,6 +40,17 @@ def validate(
                     Divisors(1.0, 1.0),
                     Trajectory.uniform(budget),
                 )
-            sums[place] += losses.terms[0].double().cpu()
+            sums[place] += losses.terms[0].cpu().double()
     total = ranks.sum(sums.to(torch.float32 if ranks.device.type == "mps" else torch.float64).to(ranks.device))
     return {budget: float(total[place] / total[-1]) for place, budget in enumerate(budgets)}
+
+
+def _filled(batch: Batch, rows: int) -> Batch:
+    """As many rows as the others have, since another shape would be another graph; what is added does not count."""
+    missing = rows - len(batch)
+    if not missing:
+        return batch
+    inputs = F.pad(batch.inputs, (0, 0, 0, missing))
+    targets = F.pad(batch.targets, (0, 0, 0, missing), value=IGNORED)
+    documents = None if batch.documents is None else F.pad(batch.documents, (0, 0, 0, missing))
+    return Batch(inputs, targets, documents)

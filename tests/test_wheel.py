@@ -1,0 +1,32 @@
+"""A wheel builds, holds the presets, and works away from the source tree."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_a_wheel_works_on_its_own(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path / "dist"), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    target = tmp_path / "installed"
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)], check=True)
+    code = "import json, loopformer as l, loopformer.config as c; print(json.dumps([l.__file__, c.preset_names()]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(target)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    file, presets = json.loads(done.stdout)
+    assert file.startswith(str(target))
+    assert {"demo", "paper/loopformer-3x8", "small/tmlt"} <= set(presets)
