@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -105,10 +106,12 @@ class Parallel:
         self.sharded = ranks.world > 1 and strategy == "fsdp"
         self.module: nn.Module = objective
         if self.sharded:
-            stack = fully_shard(objective.model.stack, reshard_after_forward=False)
+            # Named, since the default is a GPU wherever there is one, also for ranks that train on the CPU.
+            mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+            stack = fully_shard(objective.model.stack, mesh=mesh, reshard_after_forward=False)
             stack.set_reshard_after_backward(False)  # the next loop of the same backward needs it again
             # The root unit holds the rest: the tied embedding is used first and last of all.
-            fully_shard(objective, reshard_after_forward=False)
+            fully_shard(objective, mesh=mesh, reshard_after_forward=False)
         elif ranks.world > 1:
             on = None if ranks.device.type == "cpu" else [ranks.device]
             self.module = DistributedDataParallel(objective, device_ids=on)
