@@ -98,7 +98,7 @@ def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
         axis.plot(flops, [row["perplexity"] for row in rows], marker="o", label=labels[name])
     for row in found["elastic"]:
         axis.annotate(
-            f"M={row['budget']}", (row["mflops_per_token"], row["perplexity"]), (2, -13), textcoords="offset points"
+            f"M={row['budget']}", (row["mflops_per_token"], row["perplexity"]), (4, 6), textcoords="offset points"
         )
     axis.set(xlabel="MFLOP per token (forward)", ylabel="validation perplexity", title="One model, every budget")
     axis.set_yscale("log")
