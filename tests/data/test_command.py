@@ -42,7 +42,9 @@ def test_a_mistake_is_our_error(tmp_path: Path) -> None:
 def test_control_c_then_continue(tmp_path: Path, moment: str) -> None:
     corpus, out = tmp_path / "corpus.txt", tmp_path / "out"
     corpus.write_text("\n\n".join(document(n, 2) * 10 for n in range(1500)), encoding="utf-8")
-    code = "import typer; from loopformer.cli.prepare import prepare; typer.run(prepare)"
+    # Tests that run in the background inherit a SIGINT that is ignored; a user at a terminal does not.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import typer; "
+    code += "from loopformer.cli.prepare import prepare; typer.run(prepare)"
     command = [sys.executable, "-c", code, str(corpus), "--out", str(out), "--train-tokenizer", "300"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     awaited = out if moment == "beginning" else out / "corpus-train-00000.bin"

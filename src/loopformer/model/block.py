@@ -5,6 +5,7 @@
 
 `Stack` is one pass through all k blocks: the unit that `torch.compile` sees. Unconditioned models have
 learned norm weights instead of a modulation. `mask` [B, 1, T, T] says who may look at whom; None is causal.
+With `slots` (see cache.py), keys and values of earlier tokens are kept and looked at.
 """
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopformer.config import ModelConfig
+from loopformer.model.cache import Slot
 
 EPSILON = 1.1920929e-07  # fp32's machine epsilon, at every dtype: nn.RMSNorm would change it with the input's
 ROTARY_BASE = 10_000.0
@@ -46,7 +48,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, slot: Slot | None) -> Tensor:
         batch, length, width = x.shape
         q, k, v = (
             part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)  # [B, H, T, D/H]
@@ -54,7 +56,11 @@ class Attention(nn.Module):
         )
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        if slot is not None:
+            k, v = slot.store(k, v)  # [B, H, earlier and new, D/H]
+        # One new token may look at everything that is kept; several without a mask are a prompt's first.
+        causal = mask is None and (slot is None or length > 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
 
@@ -83,13 +89,20 @@ class Block(nn.Module):
         self.norm_2 = RMSNorm(config.width, learned)
         self.ffn = FeedForward(config)
 
-    def forward(self, x: Tensor, modulation: Tensor | None, rotary: Rotary | None, mask: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        modulation: Tensor | None,
+        rotary: Rotary | None,
+        mask: Tensor | None,
+        slot: Slot | None,
+    ) -> Tensor:
         if modulation is None:
-            x = x + self.attention(self.norm_1(x), rotary, mask)
+            x = x + self.attention(self.norm_1(x), rotary, mask, slot)
             out: Tensor = x + self.ffn(self.norm_2(x))
             return out
         gate_1, gate_2, scale_1, scale_2 = modulation.unsqueeze(2).unbind(1)  # each [B or 1, 1, D]
-        x = x + gate_1 * self.attention(self.norm_1(x) * (1 + scale_1), rotary, mask)
+        x = x + gate_1 * self.attention(self.norm_1(x) * (1 + scale_1), rotary, mask, slot)
         out = x + gate_2 * self.ffn(self.norm_2(x) * (1 + scale_2))
         return out
 
@@ -107,9 +120,11 @@ class Stack(nn.Module):
         modulation: Tensor | None,
         rotary: Rotary | None = None,
         mask: Tensor | None = None,
+        slots: list[Slot] | None = None,
     ) -> Tensor:
         for number, block in enumerate(self.blocks):
-            x = block(x, None if modulation is None else modulation[:, number], rotary, mask)
+            told = None if modulation is None else modulation[:, number]
+            x = block(x, told, rotary, mask, None if slots is None else slots[number])
         return x
 
 

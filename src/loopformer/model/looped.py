@@ -22,12 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.model.block import RMSNorm, Rotary, Stack, rotary_angles
+from loopformer.model.cache import Cache, Passes
 from loopformer.model.conditioning import Conditioner
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory, resolve
 
 Route = Trajectory | str | int | None
-Step = Callable[..., Tensor]  # one pass through the stack
+Step = Callable[..., Tensor]  # one pass through the stack: its number, x, modulation, rotary, mask
 F_ = TypeVar("F_", bound=Callable[..., Any])
 
 # Under `torch.compile(model)` the loop would unroll into a graph per budget. It runs as plain Python instead, and
@@ -96,15 +97,41 @@ class LoopedLM(nn.Module):
         recompute  True keeps only the state between passes for backward, and computes the rest again
         """
         self._check(ids, documents, check)
-        routes = self.routes(trajectory, len(ids), beyond)
+        passes = self.passes(self.routes(trajectory, len(ids), beyond), len(ids))
         x, rotary, mask = self.embed(ids, documents)
-        step = partial(checkpoint, self.stack, use_reentrant=False) if recompute else self.stack
-        if isinstance(routes, Trajectory):
-            x, kept = self._loop(step, x, routes, rotary, mask, states)
-        else:
-            x, kept = self._loop_rows(step, x, routes, rotary, mask, states)
+        stack = partial(checkpoint, self.stack, use_reentrant=False) if recompute else self.stack
+        kept: list[Tensor] = []
+        x = self.loop(lambda _, *inputs: stack(*inputs), x, passes, rotary, mask, kept if states else None)
         hidden = self.final_norm(x)
         return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
+
+    @torch.no_grad()
+    def extend(self, ids: Tensor, cache: Cache, counts: Sequence[int] | None = None) -> Tensor:
+        """Run new tokens [B, T] on top of the cache, which keeps them: hidden [B, T, D] after the final norm.
+
+        `counts` says how many tokens of each row count, where rows are padded at the end; what lies beyond is not
+        kept and its output means nothing.
+        """
+        self._check(ids, None, values=False)
+        if len(ids) != len(cache.lengths):
+            raise LoopformerError(f"{len(ids)} rows were given to a cache of {len(cache.lengths)}.")
+        positions, mask = cache.place(ids.shape[1])
+        x, rotary = self._embed_at(ids, positions)
+        x = self.loop(
+            lambda number, *inputs: self.stack(*inputs, cache.slots(number)), x, cache.passes, rotary, mask, None
+        )
+        cache.advance([ids.shape[1]] * len(ids) if counts is None else counts)
+        hidden: Tensor = self.final_norm(x)
+        return hidden
+
+    def cache(self, trajectory: Route | Sequence[Route], rows: int, capacity: int | None = None) -> Cache:
+        """An empty cache for `rows` sequences along one trajectory, or one each, of at most `capacity` tokens."""
+        routes = self.routes(trajectory, rows)
+        each = [routes] * rows if isinstance(routes, Trajectory) else routes
+        weight = self.tokens.weight
+        with torch.no_grad():
+            passes = self.passes(routes, rows)
+        return Cache(self.config, each, passes, capacity or self.config.context, weight.device, weight.dtype)
 
     @_not_compiled
     def embed(self, ids: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Rotary | None, Tensor | None]:
@@ -115,10 +142,15 @@ class LoopedLM(nn.Module):
             same = documents[:, None, :, None] == documents[:, None, None, :]  # [B, 1, T, T]
             mask = same.tril()
             positions = positions - same.squeeze(1).int().argmax(dim=-1)  # the first token of one's document
+        x, rotary = self._embed_at(ids, positions)
+        return x, rotary, mask
+
+    def _embed_at(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotary | None]:
+        """ids [B, T] at positions [B or 1, T] → states and rotary angles, if any."""
         x = self.tokens(ids)
         if self.places is not None:
-            return x + self.places(positions), None, mask
-        return x, rotary_angles(positions, self.config.head_width, x.dtype), mask
+            return x + self.places(positions), None
+        return x, rotary_angles(positions, self.config.head_width, x.dtype)
 
     @property
     def cost(self) -> Cost:
@@ -137,48 +169,47 @@ class LoopedLM(nn.Module):
         table: Tensor = self.conditioner(trajectory)
         return table
 
-    @_not_compiled_itself
-    def _loop(
-        self, stack: Step, x: Tensor, route: Trajectory, rotary: Rotary | None, mask: Tensor | None, keep: bool
-    ) -> tuple[Tensor, list[Tensor]]:
-        """All rows along one trajectory."""
-        table = self.table(route)
-        kept: list[Tensor] = []
-        for step in range(route.budget):
-            x = stack(x, None if table is None else table[step][None], rotary, mask)
-            if keep:
-                kept.append(x)
-        return x, kept
+    @_not_compiled
+    def passes(self, routes: Trajectory | list[Trajectory], rows: int) -> Passes:
+        """Which rows take part in each pass, and under which modulation."""
+        if isinstance(routes, Trajectory):
+            table = self.table(routes)
+            modulations = [None] * routes.budget if table is None else [row[None] for row in table]
+            return Passes([rows] * routes.budget, modulations, None)
+        tables = {route: self.table(route) for route in set(routes)}
+        order = sorted(range(rows), key=lambda row: -routes[row].budget)
+        counts, mixed = [], []
+        for step in range(routes[order[0]].budget):
+            going = [routes[row] for row in order if routes[row].budget > step]
+            told = [table[step] for route in going if (table := tables[route]) is not None]
+            counts.append(len(going))
+            mixed.append(torch.stack(told) if told else None)
+        return Passes(counts, mixed, order)
 
     @_not_compiled_itself
-    def _loop_rows(
+    def loop(
         self,
-        stack: Step,
+        step: Step,
         x: Tensor,
-        routes: list[Trajectory],
+        passes: Passes,
         rotary: Rotary | None,
         mask: Tensor | None,
-        keep: bool,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Each row along its own trajectory. Longest first, so that a row that is done leaves at the end."""
-        tables = {route: self.table(route) for route in set(routes)}
-        order = sorted(range(len(routes)), key=lambda row: -routes[row].budget)
-        back = torch.tensor(order, device=x.device).argsort()
-        x, rotary = x[order], _rotary_rows(rotary, order)
-        mask = None if mask is None else mask[order]
-        done: list[Tensor] = []  # shortest first
-        kept: list[Tensor] = []
-        for step in range(routes[order[0]].budget):
-            going = [row for row in order if routes[row].budget > step]
-            if len(going) < len(x):
-                done.insert(0, x[len(going) :])
-                x, rotary = x[: len(going)], _rotary_rows(rotary, slice(len(going)))
-                mask = None if mask is None else mask[: len(going)]
-            rows = [table[step] for row in going if (table := tables[routes[row]]) is not None]
-            x = stack(x, torch.stack(rows) if rows else None, rotary, mask)
-            if keep:
-                kept.append(torch.cat([x, *done])[back])
-        return torch.cat([x, *done])[back], kept
+        keep: list[Tensor] | None,
+    ) -> Tensor:
+        """Every pass of every row. Longest routes first, so that a row that is done leaves at the end."""
+        back = None
+        if passes.order is not None:
+            back = torch.tensor(passes.order, device=x.device).argsort()
+            x, rotary, mask = x[passes.order], _rotary_rows(rotary, passes.order), _rows(mask, passes.order)
+        done: list[Tensor] = []  # longest first
+        for number, (rows, modulation) in enumerate(zip(passes.rows, passes.modulations, strict=True)):
+            if rows < len(x):
+                done.insert(0, x[rows:])
+                x, rotary, mask = x[:rows], _rotary_rows(rotary, slice(rows)), _rows(mask, slice(rows))
+            x = step(number, x, modulation, rotary, mask)
+            if keep is not None:
+                keep.append(x if back is None else torch.cat([x, *done])[back])
+        return x if back is None else torch.cat([x, *done])[back]
 
     @_not_compiled
     def routes(
@@ -230,8 +261,12 @@ class LoopedLM(nn.Module):
             )
 
 
+def _rows(x: Tensor | None, rows: list[int] | slice) -> Tensor | None:
+    """Some rows; what is shared by all rows stays as it is."""
+    return x if x is None or len(x) == 1 else x[rows]
+
+
 def _rotary_rows(rotary: Rotary | None, rows: list[int] | slice) -> Rotary | None:
-    """Angles of some rows; angles shared by all rows stay as they are."""
     if rotary is None or len(rotary[0]) == 1:
         return rotary
     return rotary[0][rows], rotary[1][rows]

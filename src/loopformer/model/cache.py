@@ -1,0 +1,128 @@
+"""Keys and values of earlier tokens: one preallocated tensor per (loop, block), each row bound to its trajectory.
+
+cache = model.cache("4-2-1-1", rows=2)                # or a trajectory for each row
+hidden = model.extend(prompts, cache, counts=[5, 9])  # prompts padded at the end; hidden [B, T, D]
+hidden = model.extend(next_tokens, cache)             # one more token each
+
+A short trajectory is not a prefix of a longer one (Δ differs), so keys of one mean nothing under another: a cache
+follows the trajectories it was made for, and no others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loopformer.config import ModelConfig
+from loopformer.errors import LoopformerError
+from loopformer.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of a batch: how many rows take part in each, longest routes first, and what they are told."""
+
+    rows: list[int]
+    modulations: list[Tensor | None]  # each [rows or 1, k, 4, D]
+    order: list[int] | None  # the rows, longest routes first; None where all routes are the same
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one (loop, block) in the cache, for the tokens that are being run."""
+
+    keys: Tensor  # [rows, H, capacity, D/H]
+    values: Tensor
+    positions: Tensor  # [rows or 1, T]: where the new tokens go
+    start: int | None  # the first of them where all rows have the same length
+    end: int  # keys up to here are looked at
+
+    def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep new keys and values [rows, H, T, D/H]; return all up to the longest row's end."""
+        for kept, new in ((self.keys, k), (self.values, v)):
+            if self.start is not None:
+                kept[:, :, self.start : self.end] = new
+            else:
+                rows = torch.arange(len(new), device=new.device)[:, None]
+                kept[rows, :, self.positions] = new.transpose(1, 2)
+        return self.keys[:, :, : self.end], self.values[:, :, : self.end]
+
+
+class Cache:
+    """The state of some sequences: what has been run of each, along its own trajectory."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        routes: Sequence[Trajectory],
+        passes: Passes,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        if not 1 <= capacity <= config.context:
+            raise LoopformerError(f"A cache holds 1 to {config.context} tokens (the context), not {capacity}.")
+        self.routes, self.passes, self.capacity = tuple(routes), passes, capacity
+        self.lengths = [0] * len(routes)
+        order = range(len(routes)) if passes.order is None else passes.order
+        self._order = torch.tensor(list(order), device=device)
+        shape = (config.heads, capacity, config.head_width)
+        self._kept = [
+            [
+                (
+                    torch.zeros(rows, *shape, device=device, dtype=dtype),
+                    torch.zeros(rows, *shape, device=device, dtype=dtype),
+                )
+                for _ in range(config.blocks)
+            ]
+            for rows in passes.rows
+        ]
+        self._positions = torch.zeros(1, 1, dtype=torch.long, device=device)
+        self._start: int | None = 0
+        self._end = 0
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all keys and values."""
+        return sum(tensor.nbytes for loop in self._kept for pair in loop for tensor in pair)
+
+    def require(self, routes: Sequence[Trajectory]) -> None:
+        """Refuse other trajectories than the cache was made for."""
+        for row, (mine, asked) in enumerate(zip(self.routes, routes, strict=True)):
+            if mine != asked:
+                raise LoopformerError(
+                    f"Row {row} of this cache follows {mine}, not {asked}; make a new cache for it."
+                )
+
+    def place(self, count: int) -> tuple[Tensor, Tensor | None]:
+        """Where `count` new tokens go [B or 1, T], and who may look at whom [B or 1, 1, T, end]; None: plain."""
+        self._end = max(self.lengths) + count
+        if self._end > self.capacity:
+            raise LoopformerError(
+                f"{max(self.lengths)} tokens and {count} more do not fit the cache of {self.capacity}; "
+                "the model's context is the limit."
+            )
+        new = torch.arange(count, device=self._order.device)
+        if len(set(self.lengths)) == 1:
+            self._start = self.lengths[0]
+            positions = (new + self._start)[None]
+        else:
+            self._start = None
+            positions = torch.tensor(self.lengths, device=new.device)[:, None] + new
+        self._positions = positions
+        if self._start is not None and (count == 1 or self._start == 0):
+            return positions, None
+        looked_at = torch.arange(self._end, device=new.device)
+        return positions, looked_at <= positions[:, None, :, None]
+
+    def slots(self, loop: int) -> list[Slot]:
+        """The slots of a loop's blocks, for the tokens that were placed last."""
+        positions = self._positions
+        if len(positions) > 1:
+            positions = positions[self._order[: self.passes.rows[loop]]]
+        return [Slot(keys, values, positions, self._start, self._end) for keys, values in self._kept[loop]]
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """The tokens that were run now belong to their rows."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]

@@ -1,0 +1,111 @@
+"""Cached equals uncached: any budget, schedule, kind of model, mix of lengths and trajectories."""
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from loopformer import LoopedLM, LoopformerError, Trajectory
+from loopformer.config import Conditioning, ModelConfig
+
+
+def spread(config: ModelConfig, seed: int = 0) -> LoopedLM:
+    torch.manual_seed(seed)
+    model = LoopedLM(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ModelConfig, list[str], list[list[int]], int]:
+    kind = draw(st.sampled_from(get_args(Conditioning)))
+    loops = draw(st.integers(1, 4))
+    config = ModelConfig(
+        conditioning=kind,
+        blocks=draw(st.integers(1, 2)),
+        loops=loops,
+        width=16,
+        heads=draw(st.sampled_from([1, 2, 4])),
+        ffn=24,
+        context=24,
+        vocab=50,
+        positions=draw(st.sampled_from(["learned", "rotary"])),
+        time_scale=30.0,
+    )
+    rows = draw(st.integers(1, 4))
+    grid = [route for budget in range(1, loops + 1) for route in Trajectory.enumerate(loops, budget)]
+    allowed = [route for route in grid if kind not in ("none", "index") or route.is_uniform]
+    routes = [str(draw(st.sampled_from(allowed))) for _ in range(rows)]
+    prompts = [draw(st.lists(st.integers(0, 49), min_size=1, max_size=9)) for _ in range(rows)]
+    return config, routes, prompts, draw(st.integers(0, 10**6))
+
+
+@given(cases())
+def test_cached_rows_equal_their_own_uncached_runs(
+    case: tuple[ModelConfig, list[str], list[list[int]], int],
+) -> None:
+    config, routes, prompts, seed = case
+    model = spread(config, seed)
+    cache = model.cache(routes, len(prompts))
+    counts = [len(prompt) for prompt in prompts]
+    padded = torch.tensor([prompt + [0] * (max(counts) - len(prompt)) for prompt in prompts])
+    hidden = model.extend(padded, cache, counts)
+    got = [[hidden[row, count - 1]] for row, count in enumerate(counts)]
+    sequences = [list(prompt) for prompt in prompts]
+    for step in range(4):
+        new = torch.tensor([[(7 * step + row) % 50] for row in range(len(prompts))])
+        hidden = model.extend(new, cache)
+        for row in range(len(prompts)):
+            sequences[row].append(int(new[row]))
+            got[row].append(hidden[row, 0])
+    for row, (sequence, route) in enumerate(zip(sequences, routes, strict=True)):
+        with torch.no_grad():
+            expected = model(torch.tensor([sequence]), route).hidden[0, counts[row] - 1 :]
+        torch.testing.assert_close(torch.stack(got[row]), expected, atol=1e-4, rtol=1e-4)
+    assert cache.lengths == [len(sequence) for sequence in sequences]
+
+
+def test_a_prompt_may_come_in_pieces(tiny: ModelConfig) -> None:
+    model = spread(tiny)
+    ids = torch.randint(tiny.vocab, (2, 12))
+    cache = model.cache("2-1-1", 2)
+    pieces = [model.extend(part, cache) for part in torch.split(ids, [5, 4, 1, 2], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), model(ids, "2-1-1").hidden, atol=1e-4, rtol=1e-4)
+
+
+def test_cost_is_the_sum_of_the_budgets(tiny: ModelConfig) -> None:
+    model, seen = spread(tiny), []
+    model.stack.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
+    cache = model.cache([1, 4, 2, 1], 4)
+    model.extend(torch.zeros(4, 3, dtype=torch.long), cache)
+    assert sum(seen) == 1 + 4 + 2 + 1
+    whole = 4 * model.cost.kv_bytes(1, value_bytes=4) * tiny.context
+    assert cache.bytes == whole * (1 + 4 + 2 + 1) / 4
+
+
+def test_mistakes_are_one_clear_sentence(tiny: ModelConfig) -> None:
+    model = spread(tiny)
+    cache = model.cache(2, 1, capacity=4)
+    cases: list[tuple[Any, str]] = [
+        (lambda: model.cache(9, 1), "above the model's 4 loops"),
+        (lambda: model.cache(1, 1, capacity=33), r"1 to 32 tokens \(the context\)"),
+        (lambda: model.extend(torch.zeros(1, 5, dtype=torch.long), cache), "do not fit the cache of 4"),
+        (lambda: cache.require([Trajectory.uniform(3)]), "follows 2, not 3; make a new cache"),
+        (lambda: model.extend(torch.zeros(2, 1, dtype=torch.long), cache), "2 rows were given to a cache of 1"),
+    ]
+    for make, said in cases:
+        with pytest.raises(LoopformerError, match=said):
+            make()
+
+
+@pytest.mark.parametrize("kind", get_args(Conditioning))
+def test_bf16_caches_are_bf16(tiny: ModelConfig, kind: Conditioning) -> None:
+    model = LoopedLM(replace(tiny, conditioning=kind, modulator_start="one")).to(torch.bfloat16)
+    cache = model.cache(None, 1)
+    assert model.extend(torch.zeros(1, 3, dtype=torch.long), cache).dtype == torch.bfloat16
+    assert cache.bytes == model.cost.kv_bytes() * tiny.context
