@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import loopformer
-from loopformer import LM, Trajectory
+from loopformer import LM
 from loopformer.data.loader import Windows, validation_windows
 from loopformer.data.prepare import prepare
 from loopformer.data.tokens import TokenData
@@ -73,17 +73,6 @@ def evaluate(lm: LM, windows: Windows) -> list[dict[str, float]]:
     return rows
 
 
-@torch.no_grad()
-def continue_prompt(lm: LM, prompt: str, budget: int, tokens: int = 24) -> str:
-    """Greedy continuation; the same trajectory for every token."""
-    assert lm.tokenizer is not None
-    ids = lm.tokenizer.encode(prompt)
-    for _ in range(tokens):
-        logits = lm.model(torch.tensor([ids[-lm.model.config.context :]]), Trajectory.uniform(budget)).logits
-        ids.append(int(logits[0, -1, : lm.model.config.vocab].argmax()))
-    return lm.tokenizer.decode(ids[-tokens:])
-
-
 def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
     """Perplexity against compute, one curve per model."""
     import matplotlib
@@ -129,7 +118,7 @@ def main() -> None:
     print(f"\n{PROMPT!r}, continued by the elastic model:")
     texts: dict[str, Any] = {}
     for budget in (1, 2, models["elastic"].model.config.loops):
-        texts[str(budget)] = continue_prompt(models["elastic"], PROMPT, budget)
+        texts[str(budget)] = models["elastic"].generate(PROMPT, budget=budget, max_tokens=24).text
         print(f"  M={budget}: {texts[str(budget)]!r}")
     draw(found, asked.out / "budgets.png")
     seconds = time.perf_counter() - started

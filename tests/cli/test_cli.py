@@ -75,3 +75,29 @@ def test_mistakes_are_one_sentence_and_no_traceback(words: tuple[str, ...], code
     error = run(*words, code=code).stderr
     assert said in error
     assert "Traceback" not in error
+
+
+def test_generate_streams_text_and_prints_json(tmp_path: Path) -> None:
+    from loopformer import LoopedLM, ModelConfig
+    from loopformer.data.tokenizer import Tokenizer
+    from loopformer.loading import save_model
+
+    tokenizer = Tokenizer.train(["every pass is told its time and its step"] * 9, 280)
+    config = ModelConfig(blocks=1, loops=4, width=16, heads=2, ffn=32, context=32, vocab=tokenizer.vocab_size)
+    save_model(LoopedLM(config), tmp_path / "m")
+    tokenizer.save(tmp_path / "m")
+    model = ["--model", str(tmp_path / "m"), "--device", "cpu", "--max-tokens", "4"]
+    found = json.loads(run("generate", "every pass", *model, "--trajectory", "2-1-1", "--json").stdout)
+    assert (found["trajectory"], found["new_tokens"]) == ("2-1-1", 4)
+    assert run("generate", "every pass", *model, "--budget", "2").stdout.endswith("\n")
+    rows = json.loads(run("generate", "every pass", *model, "--compare", "1,4", "--json").stdout)
+    assert [row["budget"] for row in rows] == [1, 4]
+    piped = subprocess.run(
+        [sys.executable, "-m", "loopformer", "generate", *model, "--max-flops", "1e12"],
+        input="every pass\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "budget 4 of 4" in piped.stderr
+    assert "Give one of" in run("generate", "a", *model, "--budget", "1", "--compare", "1,2", code=2).stderr

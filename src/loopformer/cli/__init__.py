@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import loopformer
+from loopformer.cli.generate import generate
 from loopformer.cli.import_ import import_
 from loopformer.cli.info import info
 from loopformer.cli.prepare import prepare
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command("prepare")(prepare)
 app.command("train")(train)
+app.command("generate")(generate)
 app.command("info")(info)
 app.command("import")(import_)
 

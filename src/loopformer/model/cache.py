@@ -9,6 +9,7 @@ follows the trajectories it was made for, and no others.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -122,6 +123,29 @@ class Cache:
         if len(positions) > 1:
             positions = positions[self._order[: self.passes.rows[loop]]]
         return [Slot(keys, values, positions, self._start, self._end) for keys, values in self._kept[loop]]
+
+    def select(self, rows: Sequence[int]) -> "Cache":
+        """A cache of some of the rows, in this order; the rest is let go."""
+        chosen = copy(self)
+        chosen.routes = tuple(self.routes[row] for row in rows)
+        chosen.lengths = [self.lengths[row] for row in rows]
+        places = {int(row): place for place, row in enumerate(self._order)}  # where a row lies in the tensors
+        kept = sorted((places[row], new) for new, row in enumerate(rows))
+        chosen._order = torch.tensor([new for _, new in kept], device=self._order.device)
+        index = torch.tensor([place for place, _ in kept], device=self._order.device)
+        deepest = max(route.budget for route in chosen.routes)
+        counts = [int((index < count).sum()) for count in self.passes.rows[:deepest]]
+        told = [
+            one if one is None or len(one) == 1 else one[index[:count]]
+            for one, count in zip(self.passes.modulations, counts, strict=False)
+        ]
+        plain = self.passes.order is None
+        chosen.passes = Passes(counts, told, None if plain else [new for _, new in kept])
+        chosen._kept = [
+            [(keys[index[:count]], values[index[:count]]) for keys, values in loop]
+            for loop, count in zip(self._kept, counts, strict=False)
+        ]
+        return chosen
 
     def advance(self, counts: Sequence[int]) -> None:
         """The tokens that were run now belong to their rows."""

@@ -1,0 +1,157 @@
+"""`loopformer generate`: continue a prompt at a budget of the user's choice."""
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from loopformer.lm import LM
+
+
+def generate(
+    model: Annotated[str, typer.Option("--model", "-m", help="A run, a model folder or published weights.")],
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; standard input without it.")] = None,
+    budget: Annotated[int | None, typer.Option(help="Loops per token, 1 to L; L by default.")] = None,
+    trajectory: Annotated[str | None, typer.Option(help="A schedule: 4-2-1-1, 1/2,1/4,1/4, cosine:4.")] = None,
+    max_ms_per_token: Annotated[
+        float | None, typer.Option(help="The largest budget that is this fast here.")
+    ] = None,
+    max_flops: Annotated[
+        float | None, typer.Option(help="The largest budget of at most these FLOPs per token.")
+    ] = None,
+    compare: Annotated[str | None, typer.Option(help="Several budgets side by side: 1,2,4.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.")] = None,
+    top_p: Annotated[float, typer.Option(help="Only the most likely that make up this probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Only those this fraction as likely as the most likely.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes repetition less likely.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; may be given several times.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON at the end instead of text as it comes.")
+    ] = False,
+) -> None:
+    """Continue a prompt, streaming; the budget is a number, a schedule or a target.
+
+    Example: loopformer generate "Once upon a time" --model runs/mine --budget 4
+    """
+    from loopformer.config import require
+    from loopformer.lm import load
+    from loopformer.training.distributed import choose_device
+
+    text = sys.stdin.read().removesuffix("\n") if prompt is None else prompt
+    require(text != "", "The prompt is empty; give one, or pipe text into standard input.")
+    asked = [budget, trajectory, max_ms_per_token, max_flops, compare]
+    require(
+        sum(one is not None for one in asked) <= 1,
+        "Give one of --budget, --trajectory, --max-ms-per-token, --max-flops and --compare.",
+    )
+    lm = load(model).to(choose_device(device))
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "stops": tuple(stop or ()),
+    }
+    if compare is not None:
+        _compare(lm, text, compare, options, as_json)
+        return
+    if max_flops is not None or max_ms_per_token is not None:
+        budget = _resolve(lm, text, max_flops, max_ms_per_token)
+    _stream(lm, text, budget, trajectory, options, as_json)
+
+
+def _resolve(lm: "LM", text: str, max_flops: float | None, max_ms_per_token: float | None) -> int:
+    """The budget for a target, said on stderr."""
+    from loopformer.inference.budget import budget_for_flops, budget_for_milliseconds
+
+    if max_flops is not None:
+        budget = budget_for_flops(lm.model, max_flops)
+        said = f"{lm.model.cost.forward_flops(budget):.4g} FLOPs per token"
+    else:
+        prompt = lm.requests([text])[0].prompt
+        budget, expected = budget_for_milliseconds(lm.model, max_ms_per_token or 0.0, prompt)
+        said = f"about {expected:.3g} ms per token here"
+    typer.echo(f"budget {budget} of {lm.model.config.loops}: {said}", err=True)
+    return budget
+
+
+def _stream(
+    lm: "LM", text: str, budget: int | None, trajectory: str | None, options: dict[str, Any], as_json: bool
+) -> None:
+    from loopformer.inference.generate import REASONS
+    from loopformer.inference.generate import generate as run
+
+    requests = lm.requests([text], budget, trajectory, **options)
+    started = time.perf_counter()
+    result = None
+    for event in run(lm.model, lm._text(), requests):
+        result = event.result or result
+        if not as_json:
+            sys.stdout.write(event.piece)
+            sys.stdout.flush()
+    assert result is not None
+    seconds = time.perf_counter() - started
+    if as_json:
+        shown = {"text": result.text, "reason": result.reason, "trajectory": str(result.trajectory)}
+        counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.ids), "seconds": seconds}
+        typer.echo(json.dumps({**shown, **counts, "logprobs": result.logprobs}))
+        return
+    sys.stdout.write("\n")
+    rate = seconds / len(result.ids) * 1e3
+    typer.echo(
+        f"[{len(result.ids)} tokens, {rate:.1f} ms each, prompt included; {REASONS[result.reason]}]", err=True
+    )
+
+
+def _compare(lm: "LM", text: str, compare: str, options: dict[str, Any], as_json: bool) -> None:
+    """The same prompt at several budgets: continuation, time per token, perplexity of the prompt."""
+    from loopformer.errors import LoopformerError
+    from loopformer.inference.budget import milliseconds_per_token
+
+    try:
+        budgets = [int(part) for part in compare.split(",")]
+    except ValueError as error:
+        raise LoopformerError(f"--compare takes budgets such as 1,2,4, not {compare!r}.") from error
+    rows = []
+    for budget in budgets:
+        result = lm.generate(text, budget=budget, **options)
+        (scored,) = lm.score([text], budget=budget)
+        milliseconds = milliseconds_per_token(lm.model, budget, lm.requests([text])[0].prompt)
+        rows.append(
+            {
+                "budget": budget,
+                "ms_per_token": milliseconds,
+                "prompt_perplexity": scored.perplexity,
+                "text": result.text,
+            }
+        )
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("budget", "ms/token", "prompt perplexity", "continuation", show_lines=True)
+    for row in rows:
+        perplexity = "-" if row["prompt_perplexity"] is None else f"{row['prompt_perplexity']:.2f}"
+        table.add_row(str(row["budget"]), f"{row['ms_per_token']:.2f}", perplexity, _plain(str(row["text"])))
+    Console().print(table)
+
+
+def _plain(text: str) -> str:
+    """Model output is not markup."""
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,1 @@
+"""From a model to text: sampling.py · text.py (streaming) · generate.py · score.py · budget.py (targets)."""

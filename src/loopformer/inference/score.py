@@ -1,0 +1,50 @@
+"""How likely a model finds given texts, along a trajectory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from loopformer.config import require
+from loopformer.model import LoopedLM
+from loopformer.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log-probabilities of a text's tokens, each given those before it; the first token has none."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # of ids[1:]
+
+    @property
+    def total(self) -> float:
+        return sum(self.logprobs)
+
+    @property
+    def perplexity(self) -> float | None:
+        """None for a text of one token."""
+        return math.exp(-self.total / len(self.logprobs)) if self.logprobs else None
+
+
+@torch.no_grad()
+def score(model: LoopedLM, texts: Sequence[Sequence[int]], routes: Sequence[Trajectory]) -> list[Score]:
+    """Score token sequences together, each along its own trajectory."""
+    context = model.config.context
+    for ids in texts:
+        require(len(ids) > 0, "A text to score is empty; give at least one character.")
+        require(len(ids) <= context, f"A text has {len(ids)} tokens but the context is {context}; shorten it.")
+    longest = max(map(len, texts))
+    device = model.tokens.weight.device
+    # Padding comes last, where no earlier token can see it.
+    padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in texts], device=device)
+    hidden = model(padded, list(routes), logits=False).hidden
+    scores = []
+    for row, ids in enumerate(texts):
+        logits = model.head(hidden[row, : len(ids) - 1])[:, : model.config.vocab].float()
+        chosen = logits.log_softmax(-1).gather(1, padded[row, 1 : len(ids), None])[:, 0]
+        scores.append(Score(tuple(ids), tuple(chosen.tolist())))
+    return scores

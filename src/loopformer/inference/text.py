@@ -1,0 +1,77 @@
+"""Tokens to text as they come: whole characters only, and nothing beyond a stop string.
+
+stream = TextStream(tokenizer, stops=["\\n\\n"])
+piece = stream.push(token)     # what can be shown now; "" while a character or a stop string may be half there
+piece = stream.finish()        # what was held back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+BROKEN = "\ufffd"  # what decoding half a character gives
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class TextStream:
+    """The text of one request, piece by piece."""
+
+    def __init__(self, tokenizer: Decoder, stops: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stops = [stop for stop in stops if stop]
+        self._ids: list[int] = []
+        self._done = 0  # ids whose text is settled
+        self._text = ""  # settled text
+        self._shown = 0
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """All text so far that belongs to the result."""
+        return self._text
+
+    def push(self, token: int) -> str:
+        """Add a token and return what can be shown."""
+        self._ids.append(token)
+        new = self._tokenizer.decode(self._ids[self._done :])
+        if new.endswith(BROKEN) and len(self._ids) - self._done < 8:  # no character has more bytes than that
+            return ""
+        self._settle(new)
+        return self._show(self._held())
+
+    def finish(self) -> str:
+        """Show what is left."""
+        if not self.stopped and self._done < len(self._ids):
+            self._settle(self._tokenizer.decode(self._ids[self._done :]))
+        return self._show(0)
+
+    def _settle(self, new: str) -> None:
+        before = max(0, len(self._text) - max((len(stop) for stop in self._stops), default=1) + 1)
+        self._text += new
+        self._done = len(self._ids)
+        found = [place for stop in self._stops if (place := self._text.find(stop, before)) >= 0]
+        if found:
+            self._text, self.stopped = self._text[: min(found)], True
+
+    def _held(self) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        if self.stopped:
+            return 0
+        longest = 0
+        for stop in self._stops:
+            for size in range(1, min(len(stop), len(self._text) + 1)):
+                if self._text.endswith(stop[:size]):
+                    longest = max(longest, size)
+        return longest
+
+    def _show(self, held: int) -> str:
+        end = max(self._shown, len(self._text) - held)
+        piece = self._text[self._shown : end]
+        self._shown = end
+        return piece

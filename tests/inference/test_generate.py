@@ -1,0 +1,111 @@
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from loopformer import LM, LoopformerError, Trajectory
+from loopformer.inference.generate import Request, generate
+from loopformer.inference.score import score
+
+PROMPTS = ["every pass", "its", "time and step and time", "told"]
+ROUTES = ["1", "4", "2-1-1", "3-1"]
+
+
+def by_hand(lm: LM, prompt: str, route: str, tokens: int) -> list[int]:
+    """Greedy decoding without a cache."""
+    assert lm.tokenizer is not None
+    ids = lm.tokenizer.encode(prompt)
+    count = len(ids)
+    for _ in range(tokens):
+        with torch.no_grad():
+            logits = lm.model(torch.tensor([ids]), route).logits
+        assert logits is not None
+        ids.append(int(logits[0, -1, : lm.model.config.vocab].argmax()))
+        if ids[-1] == lm.tokenizer.eot:
+            break
+    return ids[count:]
+
+
+def test_a_mixed_batch_equals_each_alone_without_a_cache(lm: LM) -> None:
+    together = lm.generate(PROMPTS, trajectory=ROUTES, max_tokens=20)
+    for prompt, route, result in zip(PROMPTS, ROUTES, together, strict=True):
+        assert list(result.ids) == by_hand(lm, prompt, route, 20)
+        assert str(result.trajectory) == route
+        assert lm.generate(prompt, trajectory=route, max_tokens=20).text == result.text
+
+
+def test_rows_that_end_early_leave_without_disturbing_the_rest(lm: LM) -> None:
+    requests = [
+        lm.requests([p], trajectory=r, max_tokens=m)[0]
+        for p, r, m in zip(PROMPTS, ROUTES, (3, 11, 1, 7), strict=True)
+    ]
+    found = {e.row: e.result for e in generate(lm.model, lm._text(), requests) if e.result}
+    for row, (prompt, route, most) in enumerate(zip(PROMPTS, ROUTES, (3, 11, 1, 7), strict=True)):
+        result = found[row]
+        assert result is not None
+        assert list(result.ids) == by_hand(lm, prompt, route, most)
+
+
+def test_seeds_decide_and_company_does_not(lm: LM) -> None:
+    alone = lm.generate("its time", temperature=1.0, seed=3, max_tokens=15, budget=2)
+    beside = lm.generate(["told", "its time", "step"], temperature=1.0, seed=3, max_tokens=15, budget=2)[1]
+    assert alone.ids == beside.ids
+    assert alone.ids != lm.generate("its time", temperature=1.0, seed=4, max_tokens=15, budget=2).ids
+
+
+def test_streaming_gives_the_same_text(lm: LM) -> None:
+    whole = lm.generate("every", max_tokens=25, temperature=1.0, seed=1)
+    assert "".join(lm.stream("every", max_tokens=25, temperature=1.0, seed=1)) == whole.text
+
+
+def test_limits_end_with_their_reason(lm: LM) -> None:
+    assert lm.tokenizer is not None
+    assert lm.generate("its", max_tokens=2).reason == "length"
+    text = lm.generate("its", max_tokens=30).text
+    cut = lm.generate("its", max_tokens=30, stops=[text[5:8]])
+    assert (cut.reason, cut.text) == ("stop", text[: text.index(text[5:8])])
+
+
+@pytest.mark.parametrize("length", [60, 63, 64])
+def test_the_context_is_filled_and_no_further(lm: LM, length: int) -> None:
+    request = Request(tuple(range(40, 40 + length)), Trajectory.uniform(4), max_tokens=500)
+    (result,) = (event.result for event in generate(lm.model, lm._text(), [request]) if event.result)
+    assert (result.reason, len(result.ids)) == ("context", 64 - length + 1)
+
+
+def test_scores_are_the_models_own(lm: LM) -> None:
+    assert lm.tokenizer is not None
+    scores = lm.score(PROMPTS, trajectory=ROUTES)
+    for prompt, route, scored in zip(PROMPTS, ROUTES, scores, strict=True):
+        ids = torch.tensor([lm.tokenizer.encode(prompt)])
+        logits = lm.model(ids, route).logits
+        assert logits is not None
+        logs = logits[0, :, : lm.model.config.vocab].log_softmax(-1)
+        expected = [float(logs[i, ids[0, i + 1]].detach()) for i in range(ids.shape[1] - 1)]
+        assert scored.logprobs == pytest.approx(expected, abs=1e-4)
+        if expected:
+            assert scored.perplexity == pytest.approx(math.exp(-sum(expected) / len(expected)), rel=1e-3)
+    result = lm.generate("every pass", max_tokens=6, budget=2)
+    whole = [*lm.tokenizer.encode("every pass"), *result.ids]
+    (scored,) = score(lm.model, [whole], [Trajectory.uniform(2)])
+    assert scored.logprobs[-6:] == pytest.approx(result.logprobs, abs=1e-3)
+
+
+def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
+    long = " ".join(["step"] * 300)
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: lm.generate(""), "The prompt is empty"),
+        (lambda: lm.generate(long), "but the context is 64; shorten it"),
+        (lambda: lm.generate("a", budget=9), "above the model's 4 loops"),
+        (lambda: lm.generate("a", budget=2, trajectory="1-1"), "not both"),
+        (lambda: lm.generate("a", max_tokens=0), "max_tokens must be 1 or more"),
+        (lambda: lm.generate("a", temprature=1), "Unknown option"),
+        (lambda: lm.generate("a", temperature=math.nan), "finite number"),
+        (lambda: lm.score("text"), "list of texts"),
+        (lambda: lm.score([""]), "is empty"),
+        (lambda: LM(lm.model).generate("a"), "without a tokenizer"),
+    ]
+    for call, said in cases:
+        with pytest.raises(LoopformerError, match=said):
+            call()
