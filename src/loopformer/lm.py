@@ -20,6 +20,7 @@ from loopformer.errors import LoopformerError
 from loopformer.inference.generate import Request, Result, generate
 from loopformer.inference.sampling import Sampling
 from loopformer.inference.score import Score, score
+from loopformer.inference.speculative import Draft, speculate
 from loopformer.loading import find_model
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
@@ -55,15 +56,18 @@ class LM:
     ) -> Result | list[Result]:
         """Continue one prompt, or several together; a budget or trajectory for all or for each.
 
-        Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed.
+        Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed;
+        draft=Draft(…) drafts tokens along a shorter trajectory and verifies them (see inference/speculative.py).
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        results: dict[int, Result] = {}
+        draft: Draft | None = options.pop("draft", None)
         requests = self.requests(prompts, budget, trajectory, **options)
-        for event in generate(self.model, self._text(), requests):
-            if event.result is not None:
-                results[event.row] = event.result
-        ordered = [results[row] for row in range(len(prompts))]
+        if draft is not None:
+            ordered, _ = speculate(self.model, self._text(), requests, draft)
+        else:
+            events = generate(self.model, self._text(), requests)
+            results = {event.row: event.result for event in events if event.result is not None}
+            ordered = [results[row] for row in range(len(prompts))]
         return ordered[0] if isinstance(prompt, str) else ordered
 
     def stream(

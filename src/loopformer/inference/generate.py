@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from loopformer.config import require
+from loopformer.config import ModelConfig, require
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.sampling import Sampling, choose
+from loopformer.inference.sampling import Sampling, choose, pick
 from loopformer.inference.text import TextStream
 from loopformer.model import LoopedLM
 from loopformer.model.cache import Cache
@@ -69,22 +69,50 @@ class Event:
     result: Result | None = None
 
 
-class _Row:
-    """A request on its way."""
+class RowState:
+    """A request on its way: its tokens, its text, its own random numbers."""
 
-    def __init__(self, number: int, request: Request, tokenizer: Tokenizer, context: int) -> None:
+    def __init__(self, number: int, request: Request, tokenizer: Tokenizer, config: ModelConfig) -> None:
+        require(
+            len(request.prompt) <= config.context,
+            f"The prompt has {len(request.prompt)} tokens but the context is {config.context}; shorten it.",
+        )
         self.number, self.request = number, request
         self.stream = TextStream(tokenizer, request.stops)
         self.ids: list[int] = []
         self.logprobs: list[float] = []
-        self.room = context - len(request.prompt)
-        self._end = tokenizer.eot
+        self._context, self._end = config.context, tokenizer.eot
         self._draws = random.Random(request.sampling.seed)
+        self.random = self._draws.random
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        """Prompt and new tokens."""
+        return (*self.request.prompt, *self.ids)
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt) + len(self.ids)
+
+    @property
+    def places_left(self) -> int:
+        """How many tokens after the last one the context can hold."""
+        return self._context - self.length
+
+    def tail(self, count: int) -> tuple[int, ...]:
+        """The last `count` tokens."""
+        return self.history[self.length - count :]
+
+    def draw(self, likely: Tensor) -> int:
+        """A token from probabilities [V]."""
+        return pick(likely, self.random())
 
     def take(self, logits: Tensor) -> Event:
-        """Choose a token from logits [V]."""
-        history = (*self.request.prompt, *self.ids)
-        token = choose(logits, self.request.sampling, self._draws.random(), history)
+        """Choose the next token from logits [V]."""
+        return self.add(choose(logits, self.request.sampling, self.random(), self.history), logits)
+
+    def add(self, token: int, logits: Tensor) -> Event:
+        """Append a token that was chosen with these logits [V]."""
         self.ids.append(token)
         self.logprobs.append(float(logits.float().log_softmax(-1)[token]))
         if token == self._end:
@@ -94,34 +122,22 @@ class _Row:
             return self._finish(piece, "stop")
         if len(self.ids) == self.request.max_tokens:
             return self._finish(piece, "length")
-        if len(self.ids) > self.room:  # the token before was the last that has a place
+        if self.places_left < 0:  # this token has no place, so none can follow
             return self._finish(piece, "context")
         return Event(self.number, piece)
 
     def _finish(self, piece: str, reason: Reason) -> Event:
         piece += self.stream.finish()
-        result = Result(
-            self.stream.text,
-            tuple(self.ids),
-            tuple(self.logprobs),
-            reason,
-            len(self.request.prompt),
-            self.request.trajectory,
-        )
-        return Event(self.number, piece, result)
+        ids, logprobs = tuple(self.ids), tuple(self.logprobs)
+        prompt, route = len(self.request.prompt), self.request.trajectory
+        return Event(self.number, piece, Result(self.stream.text, ids, logprobs, reason, prompt, route))
 
 
 @torch.no_grad()
 def generate(model: LoopedLM, tokenizer: Tokenizer, requests: Sequence[Request]) -> Iterator[Event]:
     """Run requests together; events come as tokens do."""
     config = model.config
-    for request in requests:
-        require(
-            len(request.prompt) <= config.context,
-            f"The prompt has {len(request.prompt)} tokens but the context is {config.context}; shorten it.",
-        )
-        model.route(request.trajectory)
-    rows = [_Row(number, request, tokenizer, config.context) for number, request in enumerate(requests)]
+    rows = [RowState(number, request, tokenizer, config) for number, request in enumerate(requests)]
     cache, hidden = prefill(model, [row.request.prompt for row in rows], [row.request.trajectory for row in rows])
     while rows:
         events = [row.take(logits) for row, logits in zip(rows, model.head(hidden)[:, : config.vocab], strict=True)]

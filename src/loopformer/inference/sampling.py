@@ -72,6 +72,10 @@ def choose(logits: Tensor, sampling: Sampling, draw: float, history: Sequence[in
     """The next token: logits [V], and a number drawn uniformly from [0, 1)."""
     if sampling.greedy and sampling.repetition_penalty == 1:
         return int(logits.argmax())
-    likely = probabilities(logits, sampling, history)
+    return pick(probabilities(logits, sampling, history), draw)
+
+
+def pick(likely: Tensor, draw: float) -> int:
+    """The token that a uniform number falls on: probabilities [V]."""
     place = int(torch.searchsorted(likely.cumsum(-1), draw, right=True))
     return min(place, int(likely.nonzero()[-1]))  # rounding may leave the sum a hair below 1

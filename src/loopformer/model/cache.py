@@ -28,6 +28,10 @@ class Passes:
     modulations: list[Tensor | None]  # each [rows or 1, k, 4, D]
     order: list[int] | None  # the rows, longest routes first; None where all routes are the same
 
+    def first(self, count: int | None) -> "Passes":
+        """Only the first `count` passes; None for all."""
+        return Passes(self.rows[:count], self.modulations[:count], self.order)
+
 
 @dataclass(frozen=True)
 class Slot:

@@ -124,14 +124,23 @@ class LoopedLM(nn.Module):
         hidden: Tensor = self.final_norm(x)
         return hidden
 
-    def cache(self, trajectory: Route | Sequence[Route], rows: int, capacity: int | None = None) -> Cache:
-        """An empty cache for `rows` sequences along one trajectory, or one each, of at most `capacity` tokens."""
+    def cache(
+        self,
+        trajectory: Route | Sequence[Route],
+        rows: int,
+        capacity: int | None = None,
+        passes: int | None = None,
+    ) -> Cache:
+        """An empty cache for `rows` sequences along one trajectory, or one each, of at most `capacity` tokens.
+
+        With `passes`, every row stops after so many passes of its trajectory.
+        """
         routes = self.routes(trajectory, rows)
         each = [routes] * rows if isinstance(routes, Trajectory) else routes
         weight = self.tokens.weight
         with torch.no_grad():
-            passes = self.passes(routes, rows)
-        return Cache(self.config, each, passes, capacity or self.config.context, weight.device, weight.dtype)
+            followed = self.passes(routes, rows).first(passes)
+        return Cache(self.config, each, followed, capacity or self.config.context, weight.device, weight.dtype)
 
     @_not_compiled
     def embed(self, ids: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Rotary | None, Tensor | None]:

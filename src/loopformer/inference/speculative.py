@@ -1,0 +1,175 @@
+"""Self-speculative decoding: the same weights draft along a short trajectory and verify along the full one.
+
+results, report = speculate(model, tokenizer, requests, Draft(Trajectory.uniform(1), length=4))
+
+Several drafted tokens are checked in one pass of the full trajectory. Greedy text is the full model's own; sampled
+text follows the full model's distribution, by the usual rule: keep a drafted token with probability
+min(1, p_full / p_draft), else draw from what p_full has more of. A short trajectory is not a prefix of the long
+one, so the draft has a cache of its own; `Draft(full, length, passes=2)` instead drafts along the first passes of
+the full trajectory and stops there, which training does not prepare a model for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loopformer.config import require
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.inference.generate import Request, Result, RowState
+from loopformer.inference.sampling import probabilities
+from loopformer.model import LoopedLM
+from loopformer.model.cache import Cache
+from loopformer.trajectory import Trajectory
+
+LONGEST = 8  # tokens that an adapted draft has at most
+
+
+@dataclass(frozen=True)
+class Draft:
+    """How tokens are drafted; `length` None adapts it to what is accepted."""
+
+    trajectory: Trajectory
+    length: int | None = 4
+    passes: int | None = None  # stop after so many passes of the trajectory
+
+    def __post_init__(self) -> None:
+        require(self.length is None or self.length >= 1, f"A draft needs 1 token or more, got {self.length}.")
+        require(
+            self.passes is None or 1 <= self.passes <= self.trajectory.budget,
+            f"A draft stops after 1 to {self.trajectory.budget} passes of its trajectory, not {self.passes}.",
+        )
+
+    @property
+    def budget(self) -> int:
+        return self.passes or self.trajectory.budget
+
+
+@dataclass(frozen=True)
+class Report:
+    """What speculation did: tokens drafted and kept, and passes of the full trajectory."""
+
+    drafted: int
+    accepted: int
+    verifications: int
+    tokens: int
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / max(1, self.drafted)
+
+    @property
+    def tokens_per_verification(self) -> float:
+        return self.tokens / max(1, self.verifications)
+
+
+@torch.no_grad()
+def speculate(
+    model: LoopedLM, tokenizer: Tokenizer, requests: Sequence[Request], draft: Draft
+) -> tuple[list[Result], Report]:
+    """Run requests to their ends; the texts are those of `generate`, greedily to the letter."""
+    model.route(draft.trajectory)
+    rows = [RowState(number, request, tokenizer, model.config) for number, request in enumerate(requests)]
+    results: dict[int, Result] = {}
+    drafted = accepted = verifications = 0
+    prompts = [row.request.prompt for row in rows]
+    full = model.cache([row.request.trajectory for row in rows], len(rows))
+    short = model.cache(draft.trajectory, len(rows), passes=draft.passes)
+    # The last token of a row is never in a cache: the next pass puts it there.
+    _fill(model, full, [prompt[:-1] for prompt in prompts])
+    _fill(model, short, [prompt[:-1] for prompt in prompts])
+    rate = 0.7  # acceptance so far, from a hopeful start
+    while rows:
+        room = min(row.places_left for row in rows)
+        length = min(draft.length or best_length(model, draft, rate), max(0, room))
+        proposals, beliefs = _draft(model, short, rows, length)
+        verdict = _verify(model, full, rows, proposals)
+        verifications += len(rows)
+        kept_rows, going = [], []
+        for place, row in enumerate(rows):
+            kept, result = _accept(row, proposals[place], beliefs[place], verdict[place])
+            drafted, accepted = drafted + length, accepted + kept
+            rate += 0.1 * (kept / max(1, length) - rate)
+            if result is not None:
+                results[row.number] = result
+            else:
+                kept_rows.append(row)
+                going.append(place)
+        rows = kept_rows
+        if rows:
+            if len(going) < len(full.lengths):
+                full, short = full.select(going), short.select(going)
+            for cache in (full, short):
+                cache.lengths = [min(known, row.length - 1) for known, row in zip(cache.lengths, rows, strict=True)]
+    ordered = [results[number] for number in range(len(requests))]
+    return ordered, Report(drafted, accepted, verifications, sum(len(result.ids) for result in ordered))
+
+
+def best_length(model: LoopedLM, draft: Draft, rate: float) -> int:
+    """The draft length with the most tokens per FLOP, if each drafted token is kept with this probability."""
+    price = model.cost.forward_flops(draft.budget) / model.cost.forward_flops()
+    rate = min(rate, 0.99)
+
+    def gain(length: int) -> float:
+        return (1 - rate ** (length + 1)) / (1 - rate) / (1 + length * price)
+
+    return max(range(1, LONGEST + 1), key=gain)
+
+
+def _fill(model: LoopedLM, cache: Cache, prompts: Sequence[Sequence[int]]) -> None:
+    """Run all but the last token of each prompt."""
+    counts = [len(prompt) for prompt in prompts]
+    if max(counts):
+        padded = [[*prompt, *[0] * (max(counts) - len(prompt))] for prompt in prompts]
+        model.extend(torch.tensor(padded, device=model.tokens.weight.device), cache, counts)
+
+
+def _draft(
+    model: LoopedLM, cache: Cache, rows: list[RowState], length: int
+) -> tuple[list[list[int]], list[list[Tensor]]]:
+    """`length` tokens for each row, and the distributions they were drawn from."""
+    proposals: list[list[int]] = [[] for _ in rows]
+    beliefs: list[list[Tensor]] = [[] for _ in rows]
+    # The draft's cache may lack the last two tokens of a row: after a draft that was kept whole, its last one too.
+    behind = [row.length - known for row, known in zip(rows, cache.lengths, strict=True)]
+    for turn in range(length):
+        if turn == 0:
+            new = [list(row.tail(count)) for row, count in zip(rows, behind, strict=True)]
+        else:
+            new = [proposal[-1:] for proposal in proposals]
+        counts = [len(one) for one in new]
+        padded = [[*one, *[0] * (max(counts) - len(one))] for one in new]
+        hidden = model.extend(torch.tensor(padded, device=model.tokens.weight.device), cache, counts)
+        for place, row in enumerate(rows):
+            logits = model.head(hidden[place, counts[place] - 1])[: model.config.vocab]
+            likely = probabilities(logits, row.request.sampling, (*row.history, *proposals[place]))
+            beliefs[place].append(likely)
+            proposals[place].append(row.draw(likely))
+    return proposals, beliefs
+
+
+def _verify(model: LoopedLM, cache: Cache, rows: list[RowState], proposals: list[list[int]]) -> Tensor:
+    """Logits of the full trajectory after the last token and after each drafted one [rows, length + 1, V]."""
+    new = [[row.history[-1], *proposal] for row, proposal in zip(rows, proposals, strict=True)]
+    hidden = model.extend(torch.tensor(new, device=model.tokens.weight.device), cache)
+    return model.head(hidden)[..., : model.config.vocab]
+
+
+def _accept(row: RowState, proposal: list[int], beliefs: list[Tensor], logits: Tensor) -> tuple[int, Result | None]:
+    """Keep what the full trajectory agrees with, and one token of its own: how many were kept, and the result."""
+    for number, (token, belief) in enumerate(zip(proposal, beliefs, strict=True)):
+        wanted = probabilities(logits[number], row.request.sampling, row.history)
+        if row.random() < float(wanted[token] / belief[token]):
+            event = row.add(token, logits[number])
+            if event.result is not None:
+                return number + 1, event.result
+            continue
+        rest = (wanted - belief).clamp(min=0)
+        event = row.add(row.draw(rest / rest.sum()), logits[number])
+        return number, event.result
+    last = logits[len(proposal)]
+    event = row.add(row.draw(probabilities(last, row.request.sampling, row.history)), last)
+    return len(proposal), event.result
