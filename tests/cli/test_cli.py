@@ -31,6 +31,7 @@ def test_info_of_a_preset_counts_what_the_paper_has() -> None:
     report = json.loads(run("info", "--model", "paper/loopformer", "--json").stdout)
     assert report["shape"] == "3⊗8"
     assert report["parameters"]["total"] == 278_169_600
+    assert report["training_gflops_per_token"]["overhead"] == pytest.approx(1.55, abs=0.005)
     assert [row["budget"] for row in report["budgets"]] == list(range(1, 9))
     assert "278,169,600" in run("info", "--model", "paper/loopformer").stdout
     assert "small/tmlt" in run("info").stdout.split()

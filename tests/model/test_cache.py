@@ -97,6 +97,9 @@ def test_mistakes_are_one_clear_sentence(tiny: ModelConfig) -> None:
         (lambda: model.extend(torch.zeros(1, 5, dtype=torch.long), cache), "do not fit the cache of 4"),
         (lambda: cache.require([Trajectory.uniform(3)]), "follows 2, not 3; make a new cache"),
         (lambda: model.extend(torch.zeros(2, 1, dtype=torch.long), cache), "2 rows were given to a cache of 1"),
+        (lambda: model.extend(torch.zeros(1, 2, dtype=torch.long), cache, [3]), "counts must be 1 numbers"),
+        (lambda: model.extend(torch.zeros(1, 2, dtype=torch.long), cache, [1, 1]), "counts must be 1 numbers"),
+        (lambda: model.extend(torch.full((1, 2), 96), cache), "ids must lie in"),
     ]
     for make, said in cases:
         with pytest.raises(LoopformerError, match=said):

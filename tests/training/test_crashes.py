@@ -45,7 +45,7 @@ def test_sigkill_at_random_moments_changes_no_bit(small: Callable[..., list[str]
             if now and int(now[-1].name[5:]) > before:
                 break
             time.sleep(0.02)
-        time.sleep(rng.random() * 0.4)  # anywhere: in a step, in a save, in validation
+        time.sleep(rng.random() * 0.25)  # anywhere: in a step, in a save, in validation
         assert process.poll() is None, "it finished before it could be killed; give it more steps"
         process.kill()
         process.wait()

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 import loopformer
-from loopformer import LoopformerError
+from loopformer import LoopedLM, LoopformerError, ModelConfig
 from loopformer.config import preset_names
 from loopformer.data.prepare import prepare
+from loopformer.loading import save_model
 from loopformer.loading.runs import checkpoints
 from loopformer.training.launch import launch, plan
 from loopformer.training.reporting import read_metrics
@@ -187,6 +188,22 @@ def test_what_may_change_when_a_run_goes_on(small: Small, tmp_path: Path) -> Non
     assert json.loads((checkpoints(tmp_path / "run")[-1] / "state.json").read_text())["micro_batch"] == 1
     (tmp_path / "run" / "run.yaml").unlink()
     assert launch(None, ["training.steps=5"], tmp_path / "run", resume=True, quiet=True)["step"] == 5
+
+
+def test_auto_is_looked_for_anew_after_a_number(small: Small, tmp_path: Path) -> None:
+    launch("demo", small(training__steps=2), tmp_path / "run", quiet=True)
+    launch(
+        "demo", small(training__steps=4, training__micro_batch="auto"), tmp_path / "run", resume=True, quiet=True
+    )
+    assert json.loads((checkpoints(tmp_path / "run")[-1] / "state.json").read_text())["micro_batch"] == 4
+
+
+def test_a_starting_model_without_tokenizer_must_have_the_datas_vocabulary(small: Small, tmp_path: Path) -> None:
+    config = ModelConfig(blocks=1, loops=2, width=32, heads=2, ffn=64, context=32, vocab=500)
+    save_model(LoopedLM(config), tmp_path / "model")
+    overrides = [word for word in small() if not word.startswith("model.")]
+    with pytest.raises(LoopformerError, match="500 tokens and no tokenizer beside it"):
+        launch("demo", [*overrides, f"init_from={tmp_path / 'model'}"], tmp_path / "run", quiet=True)
 
 
 def test_a_refused_start_does_not_stay_in_the_way(small: Small, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def describe(config: "ModelConfig", context: int | None = None) -> dict[str, Any
         "training_gflops_per_token": {
             "full_route": cost.training_flops(length) / 1e9,
             "with_short_route": cost.training_flops(length, config.loops / 2) / 1e9,
+            "overhead": cost.training_overhead(length),
         },
         "budgets": [
             {

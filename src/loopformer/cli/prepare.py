@@ -122,6 +122,11 @@ def _display() -> Iterator[_Display]:
         def show(progress: "Progress") -> None:
             if progress.source not in tasks:
                 tasks[progress.source] = bars.add_task(progress.source, total=None, speed="")
+            if progress.phase != "tokenizing":
+                bars.update(tasks[progress.source], speed=progress.phase)
+                return
+            if "tokenizer" in tasks:
+                bars.remove_task(tasks.pop("tokenizer"))
             bars.update(
                 tasks[progress.source],
                 total=None if progress.fraction is None else 1.0,
@@ -151,6 +156,9 @@ class _Lines:
         self._pace, self._said = _Pace(), time.monotonic()
 
     def __call__(self, progress: "Progress") -> None:
+        if progress.phase != "tokenizing":
+            typer.echo(f"{progress.source}: {progress.phase}", err=True)
+            return
         speed, now = self._pace.speed(progress), time.monotonic()
         if now - self._said < _LINE_SECONDS:
             return

@@ -31,9 +31,11 @@ def train(
         settings.insert(0, config)
         config = None
     main = int(os.environ.get("RANK", 0)) == 0
-    folder = out or Path("runs") / (config.removesuffix(".yaml").strip("./").replace("/", "-") if config else "run")
+    is_file = config is not None and Path(config).suffix in (".yaml", ".yml")
+    name = "run" if config is None else Path(config).stem if is_file else config.replace("/", "-")
+    folder = out or Path("runs") / name
     if dry_run:
-        made = plan(config, settings, folder)
+        made = plan(config, settings, folder, resume)
         if main:
             _show_plan(made, as_json)
         return

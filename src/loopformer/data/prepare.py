@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from loopformer.data.background import Ahead
 from loopformer.data.corpus import Position, Source, parse_sources
-from loopformer.data.files import Meter
+from loopformer.data.files import Meter, need
 from loopformer.data.ledger import Ledger, SourceState, Written, alone_in
 from loopformer.data.shards import ShardWriter
 from loopformer.data.splits import SPLITS, Split, Splitter, agree, documents, survey
@@ -51,6 +51,7 @@ class Progress:
     text_bytes: int
     tokens: int
     fraction: float | None  # of the source; None where its length is unknown
+    phase: str = "tokenizing"
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ def prepare(
     overrides: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     parsed = parse_sources(sources, field, supervised=supervised)
     parsed = tuple(dataclasses.replace(source, **overrides) for source in parsed)
+    if any(source.remote for source in parsed):
+        need("datasets", "A dataset of the Hub")
     if tokenizer is None and train_tokenizer is None:
         tokenizer = "gpt2" if any(source.remote for source in parsed) else None
         train_tokenizer = None if tokenizer else DEFAULT_VOCAB
@@ -116,10 +119,15 @@ def prepare(
         if (index := ledger.begin()) is not None:
             return index
         if not ledger.sources:
-            ledger.sources = [SourceState(one) for one in agree([reader.survey(source) for source in parsed])]
+            surveys = []
+            for source in parsed:
+                _tell(report, source.name, "looking through")
+                surveys.append(reader.survey(source))
+            ledger.sources = [SourceState(one) for one in agree(surveys)]
         if (ledger.folder / TOKENIZER_FILE).exists():
             ready = Tokenizer.load(ledger.folder)
         elif ready is None:
+            _tell(report, "tokenizer", f"training, {train_tokenizer} ids")
             ready = Tokenizer.train(reader.training_texts(parsed, ledger.sources), train_tokenizer or 0)
         # Only now, so that a wrong field or a missing file leaves an empty folder and not half a job.
         ledger.commit()
@@ -248,6 +256,8 @@ def _tokenize(
     meter = Meter(sum(part.size or 0 for part in source.parts[: state.position.part]))
     limits: dict[Split, int | None] = {"train": source.train_tokens, "val": source.val_tokens}
     committed = time.monotonic()
+    if report:
+        report(_progress(source, state, 0))  # a display counts its speed from here
     with ExitStack() as stack:
         outputs: dict[Split, _Output] = {}
         for split in SPLITS:
@@ -278,6 +288,11 @@ def _tokenize(
                 )
     state.done = True
     ledger.commit()
+
+
+def _tell(report: Callable[[Progress], None] | None, name: str, phase: str) -> None:
+    if report:
+        report(Progress(name, 0, 0, None, phase))
 
 
 def _encode(tokenizer: Tokenizer, items: list[Item]) -> list[Encoded]:

@@ -26,7 +26,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stops = [stop for stop in stops if stop]
         self._ids: list[int] = []
-        self._done = 0  # ids whose text is settled
+        self._done = 0  # ids whose text is settled; a token may end in the middle of a character
+        self._part = 0  # characters of the later ids' text that are settled already
         self._text = ""  # settled text
         self._shown = 0
         self.stopped = False
@@ -39,22 +40,24 @@ class TextStream:
     def push(self, token: int) -> str:
         """Add a token and return what can be shown."""
         self._ids.append(token)
-        new = self._tokenizer.decode(self._ids[self._done :])
-        if new.endswith(BROKEN) and len(self._ids) - self._done < 8:  # no character has more bytes than that
-            return ""
-        self._settle(new)
+        self._settle(whole=False)
         return self._show(self._held())
 
     def finish(self) -> str:
         """Show what is left."""
-        if not self.stopped and self._done < len(self._ids):
-            self._settle(self._tokenizer.decode(self._ids[self._done :]))
+        if not self.stopped:
+            self._settle(whole=True)
         return self._show(0)
 
-    def _settle(self, new: str) -> None:
+    def _settle(self, whole: bool) -> None:
+        """Take over the text of new tokens, up to a character that is not whole yet."""
+        new = self._tokenizer.decode(self._ids[self._done :])
+        clear = new if whole else new.rstrip(BROKEN)
         before = max(0, len(self._text) - max((len(stop) for stop in self._stops), default=1) + 1)
-        self._text += new
-        self._done = len(self._ids)
+        self._text += clear[self._part :]
+        self._part = len(clear)
+        if clear == new:
+            self._done, self._part = len(self._ids), 0
         found = [place for stop in self._stops if (place := self._text.find(stop, before)) >= 0]
         if found:
             self._text, self.stopped = self._text[: min(found)], True

@@ -52,13 +52,20 @@ def latest_good(run: Path, say: Callable[[str], None]) -> Path | None:
         wrong = problem(path)
         if wrong is None:
             return path
-        say(f"The checkpoint {path} is damaged ({wrong}); looking at the one before.")
+        say(f"The checkpoint {path} is damaged ({wrong}).")
     return None
 
 
 def newest_model(run: str | Path, say: Callable[[str], None]) -> Path:
     """The model folder to use of a run: its newest whole checkpoint."""
-    found = latest_good(Path(run), say)
+    notes: list[str] = []
+    found = latest_good(Path(run), notes.append)
     if found is None:
-        raise FileProblem(f"The run {run} has no whole checkpoint yet; let it train to its first one.")
+        raise FileProblem(
+            f"No checkpoint of {run} is whole: {' '.join(notes)}"
+            if notes
+            else f"The run {run} has no checkpoint yet; let it train to its first one."
+        )
+    for note in notes:
+        say(note)
     return found

@@ -106,21 +106,24 @@ class LoopedLM(nn.Module):
         return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
 
     @torch.no_grad()
-    def extend(self, ids: Tensor, cache: Cache, counts: Sequence[int] | None = None) -> Tensor:
+    def extend(self, ids: Tensor, cache: Cache, counts: Sequence[int] | None = None, check: bool = True) -> Tensor:
         """Run new tokens [B, T] on top of the cache, which keeps them: hidden [B, T, D] after the final norm.
 
         `counts` says how many tokens of each row count, where rows are padded at the end; what lies beyond is not
-        kept and its output means nothing.
+        kept and its output means nothing. `check` False trusts the ids' values, as those a model has chosen itself.
         """
-        self._check(ids, None, values=False)
+        self._check(ids, None, values=check)
         if len(ids) != len(cache.lengths):
             raise LoopformerError(f"{len(ids)} rows were given to a cache of {len(cache.lengths)}.")
+        counts = [ids.shape[1]] * len(ids) if counts is None else counts
+        if len(counts) != len(ids) or not all(0 <= count <= ids.shape[1] for count in counts):
+            raise LoopformerError(f"counts must be {len(ids)} numbers of tokens in 0…{ids.shape[1]}, got {counts}.")
         positions, mask = cache.place(ids.shape[1])
         x, rotary = self._embed_at(ids, positions)
         x = self.loop(
             lambda number, *inputs: self.stack(*inputs, cache.slots(number)), x, cache.passes, rotary, mask, None
         )
-        cache.advance([ids.shape[1]] * len(ids) if counts is None else counts)
+        cache.advance(counts)
         hidden: Tensor = self.final_norm(x)
         return hidden
 

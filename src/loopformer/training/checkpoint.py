@@ -101,16 +101,17 @@ def _seal(part: Path) -> None:
     sync_folder(part)
 
 
-def rotate(run: Path, step: int, keep: int, best: int | None) -> None:
-    """Delete all but the newest `keep` checkpoints up to this step and the best one.
+def drop_beyond(run: Path, step: int) -> None:
+    """Delete checkpoints newer than the one a run goes on from: they are damaged, or it would go on from them."""
+    for path in checkpoints(run):
+        if step_of(path) > step:
+            shutil.rmtree(path, ignore_errors=True)
 
-    What lies beyond the step is damaged, or the run would have gone on from there.
-    """
-    found = checkpoints(run)
-    reached = [path for path in found if step_of(path) <= step]
-    kept = {*reached[-keep:], *(path for path in reached if step_of(path) == best)}
-    for path in found:
-        if path not in kept:
+
+def rotate(run: Path, keep: int, best: int | None) -> None:
+    """Delete all but the newest `keep` checkpoints and the best one."""
+    for path in checkpoints(run)[:-keep]:
+        if step_of(path) != best:
             shutil.rmtree(path, ignore_errors=True)
     for path in (run / FOLDER).glob("*.part"):
         shutil.rmtree(path, ignore_errors=True)

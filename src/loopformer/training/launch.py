@@ -78,13 +78,15 @@ def launch(
         if ranks.main:
             with writing(out):
                 result["curves"] = draw_curves(out)
+            if result["curves"] is None and not quiet:
+                say("no curves.png: it needs matplotlib, pip install 'loopformer[plot]'")
         ranks.close()
     return result
 
 
-def plan(source: str | None, overrides: Sequence[str], out: str | Path) -> dict[str, Any]:
+def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: bool = False) -> dict[str, Any]:
     """What `--dry-run` prints: the estimate, and the settings it is for."""
-    run, given = _settings(source, overrides, Path(out), resume=False)
+    run, given = _settings(source, overrides, Path(out), resume)
     run = with_expected_vocab(run, given)
     tokens = 0
     if (Path(run.data.path) / "index.json").is_file():

@@ -63,6 +63,11 @@ class Reporter:
         for writer in self._writers:
             writer.write(kind, step, values)
 
+    def tick(self, step: int) -> None:
+        """A step is done: move the bar."""
+        if self._bar is not None:
+            self._bar.update(0, completed=step)
+
     def progress(self, step: int, values: dict[str, Any]) -> None:
         """Show a training record."""
         if not self.active:
@@ -72,7 +77,7 @@ class Reporter:
             f"{values['tokens_per_second']:,.0f} tok/s  lr {values['learning_rate']:.2e}"
         )
         if self._bar is not None:
-            self._bar.update(0, completed=step, note=text)
+            self._bar.update(0, note=text)
         else:
             spent = time.perf_counter() - self._started
             left = spent / max(1, step - self._first) * (self.steps - step)
@@ -148,13 +153,15 @@ def _drop_after(path: Path, step: int) -> None:
 def _bar(steps: int, first_step: int) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
     bar = Progress(
         MofNCompleteColumn(),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=16),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
         console=Console(stderr=True),
+        expand=True,
     )
     bar.add_task("train", total=steps, completed=first_step, note="starting")
     return bar

@@ -28,7 +28,7 @@ def settle_run(run: RunConfig, given: set[str], data: TokenData) -> RunConfig:
     """Fill in what the data and the starting model decide: the vocabulary, or all model settings."""
     if run.init_from is not None:
         model, tokenizer = find_model(run.init_from)
-        _check_same_tokenizer(tokenizer, data)
+        _check_same_tokenizer(tokenizer, model.config, data)
         check_given(run.model, model.config, given)
         run = replace(run, model=model.config)
     elif "model.vocab" not in given:
@@ -36,12 +36,17 @@ def settle_run(run: RunConfig, given: set[str], data: TokenData) -> RunConfig:
     if run.model.vocab < data.vocab_size:
         raise LoopformerError(
             f"The data's tokenizer has {data.vocab_size} tokens but model.vocab is {run.model.vocab}; "
-            + ("prepare the data with the model's tokenizer." if run.init_from else "leave model.vocab out.")
+            "leave model.vocab out."
         )
     return run
 
 
-def _check_same_tokenizer(folder: Path | None, data: TokenData) -> None:
+def _check_same_tokenizer(folder: Path | None, model: ModelConfig, data: TokenData) -> None:
+    if folder is None and data.vocab_size != model.vocab:
+        raise LoopformerError(
+            f"The starting model has {model.vocab} tokens and no tokenizer beside it, the data's tokenizer has "
+            f"{data.vocab_size}; prepare the data with the model's own tokenizer."
+        )
     if folder is not None and Tokenizer.load(folder).hash != data.tokenizer.hash:
         raise LoopformerError(
             f"The data in {data.folder} was made with another tokenizer than the model in {folder}; "

@@ -31,12 +31,18 @@ from loopformer.errors import FileProblem, LoopformerError, RunFailed
 from loopformer.loading.folder import load_model, save_tensors
 from loopformer.loading.runs import SETTINGS, STATE, latest_good
 from loopformer.loading.tensors import read_json
-from loopformer.training.checkpoint import optimizer_tensors, restore_optimizer, rotate, write_checkpoint
+from loopformer.training.checkpoint import (
+    drop_beyond,
+    optimizer_tensors,
+    restore_optimizer,
+    rotate,
+    write_checkpoint,
+)
 from loopformer.training.distributed import Parallel, Ranks, whole
 from loopformer.training.head_loss import IGNORED
 from loopformer.training.objective import Divisors, Objective
 from loopformer.training.optimizer import learning_rate, make_optimizer
-from loopformer.training.plan import peak_flops, training_flops_per_token
+from loopformer.training.plan import device_name, peak_flops, training_flops_per_token
 from loopformer.training.reporting import Reporter
 from loopformer.training.routes import Piece, pieces, short_route
 from loopformer.training.setup import autocast, choose_micro_batch, compile_step, make_model
@@ -54,6 +60,8 @@ class Progress:
     best_step: int | None = None
     best_loss: float | None = None
     micro_batch: int = 0
+    micro_batch_found: bool = False  # by looking for what fits, on `device`
+    device: str = ""
     world: int = 1
     threads: int = 0
     data: str = ""  # hash of the data's index
@@ -88,16 +96,14 @@ class Trainer:
         self.reporter = Reporter(run, out, ranks.main, self.progress.step, quiet)
         for note in notes:
             self.reporter.say(note)
+        if checkpoint and ranks.main:
+            drop_beyond(out, self.progress.step)
         if resume:
             self.reporter.say(f"going on from {checkpoint}" if checkpoint else "no checkpoint yet; starting anew")
 
         model = load_model(checkpoint) if checkpoint else make_model(run)
         objective = Objective(model.to(ranks.device), run.objective, training.checkpoint_loops)
-        if isinstance(training.micro_batch, int):
-            self.progress.micro_batch = training.micro_batch
-        elif self.progress.micro_batch == 0 or self.progress.world != ranks.world:
-            self.progress.micro_batch = choose_micro_batch(run, objective, ranks, self.reporter.say)
-        self.progress.world = ranks.world
+        self._settle_micro_batch(objective)
         sharded = training.strategy == "fsdp"
         self.pieces = pieces(
             training.batch, self.progress.micro_batch, run.objective, ranks.rank, ranks.world, in_step=sharded
@@ -109,6 +115,17 @@ class Trainer:
         self.optimizer = make_optimizer(model, training, self.fused)
         if checkpoint:
             restore_optimizer(model, self.optimizer, checkpoint, self.progress.updates, self.fused)
+
+    def _settle_micro_batch(self, objective: Objective) -> None:
+        """The configured micro-batch; with `auto` the one found before, unless it was found for other devices."""
+        progress, ranks, asked = self.progress, self.ranks, self.run.training.micro_batch
+        place = device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
+        if isinstance(asked, int):
+            progress.micro_batch = asked
+        elif not progress.micro_batch_found or (progress.world, progress.device) != (ranks.world, place):
+            progress.micro_batch = choose_micro_batch(self.run, objective, ranks, self.reporter.say)
+        progress.micro_batch_found = not isinstance(asked, int)
+        progress.world, progress.device = ranks.world, place
 
     def _restore_progress(self, checkpoint: Path, data: TokenData) -> Progress:
         progress = Progress(**read_json(checkpoint / STATE))
@@ -168,6 +185,7 @@ class Trainer:
             progress.tokens += training.batch * self.run.model.context
             progress.bad_in_a_row = 0 if finite else progress.bad_in_a_row + 1
             meter.add(flops)
+            self.reporter.tick(step)
             if step % training.log_every == 0 or step == training.steps or not finite:
                 loss, short, consistency = self.ranks.sum(terms).tolist()
                 values = {
@@ -276,7 +294,7 @@ class Trainer:
 
         write_checkpoint(self.out, progress.step, fill, moments, self.ranks, self.parallel.sharded)
         if self.ranks.main:
-            rotate(self.out, progress.step, self.run.training.keep, progress.best_step)
+            rotate(self.out, self.run.training.keep, progress.best_step)
 
 
 class _Meter:
