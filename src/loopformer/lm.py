@@ -18,6 +18,7 @@ from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError
 from loopformer.inference.generate import Request, Result, generate
+from loopformer.inference.layout import lay_out
 from loopformer.inference.sampling import Sampling
 from loopformer.inference.score import Score, score
 from loopformer.inference.speculative import Draft, speculate
@@ -38,7 +39,7 @@ class LM:
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
         """Move the model, in place, to a device and dtype."""
-        self.model.to(device=device, dtype=dtype)
+        lay_out(self.model.to(device=device, dtype=dtype))
         return self
 
     @overload
@@ -124,4 +125,4 @@ def load_official(source: str | Path, heads: int | None = None, loops: int | Non
 
 
 def _lm(model: LoopedLM, tokenizer: Path | None) -> LM:
-    return LM(model.eval(), Tokenizer.load(tokenizer) if tokenizer else None)
+    return LM(lay_out(model).eval(), Tokenizer.load(tokenizer) if tokenizer else None)

@@ -1,1 +1,2 @@
-"""From a model to text: sampling.py · text.py (streaming) · generate.py · score.py · budget.py (targets)."""
+"""From a model to text: sampling.py · text.py (streaming) · generate.py · speculative.py · score.py ·
+budget.py (targets) · layout.py (memory order)."""
