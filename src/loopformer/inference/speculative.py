@@ -61,10 +61,6 @@ class Report:
     def acceptance(self) -> float:
         return self.accepted / max(1, self.drafted)
 
-    @property
-    def tokens_per_verification(self) -> float:
-        return self.tokens / max(1, self.verifications)
-
 
 @torch.no_grad()
 def speculate(
