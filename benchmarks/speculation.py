@@ -36,7 +36,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     lm = loopformer.load(asked.model)
-    loops, tokenizer = lm.model.config.loops, lm._text()
+    loops, tokenizer = lm.model.config.loops, lm.need_tokenizer()
     full = Trajectory.uniform(loops)
     windows = validation_windows(TokenData.open(asked.data, "val"), asked.prompt_tokens, asked.prompts)
     prompts = [tuple(row.tolist()) for row in windows.batch(0, asked.prompts).inputs]

@@ -22,7 +22,7 @@ import loopformer
 from loopformer import LM
 from loopformer.data.loader import Windows, validation_windows
 from loopformer.data.prepare import prepare
-from loopformer.data.tokens import TokenData
+from loopformer.data.tokens import TokenData, is_prepared
 from loopformer.training.launch import launch
 
 DATA = "data/demo"
@@ -33,7 +33,7 @@ PROMPT = "Return a new list"
 def train(out: Path, steps: int) -> dict[str, LM]:
     """Both models on the same tokens in the same order, side by side on one core each; a finished run is kept."""
     settings = [f"training.steps={steps}", "training.threads=1"]
-    if not (Path(DATA) / "index.json").is_file():
+    if not is_prepared(DATA):
         print(f"preparing the prose of the standard library into {DATA}", flush=True)
         prepare(["stdlib"], DATA, train_tokenizer=1024)
     print(f"training an elastic and a fixed-depth model, {steps} steps each; shown is the elastic one", flush=True)

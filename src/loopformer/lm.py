@@ -64,9 +64,9 @@ class LM:
         draft: Draft | None = options.pop("draft", None)
         requests = self.requests(prompts, budget, trajectory, **options)
         if draft is not None:
-            ordered, _ = speculate(self.model, self._text(), requests, draft)
+            ordered, _ = speculate(self.model, self.need_tokenizer(), requests, draft)
         else:
-            events = generate(self.model, self._text(), requests)
+            events = generate(self.model, self.need_tokenizer(), requests)
             results = {event.row: event.result for event in events if event.result is not None}
             ordered = [results[row] for row in range(len(prompts))]
         return ordered[0] if isinstance(prompt, str) else ordered
@@ -76,14 +76,14 @@ class LM:
     ) -> Iterator[str]:
         """Continue a prompt and give its text piece by piece, whole characters each."""
         requests = self.requests([prompt], budget, trajectory, **options)
-        return (event.piece for event in generate(self.model, self._text(), requests) if event.piece)
+        return (event.piece for event in generate(self.model, self.need_tokenizer(), requests) if event.piece)
 
     def score(self, texts: Sequence[str], budget: Budget = None, trajectory: Schedule = None) -> list[Score]:
         """Log-probabilities of texts, token by token."""
         require(not isinstance(texts, str), "score takes a list of texts; put the one text in brackets.")
         if not texts:
             return []
-        ids = [self._text().encode(text) for text in texts]
+        ids = [self.need_tokenizer().encode(text) for text in texts]
         return score(self.model, ids, self.routes(len(texts), budget, trajectory))
 
     def requests(
@@ -98,7 +98,7 @@ class LM:
         except TypeError as error:
             raise LoopformerError(f"Unknown option for generation: {error}.") from error
         routes = self.routes(len(prompts), budget, trajectory)
-        ids = [tuple(self._text().encode(prompt)) for prompt in prompts]
+        ids = [tuple(self.need_tokenizer().encode(prompt)) for prompt in prompts]
         return [Request(one, route, sampling, **limits) for one, route in zip(ids, routes, strict=True)]
 
     def routes(self, rows: int, budget: Budget = None, trajectory: Schedule = None) -> list[Trajectory]:
@@ -108,7 +108,8 @@ class LM:
         found = self.model.routes(asked, rows)
         return [found] * rows if isinstance(found, Trajectory) else found
 
-    def _text(self) -> Tokenizer:
+    def need_tokenizer(self) -> Tokenizer:
+        """The tokenizer, for what cannot be done without one."""
         if self.tokenizer is None:
             raise LoopformerError("This model came without a tokenizer; put its tokenizer.json beside its weights.")
         return self.tokenizer

@@ -40,7 +40,7 @@ def test_rows_that_end_early_leave_without_disturbing_the_rest(lm: LM) -> None:
         lm.requests([p], trajectory=r, max_tokens=m)[0]
         for p, r, m in zip(PROMPTS, ROUTES, (3, 11, 1, 7), strict=True)
     ]
-    found = {e.row: e.result for e in generate(lm.model, lm._text(), requests) if e.result}
+    found = {e.row: e.result for e in generate(lm.model, lm.need_tokenizer(), requests) if e.result}
     for row, (prompt, route, most) in enumerate(zip(PROMPTS, ROUTES, (3, 11, 1, 7), strict=True)):
         result = found[row]
         assert result is not None
@@ -70,7 +70,7 @@ def test_limits_end_with_their_reason(lm: LM) -> None:
 @pytest.mark.parametrize("length", [60, 63, 64])
 def test_the_context_is_filled_and_no_further(lm: LM, length: int) -> None:
     request = Request(tuple(range(40, 40 + length)), Trajectory.uniform(4), max_tokens=500)
-    (result,) = (event.result for event in generate(lm.model, lm._text(), [request]) if event.result)
+    (result,) = (event.result for event in generate(lm.model, lm.need_tokenizer(), [request]) if event.result)
     assert (result.reason, len(result.ids)) == ("context", 64 - length + 1)
 
 

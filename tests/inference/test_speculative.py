@@ -16,7 +16,9 @@ ROUTES = ["4", "4", "2-1-1", "3-1"]
 
 
 def run(lm: LM, draft: Draft, tokens: int = 20) -> tuple[list[Result], Report]:
-    return speculate(lm.model, lm._text(), lm.requests(PROMPTS, trajectory=ROUTES, max_tokens=tokens), draft)
+    return speculate(
+        lm.model, lm.need_tokenizer(), lm.requests(PROMPTS, trajectory=ROUTES, max_tokens=tokens), draft
+    )
 
 
 @pytest.mark.parametrize("length", [1, 3, 7, None])
@@ -33,7 +35,7 @@ def test_greedy_text_is_the_full_models(lm: LM, length: int | None, passes: int 
 
 def test_drafting_along_the_full_trajectory_is_always_right_and_saves_passes(lm: LM) -> None:
     requests = lm.requests(PROMPTS[:2], budget=4, max_tokens=21)
-    results, report = speculate(lm.model, lm._text(), requests, Draft(Trajectory.uniform(4), 6))
+    results, report = speculate(lm.model, lm.need_tokenizer(), requests, Draft(Trajectory.uniform(4), 6))
     assert report.acceptance > 0.9  # all that was drafted, but for the tokens beyond a request's end
     assert report.verifications <= sum(-(-len(result.ids) // 7) for result in results)
 
@@ -41,17 +43,17 @@ def test_drafting_along_the_full_trajectory_is_always_right_and_saves_passes(lm:
 @pytest.mark.parametrize("length", [60, 62, 64])
 def test_the_context_limit_holds(lm: LM, length: int) -> None:
     request = Request(tuple(range(40, 40 + length)), Trajectory.uniform(4), max_tokens=500)
-    (result,), _ = speculate(lm.model, lm._text(), [request], Draft(Trajectory.uniform(1), 4))
+    (result,), _ = speculate(lm.model, lm.need_tokenizer(), [request], Draft(Trajectory.uniform(1), 4))
     assert (result.reason, len(result.ids)) == ("context", 64 - length + 1)
 
 
 def test_sampled_text_follows_the_full_models_distribution(lm: LM) -> None:
     """Two tokens of 4000 texts, sorted into nine bins, against their exact probabilities."""
-    rows, vocab, end = 4000, lm.model.config.vocab, lm._text().eot
+    rows, vocab, end = 4000, lm.model.config.vocab, lm.need_tokenizer().eot
     prompt, route = [50, 60, 70], Trajectory.uniform(4)
     sampling = Sampling(temperature=5.0)
     requests = [Request(tuple(prompt), route, replace(sampling, seed=seed), max_tokens=2) for seed in range(rows)]
-    results, report = speculate(lm.model, lm._text(), requests, Draft(Trajectory.uniform(1), 1))
+    results, report = speculate(lm.model, lm.need_tokenizer(), requests, Draft(Trajectory.uniform(1), 1))
     assert 0.2 < report.acceptance < 0.95  # drafts are both kept and thrown away
 
     def exact(texts: list[list[int]]) -> torch.Tensor:

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopformer.training.head_loss import IGNORED, LossWeights, head_losses
+from loopformer.data.loader import NO_LOSS
+from loopformer.training.head_loss import LossWeights, head_losses
 
 WEIGHTS = LossWeights(full=0.5, short=0.3)
 
@@ -13,7 +14,7 @@ WEIGHTS = LossWeights(full=0.5, short=0.3)
 def plain(weight: Tensor, full: Tensor, targets: Tensor, short: Tensor | None, w: LossWeights) -> Tensor:
     """The same sum with all logits at once."""
     logits = full @ weight.T
-    counted = targets != IGNORED
+    counted = targets != NO_LOSS
     total = w.full * F.cross_entropy(logits, targets, reduction="sum")
     if short is not None:
         brief = short @ weight.T
@@ -35,7 +36,7 @@ def test_chunks_equal_the_plain_loss_and_its_gradients(chunk: int, weights: Loss
     tensors = [torch.randn(50, 8, requires_grad=True), torch.randn(13, 8, requires_grad=True)]
     tensors += [torch.randn(13, 8, requires_grad=True)] if with_short else []
     targets = torch.randint(50, (13,))
-    targets[[2, 5]] = IGNORED
+    targets[[2, 5]] = NO_LOSS
     weight, full, short = tensors[0], tensors[1], tensors[2] if with_short else None
     expected = plain(weight, full, targets, short, weights)
     wanted = torch.autograd.grad(3 * expected, tensors)
@@ -47,7 +48,7 @@ def test_chunks_equal_the_plain_loss_and_its_gradients(chunk: int, weights: Loss
 
 def test_no_gradients_without_need_and_all_ignored_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, full = torch.randn(50, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    assert float(head_losses(weight, full, torch.full((4,), IGNORED), None, LossWeights(), 2).full) == 0
+    assert float(head_losses(weight, full, torch.full((4,), NO_LOSS), None, LossWeights(), 2).full) == 0
     monkeypatch.setattr(torch.autograd, "grad", None)  # calling it would fail
     with torch.no_grad():
         sums = head_losses(weight, full, torch.randint(50, (4,)), None, LossWeights(), 2)

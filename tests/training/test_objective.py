@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from loopformer import LoopedLM, Trajectory
 from loopformer.config import ModelConfig, ObjectiveConfig
-from loopformer.training.head_loss import IGNORED
+from loopformer.data.loader import NO_LOSS
 from loopformer.training.objective import Divisors, Objective
 
 SHORT = Trajectory.parse("2-1-1")
@@ -20,7 +20,7 @@ def make(
         nn.init.normal_(parameter, std=0.1)
     ids = torch.randint(tiny.vocab, (4, 9))
     targets = ids[:, 1:].clone()
-    targets[1, 3] = IGNORED
+    targets[1, 3] = NO_LOSS
     return Objective(model, config, checkpoint_loops), ids[:, :-1], targets
 
 
@@ -40,13 +40,13 @@ def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 def test_it_is_the_papers_sum(tiny: ModelConfig, kind: str) -> None:
     config = ObjectiveConfig(short_weight=0.2, consistency_weight=0.3, consistency=kind, chunk=5)  # type: ignore[arg-type]
     objective, inputs, targets = make(tiny, config)
-    divisors = Divisors(float((targets != IGNORED).sum()), float((targets != IGNORED).sum()))
+    divisors = Divisors(float((targets != NO_LOSS).sum()), float((targets != NO_LOSS).sum()))
     got = objective(inputs, targets, None, divisors, None, SHORT, (0, 1, 2, 3))
     got.total.backward()
     mine = grads(objective)
 
     full, short = objective.model(inputs), objective.model(inputs, SHORT)
-    counted = targets != IGNORED
+    counted = targets != NO_LOSS
     ce = [F.cross_entropy(out.logits[counted], targets[counted]) for out in (full, short)]
     teacher = (full.hidden if kind == "hidden" else full.logits).detach()[counted]
     student = (short.hidden if kind == "hidden" else short.logits)[counted]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import loopformer
 from loopformer import LoopedLM, LoopformerError, ModelConfig
 from loopformer.config import preset_names
 from loopformer.data.prepare import prepare
 from loopformer.loading import save_model
+from loopformer.loading.folder import write_safetensors
 from loopformer.loading.runs import checkpoints
 from loopformer.training.launch import launch, plan
 from loopformer.training.reporting import read_metrics
@@ -150,7 +150,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(
 ) -> None:
     from loopformer.training import checkpoint
 
-    whole = save_file
+    whole = write_safetensors
 
     def no_space(tensors: dict[str, torch.Tensor], path: Path) -> None:
         whole(tensors, path)
@@ -158,12 +158,12 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(
             path.write_bytes(path.read_bytes()[:1000])
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", no_space)
+    monkeypatch.setattr(checkpoint, "write_safetensors", no_space)
     with pytest.raises(LoopformerError, match=r"step 4 .*No space left.*step-00000003.*--resume"):
         launch("demo", small(), tmp_path / "run", quiet=True)
     assert [path.name for path in checkpoints(tmp_path / "run")][-1] == "step-00000003"
     assert not list((tmp_path / "run" / "checkpoints").glob("*.part"))
-    monkeypatch.setattr(checkpoint, "save_file", whole)
+    monkeypatch.setattr(checkpoint, "write_safetensors", whole)
     assert launch("demo", small(), tmp_path / "run", resume=True, quiet=True)["finished"]
 
 

@@ -96,7 +96,7 @@ def _stream(
     requests = lm.requests([text], budget, trajectory, **options)
     started = time.perf_counter()
     result = None
-    for event in run(lm.model, lm._text(), requests):
+    for event in run(lm.model, lm.need_tokenizer(), requests):
         result = event.result or result
         if not as_json:
             sys.stdout.write(event.piece)

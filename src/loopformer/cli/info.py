@@ -32,14 +32,14 @@ def info(
         typer.echo(json.dumps(names) if as_json else "\n".join(names))
         return
     require(context is None or context >= 1, f"--context must be 1 or more, got {context}.")
-    report = describe(find_config(model, heads, loops), context)
+    report = describe(config_of(model, heads, loops), context)
     if as_json:
         typer.echo(json.dumps({"model": model, **report}, indent=2))
     else:
         _show(model, report)
 
 
-def find_config(model: str, heads: int | None, loops: int | None) -> "ModelConfig":
+def config_of(model: str, heads: int | None, loops: int | None) -> "ModelConfig":
     """The settings of a preset or of a model on disk."""
     from loopformer.config import load_run, nearest, preset_names, require, with_expected_vocab
     from loopformer.errors import FileProblem
@@ -50,13 +50,10 @@ def find_config(model: str, heads: int | None, loops: int | None) -> "ModelConfi
             heads is None and loops is None, "--heads and --loops are for weights without a config, not presets."
         )
         return with_expected_vocab(*load_run(model)).model
-    from loopformer.loading import load_published, model_folder
-    from loopformer.loading.folder import is_model_folder, read_config
+    from loopformer.loading import find_config
 
-    if is_model_folder(folder := model_folder(model)):
-        return read_config(folder)
     try:
-        return load_published(model, heads, loops).config
+        return find_config(model, heads, loops)[0]
     except FileProblem as error:
         if Path(model).exists():
             raise

@@ -90,6 +90,11 @@ class TrainingConfig:
     tensorboard: bool = False
     wandb: str | None = None  # a Weights & Biases project
 
+    @property
+    def sharded(self) -> bool:
+        """Whether several ranks share the weights, and so must follow the same route at the same time."""
+        return self.strategy == "fsdp"
+
     def __post_init__(self) -> None:
         check_types(self, "training")
         counts = ("steps", "batch", "save_every", "keep", "validate_every", "validation_windows", "log_every")

@@ -28,6 +28,11 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
 
 
+def is_prepared(folder: Path | str) -> bool:
+    """Whether a folder was prepared to the end."""
+    return (Path(folder) / INDEX_FILE).is_file()
+
+
 class Sharded:
     """Several files read as one long array."""
 
@@ -83,7 +88,7 @@ class TokenData:
     def open(cls, folder: Path | str, split: str = "train") -> TokenData:
         folder = Path(folder)
         path = folder / INDEX_FILE
-        if not path.is_file():
+        if not is_prepared(folder):
             unfinished = (folder / STATE_FILE).exists()
             raise FileProblem(
                 f"{folder} is not prepared to the end; run the same loopformer prepare again, it continues."

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from loopformer.config import ModelConfig, require
 from loopformer.data.tokenizer import Tokenizer
+from loopformer.inference.padding import padded
 from loopformer.inference.sampling import Sampling, choose, pick
 from loopformer.inference.text import TextStream
 from loopformer.model import LoopedLM
@@ -156,11 +157,8 @@ def prefill(
     model: LoopedLM, prompts: Sequence[Sequence[int]], routes: Sequence[Trajectory]
 ) -> tuple[Cache, Tensor]:
     """Run prompts of any lengths: their cache, and the hidden state [B, D] of each one's last token."""
-    counts = [len(prompt) for prompt in prompts]
-    longest = max(counts)
-    device = model.tokens.weight.device
-    padded = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
+    ids, counts = padded(model, prompts)
     cache = model.cache(list(routes), len(prompts))
-    hidden = model.extend(padded, cache, counts)
-    last = torch.tensor(counts, device=device) - 1
-    return cache, hidden[torch.arange(len(counts), device=device), last]
+    hidden = model.extend(ids, cache, counts)
+    last = torch.tensor(counts, device=ids.device) - 1
+    return cache, hidden[torch.arange(len(counts), device=ids.device), last]

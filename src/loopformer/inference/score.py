@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from loopformer.config import require
+from loopformer.inference.padding import padded
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -37,14 +38,11 @@ def score(model: LoopedLM, texts: Sequence[Sequence[int]], routes: Sequence[Traj
     for ids in texts:
         require(len(ids) > 0, "A text to score is empty; give at least one character.")
         require(len(ids) <= context, f"A text has {len(ids)} tokens but the context is {context}; shorten it.")
-    longest = max(map(len, texts))
-    device = model.tokens.weight.device
-    # Padding comes last, where no earlier token can see it.
-    padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in texts], device=device)
-    hidden = model(padded, list(routes), logits=False).hidden
+    filled, _ = padded(model, texts)
+    hidden = model(filled, list(routes), logits=False).hidden
     scores = []
     for row, ids in enumerate(texts):
         logits = model.head(hidden[row, : len(ids) - 1])[:, : model.config.vocab].float()
-        chosen = logits.log_softmax(-1).gather(1, padded[row, 1 : len(ids), None])[:, 0]
+        chosen = logits.log_softmax(-1).gather(1, filled[row, 1 : len(ids), None])[:, 0]
         scores.append(Score(tuple(ids), tuple(chosen.tolist())))
     return scores

@@ -20,6 +20,7 @@ from torch import Tensor
 from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.generate import Request, Result, RowState
+from loopformer.inference.padding import padded
 from loopformer.inference.sampling import probabilities
 from loopformer.model import LoopedLM
 from loopformer.model.cache import Cache
@@ -117,10 +118,9 @@ def best_length(model: LoopedLM, draft: Draft, rate: float) -> int:
 
 def _fill(model: LoopedLM, cache: Cache, prompts: Sequence[Sequence[int]]) -> None:
     """Run all but the last token of each prompt."""
-    counts = [len(prompt) for prompt in prompts]
-    if max(counts):
-        padded = [[*prompt, *[0] * (max(counts) - len(prompt))] for prompt in prompts]
-        model.extend(torch.tensor(padded, device=model.tokens.weight.device), cache, counts)
+    if any(prompts):
+        ids, counts = padded(model, prompts)
+        model.extend(ids, cache, counts)
 
 
 def _draft(
@@ -136,9 +136,8 @@ def _draft(
             new = [list(row.tail(count)) for row, count in zip(rows, behind, strict=True)]
         else:
             new = [proposal[-1:] for proposal in proposals]
-        counts = [len(one) for one in new]
-        padded = [[*one, *[0] * (max(counts) - len(one))] for one in new]
-        hidden = model.extend(torch.tensor(padded, device=model.tokens.weight.device), cache, counts)
+        ids, counts = padded(model, new)
+        hidden = model.extend(ids, cache, counts)
         for place, row in enumerate(rows):
             logits = model.head(hidden[place, counts[place] - 1])[: model.config.vocab]
             likely = probabilities(logits, row.request.sampling, (*row.history, *proposals[place]))
@@ -150,7 +149,7 @@ def _draft(
 def _verify(model: LoopedLM, cache: Cache, rows: list[RowState], proposals: list[list[int]]) -> Tensor:
     """Logits of the full trajectory after the last token and after each drafted one [rows, length + 1, V]."""
     new = [[row.history[-1], *proposal] for row, proposal in zip(rows, proposals, strict=True)]
-    hidden = model.extend(torch.tensor(new, device=model.tokens.weight.device), cache)
+    hidden = model.extend(padded(model, new)[0], cache)
     return model.head(hidden)[..., : model.config.vocab]
 
 

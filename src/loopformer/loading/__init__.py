@@ -1,8 +1,8 @@
 """Models on disk: find.py (whatever it is) · folder.py (ours) · runs.py (training runs) · published.py (the
 authors' weights) · tensors.py (reading files safely) · build.py (settings and tensors to a model)."""
 
-from loopformer.loading.find import find_model, model_folder
+from loopformer.loading.find import find_config, find_model
 from loopformer.loading.folder import load_model, save_model
 from loopformer.loading.published import from_state_dict, load_published
 
-__all__ = ["find_model", "from_state_dict", "load_model", "load_published", "model_folder", "save_model"]
+__all__ = ["find_config", "find_model", "from_state_dict", "load_model", "load_published", "save_model"]

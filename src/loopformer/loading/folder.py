@@ -52,10 +52,7 @@ def save_tensors(
         "source": source or {},
     }
     try:
-        save_file(tensors, folder / (WEIGHTS + ".part"))
-        (folder / (WEIGHTS + ".part")).chmod(
-            0o666 & ~current_umask()
-        )  # safetensors makes files that only we can read
+        write_safetensors(tensors, folder / (WEIGHTS + ".part"))
         (folder / (CONFIG + ".part")).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name in (WEIGHTS, CONFIG):
             os.replace(folder / (name + ".part"), folder / name)
@@ -85,8 +82,9 @@ def load_model(folder: str | Path) -> LoopedLM:
     return build(config, tensors)
 
 
-def current_umask() -> int:
-    """The process's umask, which can only be read by setting it."""
-    mask = os.umask(0o022)
+def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a file that others may read as far as the umask allows; the library's own only we could."""
+    save_file(tensors, path)
+    mask = os.umask(0o022)  # a umask can only be read by setting it
     os.umask(mask)
-    return mask
+    path.chmod(0o666 & ~mask)

@@ -53,16 +53,20 @@ class Cost:
         return self.config.vocab_rows * self.config.width
 
     @property
+    def told(self) -> int:
+        """How many scalars a pass is told: t and Δ, one of them, or none."""
+        return {"none": 0, "trajectory": 2}.get(self.config.conditioning, 1)
+
+    @property
     def parameters(self) -> Parameters:
         config = self.config
         d, conditioned = config.width, config.conditioning != "none"
         embedding = (FOURIER_WIDTH + 1) * d + (d + 1) * d
-        scalars = {"none": 0, "trajectory": 2}.get(config.conditioning, 1)
         return Parameters(
             tokens=self.head_products,
             positions=config.context * d if config.positions == "learned" else 0,
             stack=config.blocks * (self.block_products + (0 if conditioned else 2 * d)),
-            conditioning=scalars * embedding + config.blocks * 4 * d * (d + 1) * conditioned,
+            conditioning=self.told * embedding + config.blocks * 4 * d * (d + 1) * conditioned,
             final_norm=d,
         )
 
@@ -82,8 +86,7 @@ class Cost:
         d, kind = self.config.width, self.config.conditioning
         if kind == "none":
             return 0
-        scalars = 2 if kind == "trajectory" else 1
-        per_step = scalars * 2 * (FOURIER_WIDTH * d + d * d) + self.config.blocks * 2 * 4 * d * d
+        per_step = self.told * 2 * (FOURIER_WIDTH * d + d * d) + self.config.blocks * 2 * 4 * d * d
         return per_step * (self.config.loops if budget is None else budget)
 
     def training_flops(

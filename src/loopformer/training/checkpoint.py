@@ -22,7 +22,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -31,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from loopformer.data.shards import sha256_of, sync_folder
 from loopformer.errors import FileProblem
-from loopformer.loading.folder import current_umask
+from loopformer.loading.folder import write_safetensors
 from loopformer.loading.runs import CHECKSUMS, FOLDER, checkpoints, step_of
 from loopformer.training.distributed import Ranks
 
@@ -56,7 +55,7 @@ def write_checkpoint(
         if sharded:
             save(optimizer, storage_writer=HuggingFaceStorageWriter(str(part / OPTIMIZER), save_distributed=True))
         elif ranks.main:
-            save_file(optimizer, part / OPTIMIZER / "optimizer.safetensors")
+            write_safetensors(optimizer, part / OPTIMIZER / "optimizer.safetensors")
 
     def finish() -> None:
         if ranks.main:
@@ -90,7 +89,6 @@ def _seal(part: Path) -> None:
     """Put everything on the disk, then the checksums over it."""
     files = sorted(path for path in part.rglob("*") if path.is_file())
     for path in files:
-        path.chmod(0o666 & ~current_umask())  # safetensors makes files that only we can read
         with path.open("rb+") as file:
             os.fsync(file.fileno())
     sums = {str(path.relative_to(part)): sha256_of(path) for path in files}

@@ -100,10 +100,10 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 class Parallel:
     """An objective on one rank of many; gradients are averaged over the ranks after each last micro-batch."""
 
-    def __init__(self, objective: Objective, ranks: Ranks, strategy: str) -> None:
+    def __init__(self, objective: Objective, ranks: Ranks, sharded: bool) -> None:
         self.ranks = ranks
         self.objective = objective
-        self.sharded = ranks.world > 1 and strategy == "fsdp"
+        self.sharded = ranks.world > 1 and sharded
         self.module: nn.Module = objective
         if self.sharded:
             # Named, since the default is a GPU wherever there is one, also for ranks that train on the CPU.

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
+from loopformer.data.loader import NO_LOSS
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,15 @@ def _product_dtype(weight: Tensor) -> torch.dtype:
 
 def _terms(head: Tensor, hidden: list[Tensor], targets: Tensor, weights: LossWeights) -> tuple[Tensor, ...]:
     """total, full, short and consistency of one chunk, each summed over its tokens."""
-    counted = targets != IGNORED
+    counted = targets != NO_LOSS
     zero = torch.zeros((), dtype=torch.float32, device=targets.device)
     full_logits = F.linear(hidden[0], head).float()  # [n, V]
-    full = F.cross_entropy(full_logits, targets, ignore_index=IGNORED, reduction="sum")
+    full = F.cross_entropy(full_logits, targets, ignore_index=NO_LOSS, reduction="sum")
     if len(hidden) == 1:
         return weights.full * full, full, zero, zero
     short_logits = F.linear(hidden[1], head).float()
     teacher = full_logits.detach()
-    short = F.cross_entropy(short_logits, targets, ignore_index=IGNORED, reduction="sum")
+    short = F.cross_entropy(short_logits, targets, ignore_index=NO_LOSS, reduction="sum")
     total = weights.full * full + weights.short * short
     consistency = zero
     if weights.logits:

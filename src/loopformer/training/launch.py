@@ -15,33 +15,38 @@ from typing import Any
 from loopformer.config import RunConfig, load_run, read_yaml, run_from_mapping, run_to_yaml, with_expected_vocab
 from loopformer.data.ledger import alone_in
 from loopformer.data.shards import write_atomic, writing
-from loopformer.data.tokens import TokenData
+from loopformer.data.tokens import TokenData, is_prepared
 from loopformer.errors import FileProblem, LoopformerError
-from loopformer.loading import find_model
+from loopformer.loading import find_config
 from loopformer.loading.runs import SETTINGS, checkpoints
 from loopformer.training.curves import draw_curves
 from loopformer.training.distributed import Ranks
-from loopformer.training.plan import available_bytes, largest_divisors, make_plan, memory_bytes
-from loopformer.training.routes import largest_piece, pieces
+from loopformer.training.plan import available_bytes, estimated_micro_batch, make_plan
+from loopformer.training.routes import pieces
 from loopformer.training.setup import check_given, out_of_memory_advice, settle_run
 from loopformer.training.trainer import Trainer
 
 # Settings that may change when a run goes on; any other would make it another run.
 FREE = {
     "training": {
-        *(
-            "steps",
-            "micro_batch",
-            "device",
-            "compile",
-            "checkpoint_loops",
-            "strategy",
-            "threads",
-            "save_every",
-            "keep",
-        ),
-        *("validate_every", "validation_windows", "log_every", "bad_steps", "tensorboard", "wandb"),
-        *("learning_rate", "min_learning_rate", "warmup"),  # what one turns when a run does not stay finite
+        "steps",
+        "micro_batch",
+        "device",
+        "compile",
+        "checkpoint_loops",
+        "strategy",
+        "threads",
+        "save_every",
+        "keep",
+        "validate_every",
+        "validation_windows",
+        "log_every",
+        "bad_steps",
+        "tensorboard",
+        "wandb",
+        "learning_rate",  # this and the next two: what one turns when a run does not stay finite
+        "min_learning_rate",
+        "warmup",
     },
     "objective": {"chunk"},
     "data": {"path", "prepare", "train_tokenizer"},
@@ -89,20 +94,17 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     run, given = _settings(source, overrides, Path(out), resume)
     run = with_expected_vocab(run, given)
     tokens = 0
-    if (Path(run.data.path) / "index.json").is_file():
+    if is_prepared(run.data.path):
         data = TokenData.open(run.data.path, "train")
         run, tokens = settle_run(run, given, data), data.tokens
     elif run.init_from is not None:
-        run = dataclasses.replace(run, model=find_model(run.init_from)[0].config)
+        run = dataclasses.replace(run, model=find_config(run.init_from)[0])
     ranks = Ranks.start(run.training.device)
     if isinstance(run.training.micro_batch, int):
         micro = run.training.micro_batch
     else:
-        room = 0.9 * available_bytes(ranks.device)
-        in_step = run.training.strategy == "fsdp"
-        sizes = largest_divisors(largest_piece(run.training.batch, run.objective, ranks.world, in_step))
-        micro = next((size for size in sizes if memory_bytes(run, size, ranks.world) < room), 1)
-    pieces(run.training.batch, micro, run.objective, world=ranks.world, in_step=run.training.strategy == "fsdp")
+        micro = estimated_micro_batch(run, 0.9 * available_bytes(ranks.device), ranks.world)
+    pieces(run.training.batch, micro, run.objective, world=ranks.world, in_step=run.training.sharded)
     made = make_plan(run, tokens, ranks.device, micro, ranks.world).as_dict()
     ranks.close()
     if not tokens:
@@ -133,7 +135,7 @@ def _stored(out: Path) -> RunConfig | None:
 
 def _prepare_if_asked(run: RunConfig, say: Callable[[str], None]) -> None:
     """Prepare the data first where the settings say how and it is not there yet."""
-    if run.data.prepare is None or (Path(run.data.path) / "index.json").is_file():
+    if run.data.prepare is None or is_prepared(run.data.path):
         return
     from loopformer.data.prepare import prepare
 

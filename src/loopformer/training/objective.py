@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from loopformer.config import ObjectiveConfig
+from loopformer.data.loader import NO_LOSS
 from loopformer.model import LoopedLM
-from loopformer.training.head_loss import IGNORED, LossWeights, head_losses
+from loopformer.training.head_loss import LossWeights, head_losses
 from loopformer.trajectory import Trajectory
 
 
@@ -58,7 +59,7 @@ class Objective(nn.Module):
         config, model = self.config, self.model
         full = self._hidden(inputs, documents, route)  # [B, T, D]
         rows = [] if short is None else list(short_rows)
-        others = [row for row in range(len(inputs)) if row not in set(rows)]
+        others = sorted(set(range(len(inputs))) - set(rows))
         # Each part is a sum over its tokens, divided by the whole step's count of tokens.
         total = full.new_zeros((), dtype=torch.float32)
         terms = torch.zeros(3, dtype=torch.float32, device=inputs.device)
@@ -97,7 +98,7 @@ class Objective(nn.Module):
             matched = sums.consistency
             if config.consistency == "hidden":
                 each = (brief - teacher.detach()).float().square().mean(-1)  # [b, T]
-                matched = (each * (wanted != IGNORED)).sum()
+                matched = (each * (wanted != NO_LOSS)).sum()
                 total = total + consistency * matched
             terms += torch.stack(
                 [sums.full / divisors.full, sums.short / divisors.short, matched.detach() / divisors.short]

@@ -15,6 +15,7 @@ import torch
 
 from loopformer.config import RunConfig
 from loopformer.model.cost import Cost
+from loopformer.training.routes import largest_piece
 
 PEAK_BF16_TFLOPS = {"H200": 989, "H100": 989, "GH200": 989, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165}
 COMMON_SHARE = 0.4  # of the peak, on a GPU
@@ -77,7 +78,7 @@ def training_flops_per_token(run: RunConfig, short_budget: float | None = None) 
 def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1) -> float:
     """Weights, gradients and two moments in fp32, and what backward keeps of one micro-batch."""
     config, training = run.model, run.training
-    shards = world if training.strategy == "fsdp" else 1
+    shards = world if training.sharded else 1
     parameters = Cost(config).parameters.total
     states = parameters * 4 * (1 + 3 / shards)  # the gathered weights stay whole during a step
     low = training.dtype == "bfloat16"
@@ -95,9 +96,15 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1) -> float:
     return states + micro_batch * config.context * per_token + head
 
 
-def largest_divisors(number: int) -> list[int]:
-    """All divisors, largest first: the micro-batches that cut a share evenly."""
-    return [size for size in range(number, 0, -1) if number % size == 0]
+def micro_batches(run: RunConfig, world: int) -> list[int]:
+    """The micro-batches that cut a part of the batch evenly, largest first."""
+    rows = largest_piece(run.training.batch, run.objective, world, run.training.sharded)
+    return [size for size in range(rows, 0, -1) if rows % size == 0]
+
+
+def estimated_micro_batch(run: RunConfig, room: float, world: int) -> int:
+    """The largest micro-batch that should fit into so many bytes."""
+    return next((size for size in micro_batches(run, world) if memory_bytes(run, size, world) < room), 1)
 
 
 def available_bytes(device: torch.device) -> float:

@@ -15,22 +15,21 @@ from loopformer.config import ModelConfig, RunConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.data.tokens import TokenData
 from loopformer.errors import LoopformerError, RunFailed
-from loopformer.loading import find_model
+from loopformer.loading import find_config, find_model
 from loopformer.model import LoopedLM
 from loopformer.training.distributed import Ranks
 from loopformer.training.objective import Divisors, Objective
-from loopformer.training.plan import available_bytes, largest_divisors, memory_bytes
-from loopformer.training.routes import largest_piece
+from loopformer.training.plan import available_bytes, estimated_micro_batch, memory_bytes, micro_batches
 from loopformer.trajectory import Trajectory
 
 
 def settle_run(run: RunConfig, given: set[str], data: TokenData) -> RunConfig:
     """Fill in what the data and the starting model decide: the vocabulary, or all model settings."""
     if run.init_from is not None:
-        model, tokenizer = find_model(run.init_from)
-        _check_same_tokenizer(tokenizer, model.config, data)
-        check_given(run.model, model.config, given)
-        run = replace(run, model=model.config)
+        model, tokenizer = find_config(run.init_from)
+        _check_same_tokenizer(tokenizer, model, data)
+        check_given(run.model, model, given)
+        run = replace(run, model=model)
     elif "model.vocab" not in given:
         run = replace(run, model=replace(run.model, vocab=data.vocab_size))
     if run.model.vocab < data.vocab_size:
@@ -86,12 +85,9 @@ def autocast(device: torch.device, run: RunConfig) -> Any:
 
 def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: Callable[[str], None]) -> int:
     """The largest micro-batch that fits: tried on a GPU, estimated elsewhere."""
-    in_step = run.training.strategy == "fsdp"
-    share = largest_piece(run.training.batch, run.objective, ranks.world, in_step)
-    sizes = largest_divisors(share)
+    sizes = micro_batches(run, ranks.world)
     if ranks.device.type != "cuda":
-        room = 0.6 * available_bytes(ranks.device)
-        chosen = next((size for size in sizes if memory_bytes(run, size, ranks.world) < room), 1)
+        chosen = estimated_micro_batch(run, 0.6 * available_bytes(ranks.device), ranks.world)
     else:
         likely = 1.5 * available_bytes(ranks.device)  # far beyond it a try is a waste of time
         tried = (size for size in sizes if memory_bytes(run, size, ranks.world) < likely)

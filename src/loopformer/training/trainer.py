@@ -25,7 +25,7 @@ import torch
 
 from loopformer.config import RunConfig, run_to_yaml
 from loopformer.data.background import Ahead
-from loopformer.data.loader import Batch, Loader, validation_windows
+from loopformer.data.loader import NO_LOSS, Batch, Loader, validation_windows
 from loopformer.data.tokens import TokenData
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
 from loopformer.loading.folder import load_model, save_tensors
@@ -39,7 +39,6 @@ from loopformer.training.checkpoint import (
     write_checkpoint,
 )
 from loopformer.training.distributed import Parallel, Ranks, whole
-from loopformer.training.head_loss import IGNORED
 from loopformer.training.objective import Divisors, Objective
 from loopformer.training.optimizer import learning_rate, make_optimizer
 from loopformer.training.plan import device_name, peak_flops, training_flops_per_token
@@ -104,12 +103,16 @@ class Trainer:
         model = load_model(checkpoint) if checkpoint else make_model(run)
         objective = Objective(model.to(ranks.device), run.objective, training.checkpoint_loops)
         self._settle_micro_batch(objective)
-        sharded = training.strategy == "fsdp"
         self.pieces = pieces(
-            training.batch, self.progress.micro_batch, run.objective, ranks.rank, ranks.world, in_step=sharded
+            training.batch,
+            self.progress.micro_batch,
+            run.objective,
+            ranks.rank,
+            ranks.world,
+            in_step=training.sharded,
         )
         compile_step(run, model, ranks.device)
-        self.parallel = Parallel(objective, ranks, training.strategy)
+        self.parallel = Parallel(objective, ranks, training.sharded)
         self.model = model
         self.fused = ranks.device.type == "cuda"
         self.optimizer = make_optimizer(model, training, self.fused)
@@ -249,7 +252,7 @@ class Trainer:
     def _divisors(self, batch: list[tuple[Piece, Batch]]) -> Divisors:
         counts = torch.zeros(2)
         for piece, rows in batch:
-            counted = (rows.targets != IGNORED).sum(1)
+            counted = (rows.targets != NO_LOSS).sum(1)
             counts[0] += counted.sum()
             counts[1] += counted[list(piece.short_rows)].sum()
         full, short = self.ranks.sum(counts.to(self.ranks.device)).tolist()
@@ -267,8 +270,7 @@ class Trainer:
     def _validate(self, step: int) -> bool:
         """Validate, and say whether the full budget is the best so far."""
         budgets = validation_budgets(self.run.model.loops)
-        dtype = torch.bfloat16 if self.run.training.dtype == "bfloat16" else torch.float32
-        losses = validate(self.parallel, self.windows, budgets, self.progress.micro_batch, dtype)
+        losses = validate(self.parallel, self.windows, budgets, self.progress.micro_batch, self.run)
         values = {f"loss_at_{budget}": loss for budget, loss in losses.items()}
         self.reporter.record("validation", step, values)
         shown = "  ".join(f"M={budget} {math.exp(min(loss, 99)):.2f}" for budget, loss in losses.items())

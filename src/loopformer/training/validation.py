@@ -5,10 +5,11 @@ import math
 import torch
 import torch.nn.functional as F
 
-from loopformer.data.loader import Batch, Windows
+from loopformer.config import RunConfig
+from loopformer.data.loader import NO_LOSS, Batch, Windows
 from loopformer.training.distributed import Parallel
-from loopformer.training.head_loss import IGNORED
 from loopformer.training.objective import Divisors
+from loopformer.training.setup import autocast
 from loopformer.trajectory import Trajectory
 
 
@@ -19,7 +20,7 @@ def validation_budgets(loops: int) -> list[int]:
 
 @torch.no_grad()
 def validate(
-    parallel: Parallel, windows: Windows, budgets: list[int], rows: int, dtype: torch.dtype
+    parallel: Parallel, windows: Windows, budgets: list[int], rows: int, run: RunConfig
 ) -> dict[int, float]:
     """Mean cross-entropy per token at each budget, over the same windows for any number of ranks."""
     ranks = parallel.ranks
@@ -30,9 +31,9 @@ def validate(
         number = turn * ranks.world + ranks.rank
         batch = _filled(windows.batch(number * rows, (number + 1) * rows), rows)
         targets = batch.targets
-        sums[-1] += float((targets != IGNORED).sum())
+        sums[-1] += float((targets != NO_LOSS).sum())
         for place, budget in enumerate(budgets):
-            with torch.autocast(ranks.device.type, dtype, enabled=dtype != torch.float32):
+            with autocast(ranks.device, run):
                 losses = parallel.evaluated(
                     batch.inputs.to(ranks.device),
                     targets.to(ranks.device),
@@ -51,6 +52,6 @@ def _filled(batch: Batch, rows: int) -> Batch:
     if not missing:
         return batch
     inputs = F.pad(batch.inputs, (0, 0, 0, missing))
-    targets = F.pad(batch.targets, (0, 0, 0, missing), value=IGNORED)
+    targets = F.pad(batch.targets, (0, 0, 0, missing), value=NO_LOSS)
     documents = None if batch.documents is None else F.pad(batch.documents, (0, 0, 0, missing))
     return Batch(inputs, targets, documents)
