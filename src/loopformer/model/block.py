@@ -5,21 +5,31 @@
 
 `Stack` is one pass through all k blocks: the unit that `torch.compile` sees. Unconditioned models have
 learned norm weights instead of a modulation. `mask` [B, 1, T, T] says who may look at whom; None is causal.
-With `slots` (see cache.py), keys and values of earlier tokens are kept and looked at.
+With `slots`, one per block, keys and values of earlier tokens are kept and looked at.
 """
+
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopformer.config import ModelConfig
-from loopformer.model.cache import Slot
 
 EPSILON = 1.1920929e-07  # fp32's machine epsilon, at every dtype: nn.RMSNorm would change it with the input's
 ROTARY_BASE = 10_000.0
 
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, each [B or 1, 1, T, head_width / 2]
+
+
+class Slot(Protocol):
+    """The place of one (loop, block) in a cache; cache.py has ours."""
+
+    def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep new keys and values [B, H, T, D/H]; return all that may be looked at."""
+        ...
 
 
 class RMSNorm(nn.Module):
@@ -120,7 +130,7 @@ class Stack(nn.Module):
         modulation: Tensor | None,
         rotary: Rotary | None = None,
         mask: Tensor | None = None,
-        slots: list[Slot] | None = None,
+        slots: Sequence[Slot] | None = None,
     ) -> Tensor:
         for number, block in enumerate(self.blocks):
             told = None if modulation is None else modulation[:, number]

@@ -1,0 +1,1 @@
+"""How good a model is at each budget: store.py (finished pieces are kept)."""

@@ -1,0 +1,75 @@
+"""Finished pieces of an evaluation, kept so that an interrupted or extended one does not start again.
+
+store = Store.beside("runs/mine")                      # runs/mine/evaluation
+key = {"weights": weights_hash(model), "text": sha256, "trajectory": "4-2-1-1"}
+value = store.get(key) or store.put(key, measure())    # plain JSON
+
+A piece is one file, named by the hash of its key and written whole or not at all. What changes a number belongs in
+the key; the weights' hash does, so pieces of other weights are never found.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loopformer.data.shards import write_atomic
+from loopformer.model import LoopedLM
+
+Piece = dict[str, Any]
+
+
+class Store:
+    """A folder of pieces; None keeps nothing."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    @classmethod
+    def beside(cls, source: str | Path) -> "Store":
+        """In the folder of a run or model; for anything else, or a read-only one, in the user's cache."""
+        folder = Path(source)
+        if folder.is_dir() and os.access(folder, os.W_OK):
+            return cls(folder / "evaluation")
+        return cls(Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "loopformer" / "evaluation")
+
+    def get(self, key: Mapping[str, Any]) -> Piece | None:
+        """The value kept under this key; a file that is not whole counts as none."""
+        path = self._path(key)
+        if path is None or not path.is_file():
+            return None
+        try:
+            piece = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            return None
+        value: Piece | None = piece.get("value") if isinstance(piece, dict) else None
+        return value
+
+    def put(self, key: Mapping[str, Any], value: Piece) -> Piece:
+        """Keep a value and return it."""
+        path = self._path(key)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = json.dumps({"key": dict(key), "value": value}, indent=1) + "\n"
+            write_atomic(path, content.encode())
+        return value
+
+    def _path(self, key: Mapping[str, Any]) -> Path | None:
+        if self.folder is None:
+            return None
+        name = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:32]
+        return self.folder / f"{name}.json"
+
+
+def weights_hash(model: LoopedLM) -> str:
+    """What the model computes, as one hash: its settings and its weights, in their dtype."""
+    digest = hashlib.sha256(json.dumps(asdict(model.config), sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
