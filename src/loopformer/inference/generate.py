@@ -87,6 +87,10 @@ class RowState:
         self.random = self._draws.random
 
     @property
+    def route(self) -> Trajectory:
+        return self.request.trajectory
+
+    @property
     def history(self) -> tuple[int, ...]:
         """Prompt and new tokens."""
         return (*self.request.prompt, *self.ids)

@@ -19,6 +19,8 @@ from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.trajectory import Trajectory
 
+RowKeys = list[list[tuple[Tensor, Tensor]]]  # of one row: keys and values [H, T, D/H] by loop and block
+
 
 @dataclass(frozen=True)
 class Passes:
@@ -34,8 +36,8 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Slot:
-    """The place of one (loop, block) in the cache, for the tokens that are being run."""
+class Place:
+    """A `Slot` (block.py): one (loop, block) of the cache, for the tokens that are being run."""
 
     keys: Tensor  # [rows, H, capacity, D/H]
     values: Tensor
@@ -71,7 +73,7 @@ class Cache:
         self.routes, self.passes, self.capacity = tuple(routes), passes, capacity
         self.lengths = [0] * len(routes)
         order = range(len(routes)) if passes.order is None else passes.order
-        self._order = torch.tensor(list(order), device=device)
+        self._order = torch.tensor(list(order), dtype=torch.long, device=device)
         shape = (config.heads, capacity, config.head_width)
         self._kept = [
             [
@@ -121,12 +123,31 @@ class Cache:
         looked_at = torch.arange(self._end, device=new.device)
         return positions, looked_at <= positions[:, None, :, None]
 
-    def slots(self, loop: int) -> list[Slot]:
+    def slots(self, loop: int) -> list[Place]:
         """The slots of a loop's blocks, for the tokens that were placed last."""
-        positions = self._positions
+        rows, positions = self.passes.rows[loop], self._positions
         if len(positions) > 1:
-            positions = positions[self._order[: self.passes.rows[loop]]]
-        return [Slot(keys, values, positions, self._start, self._end) for keys, values in self._kept[loop]]
+            positions = positions[self._order[:rows]]
+        return [Place(k[:rows], v[:rows], positions, self._start, self._end) for k, v in self._kept[loop]]
+
+    def read(self, row: int) -> RowKeys:
+        """What is kept of a row, not copied."""
+        place, length = self._place_of(row), self.lengths[row]
+        loops = self._kept[: self.routes[row].budget]
+        return [[(keys[place, :, :length], values[place, :, :length]) for keys, values in loop] for loop in loops]
+
+    def write(self, row: int, kept: RowKeys, length: int) -> None:
+        """Let a row begin with the first `length` tokens of another one along the same trajectory."""
+        place = self._place_of(row)
+        for loop, others in zip(self._kept, kept, strict=False):
+            for mine, theirs in zip(loop, others, strict=True):
+                for tensor, other in zip(mine, theirs, strict=True):
+                    tensor[place, :, :length] = other[:, :length]
+        self.lengths[row] = length
+
+    def _place_of(self, row: int) -> int:
+        """Where a row lies in the tensors: longest routes first."""
+        return int((self._order == row).nonzero())
 
     def select(self, rows: Sequence[int]) -> "Cache":
         """A cache of some of the rows, in this order; the rest is let go."""

@@ -1,0 +1,220 @@
+"""Continuous batching: each request alone or among others, rows that come and go, prompts that share."""
+
+import random
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loopformer import LM, LoopformerError, Trajectory
+from loopformer.inference.engine import Busy, Engine
+from loopformer.inference.generate import Request, Result
+
+ROUTES = [str(route) for budget in range(1, 5) for route in Trajectory.enumerate(4, budget)]
+PROMPTS = ["every pass is told", "its", "time and its step", "told its time", "naïve café"]
+
+
+def requests_of(lm: LM, draws: list[tuple[int, int, int]]) -> list[Request]:
+    return [
+        lm.requests(
+            [PROMPTS[prompt % len(PROMPTS)]],
+            trajectory=ROUTES[route % len(ROUTES)],
+            max_tokens=tokens,
+            temperature=0.7 * (prompt % 2),
+            seed=prompt,
+        )[0]
+        for prompt, route, tokens in draws
+    ]
+
+
+def finish(engine: Engine) -> dict[int, Result]:
+    return {event.row: event.result for event in engine.run() if event.result is not None}
+
+
+def alone(lm: LM, request: Request) -> Result:
+    engine = Engine(lm.model, lm.need_tokenizer(), rows=1)
+    ticket = engine.submit(request)
+    return finish(engine)[ticket]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 14), st.integers(1, 12)), min_size=1, max_size=9),
+    st.integers(1, 5),
+    st.integers(0, 99),
+)
+def test_a_text_does_not_depend_on_company(lm: LM, draws: list[tuple[int, int, int]], rows: int, seed: int) -> None:
+    requests = requests_of(lm, draws)
+    engine = Engine(lm.model, lm.need_tokenizer(), rows=rows)
+    waiting, results, tickets, arrivals = list(requests), {}, {}, random.Random(seed)
+    while waiting or not engine.idle:
+        for _ in range(arrivals.randrange(4)):
+            if waiting:
+                request = waiting.pop(0)
+                tickets[engine.submit(request)] = request
+        results.update({event.row: event.result for event in engine.step() if event.result is not None})
+        assert engine.running <= rows
+    for ticket, request in tickets.items():
+        mine = lm.generate(
+            lm.need_tokenizer().decode(list(request.prompt)),
+            trajectory=request.trajectory,
+            max_tokens=request.max_tokens,
+            temperature=request.sampling.temperature,
+            seed=request.sampling.seed,
+        )
+        assert results[ticket].ids == mine.ids
+        assert results[ticket].text == mine.text
+        torch.testing.assert_close(results[ticket].logprobs, mine.logprobs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_common_beginning_is_run_once(lm: LM) -> None:
+    beginning = "every pass is told its time and its step, "
+    requests = lm.requests([beginning + end for end in PROMPTS], budget=2, max_tokens=6)
+    engine = Engine(lm.model, lm.need_tokenizer(), rows=5)
+    tickets = [engine.submit(request) for request in requests]
+    results = finish(engine)
+    shared = len(lm.need_tokenizer().encode(beginning)) - 1  # the last token may join with the next letter
+    assert engine.counts.shared_tokens >= 4 * shared
+    assert engine.counts.prompt_tokens + engine.counts.shared_tokens == sum(len(r.prompt) for r in requests)
+    for ticket, request in zip(tickets, requests, strict=True):
+        assert results[ticket].ids == alone(lm, request).ids
+    before = engine.counts.prompt_tokens
+    engine.submit(requests[0])  # also after everyone has gone
+    finish(engine)
+    assert engine.counts.prompt_tokens == before + 1
+
+
+def test_other_trajectories_do_not_share(lm: LM) -> None:
+    engine = Engine(lm.model, lm.need_tokenizer())
+    for budget in (1, 2):
+        engine.submit(lm.requests([PROMPTS[0]], budget=budget, max_tokens=2)[0])
+    finish(engine)
+    assert engine.counts.shared_tokens == 0
+
+
+def test_little_is_remembered_when_asked(lm: LM) -> None:
+    engine = Engine(lm.model, lm.need_tokenizer(), rows=1, remember=0)
+    for _ in range(2):
+        engine.submit(lm.requests([PROMPTS[0]], max_tokens=2)[0])
+    finish(engine)
+    assert engine.counts.shared_tokens == 0
+
+
+def test_cancelling_frees_the_row_at_once(lm: LM) -> None:
+    engine = Engine(lm.model, lm.need_tokenizer(), rows=2)
+    first, second, third = (
+        engine.submit(lm.requests([prompt], budget=budget, max_tokens=30)[0])
+        for prompt, budget in zip(PROMPTS, (4, 1, 2), strict=False)
+    )
+    engine.step()
+    assert (engine.running, engine.waiting) == (2, 1)
+    before = engine.used_bytes
+    engine.cancel(first)
+    assert engine.running == 1
+    assert engine.used_bytes == before / 5  # of budgets 4 and 1
+    results = finish(engine)
+    assert set(results) == {second, third}
+    assert results[second].ids == lm.generate(PROMPTS[1], budget=1, max_tokens=30).ids
+    assert engine.used_bytes == 0
+    engine.cancel(second)  # done already
+
+
+def test_a_waiting_request_can_be_cancelled(lm: LM) -> None:
+    engine = Engine(lm.model, lm.need_tokenizer(), rows=1)
+    kept, dropped = (engine.submit(lm.requests([prompt], max_tokens=3)[0]) for prompt in PROMPTS[:2])
+    engine.cancel(dropped)
+    assert set(finish(engine)) == {kept}
+
+
+def test_rows_are_used_again_and_no_memory_is_added(lm: LM) -> None:
+    engine = Engine(lm.model, lm.need_tokenizer(), rows=3)
+    draw = random.Random(0)
+    taken = []
+    for _ in range(3):
+        for _ in range(12):
+            engine.submit(requests_of(lm, [(draw.randrange(10), draw.randrange(15), draw.randrange(1, 9))])[0])
+        engine.submit(lm.requests(["its"], budget=4, max_tokens=2)[0])
+        finish(engine)
+        taken.append(engine._pool.bytes)
+    assert taken == [3 * lm.model.cost.kv_bytes(4, value_bytes=4) * lm.model.config.context] * 3
+
+
+def test_loops_that_nobody_uses_take_no_memory(lm: LM) -> None:
+    engine = Engine(lm.model, lm.need_tokenizer(), rows=2)
+    engine.submit(lm.requests(["its"], budget=1, max_tokens=2)[0])
+    finish(engine)
+    assert engine._pool.bytes == 2 * lm.model.cost.kv_bytes(1, value_bytes=4) * lm.model.config.context
+
+
+def test_cost_is_the_sum_of_the_budgets(lm: LM) -> None:
+    engine = Engine(lm.model, lm.need_tokenizer(), rows=4)
+    for budget in (1, 4, 2, 1):
+        engine.submit(lm.requests(["its"], budget=budget, max_tokens=5)[0])
+    engine.step()
+    seen: list[int] = []
+    hook = lm.model.stack.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
+    engine.step()
+    hook.remove()
+    assert seen == [4, 2, 1, 1]
+
+
+def test_a_full_queue_refuses_and_a_wrong_request_hurts_no_other(lm: LM) -> None:
+    engine = Engine(lm.model, lm.need_tokenizer(), rows=1, queue=2)
+    good = lm.requests(["its"], max_tokens=3)[0]
+    wrong = [
+        (Request((1, 10**6), Trajectory.uniform(1)), "Token ids must lie in"),
+        (Request((1,) * 65, Trajectory.uniform(1)), "65 tokens but the context is 64"),
+        (Request((1,), Trajectory.uniform(5)), "above the model's 4 loops"),
+    ]
+    tickets = [engine.submit(good)]
+    for request, said in wrong:
+        with pytest.raises(LoopformerError, match=said):
+            engine.submit(request)
+    tickets.append(engine.submit(good))
+    with pytest.raises(Busy, match=r"queue is full \(2 requests are waiting\); try again later"):
+        engine.submit(good)
+    assert set(finish(engine)) == set(tickets)
+    engine.submit(good)
+    for rows, queue in ((0, 1), (1, 0)):
+        with pytest.raises(LoopformerError, match="1 r"):
+            Engine(lm.model, lm.need_tokenizer(), rows=rows, queue=queue)
+
+
+def test_prompts_up_to_the_context_share_and_end(lm: LM) -> None:
+    """A long shared beginning beside a long new prompt: together they would not fit, apart they do."""
+    context = lm.model.config.context
+    long = tuple(random.Random(1).choices(range(3, 200), k=context))
+    other = tuple(random.Random(2).choices(range(3, 200), k=context - 1))
+    engine = Engine(lm.model, lm.need_tokenizer(), rows=4)
+    route = Trajectory.uniform(2)
+    engine.submit(Request(long, route, max_tokens=9))
+    first = finish(engine)[0]
+    assert first.reason in ("context", "end")
+    tickets = [engine.submit(Request(prompt, route, max_tokens=9)) for prompt in (long[:60] + long[:2], other)]
+    results = finish(engine)
+    for ticket, prompt in zip(tickets, (long[:60] + long[:2], other), strict=True):
+        assert results[ticket].ids == alone(lm, Request(prompt, route, max_tokens=9)).ids
+
+
+def test_submitting_and_cancelling_from_other_threads(lm: LM) -> None:
+    engine = Engine(lm.model, lm.need_tokenizer(), rows=4, queue=1000)
+    tickets: list[int] = []
+
+    def submit(number: int) -> None:
+        for _ in range(10):
+            ticket = engine.submit(lm.requests(["told"], budget=1 + number, max_tokens=8)[0])
+            tickets.append(ticket)
+            if number == 3:
+                engine.cancel(ticket)
+
+    threads = [threading.Thread(target=submit, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    results: dict[int, Result] = {}
+    while any(thread.is_alive() for thread in threads) or not engine.idle:
+        results.update({event.row: event.result for event in engine.step() if event.result is not None})
+    assert len(tickets) == 40
+    assert 30 <= len(results) <= 40
+    for result in results.values():
+        assert result.ids == lm.generate("told", trajectory=result.trajectory, max_tokens=8).ids
