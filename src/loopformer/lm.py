@@ -17,6 +17,8 @@ import torch
 from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError
+from loopformer.inference.adaptive import Policy, generate_adaptive
+from loopformer.inference.engine import Engine
 from loopformer.inference.generate import Request, Result, generate
 from loopformer.inference.layout import lay_out
 from loopformer.inference.sampling import Sampling
@@ -58,13 +60,19 @@ class LM:
         """Continue one prompt, or several together; a budget or trajectory for all or for each.
 
         Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed;
-        draft=Draft(…) drafts tokens along a shorter trajectory and verifies them (see inference/speculative.py).
+        draft=Draft(…) drafts tokens along a shorter trajectory and verifies them (see inference/speculative.py);
+        adaptive=TokenPolicy(…) or PromptPolicy(…) chooses depth by certainty (see inference/adaptive.py).
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         draft: Draft | None = options.pop("draft", None)
+        policy: Policy | None = options.pop("adaptive", None)
+        given = sum(one is not None for one in (draft, budget, trajectory))
+        require(policy is None or not given, "Give an adaptive policy, or a draft, budget or trajectory; not both.")
         requests = self.requests(prompts, budget, trajectory, **options)
         if draft is not None:
             ordered, _ = speculate(self.model, self.need_tokenizer(), requests, draft)
+        elif policy is not None:
+            ordered, _ = generate_adaptive(self.model, self.need_tokenizer(), requests, policy)
         else:
             events = generate(self.model, self.need_tokenizer(), requests)
             results = {event.row: event.result for event in events if event.result is not None}
@@ -85,6 +93,10 @@ class LM:
             return []
         ids = [self.need_tokenizer().encode(text) for text in texts]
         return score(self.model, ids, self.routes(len(texts), budget, trajectory))
+
+    def engine(self, rows: int = 16, queue: int = 64) -> Engine:
+        """Continuous batching: at most `rows` requests run at once, at most `queue` more wait."""
+        return Engine(self.model, self.need_tokenizer(), rows, queue)
 
     def requests(
         self, prompts: Sequence[str], budget: Budget = None, trajectory: Schedule = None, **options: Any

@@ -90,6 +90,14 @@ def test_generate_streams_text_and_prints_json(tmp_path: Path) -> None:
     model = ["--model", str(tmp_path / "m"), "--device", "cpu", "--max-tokens", "4"]
     found = json.loads(run("generate", "every pass", *model, "--trajectory", "2-1-1", "--json").stdout)
     assert (found["trajectory"], found["new_tokens"]) == ("2-1-1", 4)
+    drafted = json.loads(
+        run("generate", "every pass", *model, "--trajectory", "2-1-1", "--draft", "1", "--json").stdout
+    )
+    assert drafted["text"] == found["text"]
+    assert 0 <= drafted["draft_acceptance"] <= 1
+    shown = run("generate", "every pass", *model, "--trajectory", "2-1-1", "--draft", "1", "--draft-length", "2")
+    assert shown.stdout == found["text"] + "\n"
+    assert "goes with --draft" in run("generate", "a", *model, "--draft-length", "2", code=2).stderr
     assert run("generate", "every pass", *model, "--budget", "2").stdout.endswith("\n")
     rows = json.loads(run("generate", "every pass", *model, "--compare", "1,4", "--json").stdout)
     assert [row["budget"] for row in rows] == [1, 4]

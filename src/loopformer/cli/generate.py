@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from loopformer.inference.generate import Event, Request
     from loopformer.lm import LM
 
 
@@ -23,6 +24,13 @@ def generate(
         float | None, typer.Option(help="The largest budget of at most these FLOPs per token.")
     ] = None,
     compare: Annotated[str | None, typer.Option(help="Several budgets side by side: 1,2,4.")] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Draft tokens at this smaller budget or schedule and verify them; the text is the same."),
+    ] = None,
+    draft_length: Annotated[
+        int | None, typer.Option(help="Tokens per draft; by default as many as pay, from what is accepted.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.")] = None,
@@ -53,6 +61,8 @@ def generate(
         sum(one is not None for one in asked) <= 1,
         "Give one of --budget, --trajectory, --max-ms-per-token, --max-flops and --compare.",
     )
+    require(draft is None or compare is None, "Give --draft or --compare, not both.")
+    require(draft_length is None or draft is not None, "--draft-length goes with --draft.")
     lm = load(model).to(choose_device(device))
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -69,7 +79,8 @@ def generate(
         return
     if max_flops is not None or max_ms_per_token is not None:
         budget = _resolve(lm, text, max_flops, max_ms_per_token)
-    _stream(lm, text, budget, trajectory, options, as_json)
+    requests = lm.requests([text], budget, trajectory, **options)
+    _stream(lm, requests, (draft, draft_length), as_json)
 
 
 def _resolve(lm: "LM", text: str, max_flops: float | None, max_ms_per_token: float | None) -> int:
@@ -87,31 +98,42 @@ def _resolve(lm: "LM", text: str, max_flops: float | None, max_ms_per_token: flo
     return budget
 
 
-def _stream(
-    lm: "LM", text: str, budget: int | None, trajectory: str | None, options: dict[str, Any], as_json: bool
-) -> None:
+def _stream(lm: "LM", requests: "list[Request]", draft: tuple[str | None, int | None], as_json: bool) -> None:
+    """Run a request, showing its text as it comes; `draft` is a budget or schedule, and a length."""
     from loopformer.inference.generate import REASONS
     from loopformer.inference.generate import generate as run
+    from loopformer.inference.speculative import Draft, speculate
 
-    requests = lm.requests([text], budget, trajectory, **options)
-    started = time.perf_counter()
-    result = None
-    for event in run(lm.model, lm.need_tokenizer(), requests):
-        result = event.result or result
+    results = []
+
+    def show(event: "Event") -> None:
+        if event.result is not None:
+            results.append(event.result)
         if not as_json:
             sys.stdout.write(event.piece)
             sys.stdout.flush()
-    assert result is not None
-    seconds = time.perf_counter() - started
+
+    acceptance = None
+    started = time.perf_counter()
+    if draft[0] is not None:
+        plan = Draft(lm.model.route(draft[0]), draft[1])
+        _, report = speculate(lm.model, lm.need_tokenizer(), requests, plan, show)
+        acceptance = report.acceptance
+    else:
+        for event in run(lm.model, lm.need_tokenizer(), requests):
+            show(event)
+    seconds, (result,) = time.perf_counter() - started, results
     if as_json:
         shown = {"text": result.text, "reason": result.reason, "trajectory": str(result.trajectory)}
         counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.ids), "seconds": seconds}
-        typer.echo(json.dumps({**shown, **counts, "logprobs": result.logprobs}))
+        drafted = {} if acceptance is None else {"draft_acceptance": acceptance}
+        typer.echo(json.dumps({**shown, **counts, **drafted, "logprobs": result.logprobs}))
         return
     sys.stdout.write("\n")
     rate = seconds / len(result.ids) * 1e3
+    said = "" if acceptance is None else f" {acceptance:.0%} of drafted tokens accepted;"
     typer.echo(
-        f"[{len(result.ids)} tokens, {rate:.1f} ms each, prompt included; {REASONS[result.reason]}]", err=True
+        f"[{len(result.ids)} tokens, {rate:.1f} ms each, prompt included;{said} {REASONS[result.reason]}]", err=True
     )
 
 

@@ -11,7 +11,7 @@ the full trajectory and stops there, which training does not prepare a model for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.generate import Request, Result, RowState
+from loopformer.inference.generate import Event, Request, Result, RowState
 from loopformer.inference.padding import padded
 from loopformer.inference.sampling import probabilities
 from loopformer.model import LoopedLM
@@ -65,9 +65,16 @@ class Report:
 
 @torch.no_grad()
 def speculate(
-    model: LoopedLM, tokenizer: Tokenizer, requests: Sequence[Request], draft: Draft
+    model: LoopedLM,
+    tokenizer: Tokenizer,
+    requests: Sequence[Request],
+    draft: Draft,
+    show: Callable[[Event], object] = lambda event: None,
 ) -> tuple[list[Result], Report]:
-    """Run requests to their ends; the texts are those of `generate`, greedily to the letter."""
+    """Run requests to their ends; the texts are those of `generate`, greedily to the letter.
+
+    `show` gets the events as they come.
+    """
     model.route(draft.trajectory)
     rows = [RowState(number, request, tokenizer, model.config) for number, request in enumerate(requests)]
     results: dict[int, Result] = {}
@@ -87,10 +94,12 @@ def speculate(
         verifications += len(rows)
         kept_rows, going = [], []
         for place, row in enumerate(rows):
-            kept, result = _accept(row, proposals[place], beliefs[place], verdict[place])
+            kept, events = _accept(row, proposals[place], beliefs[place], verdict[place])
+            for event in events:
+                show(event)
             drafted, accepted = drafted + length, accepted + kept
             rate += 0.1 * (kept / max(1, length) - rate)
-            if result is not None:
+            if (result := events[-1].result) is not None:
                 results[row.number] = result
             else:
                 kept_rows.append(row)
@@ -153,18 +162,18 @@ def _verify(model: LoopedLM, cache: Cache, rows: list[RowState], proposals: list
     return model.head(hidden)[..., : model.config.vocab]
 
 
-def _accept(row: RowState, proposal: list[int], beliefs: list[Tensor], logits: Tensor) -> tuple[int, Result | None]:
-    """Keep what the full trajectory agrees with, and one token of its own: how many were kept, and the result."""
+def _accept(row: RowState, proposal: list[int], beliefs: list[Tensor], logits: Tensor) -> tuple[int, list[Event]]:
+    """Keep what the full trajectory agrees with, and one token of its own: how many were kept, and the events."""
+    events: list[Event] = []
     for number, (token, belief) in enumerate(zip(proposal, beliefs, strict=True)):
         wanted = probabilities(logits[number], row.request.sampling, row.history)
         if row.random() < float(wanted[token] / belief[token]):
-            event = row.add(token, logits[number])
-            if event.result is not None:
-                return number + 1, event.result
+            events.append(row.add(token, logits[number]))
+            if events[-1].result is not None:
+                return number + 1, events
             continue
         rest = (wanted - belief).clamp(min=0)
-        event = row.add(row.draw(rest / rest.sum()), logits[number])
-        return number, event.result
+        return number, [*events, row.add(row.draw(rest / rest.sum()), logits[number])]
     last = logits[len(proposal)]
-    event = row.add(row.draw(probabilities(last, row.request.sampling, row.history)), last)
-    return len(proposal), event.result
+    own = row.draw(probabilities(last, row.request.sampling, row.history))
+    return len(proposal), [*events, row.add(own, last)]

@@ -1,0 +1,113 @@
+"""Our generation against transformers' own `generate` of a GPT-2 of the same compute, on the CPU.
+
+    python benchmarks/against_gpt2_cpu.py [--prompt 512] [--new 64] [--threads 2] [--out FILE]
+
+LoopFormer 3⊗8 beside a GPT-2 of 24 layers: the same number of block applications, width 512, 8 heads, FFN 1280,
+vocabulary 16,384, random weights, fp32, greedy, batch 1 and 8. Both run through what a user calls: `generate` with
+its text handling on our side, `model.generate` with its cache on theirs. The two take turns in one run, the best of
+each counts. Needs the extra `hf`. The last line is JSON.
+"""
+
+import argparse
+import json
+import platform
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from loopformer import LoopedLM, ModelConfig, Trajectory
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.inference.generate import Request, generate
+from loopformer.inference.layout import lay_out
+
+VOCAB, WIDTH, HEADS, FFN = 16384, 512, 8, 1280
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+
+    torch.manual_seed(0)
+    torch.set_num_threads(asked.threads)
+    context = asked.prompt + asked.new
+    ours = LoopedLM(
+        ModelConfig(
+            blocks=3,
+            loops=8,
+            width=WIDTH,
+            heads=HEADS,
+            ffn=FFN,
+            context=context,
+            vocab=VOCAB,
+            modulator_start="one",
+        )
+    )
+    lay_out(ours).eval()
+    gpt2: Any = transformers.GPT2LMHeadModel
+    theirs = gpt2(
+        transformers.GPT2Config(
+            vocab_size=VOCAB, n_positions=context, n_embd=WIDTH, n_layer=24, n_head=HEADS, n_inner=FFN
+        )
+    )
+    theirs.eval()
+    theirs.generation_config.pad_token_id = 0
+    tokenizer = Tokenizer.train(["words to make a tokenizer of"] * 4, 300)
+    draw = random.Random(0)
+
+    def run_ours(prompts: list[tuple[int, ...]]) -> int:
+        requests = [Request(prompt, Trajectory.uniform(8), max_tokens=asked.new) for prompt in prompts]
+        events = list(generate(ours, tokenizer, requests))
+        return sum(len(event.result.ids) for event in events if event.result is not None)
+
+    def run_theirs(prompts: list[tuple[int, ...]]) -> int:
+        ids = torch.tensor(prompts)
+        out = theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=asked.new,
+            min_new_tokens=asked.new,
+            do_sample=False,
+        )
+        return int(out[:, asked.prompt :].numel())
+
+    rows = []
+    for batch in (1, 8):
+        prompts = [tuple(draw.choices(range(VOCAB), k=asked.prompt)) for _ in range(batch)]
+        rates: dict[str, list[float]] = {"ours": [], "transformers": []}
+        for _ in range(asked.turns):
+            for name, run in (("ours", run_ours), ("transformers", run_theirs)):
+                started = time.perf_counter()
+                tokens = run(prompts)
+                assert tokens == batch * asked.new, "a text ended early"
+                rates[name].append(tokens / (time.perf_counter() - started))
+        best = {name: max(all_) for name, all_ in rates.items()}
+        rows.append({"batch": batch, "tokens_per_second": rates, "ratio": best["ours"] / best["transformers"]})
+        print(f"batch {batch}: ours {best['ours']:.1f}, transformers {best['transformers']:.1f} tokens a second")
+    report = {
+        "benchmark": "against_gpt2_cpu",
+        "command": " ".join(["python", *sys.argv]),
+        "hardware": f"{platform.processor() or platform.machine()}, {asked.threads} threads, fp32",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "seed": 0,
+        "prompt": asked.prompt,
+        "new": asked.new,
+        "batches": rows,
+    }
+    if asked.out:
+        asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
