@@ -7,6 +7,8 @@ from typing import Literal
 
 from loopformer.config.schema import check_types, require
 
+FORMAT, VERSION = "loopformer-model", 1  # how the config.json of a model folder says that it is ours
+
 Conditioning = Literal["none", "index", "time", "step", "trajectory"]
 
 

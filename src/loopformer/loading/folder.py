@@ -3,7 +3,8 @@
     save_model(model, "models/mine")
     model = load_model("models/mine")
 
-The config holds the model's settings, so that loops, heads and switches are never lost.
+The config holds the model's settings, so that loops, heads and switches are never lost. A folder that
+`loopformer.hf` wrote is one of ours too.
 """
 
 import dataclasses
@@ -18,14 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loopformer.config import ModelConfig, from_mapping
+from loopformer.config.model import FORMAT, VERSION
 from loopformer.errors import FileProblem
 from loopformer.loading.build import build
 from loopformer.loading.tensors import read_json, read_safetensors
 from loopformer.model import LoopedLM
 
-FORMAT = "loopformer-model"
-VERSION = 1
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
+PREFIX = "model."  # what Transformers puts before our names, as its wrapper holds our model under this one
 
 
 def is_model_folder(path: str | Path) -> bool:
@@ -79,12 +80,12 @@ def load_model(folder: str | Path) -> LoopedLM:
     """The model of one of our folders, in fp32 on the CPU."""
     config = read_config(folder)
     tensors, _ = read_safetensors(Path(folder) / WEIGHTS)
-    return build(config, tensors)
+    return build(config, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a file that others may read as far as the umask allows; the library's own only we could."""
-    save_file(tensors, path)
+    save_file(tensors, path, metadata={"format": "pt"})  # what Hugging Face's tools look for
     mask = os.umask(0o022)  # a umask can only be read by setting it
     os.umask(mask)
     path.chmod(0o666 & ~mask)

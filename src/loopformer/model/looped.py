@@ -96,7 +96,7 @@ class LoopedLM(nn.Module):
         check      False trusts the ids' values, so that nothing waits for the GPU
         recompute  True keeps only the state between passes for backward, and computes the rest again
         """
-        self._check(ids, documents, check)
+        self.check(ids, documents, check)
         passes = self.passes(self.routes(trajectory, len(ids), beyond), len(ids))
         x, rotary, mask = self.embed(ids, documents)
         stack = partial(checkpoint, self.stack, use_reentrant=False) if recompute else self.stack
@@ -112,14 +112,14 @@ class LoopedLM(nn.Module):
         `counts` says how many tokens of each row count, where rows are padded at the end; what lies beyond is not
         kept and its output means nothing. `check` False trusts the ids' values, as those a model has chosen itself.
         """
-        self._check(ids, None, values=check)
+        self.check(ids, values=check)
         if len(ids) != len(cache.lengths):
             raise LoopformerError(f"{len(ids)} rows were given to a cache of {len(cache.lengths)}.")
         counts = [ids.shape[1]] * len(ids) if counts is None else counts
         if len(counts) != len(ids) or not all(0 <= count <= ids.shape[1] for count in counts):
             raise LoopformerError(f"counts must be {len(ids)} numbers of tokens in 0…{ids.shape[1]}, got {counts}.")
         positions, mask = cache.place(ids.shape[1])
-        x, rotary = self._embed_at(ids, positions)
+        x, rotary = self.place(self.tokens(ids), positions)
         x = self.loop(
             lambda number, *inputs: self.stack(*inputs, cache.slots(number)), x, cache.passes, rotary, mask, None
         )
@@ -154,12 +154,11 @@ class LoopedLM(nn.Module):
             same = documents[:, None, :, None] == documents[:, None, None, :]  # [B, 1, T, T]
             mask = same.tril()
             positions = positions - same.squeeze(1).int().argmax(dim=-1)  # the first token of one's document
-        x, rotary = self._embed_at(ids, positions)
+        x, rotary = self.place(self.tokens(ids), positions)
         return x, rotary, mask
 
-    def _embed_at(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotary | None]:
-        """ids [B, T] at positions [B or 1, T] → states and rotary angles, if any."""
-        x = self.tokens(ids)
+    def place(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Rotary | None]:
+        """Embedded tokens x [B, T, D] at positions [B or 1, T] → states and rotary angles, if any."""
         if self.places is not None:
             return x + self.places(positions), None
         return x, rotary_angles(positions, self.config.head_width, x.dtype)
@@ -250,7 +249,8 @@ class LoopedLM(nn.Module):
         self.stack.compile(*args, **kwargs)
 
     @_not_compiled
-    def _check(self, ids: Tensor, documents: Tensor | None, values: bool) -> None:
+    def check(self, ids: Tensor, documents: Tensor | None = None, values: bool = True) -> None:
+        """Refuse what is no batch of token ids; `values` False trusts their values."""
         if not isinstance(ids, Tensor):
             raise LoopformerError(f"ids must be a [B, T] tensor of integers, got {type(ids).__name__}.")
         if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):

@@ -1,0 +1,54 @@
+"""`loopformer export`: a folder that Hugging Face's tools load."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN", help="A run, a model folder or published weights.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The folder to write; an earlier export in it is replaced.")
+    ],
+    self_contained: Annotated[
+        bool, typer.Option("--self-contained", help="Add the model's code, for places without loopformer.")
+    ] = False,
+    budget: Annotated[int | None, typer.Option(help="Loops per token where a call does not say, 1 to L.")] = None,
+    trajectory: Annotated[str | None, typer.Option(help="The same as a schedule: 4-2-1-1, cosine:4.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads, for weights without a config.")] = None,
+    loops: Annotated[int | None, typer.Option(help="Loops L, for weights without a config.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write weights, settings, tokenizer and a model card for Transformers, PEFT and lm-eval.
+
+    Example: loopformer export runs/mine exported --self-contained
+    """
+    from loopformer.hf.export import export as run
+
+    done = run(
+        source,
+        out,
+        self_contained=self_contained,
+        budget=budget,
+        trajectory=trajectory,
+        heads=heads,
+        loops=loops,
+    )
+    config = done.model.config
+    default = done.config.trajectory or done.config.budget or config.loops
+    if as_json:
+        shown = {"out": str(out), "parameters": done.model.cost.parameters.total, "default": str(default)}
+        typer.echo(json.dumps({**shown, "files": done.files}))
+        return
+    tokenizer = "" if "tokenizer.json" in done.files else "; no tokenizer came with the weights"
+    typer.echo(
+        f"{out}: {config.blocks}⊗{config.loops}, {done.model.cost.parameters.total:,} parameters, "
+        f"{len(done.files)} files; {default} by default{tokenizer}"
+    )
+    trust = ", trust_remote_code=True" if self_contained else ""
+    first = "" if self_contained else "import loopformer.hf; "
+    typer.echo(
+        f'{first}AutoModelForCausalLM.from_pretrained("{out}"{trust}, budget={min(2, config.loops)})', err=True
+    )

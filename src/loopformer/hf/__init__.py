@@ -1,0 +1,21 @@
+"""Hugging Face: configuration.py, modeling.py, cache.py (our model as a Transformers model) · export.py,
+tokenizer.py, card.py, sources.py (a folder that Transformers loads).
+
+    import loopformer.hf                                            # registers the model with Transformers
+    AutoModelForCausalLM.from_pretrained("exported", budget=4)
+"""
+
+from loopformer.errors import LoopformerError
+
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM
+except ImportError as error:
+    raise LoopformerError("Transformers is not installed; run: pip install 'loopformer[hf]'.") from error
+
+from loopformer.hf.configuration import LoopFormerConfig
+from loopformer.hf.modeling import LoopFormerForCausalLM
+
+AutoConfig.register(LoopFormerConfig.model_type, LoopFormerConfig, exist_ok=True)
+AutoModelForCausalLM.register(LoopFormerConfig, LoopFormerForCausalLM, exist_ok=True)
+
+__all__ = ["LoopFormerConfig", "LoopFormerForCausalLM"]

@@ -1,0 +1,208 @@
+"""An exported folder: Transformers loads it, we load it, a process without loopformer loads it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from typer.testing import CliRunner
+
+import loopformer.hf
+from loopformer import LM, LoopformerError, load
+from loopformer.cli import app
+from loopformer.data.shards import sha256_of
+from loopformer.hf.export import export
+from loopformer.loading import save_model
+
+REFERENCE = Path(__file__).parent.parent / "reference"
+TEXTS = ["every pass", " naïve café ☕ 日本語", "told\n\n its  time"]
+
+
+@pytest.fixture(scope="module")
+def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exports") / "mine"
+    export(folder, out, self_contained=True)
+    return out
+
+
+@pytest.fixture
+def run(lm: LM, tmp_path: Path) -> Path:
+    """A run with two validated checkpoints."""
+    place = tmp_path / "run"
+    for step in (5, 10):
+        checkpoint = place / "checkpoints" / f"step-{step:08d}"
+        save_model(lm.model, checkpoint, source={"run": "runs/mine", "step": step})
+        lm.need_tokenizer().save(checkpoint)
+        sums = {path.name: sha256_of(path) for path in checkpoint.iterdir()}
+        (checkpoint / "checksums.json").write_text(json.dumps(sums))
+    (place / "run.yaml").write_text("model: {}\n")
+    records = [{"kind": "validation", "step": step, "loss_at_1": 60.0 / step, "loss_at_4": 5.5} for step in (5, 10)]
+    (place / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    return place
+
+
+def test_transformers_and_we_load_the_same_folder(exported: Path, lm: LM) -> None:
+    assert loopformer.hf  # imported: the model is registered
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    again, ours = load(exported), lm.need_tokenizer()
+    assert again.need_tokenizer().hash == ours.hash
+    for text in TEXTS:
+        assert tokenizer(text)["input_ids"] == ours.encode(text)
+        assert tokenizer.decode(ours.encode(text)) == text
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == ours.eot
+    assert GenerationConfig.from_pretrained(exported).eos_token_id == ours.eot
+    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    assert inputs.keys() == {"input_ids", "attention_mask"}
+    for budget in (1, 4):
+        expected = lm.generate(TEXTS, budget=budget, max_tokens=6)
+        found = model.generate(**inputs, max_new_tokens=6, do_sample=False, budget=budget)
+        new = [row[len(inputs["input_ids"][0]) :].tolist() for row in found]
+        assert [tuple(row[: len(one.ids)]) for row, one in zip(new, expected, strict=True)] == [
+            one.ids for one in expected
+        ]
+        assert [one.ids for one in again.generate(TEXTS, budget=budget, max_tokens=6)] == [
+            one.ids for one in expected
+        ]
+
+
+@pytest.mark.slow
+def test_it_loads_where_loopformer_is_not(exported: Path, lm: LM, tmp_path: Path) -> None:
+    code = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "loopformer":
+            raise ModuleNotFoundError(f"No module named {{name!r}}")
+sys.meta_path.insert(0, Blocked())
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained({str(exported)!r}, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained({str(exported)!r}, trust_remote_code=True)
+inputs = tokenizer("every pass", return_tensors="pt")
+torch.save({{
+    "logits": model(**inputs, trajectory="2-1-1").logits,
+    "ids": model.generate(**inputs, max_new_tokens=5, do_sample=False, budget=2),
+}}, "got.pt")
+try:
+    model(**inputs, budget=9)
+except ValueError as error:
+    print(error)
+model.save_pretrained("saved")
+AutoModelForCausalLM.from_pretrained("saved", trust_remote_code=True)
+assert not any(name.split(".")[0] == "loopformer" for name in sys.modules)
+"""
+    home = {"HF_HOME": str(tmp_path / "hf"), "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **home},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "above the model's 4 loops" in done.stdout
+    got = torch.load(tmp_path / "got.pt")
+    prompt = lm.need_tokenizer().encode("every pass")
+    expected = lm.model(torch.tensor([prompt]), "2-1-1").logits[..., : lm.model.config.vocab]
+    torch.testing.assert_close(got["logits"], expected, atol=1e-5, rtol=1e-5)
+    result = lm.generate("every pass", budget=2, max_tokens=5)
+    assert got["ids"][0].tolist()[: len(prompt) + len(result.ids)] == [*prompt, *result.ids]
+
+
+def test_the_card_shows_what_the_run_measured_of_these_weights(run: Path, lm: LM, tmp_path: Path) -> None:
+    export(run, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "2⊗4" in card
+    assert f"{lm.model.cost.parameters.total:,}" in card
+    assert "validation at step 10" in card
+    rows = [line.split(" | ") for line in card.splitlines() if line.startswith(("| 1 |", "| 2 |", "| 4 |"))]
+    assert [row[-2:] for row in rows] == [["6.0000", "403.4 |"], ["–", "– |"], ["5.5000", "244.7 |"]]
+    assert "import loopformer.hf" in card
+    assert "lm_eval" not in card  # it would not know the model
+    export(run / "checkpoints" / "step-00000005", tmp_path / "earlier")
+    assert "| 12.0000 | 1.628e+05 |" in (tmp_path / "earlier" / "README.md").read_text()
+    export(tmp_path / "out", tmp_path / "again", self_contained=True)  # an export of an export
+    again = (tmp_path / "again" / "README.md").read_text()
+    assert "validation at step 10" in again
+    assert "import loopformer.hf" not in again
+    trained_further = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        trained_further.model.final_norm.weight += 1
+    trained_further.save_pretrained(tmp_path / "out")
+    export(tmp_path / "out", tmp_path / "again")
+    assert "No validation of these weights was recorded" in (tmp_path / "again" / "README.md").read_text()
+    (run / "metrics.jsonl").unlink()
+    export(run, tmp_path / "out")
+    assert "No validation of these weights was recorded" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_default_and_the_chat_template_travel(run: Path, tmp_path: Path) -> None:
+    (run / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}!{% endfor %}")
+    export(run, tmp_path / "out", trajectory="2-1-1")
+    assert str(AutoModelForCausalLM.from_pretrained(tmp_path / "out").route()) == "2-1-1"
+    assert str(AutoModelForCausalLM.from_pretrained(tmp_path / "out", budget=3).route()) == "3"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "every"}], tokenize=False) == "every!"
+
+
+def test_published_weights_come_without_a_tokenizer(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(REFERENCE / "loopformer.safetensors")
+    file = tmp_path / "published.safetensors"
+    save_file({n.removeprefix("weights."): t for n, t in tensors.items() if n.startswith("weights.")}, file)
+    done = export(file, tmp_path / "out", heads=4, loops=8)
+    assert done.files == ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+    assert "no tokenizer came with the weights" in (tmp_path / "out" / "README.md").read_text()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.settings.loops == 8
+
+
+def test_an_earlier_export_is_brought_up_to_date_and_nothing_else_is_touched(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(folder, out, self_contained=True, budget=2)
+    (out / ".gitattributes").write_text("kept")
+    export(out, out)  # from itself, without the sources
+    assert (out / ".gitattributes").read_text() == "kept"
+    assert not list(out.glob("*.py"))
+    assert not list(tmp_path.glob(".*"))
+    config = json.loads((out / "config.json").read_text())
+    assert config["budget"] is None
+    assert "auto_map" not in config
+
+
+def test_a_failed_export_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    (run / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(LoopformerError, match="is not UTF-8 text"):
+        export(run, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["export", str(folder), str(out), "--budget", "2", "--json"])
+    shown = json.loads(done.stdout)
+    assert (shown["default"], shown["out"]) == ("2", str(out))
+    assert sorted(path.name for path in out.iterdir()) == shown["files"]
+    assert "2⊗4" in CliRunner().invoke(app, ["export", str(folder), str(out)]).stdout
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").touch()
+    cases = [
+        (folder, tmp_path / "full", [], "holds files that are no export of ours"),
+        (folder, folder, [], "holds files that are no export of ours"),
+        (folder, tmp_path / "full" / "thesis.txt", [], "is a file"),
+        (folder, tmp_path / "new", ["--budget", "9"], "Budget 9 is above"),
+        (folder, tmp_path / "new", ["--budget", "2", "--trajectory", "2-1"], "not both"),
+        (tmp_path / "nowhere", tmp_path / "new", [], "no file or folder"),
+    ]
+    for source, place, options, said in cases:
+        error = CliRunner().invoke(app, ["export", str(source), str(place), *options]).exception
+        assert isinstance(error, LoopformerError)
+        assert said in str(error)
+    assert not (tmp_path / "new").exists()
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]

@@ -1,0 +1,159 @@
+"""The wrapper is our model: the same logits, losses and gradients, and the usual manners."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from loopformer import LoopedLM, LoopformerError, ModelConfig
+from loopformer.config import Conditioning
+from loopformer.hf import LoopFormerConfig, LoopFormerForCausalLM
+from loopformer.loading import load_model, save_model
+
+from .models import spread
+
+
+def as_options(route: str) -> dict[str, Any]:
+    return {"budget": int(route)} if route.isdigit() else {"trajectory": route}
+
+
+@pytest.mark.parametrize("kind", get_args(Conditioning))
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_logits_states_and_gradients_are_ours(tiny: ModelConfig, kind: Conditioning, positions: Any) -> None:
+    ours = spread(replace(tiny, conditioning=kind, positions=positions, padded_vocab=128))
+    theirs = LoopFormerForCausalLM.wrap(ours)
+    ids = torch.randint(tiny.vocab, (2, 9))
+    for route in ["1", "2", "4"] + ([] if kind in ("none", "index") else ["2-1-1"]):
+        expected = ours(ids, route, states=True)
+        expected_loss = F.cross_entropy(expected.logits[:, :-1, : tiny.vocab].flatten(0, 1), ids[:, 1:].flatten())
+        expected_gradient = torch.autograd.grad(expected_loss, ours.tokens.weight)[0]
+        for use_cache in (False, True):
+            got = theirs(ids, labels=ids, output_hidden_states=True, use_cache=use_cache, **as_options(route))
+            assert torch.equal(got.logits, expected.logits[..., : tiny.vocab])
+            assert all(map(torch.equal, got.hidden_states[1:], expected.states))
+            torch.testing.assert_close(got.loss, expected_loss)
+            gradient = torch.autograd.grad(got.loss, ours.tokens.weight)[0]
+            torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_logits_to_keep_tuples_and_embeddings(model: LoopedLM) -> None:
+    theirs, ids = LoopFormerForCausalLM.wrap(model), torch.randint(96, (2, 7))
+    whole = theirs(ids, budget=2)
+    torch.testing.assert_close(theirs(ids, budget=2, logits_to_keep=3).logits, whole.logits[:, -3:])
+    chosen = torch.tensor([1, 4])
+    torch.testing.assert_close(theirs(ids, budget=2, logits_to_keep=chosen).logits, whole.logits[:, chosen])
+    assert torch.equal(theirs(ids, budget=2, return_dict=False)[0], whole.logits)
+    assert torch.equal(theirs(inputs_embeds=model.tokens(ids), budget=2).logits, whole.logits)
+    assert theirs.get_input_embeddings() is model.tokens
+
+
+def test_recomputing_the_passes_changes_no_gradient(model: LoopedLM) -> None:
+    theirs, ids = LoopFormerForCausalLM.wrap(model).train(), torch.randint(96, (2, 7))
+    gradients = []
+    for recompute in (False, True):
+        theirs.zero_grad()
+        if recompute:
+            theirs.gradient_checkpointing_enable()
+        counted: list[int] = []
+        hook = model.stack.register_forward_pre_hook(lambda *_, seen=counted: seen.append(1))
+        theirs(ids, labels=ids).loss.backward()
+        hook.remove()
+        assert len(counted) == (8 if recompute else 4)  # forward, and once more in backward
+        gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_settings_choose_the_default(model: LoopedLM) -> None:
+    ids = torch.randint(96, (1, 5))
+    theirs = LoopFormerForCausalLM.wrap(model, trajectory="2-1-1")
+    assert torch.equal(theirs(ids).logits, model(ids, "2-1-1").logits)
+    assert torch.equal(theirs(ids, budget=1).logits, model(ids, 1).logits)
+    theirs.config.trajectory, theirs.config.budget = None, 2
+    assert torch.equal(theirs(ids).logits, model(ids, 2).logits)
+
+
+def test_settings_say_what_tools_ask_for(tiny: ModelConfig) -> None:
+    config = LoopFormerConfig(model=replace(tiny, padded_vocab=128), budget=2)
+    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (8, 32, 80)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 4, 8)
+    assert (config.vocab_size, config.max_position_embeddings) == (96, 32)
+    again = LoopFormerConfig.from_dict(config.to_dict())
+    assert (again.settings, again.budget) == (config.settings, 2)
+    assert LoopFormerConfig.from_dict(config.to_dict(), trajectory="1-1").budget is None
+
+
+def test_a_fresh_model_has_our_weights(tiny: ModelConfig) -> None:
+    torch.manual_seed(3)
+    ours = LoopedLM(replace(tiny, modulator_start="one")).state_dict()
+    torch.manual_seed(3)
+    theirs = AutoModelForCausalLM.from_config(LoopFormerConfig(model=replace(tiny, modulator_start="one")))
+    assert all(torch.equal(theirs.model.state_dict()[name], tensor) for name, tensor in ours.items())
+
+
+def test_saved_and_loaded(model: LoopedLM, tmp_path: Path) -> None:
+    ids = torch.randint(96, (1, 6))
+    LoopFormerForCausalLM.wrap(model, budget=4).save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert (
+        sum(tensor.numel() for tensor in saved.values()) == model.cost.parameters.total
+    )  # the head is not there twice
+    assert AutoConfig.from_pretrained(tmp_path).settings == model.config
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, trajectory="2-1-1"
+    )  # takes the place of the file's budget
+    assert isinstance(loaded, LoopFormerForCausalLM)
+    assert torch.equal(loaded(ids).logits, model(ids, "2-1-1").logits)
+    assert torch.equal(load_model(tmp_path)(ids).logits, model(ids).logits)  # ours reads it too
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert half(ids).logits.dtype == torch.bfloat16
+
+
+def test_a_model_folder_of_ours_loads_as_it_is(model: LoopedLM, tmp_path: Path) -> None:
+    ids = torch.randint(96, (1, 6))
+    save_model(model, tmp_path)
+    assert torch.equal(LoopFormerForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+
+
+def test_a_file_that_is_not_whole_is_refused(model: LoopedLM, tmp_path: Path) -> None:
+    LoopFormerForCausalLM.wrap(model).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.final_norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(LoopformerError, match=r"lack the tensor model\.final_norm\.weight"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_mistakes_are_one_clear_sentence(model: LoopedLM, tmp_path: Path) -> None:
+    theirs, ids = LoopFormerForCausalLM.wrap(model), torch.randint(96, (1, 5))
+    theirs.save_pretrained(tmp_path)
+    unconditioned = LoopFormerForCausalLM.wrap(spread(replace(model.config, conditioning="none")))
+    cases: list[tuple[Any, str]] = [
+        (lambda: theirs(ids, budget=0), "1 or more; got 0"),
+        (lambda: theirs.generate(ids, budget=5), "above the model's 4 loops"),
+        (lambda: theirs(ids, budget=[1, 2]), "A budget is a whole number of loops"),
+        (lambda: theirs(ids, trajectory="fast"), "Cannot read 'fast' as a trajectory"),
+        (lambda: theirs(ids, budget=1, trajectory="2-1"), "a budget or a trajectory, not both"),
+        (lambda: unconditioned(ids, trajectory="2-1"), "can only follow uniform"),
+        (lambda: AutoModelForCausalLM.from_pretrained(tmp_path, budget=9), "Budget 9 is above"),
+        (lambda: AutoModelForCausalLM.from_pretrained(tmp_path, budget=1, trajectory="2-1"), "not both"),
+        (lambda: LoopFormerForCausalLM.wrap(model, trajectory="x"), "Cannot read 'x'"),
+        (lambda: LoopFormerConfig(model={"wdith": 3}), "did you mean width"),
+        (lambda: LoopFormerConfig(version=9), "of version 9"),
+        (lambda: LoopFormerConfig(tie_word_embeddings=False), "leave tie_word_embeddings true"),
+        (lambda: theirs(torch.full((1, 3), 96)), "is this the model's own tokenizer"),
+        (lambda: theirs(torch.zeros(1, 33, dtype=torch.long)), "context is 32"),
+        (lambda: theirs.generate(ids, max_new_tokens=40), "33 tokens but the context is 32"),
+        (lambda: theirs(ids, attention_mask=torch.ones(1, 4)), r"attention_mask has shape \[1, 4\]"),
+        (lambda: theirs(ids, output_attentions=True), "Attention maps are not kept"),
+        (lambda: theirs(), "Give input_ids or inputs_embeds"),
+        (lambda: theirs.resize_token_embeddings(100), "knows 96 tokens and cannot be given 100"),
+    ]
+    for make, said in cases:
+        with pytest.raises(LoopformerError, match=said):
+            make()
