@@ -9,6 +9,11 @@ import torch
 
 from loopformer import LoopedLM, LoopformerError, Trajectory
 from loopformer.config import Conditioning, ModelConfig, ObjectiveConfig
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.evaluation.perplexity import perplexity
+from loopformer.evaluation.schedules import search
+from loopformer.evaluation.text import Text
+from loopformer.evaluation.windows import Protocol
 from loopformer.training.objective import Divisors, Objective
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -99,3 +104,18 @@ def test_out_of_memory_ends_with_advice_and_auto_finds_what_fits(tmp_path: Path)
 @pytest.fixture(autouse=True)
 def _full_precision() -> None:
     torch.set_float32_matmul_precision("highest")
+
+
+def test_perplexity_and_schedules_on_the_gpu(tiny: ModelConfig) -> None:
+    tokenizer = Tokenizer.train(["its time and its step"] * 20, 280)
+    ids = tuple(torch.randint(1, 90, (length,)).numpy() for length in (5, 40, 100))
+    text = Text("random", "all of it", ids, "0", tokenizer)
+    model = LoopedLM(replace(tiny, modulator_start="one"))
+    routes = ["1", "2-1-1", "4"]
+    expected = [row["nats"] for row in perplexity(model, text, routes, Protocol(stride=16))]
+    found = [row["nats"] for row in perplexity(model.cuda(), text, routes, Protocol(stride=16))]
+    assert found == pytest.approx(expected, rel=1e-4)
+    searched = search(model, 2, text=text, protocol=Protocol(stride=16))
+    assert searched["measured"] == 3
+    low = [row["nats"] for row in perplexity(model.to(torch.bfloat16), text, routes, Protocol(stride=16))]
+    assert low == pytest.approx(expected, rel=0.02)

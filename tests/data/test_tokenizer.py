@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,3 +91,19 @@ def test_tokenizer_without_end_token(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
     with pytest.raises(FileProblem, match="has no end token"):
         Tokenizer.load(tmp_path)
+
+
+@given(st.text(max_size=40))
+def test_bytes_are_counted_token_by_token(text: str) -> None:
+    ids = TRAINED.encode(text)
+    assert TRAINED.byte_count(ids) == sum(TRAINED.byte_count([number]) for number in ids) == len(text.encode())
+    assert TRAINED.byte_count([*ids, TRAINED.eot]) == len(text.encode())
+
+
+def test_bytes_of_a_tokenizer_of_words() -> None:
+    words = {"naïve": 0, "loop": 1, END: 2, "?": 3}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens([END])
+    tokenizer = Tokenizer(library.to_str())
+    assert tokenizer.byte_count(tokenizer.encode("naïve loop")) == len("naïve loop".encode())

@@ -9,10 +9,15 @@ from typing import Annotated
 import typer
 
 import loopformer
+from loopformer.cli.analyze import analyze
+from loopformer.cli.calibrate import calibrate
+from loopformer.cli.eval import eval_
+from loopformer.cli.export import export
 from loopformer.cli.generate import generate
 from loopformer.cli.import_ import import_
 from loopformer.cli.info import info
 from loopformer.cli.prepare import prepare
+from loopformer.cli.search import search
 from loopformer.cli.train import train
 from loopformer.errors import LoopformerError
 
@@ -27,8 +32,13 @@ app = typer.Typer(
 app.command("prepare")(prepare)
 app.command("train")(train)
 app.command("generate")(generate)
+app.command("calibrate")(calibrate)
+app.command("eval")(eval_)
+app.command("search")(search)
+app.command("analyze")(analyze)
 app.command("info")(info)
 app.command("import")(import_)
+app.command("export")(export)
 
 
 def _version(asked: bool) -> None:

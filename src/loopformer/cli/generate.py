@@ -17,6 +17,9 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; standard input without it.")] = None,
     budget: Annotated[int | None, typer.Option(help="Loops per token, 1 to L; L by default.")] = None,
     trajectory: Annotated[str | None, typer.Option(help="A schedule: 4-2-1-1, 1/2,1/4,1/4, cosine:4.")] = None,
+    schedule: Annotated[
+        str, typer.Option(help="Steps of a budget: uniform, or best, as `loopformer search` found them.")
+    ] = "uniform",
     max_ms_per_token: Annotated[
         float | None, typer.Option(help="The largest budget that is this fast here.")
     ] = None,
@@ -30,6 +33,10 @@ def generate(
     ] = None,
     draft_length: Annotated[
         int | None, typer.Option(help="Tokens per draft; by default as many as pay, from what is accepted.")
+    ] = None,
+    adaptive: Annotated[
+        str | None,
+        typer.Option(help="Choose depth by certainty, as loopformer calibrate found: its folder or file."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -56,11 +63,12 @@ def generate(
 
     text = sys.stdin.read().removesuffix("\n") if prompt is None else prompt
     require(text != "", "The prompt is empty; give one, or pipe text into standard input.")
-    asked = [budget, trajectory, max_ms_per_token, max_flops, compare]
+    asked = [budget, trajectory, max_ms_per_token, max_flops, compare, adaptive]
     require(
         sum(one is not None for one in asked) <= 1,
-        "Give one of --budget, --trajectory, --max-ms-per-token, --max-flops and --compare.",
+        "Give one of --budget, --trajectory, --max-ms-per-token, --max-flops, --compare and --adaptive.",
     )
+    require(draft is None or adaptive is None, "Give --draft or --adaptive, not both.")
     require(draft is None or compare is None, "Give --draft or --compare, not both.")
     require(draft_length is None or draft is not None, "--draft-length goes with --draft.")
     lm = load(model).to(choose_device(device))
@@ -79,8 +87,13 @@ def generate(
         return
     if max_flops is not None or max_ms_per_token is not None:
         budget = _resolve(lm, text, max_flops, max_ms_per_token)
+    if schedule != "uniform":
+        from loopformer.evaluation.best import scheduled
+
+        require(budget is not None, "--schedule goes with --budget, --max-flops or --max-ms-per-token.")
+        budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule))
     requests = lm.requests([text], budget, trajectory, **options)
-    _stream(lm, requests, (draft, draft_length), as_json)
+    _stream(lm, requests, (draft, draft_length), adaptive, as_json)
 
 
 def _resolve(lm: "LM", text: str, max_flops: float | None, max_ms_per_token: float | None) -> int:
@@ -98,11 +111,16 @@ def _resolve(lm: "LM", text: str, max_flops: float | None, max_ms_per_token: flo
     return budget
 
 
-def _stream(lm: "LM", requests: "list[Request]", draft: tuple[str | None, int | None], as_json: bool) -> None:
+def _stream(
+    lm: "LM", requests: "list[Request]", draft: tuple[str | None, int | None], adaptive: str | None, as_json: bool
+) -> None:
     """Run a request, showing its text as it comes; `draft` is a budget or schedule, and a length."""
+    from loopformer.evaluation.calibration import read_policy
+    from loopformer.inference.adaptive import stream_adaptive
     from loopformer.inference.generate import REASONS
     from loopformer.inference.generate import generate as run
     from loopformer.inference.speculative import Draft, speculate
+    from loopformer.inference.tally import Tally
 
     results = []
 
@@ -113,12 +131,22 @@ def _stream(lm: "LM", requests: "list[Request]", draft: tuple[str | None, int | 
             sys.stdout.write(event.piece)
             sys.stdout.flush()
 
-    acceptance = None
+    extra: dict[str, Any] = {}
+    said = ""
+    policy = None if adaptive is None else read_policy(adaptive, lm.model)
     started = time.perf_counter()
     if draft[0] is not None:
         plan = Draft(lm.model.route(draft[0]), draft[1])
         _, report = speculate(lm.model, lm.need_tokenizer(), requests, plan, show)
-        acceptance = report.acceptance
+        extra["draft_acceptance"] = report.acceptance
+        said = f" {report.acceptance:.0%} of drafted tokens accepted;"
+    elif policy is not None:
+        tally = Tally(lm.model.cost)
+        for event in stream_adaptive(lm.model, lm.need_tokenizer(), requests, policy, tally):
+            show(event)
+        extra["adaptive"] = tally.report()
+        said = f" {tally.passes_per_token:.2f} passes and {tally.mean_budget:.2f} loops' worth of FLOPs each;"
+        said += " lossy;" if tally.lossy else ""
     else:
         for event in run(lm.model, lm.need_tokenizer(), requests):
             show(event)
@@ -126,12 +154,10 @@ def _stream(lm: "LM", requests: "list[Request]", draft: tuple[str | None, int | 
     if as_json:
         shown = {"text": result.text, "reason": result.reason, "trajectory": str(result.trajectory)}
         counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.ids), "seconds": seconds}
-        drafted = {} if acceptance is None else {"draft_acceptance": acceptance}
-        typer.echo(json.dumps({**shown, **counts, **drafted, "logprobs": result.logprobs}))
+        typer.echo(json.dumps({**shown, **counts, **extra, "logprobs": result.logprobs}))
         return
     sys.stdout.write("\n")
     rate = seconds / len(result.ids) * 1e3
-    said = "" if acceptance is None else f" {acceptance:.0%} of drafted tokens accepted;"
     typer.echo(
         f"[{len(result.ids)} tokens, {rate:.1f} ms each, prompt included;{said} {REASONS[result.reason]}]", err=True
     )

@@ -70,6 +70,26 @@ class Tokenizer:
         """The text of the ids; the end token shows only with `special`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
 
+    def byte_count(self, ids: Iterable[int]) -> int:
+        """UTF-8 bytes of the text that ids stand for; byte-level tokenizers count also parts of a character."""
+        if self._byte_lengths is None:
+            return len(self.decode(list(ids)).encode())
+        return sum(self._byte_lengths[number] for number in ids)
+
+    @cached_property
+    def _byte_lengths(self) -> list[int] | None:
+        """Bytes of each id where a character of a token is one byte; None for other kinds of tokenizers."""
+        saved = json.loads(self._text)
+        decoder = saved.get("decoder") or {}
+        if "ByteLevel" not in [one["type"] for one in (decoder, *decoder.get("decoders", ())) if one]:
+            return None
+        lengths = [0] * self.vocab_size
+        for token, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            lengths[number] = len(token)
+        for added in saved.get("added_tokens", ()):
+            lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+        return lengths
+
     def save(self, folder: Path | str) -> None:
         write_atomic(Path(folder) / FILE, self._text.encode())
 

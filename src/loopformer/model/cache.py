@@ -130,6 +130,10 @@ class Cache:
             positions = positions[self._order[:rows]]
         return [Place(k[:rows], v[:rows], positions, self._start, self._end) for k, v in self._kept[loop]]
 
+    def tensors(self, loop: int, block: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of a (loop, block), each [rows, H, capacity, D/H]."""
+        return self._kept[loop][block]
+
     def read(self, row: int) -> RowKeys:
         """What is kept of a row, not copied."""
         place, length = self._place_of(row), self.lengths[row]

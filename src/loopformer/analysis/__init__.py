@@ -1,0 +1,3 @@
+"""What a model's states do from loop to loop: metrics.py, similarity.py (CKA), lens.py (what is measured) ·
+prompts.py (on which text) · dynamics.py (one model along one trajectory) · results.py, figures.py (what is written).
+"""

@@ -1,0 +1,216 @@
+"""`loopformer eval`: how good a model is at each budget."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loopformer.cli.progress import shown
+
+if TYPE_CHECKING:
+    from loopformer.evaluation.subject import Subject
+    from loopformer.evaluation.windows import Protocol
+    from loopformer.trajectory import Trajectory
+
+TEXT_HELP = (
+    "Files, folders or globs of .txt .md .jsonl .parquet (also .gz .xz .zst), hf:DATASET[:config][:split], a "
+    "prepared folder (its validation split), or the held-out part of stdlib, pile, fineweb-edu or openwebtext"
+)
+
+
+def eval_(
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="A run, a model folder or published weights.")
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{TEXT_HELP}; may be given several times. A run's own data by default."),
+    ] = None,
+    budgets: Annotated[str | None, typer.Option(help="Loops: 1,2,4,8; 1, L/4, L/2 and L by default.")] = None,
+    trajectory: Annotated[
+        list[str] | None, typer.Option(help="A schedule, such as 4-2-1-1; may be given several times.")
+    ] = None,
+    schedule: Annotated[
+        str, typer.Option(help="Steps of --budgets: uniform, or best, as `loopformer search` found them.")
+    ] = "uniform",
+    window: Annotated[int | None, typer.Option(help="Tokens the model sees at a time; its context.")] = None,
+    stride: Annotated[int | None, typer.Option(help="Windows begin so many tokens apart; no overlap.")] = None,
+    join: Annotated[bool, typer.Option("--join", help="Join documents into one stream, as in training.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Score only the first so many tokens of a text.")] = None,
+    field: Annotated[str, typer.Option(help="The field of .jsonl, .parquet and datasets that is text.")] = "text",
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Benchmarks: paper (its ten), or names of lm-evaluation-harness, as in piqa,arc_easy."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="A folder with the paper's benchmarks as files, instead of the Hub.")
+    ] = None,
+    include: Annotated[Path | None, typer.Option(help="A folder of your own task definitions (YAML).")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many examples of each task.")] = None,
+    export: Annotated[
+        Path | None, typer.Option("--export-requests", help="Write what --tasks ask to this file, and end.")
+    ] = None,
+    score: Annotated[
+        Path | None,
+        typer.Option("--score-requests", help="Answer the requests of this file, without lm-evaluation-harness."),
+    ] = None,
+    collect: Annotated[
+        Path | None, typer.Option("--aggregate", help="Make numbers of the answers in this file.")
+    ] = None,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens in a batch.")] = 8192,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Also write the results to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure perplexity, or the accuracy on benchmarks, at any budgets; started again, it continues.
+
+    Examples: loopformer eval --model runs/mine --text news.jsonl --budgets 1,2,4 --trajectory 4-2-1-1
+
+    loopformer eval --model runs/mine --tasks paper --data data/eval --limit 50
+    """
+    from loopformer.cli import eval_tasks
+    from loopformer.errors import LoopformerError
+    from loopformer.evaluation.subject import Subject
+    from loopformer.evaluation.windows import Protocol
+
+    eval_tasks.check(tasks, data, include, limit, export, score, collect)
+    report: dict[str, Any] = {}
+    try:
+        suite = None if tasks is None else eval_tasks.load_tasks(tasks, data, include, limit)
+        if export is not None and suite is not None:
+            eval_tasks.export_requests(export, suite)
+            return
+        if collect is not None:
+            report["tasks"] = eval_tasks.aggregate(collect, data, include)
+            _write(report, out, as_json)
+            return
+        if model is None:
+            raise LoopformerError("Say which model to evaluate with --model, such as runs/mine.")
+        subject = Subject.open(model, device, dtype)
+        routes = subject.routes(budgets, trajectory or (), schedule)
+        if score is not None:
+            eval_tasks.score_requests(score, subject, routes, out, batch_tokens)
+            return
+        report |= {"model": model, "weights": subject.weights}
+        if text or suite is None:
+            protocol = Protocol(window, stride, join, max_tokens)
+            texts = text or [own_text(model)]
+            report["perplexity"] = evaluate_texts(subject, texts, routes, protocol, field, batch_tokens)
+        if suite is not None:
+            report["tasks"] = eval_tasks.run_tasks(subject, routes, suite, batch_tokens)
+    except KeyboardInterrupt:
+        typer.echo("loopformer: stopped; what is finished is kept, the same command continues.", err=True)
+        raise typer.Exit(130) from None
+    _write(report, out, as_json)
+    if not as_json and "perplexity" in report:
+        say_kept(report["perplexity"], subject)
+
+
+def _write(report: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    """Results to a file, if one is asked for, and to the screen."""
+    from loopformer.cli import eval_tasks
+    from loopformer.data.shards import write_atomic
+
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(out, (json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    if "perplexity" in report:
+        show_texts(report["perplexity"])
+    if "tasks" in report:
+        eval_tasks.show_tasks(report["tasks"])
+
+
+def own_text(model: str) -> str:
+    """The data that a run was trained with, for its validation split."""
+    from loopformer.errors import LoopformerError
+    from loopformer.evaluation.text import default_text
+
+    if found := default_text(model):
+        return found
+    raise LoopformerError(f"{model} has no prepared data of its own; say what to measure on with --text.")
+
+
+def evaluate_texts(
+    subject: "Subject",
+    texts: list[str],
+    routes: "list[Trajectory]",
+    protocol: "Protocol",
+    field: str,
+    batch_tokens: int,
+) -> list[dict[str, Any]]:
+    """One row for each text and trajectory."""
+    from loopformer.evaluation.perplexity import perplexity
+    from loopformer.evaluation.text import read_text
+
+    protocol.sizes(subject.model.config.context)  # before a text is read, which may take long
+    rows = []
+    with shown() as report:
+        for given in texts:
+            text = read_text(given, subject.lm.need_tokenizer(), field, protocol.max_tokens, report)
+            rows += perplexity(
+                subject.model,
+                text,
+                routes,
+                protocol,
+                weights=subject.weights,
+                store=subject.store,
+                batch_tokens=batch_tokens,
+                report=report,
+            )
+    return rows
+
+
+def show_texts(rows: list[dict[str, Any]]) -> None:
+    """A table for each text."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for name in dict.fromkeys(row["text"] for row in rows):
+        own = [row for row in rows if row["text"] == name]
+        console.print(describe_text(own[0]), highlight=False, markup=False, soft_wrap=True)
+        columns = ("budget", "schedule", "perplexity", "bits/byte", "MFLOP/token", "seconds", "tokens/s")
+        table = Table(*columns, box=None, pad_edge=False)
+        for column in table.columns:
+            column.justify = "right"
+        for row in own:
+            schedule = "uniform" if row["trajectory"] == str(row["budget"]) else row["trajectory"]
+            table.add_row(
+                str(row["budget"]),
+                schedule,
+                number(row["perplexity"], ".3f"),
+                number(row["bits_per_byte"], ".4f"),
+                f"{row['flops_per_token'] / 1e6:,.4g}",
+                f"{row['seconds']:.1f}",
+                f"{row['tokens_per_second']:,.0f}",
+            )
+        console.print(table, highlight=False)
+
+
+def describe_text(row: dict[str, Any]) -> str:
+    """What was measured on, and how, in two lines."""
+    documents = "1 document" if row["documents"] == 1 else f"{row['documents']:,} documents"
+    how = "joined" if row["joined"] else "each on its own"
+    stride = "no overlap" if row["stride"] == row["window"] else f"stride {row['stride']}"
+    return (
+        f"{row['text']} ({row['part']}): {row['tokens']:,} tokens scored, {row['bytes']:,} bytes, {documents}, "
+        f"{how}, windows of {row['window']}, {stride}, {row['dtype']} on {row['device']}\nsha256 {row['sha256']}"
+    )
+
+
+def say_kept(rows: list[dict[str, Any]], subject: "Subject") -> None:
+    """Where finished pieces are, and how many came from there, on stderr."""
+    again = sum(row["reused"] for row in rows)
+    typer.echo(
+        f"kept in {subject.store.folder}" + (f"; {again} of {len(rows)} were there" if again else ""), err=True
+    )
+
+
+def number(value: float | None, form: str) -> str:
+    """A number for a table; what the model could not compute is said to be none."""
+    return "not a number" if value is None else format(value, form)

@@ -1,0 +1,150 @@
+"""Zero-shot benchmarks of a model at any budgets: ask, keep, and put the numbers together.
+
+    subject, suite = Subject.open("runs/mine"), Suite.load(["paper"], data="data/eval")
+    runs = ask(subject, suite.queries, [Trajectory.uniform(4)])        # needs no harness
+    results(suite, model_facts(subject, runs), runs)                   # plain data, one entry per trajectory
+
+The weights are loaded once for all trajectories. The answers of each (task, trajectory) are kept at once, so an
+interrupted or extended evaluation asks only what is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from loopformer.config import require
+from loopformer.errors import FileProblem
+from loopformer.evaluation.exchange import Answers, Queries, Run
+from loopformer.evaluation.loglikelihood import BATCH_TOKENS
+from loopformer.evaluation.paper_tasks import TASKS, paper_scores
+from loopformer.evaluation.queries import Answered, answer, digest
+from loopformer.evaluation.store import Piece
+from loopformer.evaluation.subject import Subject
+from loopformer.evaluation.text import Report
+from loopformer.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from loopformer.evaluation.suite import Suite
+
+
+def ask(
+    subject: Subject,
+    queries: Queries,
+    routes: Sequence[Trajectory],
+    batch_tokens: int = BATCH_TOKENS,
+    report: Report | None = None,
+) -> dict[str, dict[str, Answered]]:
+    """The answers to each task's requests along each trajectory, by trajectory and task."""
+    hashes = {task: digest(asked) for task, asked in queries.items()}
+    runs: dict[str, dict[str, Answered]] = {}
+    for route in routes:
+        run = runs[str(route)] = {}
+        for task, asked in queries.items():
+            key = {**_key(subject, route), "task": task, "requests": hashes[task]}
+            kept = subject.store.get(key)
+            if kept is None:
+                found = answer(subject.lm, asked, route, batch_tokens, _counter(report, task, route))
+                kept = subject.store.put(key, asdict(found))
+            run[task] = Answered(**kept)
+    return runs
+
+
+def model_facts(subject: Subject, runs: Iterable[str]) -> Piece:
+    """What was evaluated, and what a token of it costs along each trajectory."""
+    config = subject.model.config
+    return {
+        "path": subject.source,
+        "shape": f"{config.blocks}⊗{config.loops}",
+        "context": config.context,
+        **_identity(subject),
+        "flops_per_token": {one: subject.model.cost.forward_flops(Trajectory.parse(one).budget) for one in runs},
+    }
+
+
+def results(suite: Suite, model: Mapping[str, Any], runs: Mapping[str, Run]) -> Piece:
+    """All numbers in plain data: per trajectory and task the metric, its value, error, examples and seconds."""
+    facts = suite.facts
+    rows = [_row(suite, facts, model, trajectory, run) for trajectory, run in runs.items()]
+    return {"model": dict(model), **facts, "runs": rows}
+
+
+def collect(suite: Suite, answers: Answers) -> Piece:
+    """The same from a file of answers, which must be to the very requests of the suite."""
+    for task, facts in suite.facts["tasks"].items():
+        given = answers.facts["tasks"].get(task)
+        if given is None or given["requests_sha256"] != facts["requests_sha256"]:
+            raise FileProblem(
+                f"The answers are to other requests of {task} than these; use the same --data and harness "
+                f"({answers.facts['harness']} there, {suite.facts['harness']} here), or export and score again."
+            )
+    return results(suite, answers.model, answers.runs)
+
+
+def accuracy(
+    subject: Subject, suite: Suite, batch_tokens: int = BATCH_TOKENS, report: Report | None = None
+) -> Callable[[Trajectory], float]:
+    """A function that scores a trajectory: the mean over the tasks, or the paper's average where all are there."""
+
+    def score(route: Trajectory) -> float:
+        runs = ask(subject, suite.queries, [route], batch_tokens, report)
+        (row,) = results(suite, model_facts(subject, runs), runs)["runs"]
+        for name, task in row["tasks"].items():
+            require(
+                task["metric"].startswith("acc"),
+                f"The task {name} has {task['metric']} and no accuracy; leave it out.",
+            )
+        values = [task["value"] for task in row["tasks"].values()]
+        return float(row["paper"]["average"] if row["paper"] else sum(values) / len(values))
+
+    return score
+
+
+def _row(suite: Suite, facts: Piece, model: Mapping[str, Any], trajectory: str, run: Run) -> Piece:
+    tasks, groups = suite.metrics(run)
+    rows = {}
+    for name, found in tasks.items():
+        metric = suite.metric(name, found)
+        first, _, rest = metric.partition(",")
+        rows[name] = {
+            "metric": metric,
+            "value": found[metric],
+            "stderr": found.get(",".join(part for part in (f"{first}_stderr", rest) if part)),
+            "examples": facts["tasks"][name]["examples"],
+            "seconds": run[name].seconds,
+            "tokens": run[name].tokens,
+            "cut": run[name].cut,
+            "metrics": found,
+        }
+    ours = set(TASKS) <= set(rows) and all(rows[name]["metric"] == TASKS[name].metric for name in TASKS)
+    return {
+        "trajectory": trajectory,
+        "budget": Trajectory.parse(trajectory).budget,
+        "flops_per_token": model["flops_per_token"][trajectory],
+        "seconds": sum(answered.seconds for answered in run.values()),
+        "tasks": rows,
+        "groups": groups,
+        "paper": paper_scores({name: rows[name]["value"] for name in TASKS}) if ours else None,
+    }
+
+
+def _key(subject: Subject, route: Trajectory) -> Piece:
+    return {"kind": "answers", **_identity(subject), "trajectory": str(route)}
+
+
+def _identity(subject: Subject) -> Piece:
+    weight = subject.model.tokens.weight
+    return {
+        "weights": subject.weights,
+        "tokenizer": subject.lm.need_tokenizer().hash,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": weight.device.type,
+    }
+
+
+def _counter(report: Report | None, task: str, route: Trajectory) -> Callable[[int, int], None] | None:
+    if report is None:
+        return None
+    where = f"M={route.budget}" if route.is_uniform else str(route)
+    return lambda done, total: report(f"{task} {where}", done, total)

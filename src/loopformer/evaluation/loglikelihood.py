@@ -1,0 +1,151 @@
+"""Log-likelihoods of continuations along a trajectory: what lm-evaluation-harness asks a model, without it.
+
+    spans = encode_pairs(tokenizer, [("The sky is", " blue")]) + encode_texts(tokenizer, ["A whole text."])
+    scored = loglikelihoods(model, spans, Trajectory.uniform(4))
+    scored.answers[0]          # (log-likelihood, whether greedy decoding would have given it)
+    scored.tokens              # tokens run; sharing.py says why they are fewer than asked for
+
+The log-softmax is in fp32 over the tokenizer's ids, and sums are in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loopformer.config import require
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import RunFailed
+from loopformer.evaluation.sharing import Batch, Span, Window, plan
+from loopformer.inference.padding import padded
+from loopformer.model import LoopedLM
+from loopformer.trajectory import Trajectory
+
+Answer = tuple[float, bool]  # log-likelihood; whether each token was the most likely one
+Count = Callable[[int, int], None]  # how many are done, of how many
+
+BATCH_TOKENS = 8192
+_LOGITS = 1 << 24  # numbers in a chunk of logits
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Answers in the order asked; `tokens` were run for them, and `cut` of them did not fit the context."""
+
+    answers: list[Answer]
+    tokens: int
+    cut: int
+
+
+def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Span]:
+    """Contexts and their continuations as tokens, exactly as lm-evaluation-harness splits them.
+
+    Spaces at the end of a context belong to the continuation; both are tokenized together and the context's own
+    number of tokens is taken off. An empty context is the end token.
+    """
+    texts = {text for context, continuation in pairs for text in _texts(context, continuation)}
+    ids = dict(zip(texts, tokenizer.encode_batch(list(texts)), strict=True))
+    spans = []
+    for context, continuation in pairs:
+        head, whole = (ids[text] for text in _texts(context, continuation))
+        before, scored = head, whole[len(head) :]
+        if not before:
+            before, scored = (whole[:1], whole[1:]) if whole[:1] == [tokenizer.eot] else ([tokenizer.eot], whole)
+        require(
+            len(scored) > 0,
+            f"The continuation {continuation[:40]!r} adds no token to its context {context[-40:]!r}; "
+            "the task cannot be scored with this tokenizer.",
+        )
+        spans.append(Span((*before, *scored), len(scored)))
+    return spans
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Span]:
+    """Whole texts, scored from their first token on, which follows the end token."""
+    return [Span((tokenizer.eot, *ids), len(ids)) for ids in tokenizer.encode_batch(texts)]
+
+
+def _texts(context: str, continuation: str) -> tuple[str, str]:
+    """The context without its last spaces, and everything."""
+    return context.rstrip(), context + continuation
+
+
+@torch.no_grad()
+def loglikelihoods(
+    model: LoopedLM,
+    spans: Sequence[Span],
+    route: Trajectory,
+    batch_tokens: int = BATCH_TOKENS,
+    share: bool = True,
+    count: Count | None = None,
+) -> Scored:
+    """Score spans along one trajectory; `share` False computes what they have in common again for each."""
+    require(batch_tokens >= 1, f"--batch-tokens must be 1 or more, got {batch_tokens}.")
+    limit = model.config.context
+    windows: list[Window] = []
+    belong: list[int] = []  # the span of each window
+    for number, span in enumerate(spans):
+        pieces = span.windows(limit)
+        windows += pieces
+        belong += [number] * len(pieces)
+    totals, greedy = [0.0] * len(spans), [True] * len(spans)
+    done = 0
+    batches = plan(windows, limit, batch_tokens, share)
+    for batch in batches:
+        found = _answers(model, batch, windows, route)
+        for (_, number), (total, first) in zip(batch.questions, found, strict=True):
+            totals[belong[number]] += total
+            greedy[belong[number]] &= first
+        done += len(batch.questions)
+        if count:
+            count(done * len(spans) // len(windows), len(spans))
+    if not all(map(math.isfinite, totals)):
+        raise RunFailed(f"The model's output along {route} is not a number; check its weights and dtype.")
+    cut = sum(len(span.tokens) > limit + 1 for span in spans)
+    return Scored(list(zip(totals, greedy, strict=True)), sum(batch.tokens for batch in batches), cut)
+
+
+def _answers(model: LoopedLM, batch: Batch, windows: Sequence[Window], route: Trajectory) -> list[Answer]:
+    """The answers to a batch's questions."""
+    hidden = _hidden(model, batch, route)  # [R, T, D]
+    places, targets = list[int](), list[int]()
+    for row, number in batch.questions:
+        wanted = windows[number].targets
+        end = row * hidden.shape[1] + len(batch.rows[row])
+        places += range(end - len(wanted), end)
+        targets += wanted
+    asked = torch.tensor(targets, device=hidden.device)
+    states = hidden.flatten(0, 1)[torch.tensor(places, device=hidden.device)]  # [N, D]
+    logprobs, likely = _logprobs(model, states, asked)
+    sizes = [len(windows[number].targets) for _, number in batch.questions]
+    return [
+        (math.fsum(part.tolist()), bool(first.all()))
+        for part, first in zip(torch.split(logprobs, sizes), torch.split(likely, sizes), strict=True)
+    ]
+
+
+def _hidden(model: LoopedLM, batch: Batch, route: Trajectory) -> Tensor:
+    """The outputs [R, T, D] of a batch's rows, after their prefixes."""
+    ids, counts = padded(model, batch.rows)
+    if not batch.prefixes:
+        plain: Tensor = model(ids, route, logits=False).hidden
+        return plain
+    prefixes, lengths = padded(model, batch.prefixes)
+    cache = model.cache(route, len(prefixes), prefixes.shape[1] + ids.shape[1])
+    model.extend(prefixes, cache, lengths)
+    return model.extend(ids, cache.select(batch.owners), counts)
+
+
+def _logprobs(model: LoopedLM, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """log p of targets [N] given hidden [N, D], and whether each is the most likely; the head runs in chunks."""
+    chunk = max(1, _LOGITS // model.config.vocab_rows)
+    found, likely = [], []
+    for states, wanted in zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True):
+        logprobs = model.head(states)[:, : model.config.vocab].float().log_softmax(-1)
+        found.append(logprobs.gather(1, wanted[:, None])[:, 0].cpu())
+        likely.append((logprobs.argmax(-1) == wanted).cpu())
+    return torch.cat(found), torch.cat(likely)

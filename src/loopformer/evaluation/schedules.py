@@ -1,0 +1,261 @@
+"""Which schedule of a budget is best: all of them measured, or a beam search where there are too many.
+
+    found = search(model, budget=4, text=text)                       # 35 schedules for L = 8
+    found["best"]["trajectory"], found["spread"]["perplexity"]
+    search(model, 4, text=text, accuracy=score, by="both")           # score: Trajectory → accuracy
+
+Schedules lie on the training grid, steps of multiples of 1/L; the uniform one is measured in any case. Those that
+begin alike are computed together (walk.py). Each finished group is kept in the store.
+
+Beam search: from a few different schedules on, the neighbours of the best (one 1/L moved from one step to another)
+are measured, until the best have no neighbour left that is not measured or `limit` schedules are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from loopformer.config import nearest, require
+from loopformer.evaluation.perplexity import BATCH_TOKENS, likelihoods, piece_key, summary, text_facts
+from loopformer.evaluation.store import Piece, Store, weights_hash
+from loopformer.evaluation.text import Report, Text
+from loopformer.evaluation.walk import shared_passes
+from loopformer.evaluation.windows import Protocol, windows
+from loopformer.model import LoopedLM
+from loopformer.trajectory import Trajectory
+
+BY = ("perplexity", "accuracy", "both")
+LIMIT = 500
+_BEAM = 2  # a wide beam spends the limit on neighbours instead of moving; 2 came closest on test landscapes
+_RANDOM_STARTS = 8
+_TENTH = 10
+
+Scorer = Callable[[Trajectory], float]
+Measure = Callable[[Sequence[Trajectory]], dict[Trajectory, Piece]]
+Measured = Mapping[Trajectory, Mapping[str, Any]]
+
+
+def search(
+    model: LoopedLM,
+    budget: int,
+    *,
+    text: Text | None = None,
+    accuracy: Scorer | None = None,
+    tasks: Piece | None = None,
+    by: str = "perplexity",
+    limit: int = LIMIT,
+    protocol: Protocol | None = None,
+    weights: str | None = None,
+    store: Store | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    report: Report | None = None,
+) -> Piece:
+    """Measure schedules by the text, the scorer or both and rank them; plain data, the best schedule first.
+
+    `tasks` says in plain data what the scorer scores.
+    """
+    loops = model.config.loops
+    uniform = model.route(budget)
+    require(by in BY, f"Schedules cannot be ranked by {by!r}; {nearest(by, list(BY))}")
+    require(by == "accuracy" or text is not None, f"Ranking by {by} needs a text; give --text.")
+    require(by == "perplexity" or accuracy is not None, f"Ranking by {by} needs tasks; give --tasks.")
+    require(limit >= 1, f"--limit must be 1 or more, got {limit}.")
+    require(
+        model.config.conditioning not in ("none", "index") or count_schedules(loops, budget) == 1,
+        f"A model with conditioning {model.config.conditioning!r} is not told its steps, so all its schedules of a "
+        "budget are the same; there is nothing to search.",
+    )
+    weights = weights or weights_hash(model)
+    protocol, store = protocol or Protocol(), store or Store(None)
+    measures: list[Measure] = []
+    facts: Piece | None = None
+    if text is not None:
+        facts = text_facts(text, protocol, windows(text, protocol, model.config.context))
+        measures.append(_by_text(model, text, protocol, weights, store, batch_tokens, report))
+    if accuracy is not None:
+        scorer = accuracy
+        measures.append(lambda routes: {route: {"accuracy": scorer(route)} for route in routes})
+    started = time.perf_counter()
+    measured, method = explore(loops, uniform, lambda routes: _merged(measures, routes), by, limit)
+    return {
+        "weights": weights,
+        "loops": loops,
+        "budget": budget,
+        "by": by,
+        "method": method,
+        "on_grid": count_schedules(loops, budget),  # the uniform schedule may not be among them
+        "text": facts,
+        "tasks": tasks,
+        "passes": {"shared": shared_passes(measured), "separate": budget * len(measured)}
+        if method == "all"
+        else None,
+        "seconds": time.perf_counter() - started,
+        **describe(measured, uniform, by, loops),
+    }
+
+
+def count_schedules(loops: int, budget: int) -> int:
+    """How many schedules of M steps lie on the grid of L."""
+    return math.comb(loops - 1, budget - 1)
+
+
+def explore(
+    loops: int, uniform: Trajectory, measure: Measure, by: str, limit: int
+) -> tuple[dict[Trajectory, Piece], str]:
+    """Measure every schedule of the budget, or along a beam where there are more than `limit`."""
+    budget = uniform.budget
+    if count_schedules(loops, budget) <= limit:
+        return measure(list(dict.fromkeys([*Trajectory.enumerate(loops, budget), uniform]))), "all"
+    measured: dict[Trajectory, Piece] = {}
+    front = list(dict.fromkeys([uniform, *_starts(loops, budget)]))
+    while front := front[: limit - len(measured)]:
+        measured |= measure(front)
+        best = rank(measured, by)[:_BEAM]
+        around = (near for one in best for near in _neighbours(one, loops))
+        front = [near for near in dict.fromkeys(around) if near not in measured]
+    return measured, "beam"
+
+
+def rank(measured: Measured, by: str) -> list[Trajectory]:
+    """Best first; by both: by the mean of the two ranks. What is no number comes last."""
+    costs = [_costs(measured, name) for name in ("perplexity", "accuracy") if by in (name, "both")]
+    ranks = [_ranks(column) for column in costs]
+    place = {route: statistics.fmean(column[i] for column in ranks) for i, route in enumerate(measured)}
+    return sorted(measured, key=lambda route: (place[route], route.steps))
+
+
+def describe(measured: Measured, uniform: Trajectory, by: str, loops: int) -> Piece:
+    """Best, worst, uniform, spread, mean steps and how far perplexity and accuracy agree."""
+    order = rank(measured, by)
+    rows = [
+        {
+            "rank": number,
+            "schedule": in_units(route, loops),
+            "trajectory": str(route),
+            "steps": [float(step) for step in route.steps],
+            **measured[route],
+        }
+        for number, route in enumerate(order, 1)
+    ]
+    tenth = math.ceil(len(order) / _TENTH)
+    known = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("perplexity", "accuracy")}
+    both = known["perplexity"] and known["accuracy"]
+    return {
+        "measured": len(rows),
+        "best": rows[0],
+        "worst": rows[-1],
+        "uniform": rows[order.index(uniform)],
+        "spread": {name: max(values) - min(values) for name, values in known.items() if values},
+        "mean_steps": {
+            "best_tenth": _mean_steps(order[:tenth]),
+            "worst_tenth": _mean_steps(order[-tenth:]),
+            "all": _mean_steps(order),
+        },
+        # 1: the lower the perplexity, the higher the accuracy, without exception
+        "rank_correlation": spearman(_costs(measured, "perplexity"), _costs(measured, "accuracy"))
+        if both
+        else None,
+        "schedules": rows,
+    }
+
+
+def in_units(route: Trajectory, loops: int) -> str:
+    """Steps in units of 1/L, such as 4-2-1-1; a schedule beside the grid by its usual name."""
+    units = [step * loops for step in route.steps]
+    if any(unit.denominator != 1 for unit in units):
+        return "uniform" if route.is_uniform else str(route)
+    return "-".join(map(str, units))
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """The correlation of ranks, equal values sharing their mean rank; None where one side is constant."""
+    first, second = _ranks(one), _ranks(other)
+    if len(set(first)) < 2 or len(set(second)) < 2:
+        return None
+    return statistics.correlation(first, second)
+
+
+def _by_text(
+    model: LoopedLM,
+    text: Text,
+    protocol: Protocol,
+    weights: str,
+    store: Store,
+    batch_tokens: int,
+    report: Report | None,
+) -> Measure:
+    """Perplexity of schedules; those with the same first step together, each group kept when it is done."""
+    cut = windows(text, protocol, model.config.context)
+
+    def measure(routes: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
+        keys = {route: piece_key("schedule", model, weights, text, protocol, cut, route) for route in routes}
+        found = {route: kept for route in routes if (kept := store.get(keys[route])) is not None}
+        missing = sorted((route for route in routes if route not in found), key=lambda route: route.steps)
+        for _, same in itertools.groupby(missing, key=lambda route: route.steps[0]):
+            group = list(same)
+            doing = f"schedules {len(found) + 1}-{len(found) + len(group)} of {len(routes)}"
+            sums = likelihoods(model, cut, text.tokenizer.eot, group, batch_tokens, report, doing)
+            found |= {route: store.put(keys[route], summary(sums[route], cut)) for route in group}
+        return found
+
+    return measure
+
+
+def _merged(measures: Sequence[Measure], routes: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
+    columns = [measure(routes) for measure in measures]
+    return {route: {name: value for column in columns for name, value in column[route].items()} for route in routes}
+
+
+def _costs(measured: Measured, name: str) -> list[float]:
+    """Lower is better; what is no number is worst."""
+    values = [row.get(name) for row in measured.values()]
+    sign = -1.0 if name == "accuracy" else 1.0
+    return [math.inf if value is None or math.isnan(value) else sign * value for value in values]
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """1 for the lowest; equal values share their mean rank."""
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    ranks = [0.0] * len(values)
+    place = 0
+    for _, same in itertools.groupby(order, key=lambda i: values[i]):
+        tied = list(same)
+        for i in tied:
+            ranks[i] = place + (len(tied) + 1) / 2
+        place += len(tied)
+    return ranks
+
+
+def _mean_steps(routes: Sequence[Trajectory]) -> list[float]:
+    """The mean step by position, as a share of the whole time."""
+    return [float(sum(steps) / len(routes)) for steps in zip(*(route.steps for route in routes), strict=True)]
+
+
+def _starts(loops: int, budget: int) -> Iterator[Trajectory]:
+    """Front-heavy, back-heavy, even, and some others at random, always the same."""
+    spare = loops - budget
+    for i in range(budget):
+        parts = [1] * budget
+        parts[i] += spare
+        yield Trajectory.from_weights(parts)
+    yield Trajectory.from_weights([1 + spare * (i + 1) // budget - spare * i // budget for i in range(budget)])
+    rng = random.Random(0)
+    yield from (Trajectory.sample(loops, rng, budget) for _ in range(_RANDOM_STARTS))
+
+
+def _neighbours(route: Trajectory, loops: int) -> Iterator[Trajectory]:
+    """One 1/L moved from one step to another; none for a schedule that is not on the grid."""
+    parts = [step * loops for step in route.steps]
+    if any(part.denominator != 1 for part in parts):
+        return
+    for giver, taker in itertools.permutations(range(len(parts)), 2):
+        if parts[giver] > 1:
+            moved = list(parts)
+            moved[giver], moved[taker] = moved[giver] - 1, moved[taker] + 1
+            yield Trajectory.from_weights(moved)

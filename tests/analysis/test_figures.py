@@ -1,0 +1,84 @@
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loopformer import LM, LoopedLM
+from loopformer.analysis.dynamics import Dynamics, analyze
+from loopformer.analysis.figures import CHANGES, REPRESENTATIONS, draw_cka, draw_panels, line_labels, save_figures
+from loopformer.analysis.prompts import Prompts
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def results(lm: LM, prompts: Prompts) -> list[Dynamics]:
+    first = [analyze(lm.model, prompts, "one", route) for route in (4, "2-1-1")]
+    return [*first, dataclasses.replace(first[0], model="two")]
+
+
+def _lines(axis: Any) -> list[list[tuple[float, float]]]:
+    return [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axis.get_lines()]
+
+
+def _images(figure: Any) -> list[Any]:
+    return [image for axis in figure.axes for image in axis.get_images()]
+
+
+def test_lines_show_the_numbers_and_are_told_apart(results: list[Dynamics]) -> None:
+    figure = draw_panels(results, REPRESENTATIONS)
+    for axis, panel in zip(figure.axes, REPRESENTATIONS, strict=True):
+        for line, result in zip(_lines(axis), results, strict=True):
+            series = result.metrics[panel.metric]
+            assert line == list(zip(result.depth, series.mean, strict=True))
+    lines = figure.axes[0].get_lines()
+    assert len({(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}) == 3
+    assert lines[0].get_color() == lines[1].get_color() != lines[2].get_color()  # by model
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "one (1⊗4, M = 4)",
+        "one (1⊗4, 2-1-1)",
+        "two (1⊗4, M = 4)",
+    ]
+    assert line_labels([results[0], results[2]]) == ["one (1⊗4)", "two (1⊗4)"]
+
+
+def test_changes_leave_out_what_has_no_value(results: list[Dynamics]) -> None:
+    movement, divergence, agreement = (_lines(axis)[0] for axis in draw_panels(results[:1], CHANGES).axes)
+    assert [x for x, _ in movement] == [0.25, 0.5, 0.75, 1]
+    assert [x for x, _ in divergence] == [0, 0.25, 0.5, 0.75]
+    assert agreement[-1] == (1, 100)
+
+
+def test_maps_share_one_scale(results: list[Dynamics]) -> None:
+    images = _images(draw_cka(results))
+    assert [image.get_clim() for image in images] == [(0, 1)] * 3
+    for image, result in zip(images, results, strict=True):
+        assert image.get_array().tolist() == result.cka
+    assert _images(draw_cka(results, debiased=True))[0].get_array().tolist() == results[0].cka_debiased
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_files_are_written_and_no_text_is_small(results: list[Dynamics], tmp_path: Path, count: int) -> None:
+    chosen = (results * 2)[:count]
+    files = save_figures(chosen, tmp_path)
+    assert {file.name for file in files} == {
+        f"{name}.{kind}" for name in ("representations", "changes", "cka") for kind in ("png", "svg")
+    }
+    assert all(file.stat().st_size > 5000 for file in files)
+    figures: list[Any] = [draw_panels(chosen, CHANGES), draw_cka(chosen)]
+    for figure in figures:
+        texts = [text for text in figure.findobj(lambda one: hasattr(one, "get_fontsize")) if text.get_text()]
+        assert len(texts) > 10
+        assert min(text.get_fontsize() for text in texts) >= 8
+
+
+def test_a_model_that_does_not_move_can_be_drawn(lm: LM, tmp_path: Path) -> None:
+    """Fresh weights of the paper: all gates are zero. And tokens that are all the same have no direction."""
+    same = Prompts(torch.ones(2, 8, dtype=torch.int64), "ones", "all of it", 1)
+    config = dataclasses.replace(lm.model.config, positions="rotary", modulator_start="zero")
+    found = analyze(LoopedLM(config), same, "still")
+    assert found.metrics["movement"].mean == [None, 0, 0, 0, 0]
+    assert set(found.metrics["curvature"].mean) == {None}
+    assert save_figures([found], tmp_path)

@@ -1,0 +1,100 @@
+"""`loopformer analyze` as a user meets it."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loopformer import LoopedLM, ModelConfig
+from loopformer.cli import main
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.loading import save_model
+
+Run = Callable[..., tuple[int, str, str]]  # exit code, stdout, stderr
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command, in a folder with two models of different depth, one without a tokenizer, and a text."""
+    tokenizer = Tokenizer.train(["every pass is told its time and its step"] * 9, 280)
+    sizes: dict[str, Any] = {
+        "blocks": 1,
+        "width": 16,
+        "heads": 2,
+        "ffn": 32,
+        "context": 24,
+        "vocab": tokenizer.vocab_size,
+    }
+    for name, loops in (("one", 4), ("two", 2), ("mute", 4)):
+        save_model(LoopedLM(ModelConfig(loops=loops, modulator_start="normal", **sizes)), tmp_path / name)
+        if name != "mute":
+            tokenizer.save(tmp_path / name)
+    (tmp_path / "text.txt").write_text("every pass is told its time and its step, " * 40)
+    (tmp_path / "short.txt").write_text("no")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["loopformer", "analyze", *words, "--device", "cpu"])
+        with pytest.raises(SystemExit) as left:
+            main()
+        said = capsys.readouterr()
+        code = left.value.code or 0
+        assert isinstance(code, int)
+        return code, said.out, said.err
+
+    return run
+
+
+def test_models_and_budgets_become_files(run: Run, tmp_path: Path) -> None:
+    text = ("--text", "text.txt", "--prompts", "5", "--length", "12")
+    code, out, _ = run("-m", "one", "-m", "two", *text, "--budget", "1,2", "--out", "found", "--json")
+    found = json.loads(out)
+    names = [(one["model"], one["shape"], one["trajectory"]) for one in found["results"]]
+    assert code == 0
+    assert names == [(name, f"1⊗{loops}", route) for name, loops in (("one", 4), ("two", 2)) for route in "12"]
+    assert {one["tokens"] for one in found["results"]} == {60}
+    assert len(found["files"]) == 9
+    assert all((tmp_path / file).is_file() for file in found["files"])
+    assert json.loads((tmp_path / "found/analysis.json").read_text())["results"] == found["results"]
+
+
+def test_the_full_trajectory_is_the_default_and_a_schedule_can_be_asked_for(run: Run) -> None:
+    text = ("--text", "text.txt", "--prompts", "2")
+    code, out, _ = run("-m", "one", "-m", "two", *text)
+    assert code == 0
+    assert "2 prompts of 24 tokens" in out
+    assert "M = 4" in out
+    assert "M = 2" in out
+    _, out, _ = run("-m", "one", *text, "--states", "after", "--trajectory", "2-1-1")
+    assert "states after the final norm" in " ".join(out.split())
+    assert "one 1⊗4, 2-1-1" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["-m", "one", "--budget", "5"], 2, "one: Budget 5 is above the model's 4 loops"),
+        (["-m", "one", "-m", "two", "--budget", "4"], 2, "two: Budget 4 is above the model's 2 loops"),
+        (["-m", "one", "--budget", "0"], 2, "1 or more"),
+        (["-m", "one", "--budgets", "1,many"], 2, "not '1,many'"),
+        (["-m", "mute"], 2, "came without a tokenizer"),
+        (["-m", "one", "--prompts", "0"], 2, "--prompts must be 1 or more"),
+        (["-m", "one", "--states", "between"], 2, "before or after the final norm"),
+        (["-m", "one", "--length", "25"], 2, "above the context of 24 tokens"),
+        (["-m", "one", "--prompts", "500"], 2, "500 prompts were asked for"),
+        (["-m", "one", "--text", "short.txt"], 2, "no document of 24 tokens"),
+        (["-m", "one", "--text", "none.txt"], 1, "none.txt"),
+        (["-m", "one", "-m", "./one"], 2, "given twice"),
+        (["-m", "nothing"], 1, "no file or folder"),
+        (["-m", "one", "--out", "text.txt/in"], 1, "text.txt"),
+    ],
+)
+def test_mistakes_are_one_sentence(run: Run, words: list[str], code: int, said: str) -> None:
+    text = [] if "--text" in words else ["--text", "text.txt"]
+    left, _, error = run(*words, *text)
+    assert left == code
+    assert said in error
+    assert len(error.strip().splitlines()) == 1

@@ -1,0 +1,177 @@
+"""Our model in the harness: equal to its own HF path, from `simple_evaluate` and from its command line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loopformer import LM
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import LoopformerError
+from loopformer.evaluation.loglikelihood import encode_pairs
+from loopformer.evaluation.paper_tasks import TASKS
+from loopformer.evaluation.sharing import Span
+from loopformer.loading import save_model
+
+from .examples import LOCAL, write_lines, write_local
+from .small import make_model
+
+pytest.importorskip("lm_eval")
+
+import lm_eval
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from loopformer.evaluation.harness import LoopformerLM
+from loopformer.evaluation.suite import Suite
+
+CHOICE = """
+task: own_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{data}"}}, cache_dir: "{cache}"}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{goal}}}}"
+doc_to_choice: "{{{{[sol1, sol2]}}}}"
+doc_to_target: label
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """A model folder; the context holds every continuation here but not every prompt."""
+    place = tmp_path_factory.mktemp("models") / "mine"
+    save_model(make_model(tokenizer, context=72), place)
+    tokenizer.save(place)
+    return place
+
+
+def _requests(queries: list[Any]) -> list[Any]:
+    return [SimpleNamespace(args=query.arguments, task_name=None) for query in queries]
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> HFLM:
+    """The harness's own HF path, on the exported model at a budget of 3."""
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from loopformer.hf.export import export
+
+    out = tmp_path_factory.mktemp("hf") / "exported"
+    export(folder, out, budget=3)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", device="cpu", batch_size=4)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_scores_equal_the_hf_path_of_the_harness(folder: Path, theirs: HFLM, tmp_path: Path, name: str) -> None:
+    suite = Suite.load([name], data=write_local(tmp_path))
+    asked = _requests(suite.queries[name])
+    ours = LoopformerLM(str(folder), budget=3, device="cpu").loglikelihood(asked, disable_tqdm=True)
+    expected = theirs.loglikelihood(asked, disable_tqdm=True)
+    assert [greedy for _, greedy in ours] == [greedy for _, greedy in expected]
+    assert [total for total, _ in ours] == pytest.approx([total for total, _ in expected], abs=2e-4)
+
+
+def test_texts_equal_the_hf_path_of_the_harness(folder: Path, theirs: HFLM) -> None:
+    ours = LoopformerLM(str(folder), budget=3, device="cpu")
+    text = "every pass is told its time and its step, naïve café ☕ " * 5
+    rolling = [SimpleNamespace(args=(one,)) for one in (text, "its", text[:80])]
+    assert ours.loglikelihood_rolling(rolling, disable_tqdm=True) == pytest.approx(
+        theirs.loglikelihood_rolling(rolling, disable_tqdm=True), abs=1e-3
+    )
+    settings = {"until": ["i", "日"], "max_gen_toks": 24}
+    prompts = [SimpleNamespace(args=(one, settings)) for one in ("its", text, "every pass is", "日本語")]
+    assert ours.generate_until(prompts, disable_tqdm=True) == theirs.generate_until(prompts, disable_tqdm=True)
+
+
+@given(st.text(max_size=20), st.text(min_size=1, max_size=20))
+def test_pairs_are_split_as_the_harness_splits_them(tokenizer: Tokenizer, context: str, continuation: str) -> None:
+    lm = LoopformerLM(LM(make_model(tokenizer), tokenizer))
+    seen: list[Span] = []
+
+    class Template(LoopformerLM):
+        loglikelihood = lm_eval.api.model.TemplateLM.loglikelihood
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> Any:
+            seen.extend(Span((*before, *scored), len(scored)) for _, before, scored in requests)
+
+    continuation = f" x{continuation}"
+    context = (
+        "a" + context if not context.strip() and context else context
+    )  # the harness has no case for spaces only
+    Template(lm.lm).loglikelihood([SimpleNamespace(args=(context, continuation))], disable_tqdm=True)
+    assert encode_pairs(tokenizer, [(context, continuation)]) == seen
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=60), st.integers(2, 20))
+def test_long_texts_are_cut_as_the_harness_cuts_them(tokens: list[int], limit: int) -> None:
+    windows = Span((100, *tokens), len(tokens)).windows(limit)
+    expected = map(make_disjoint_window, get_rolling_token_windows(tokens, 100, limit, context_len=1))
+    found = [((*window.inputs, window.targets[-1]), window.targets) for window in windows]
+    assert found == [((*before, *scored), tuple(scored)) for before, scored in expected]
+
+
+def _own_task(folder: Path) -> TaskManager:
+    data = write_lines(folder / "choice.jsonl", LOCAL["piqa"])
+    (folder / "choice.yaml").write_text(CHOICE.format(data=data, cache=folder / "cache"))
+    return TaskManager(include_path=str(folder), include_defaults=False)
+
+
+def test_simple_evaluate_and_another_budget(lm: LM, tmp_path: Path) -> None:
+    ours = LoopformerLM(lm, trajectory="2-1-1")
+    manager = _own_task(tmp_path)
+    found = {}
+    for adapter in (ours, ours.at(1)):
+        results = lm_eval.simple_evaluate(
+            model=adapter, tasks=["own_choice"], task_manager=manager, bootstrap_iters=0
+        )
+        found[str(adapter.route)] = [one["resps"] for one in results["samples"]["own_choice"]]
+        assert results["config"]["trajectory"] == str(adapter.route)
+    assert found["2-1-1"] != found["1"]
+    assert ours.at(1).lm is ours.lm  # no weights are loaded again
+    ids = tuple(lm.need_tokenizer().encode("its step"))
+    expected = lm.score(["its step"], trajectory="2-1-1")[0].logprobs[-1]
+    ((total, _),) = ours._loglikelihood_tokens([(None, [*ids[:-1]], [ids[-1]])])
+    assert total == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_command_line_of_the_harness_has_our_model(folder: Path, tmp_path: Path) -> None:
+    _own_task(tmp_path)
+    given = f"path={folder},trajectory=2-1-1"
+    words = ["--model", "loopformer", "--model_args", given, "--tasks", str(tmp_path / "choice.yaml")]
+    done = subprocess.run(
+        [sys.executable, "-m", "loopformer.lm_eval", *words, "--output_path", str(tmp_path / "out")],
+        env={**os.environ, **OFFLINE},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "own_choice" in done.stdout
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    assert json.loads(results.read_text())["config"]["trajectory"] == "2-1-1"
+
+
+def test_wrong_model_arguments_are_one_sentence(lm: LM) -> None:
+    with pytest.raises(LoopformerError, match="Unknown model argument bugdet; did you mean budget"):
+        LoopformerLM(lm, bugdet=2)
+    with pytest.raises(LoopformerError, match="Say which model"):
+        LoopformerLM()
+    with pytest.raises(LoopformerError, match="not both"):
+        LoopformerLM(lm, budget=2, trajectory="2-1-1")
+    with pytest.raises(LoopformerError, match="Budget 5 is above the model's 4 loops"):
+        LoopformerLM(lm, budget=5)

@@ -1,0 +1,142 @@
+"""Log-likelihoods equal those of one row at a time, whatever is shared, cut or split."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loopformer import LM, LoopedLM
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import LoopformerError, RunFailed
+from loopformer.evaluation.loglikelihood import Answer, encode_pairs, encode_texts, loglikelihoods
+from loopformer.evaluation.sharing import Span
+from loopformer.trajectory import Trajectory
+
+from .small import make_model
+
+ROUTE = Trajectory.parse("2-1-1")
+QUESTION = "every pass is told its time and its step, and its naïve step"
+PAIRS = [
+    (QUESTION, " its time"),
+    (QUESTION, " its step"),
+    (QUESTION, " t"),
+    (QUESTION, " x"),
+    (QUESTION + "日本語", " its time"),
+    ("its step ", "and on"),
+    ("", " every pass"),
+    ("café ☕", " " + "its time and its step, " * 4),
+    (QUESTION * 5, " its step"),
+]
+
+
+@torch.no_grad()
+def by_hand(model: LoopedLM, span: Span, route: Trajectory) -> Answer:
+    """Token by token, each given the `context` tokens before it; the first part of a scored text is one window."""
+    total, greedy = 0.0, True
+    limit, start = model.config.context, len(span.tokens) - span.scored
+    for place in range(start, len(span.tokens)):
+        part = start + (place - start) // limit * limit  # tokens are scored in parts of at most a context
+        end = min(part + limit, len(span.tokens))
+        given = span.tokens[max(0, end - limit - 1) : place]
+        logits = model(torch.tensor([given]), route).logits[0, -1, : model.config.vocab]
+        total += float(logits.log_softmax(-1)[span.tokens[place]])
+        greedy &= int(logits.argmax()) == span.tokens[place]
+    return total, greedy
+
+
+@pytest.mark.parametrize("context", [16, 128])
+@pytest.mark.parametrize("batch_tokens", [1, 300, 8192])
+def test_equals_one_row_at_a_time(tokenizer: Tokenizer, context: int, batch_tokens: int) -> None:
+    model = make_model(tokenizer, context=context)
+    spans = encode_pairs(tokenizer, PAIRS) + encode_texts(tokenizer, ["its step, " * 9, "", "x"])
+    found = loglikelihoods(model, spans, ROUTE, batch_tokens)
+    for span, (total, greedy) in zip(spans, found.answers, strict=True):
+        expected = by_hand(model, span, ROUTE)
+        assert total == pytest.approx(expected[0], abs=1e-3)
+        assert greedy == expected[1]
+    assert found.cut == sum(len(span.tokens) > context + 1 for span in spans)
+
+
+def test_sharing_runs_fewer_tokens_for_the_same_numbers(tokenizer: Tokenizer) -> None:
+    model = make_model(tokenizer, context=128)
+    run = 0
+
+    def add(_: object, inputs: tuple[torch.Tensor, ...], __: object) -> None:
+        nonlocal run
+        run += inputs[0].shape[0] * inputs[0].shape[1]
+
+    model.stack.register_forward_hook(add)
+    pairs = [
+        (f"{QUESTION} {number}", f" {choice}") for number in range(5) for choice in ("its", "time", "café", "x")
+    ]
+    spans = encode_pairs(tokenizer, pairs)
+    plain, plain_run = loglikelihoods(model, spans, ROUTE, share=False), run
+    run = 0
+    shared = loglikelihoods(model, spans, ROUTE)
+    assert plain.tokens == sum(map(len, {span.tokens[:-1] for span in spans}))
+    assert shared.tokens < 0.5 * plain.tokens
+    assert run < 0.5 * plain_run  # token-passes, padding included
+    for one, other in zip(plain.answers, shared.answers, strict=True):
+        assert one[0] == pytest.approx(other[0], abs=1e-4)
+        assert one[1] == other[1]
+
+
+def test_the_greedy_flag_is_that_of_greedy_decoding(lm: LM) -> None:
+    context = "its step"
+    best = lm.generate(context, budget=3, max_tokens=4)
+    ids = tuple(lm.need_tokenizer().encode(context))
+    good = Span((*ids, *best.ids), len(best.ids))
+    bad = Span((*ids, *best.ids[:-1], (best.ids[-1] + 1) % 256), len(best.ids))
+    found = loglikelihoods(lm.model, [good, bad], Trajectory.uniform(3)).answers
+    assert [greedy for _, greedy in found] == [True, False]
+    assert found[0][0] == pytest.approx(sum(best.logprobs), abs=1e-4)
+
+
+def test_answers_come_in_the_order_asked(lm: LM, tokenizer: Tokenizer) -> None:
+    spans = encode_pairs(tokenizer, PAIRS[:7])
+    forward = loglikelihoods(lm.model, spans, ROUTE).answers
+    assert loglikelihoods(lm.model, spans[::-1], ROUTE).answers[::-1] == forward
+    assert loglikelihoods(lm.model, [], ROUTE).answers == []
+
+
+def test_a_trajectory_is_followed(lm: LM, tokenizer: Tokenizer) -> None:
+    spans = encode_pairs(tokenizer, PAIRS[:4])
+    found = {
+        str(route): loglikelihoods(lm.model, spans, route).answers[0][0] for route in map(lm.model.route, (1, 4))
+    }
+    assert found["1"] != pytest.approx(found["4"], abs=1e-3)
+
+
+def test_an_empty_context_is_the_end_token(tokenizer: Tokenizer) -> None:
+    (span,) = encode_pairs(tokenizer, [("", " its")])
+    assert span.tokens == (tokenizer.eot, *tokenizer.encode(" its"))
+    assert span.scored == len(span.tokens) - 1
+    assert encode_pairs(tokenizer, [("  ", "its")])[0].tokens == (tokenizer.eot, *tokenizer.encode("  its"))
+
+
+@given(st.text(max_size=12), st.text(min_size=1, max_size=12))
+def test_spaces_belong_to_the_continuation(tokenizer: Tokenizer, context: str, continuation: str) -> None:
+    continuation = f" x{continuation}"
+    moved = context.rstrip(), context[len(context.rstrip()) :] + continuation
+    assert encode_pairs(tokenizer, [moved]) == encode_pairs(tokenizer, [(context, continuation)])
+
+
+def test_progress_ends_at_the_number_of_requests(lm: LM, tokenizer: Tokenizer) -> None:
+    said: list[tuple[int, int]] = []
+    count: Callable[[int, int], None] = lambda done, total: said.append((done, total))  # noqa: E731
+    loglikelihoods(lm.model, encode_pairs(tokenizer, PAIRS), ROUTE, batch_tokens=64, count=count)
+    assert said[-1] == (len(PAIRS), len(PAIRS))
+    assert said == sorted(said)
+
+
+def test_what_cannot_be_scored_is_one_sentence(lm: LM, tokenizer: Tokenizer) -> None:
+    with pytest.raises(LoopformerError, match="adds no token"):
+        encode_pairs(tokenizer, [("its", "")])
+    with pytest.raises(LoopformerError, match="batch-tokens must be 1 or more"):
+        loglikelihoods(lm.model, encode_pairs(tokenizer, PAIRS[:1]), ROUTE, batch_tokens=0)
+    with torch.no_grad():
+        lm.model.final_norm.weight.fill_(float("nan"))  # type: ignore[union-attr]
+    with pytest.raises(RunFailed, match="not a number"):
+        loglikelihoods(lm.model, encode_pairs(tokenizer, PAIRS[:1]), ROUTE)

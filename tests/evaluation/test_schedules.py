@@ -1,0 +1,175 @@
+"""A search measures what plain evaluation would, ranks it rightly, and finds the best where it cannot try all."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loopformer import LM, LoopedLM, ModelConfig
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import LoopformerError
+from loopformer.evaluation.perplexity import perplexity
+from loopformer.evaluation.schedules import describe, explore, rank, search, spearman
+from loopformer.evaluation.store import Store
+from loopformer.evaluation.text import Text
+from loopformer.evaluation.windows import Protocol
+from loopformer.trajectory import Trajectory
+
+from .small import make_model
+
+
+def test_equals_plain_evaluation_of_each_schedule(tokenizer: Tokenizer, text: Text) -> None:
+    model = make_model(tokenizer, loops=6)
+    found = search(model, 3, text=text, protocol=Protocol(join=True))
+    plain = perplexity(model, text, [row["trajectory"] for row in found["schedules"]], Protocol(join=True))
+    for row, one in zip(found["schedules"], plain, strict=True):
+        assert row["perplexity"] == pytest.approx(one["perplexity"], rel=1e-6)
+        assert row["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-6)
+    assert (found["method"], found["on_grid"], found["measured"]) == ("all", 10, 10)
+    values = [row["perplexity"] for row in found["schedules"]]
+    assert values == sorted(values)
+    assert found["spread"]["perplexity"] == values[-1] - values[0] > 0
+    assert (found["best"], found["worst"]) == (found["schedules"][0], found["schedules"][-1])
+    assert (found["uniform"]["trajectory"], found["uniform"]["schedule"]) == ("3", "2-2-2")
+    assert found["text"]["tokens"] == text.tokens - 1 + 4
+
+
+def test_first_steps_are_computed_once(tokenizer: Tokenizer, text: Text) -> None:
+    model = make_model(tokenizer, loops=8)
+    count = 0
+
+    def add(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    model.stack.register_forward_hook(add)
+    found = search(model, 4, text=text, batch_tokens=100_000)
+    assert found["passes"] == {"shared": 90, "separate": 140}
+    assert (count, found["measured"]) == (90, 35)
+
+
+def test_started_again_it_continues(lm: LM, text: Text, passes: Callable[[], int], tmp_path: Path) -> None:
+    def stop(doing: str, done: int, total: int | None) -> None:
+        if doing.startswith("schedules 3-"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # first steps 1/4 (1-3) and 2/4 (2-2) are done, 3/4 is not
+        search(lm.model, 2, text=text, store=Store(tmp_path), report=stop, batch_tokens=100_000)
+    assert passes() == 6
+    found = search(lm.model, 2, text=text, store=Store(tmp_path), batch_tokens=100_000)
+    assert passes() == 2
+    again = search(lm.model, 2, text=text, store=Store(tmp_path))
+    assert passes() == 0
+    assert again["schedules"] == found["schedules"]
+
+
+def test_the_uniform_schedule_is_measured_off_the_grid_too(lm: LM, text: Text) -> None:
+    found = search(lm.model, 3, text=text)
+    assert (found["on_grid"], found["measured"]) == (3, 4)
+    assert (found["uniform"]["trajectory"], found["uniform"]["schedule"]) == ("3", "uniform")
+    assert search(lm.model, 4, text=text)["measured"] == 1
+
+
+def test_by_accuracy_and_by_both(lm: LM, text: Text) -> None:
+    accuracies = {"1-3": 0.5, "2-2": 0.7, "3-1": 0.6}
+
+    def score(route: Trajectory) -> float:
+        return accuracies["-".join(str(int(step * 4)) for step in route.steps)]
+
+    found = search(lm.model, 2, accuracy=score, by="accuracy")
+    assert [row["schedule"] for row in found["schedules"]] == ["2-2", "3-1", "1-3"]
+    assert found["text"] is found["rank_correlation"] is None
+    assert found["spread"] == {"accuracy": pytest.approx(0.2)}
+    both = search(lm.model, 2, text=text, accuracy=score, by="both")
+    assert {"perplexity", "accuracy"} <= set(both["best"])
+    assert -1 <= both["rank_correlation"] <= 1
+
+
+def test_rank_by_both_is_by_mean_rank() -> None:
+    routes = list(Trajectory.enumerate(4, 2))
+    rows = [
+        {"perplexity": 1.0, "accuracy": 0.1},
+        {"perplexity": 2.0, "accuracy": 0.9},
+        {"perplexity": 3.0, "accuracy": 0.8},
+    ]
+    measured = dict(zip(routes, rows, strict=True))  # ranks 1+3, 2+1, 3+2
+    assert rank(measured, "both") == [routes[1], routes[0], routes[2]]
+    nothing: dict[Trajectory, dict[str, float | None]] = {
+        routes[0]: {"perplexity": None},
+        routes[1]: {"perplexity": 9.0},
+    }
+    assert rank(nothing, "perplexity") == [routes[1], routes[0]]
+
+
+def test_mean_steps_tell_front_heavy_from_back_heavy() -> None:
+    measured = {route: {"perplexity": -float(route.steps[0])} for route in Trajectory.enumerate(8, 4)}
+    steps = describe(measured, Trajectory.uniform(4), "perplexity", 8)["mean_steps"]
+    assert steps["all"] == pytest.approx([0.25] * 4)
+    assert steps["best_tenth"][0] > 0.4 > 0.125 == steps["worst_tenth"][0]
+
+
+@given(st.permutations(range(8)))
+def test_spearman_without_ties(order: list[int]) -> None:
+    differences = sum((place - number) ** 2 for place, number in enumerate(order))
+    assert spearman(range(8), order) == pytest.approx(1 - 6 * differences / (8 * 63))
+
+
+def test_spearman_with_ties_and_without_order() -> None:
+    assert spearman([1, 2, 2, 3], [10, 20, 20, 1e9]) == pytest.approx(1)
+    assert spearman([1, 2, 2, 3], [3, 2, 2, 1]) == pytest.approx(-1)
+    assert spearman([1, 2, 3, 4], [1, 1, 2, 2]) == pytest.approx(2 / math.sqrt(5))
+    assert spearman([1, 2], [5, 5]) is None
+
+
+@pytest.mark.parametrize(("loops", "budget"), [(14, 7), (20, 4)])
+def test_a_beam_finds_the_top_of_a_hill(loops: int, budget: int) -> None:
+    target = list(itertools.accumulate(range(budget, 0, -1)))
+    wanted = [time / target[-1] for time in target]
+
+    def measure(routes: Sequence[Trajectory]) -> dict[Trajectory, dict[str, Any]]:
+        return {route: {"perplexity": distance(route)} for route in routes}
+
+    def distance(route: Trajectory) -> float:
+        return sum((float(time) - want) ** 2 for time, want in zip(route.times[1:], wanted, strict=False))
+
+    measured, method = explore(loops, Trajectory.uniform(budget), measure, "perplexity", 400)
+    best = min(map(distance, Trajectory.enumerate(loops, budget)))
+    assert method == "beam"
+    assert len(measured) <= 400 < math.comb(loops - 1, budget - 1)
+    assert min(row["perplexity"] for row in measured.values()) == pytest.approx(best)
+    assert Trajectory.uniform(budget) in measured
+
+
+def test_no_more_than_the_limit_is_measured(lm: LM, text: Text) -> None:
+    found = search(lm.model, 2, text=text, limit=2)
+    assert (found["method"], found["measured"], found["passes"]) == ("beam", 2, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"budget": 5}, "above the model's 4 loops"),
+        ({"budget": 0}, "1 or more"),
+        ({"by": "perplexty"}, "did you mean perplexity"),
+        ({"by": "both"}, "needs tasks"),
+        ({"text": None}, "needs a text"),
+        ({"limit": 0}, "--limit must be 1"),
+    ],
+)
+def test_impossible_searches(lm: LM, text: Text, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(LoopformerError, match=sentence):
+        search(lm.model, **{"budget": 2, "text": text, **options})
+
+
+def test_a_model_that_is_not_told_its_steps_has_nothing_to_search(tiny: ModelConfig, text: Text) -> None:
+    model = LoopedLM(
+        ModelConfig(conditioning="none", blocks=1, loops=4, width=16, heads=2, ffn=32, context=16, vocab=300)
+    )
+    with pytest.raises(LoopformerError, match="there is nothing to search"):
+        search(model, 2, text=text)
+    assert search(model, 4, text=text)["measured"] == 1
