@@ -20,7 +20,7 @@ from torch import Tensor
 from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import RunFailed
-from loopformer.evaluation.sharing import Batch, Span, Window, plan
+from loopformer.evaluation.sharing import Batch, Pack, Span, Window, plan
 from loopformer.inference.padding import padded
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
@@ -85,7 +85,13 @@ def loglikelihoods(
 ) -> Scored:
     """Score spans along one trajectory; `share` False computes what they have in common again for each."""
     require(batch_tokens >= 1, f"--batch-tokens must be 1 or more, got {batch_tokens}.")
-    limit = model.config.context
+    limit, vocab = model.config.context, model.config.vocab
+    largest = max((max(span.tokens) for span in spans), default=0)
+    require(
+        largest < vocab,
+        f"The requests have token ids up to {largest} but the model knows {vocab}; "
+        "is this the model's own tokenizer?",
+    )
     windows: list[Window] = []
     belong: list[int] = []  # the span of each window
     for number, span in enumerate(spans):
@@ -97,7 +103,7 @@ def loglikelihoods(
     batches = plan(windows, limit, batch_tokens, share)
     for batch in batches:
         found = _answers(model, batch, windows, route)
-        for (_, number), (total, first) in zip(batch.questions, found, strict=True):
+        for (*_, number), (total, first) in zip(batch.questions, found, strict=True):
             totals[belong[number]] += total
             greedy[belong[number]] &= first
         done += len(batch.questions)
@@ -111,17 +117,18 @@ def loglikelihoods(
 
 def _answers(model: LoopedLM, batch: Batch, windows: Sequence[Window], route: Trajectory) -> list[Answer]:
     """The answers to a batch's questions."""
-    hidden = _hidden(model, batch, route)  # [R, T, D]
-    places, targets = list[int](), list[int]()
-    for row, number in batch.questions:
-        wanted = windows[number].targets
-        end = row * hidden.shape[1] + len(batch.rows[row])
-        places += range(end - len(wanted), end)
-        targets += wanted
-    asked = torch.tensor(targets, device=hidden.device)
-    states = hidden.flatten(0, 1)[torch.tensor(places, device=hidden.device)]  # [N, D]
+    hidden = _hidden(model, batch, route)  # [B, T, D]
+    length, device = hidden.shape[1], hidden.device
+    wanted = [windows[number].targets for *_, number in batch.questions]
+    places = [
+        pack * length + place
+        for (pack, end, _), targets in zip(batch.questions, wanted, strict=True)
+        for place in range(end - len(targets), end)
+    ]
+    states = hidden.flatten(0, 1)[torch.tensor(places, device=device)]  # [N, D]
+    asked = torch.tensor([token for targets in wanted for token in targets], device=device)
     logprobs, likely = _logprobs(model, states, asked)
-    sizes = [len(windows[number].targets) for _, number in batch.questions]
+    sizes = [len(targets) for targets in wanted]
     return [
         (math.fsum(part.tolist()), bool(first.all()))
         for part, first in zip(torch.split(logprobs, sizes), torch.split(likely, sizes), strict=True)
@@ -129,15 +136,30 @@ def _answers(model: LoopedLM, batch: Batch, windows: Sequence[Window], route: Tr
 
 
 def _hidden(model: LoopedLM, batch: Batch, route: Trajectory) -> Tensor:
-    """The outputs [R, T, D] of a batch's rows, after their prefixes."""
-    ids, counts = padded(model, batch.rows)
-    if not batch.prefixes:
-        plain: Tensor = model(ids, route, logits=False).hidden
-        return plain
-    prefixes, lengths = padded(model, batch.prefixes)
-    cache = model.cache(route, len(prefixes), prefixes.shape[1] + ids.shape[1])
-    model.extend(prefixes, cache, lengths)
-    return model.extend(ids, cache.select(batch.owners), counts)
+    """The outputs [B, T, D] of packs, each row of a pack as if it were alone."""
+    ids, _ = padded(model, [sum(pack.rests, pack.shared) for pack in batch.packs])  # [B, T]
+    positions, mask = torch.arange(ids.shape[1], device=ids.device)[None], None
+    if not batch.plain:
+        positions, _ = padded(model, [_positions(pack) for pack in batch.packs])
+        parts, _ = padded(model, [_parts(pack) for pack in batch.packs])
+        same = (parts[:, None, :] == parts[:, :, None]) | (parts[:, None, :] == 0)
+        mask = same.tril()[:, None]  # [B, 1, T, T]
+    x, rotary = model.place(model.tokens(ids), positions)
+    passes = model.passes(route, len(ids))
+    x = model.loop(lambda _, *inputs: model.stack(*inputs), x, passes, rotary, mask, None)
+    hidden: Tensor = model.final_norm(x)
+    return hidden
+
+
+def _positions(pack: Pack) -> list[int]:
+    """Where each token would be if its row were alone."""
+    start = len(pack.shared)
+    return [*range(start), *(start + place for rest in pack.rests for place in range(len(rest)))]
+
+
+def _parts(pack: Pack) -> list[int]:
+    """0 for what all may see, and a number for each rest, which only itself may see."""
+    return [0] * len(pack.shared) + [number for number, rest in enumerate(pack.rests, start=1) for _ in rest]
 
 
 def _logprobs(model: LoopedLM, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,6 +168,6 @@ def _logprobs(model: LoopedLM, hidden: Tensor, targets: Tensor) -> tuple[Tensor,
     found, likely = [], []
     for states, wanted in zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True):
         logprobs = model.head(states)[:, : model.config.vocab].float().log_softmax(-1)
-        found.append(logprobs.gather(1, wanted[:, None])[:, 0].cpu())
-        likely.append((logprobs.argmax(-1) == wanted).cpu())
-    return torch.cat(found), torch.cat(likely)
+        found.append(logprobs.gather(1, wanted[:, None])[:, 0])
+        likely.append(logprobs.argmax(-1) == wanted)
+    return torch.cat(found).cpu(), torch.cat(likely).cpu()

@@ -2,11 +2,12 @@
 
     span = Span((*context, *continuation), scored=len(continuation))
     pieces = span.windows(limit=1024)              # one, unless the continuation alone is longer
-    for batch in plan(pieces, limit=1024): ...     # rows of about the same length together
+    for batch in plan(pieces, limit=1024): ...     # packs of about the same length together
 
 The four answers to a question share the question. Rows are put in order of their tokens, so that those that begin
-alike are neighbours; neighbours that share half of what comes before their scored tokens or more become a family,
-whose common beginning is run once and continued by each row.
+alike are neighbours; neighbours that share half of what comes before their scored tokens or more become one pack:
+their common beginning, then the rest of each. A rest sees the beginning and itself, at the positions it would have
+alone, so the outputs are those of the rows run one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from itertools import pairwise
 from loopformer.inference.prefixes import common
 
 Tokens = tuple[int, ...]
-WORTH_SHARING = 8  # tokens; for fewer it is not worth to keep their keys
+WORTH_SHARING = 8  # tokens
+_LONGEST = 2  # contexts in a pack; what attention costs grows with the square of its length
 
 
 @dataclass(frozen=True)
@@ -51,35 +53,48 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Rows to run together; `questions` says which row answers which window."""
+class Pack:
+    """Distinct rows as one sequence: the tokens they share, then the rest of each."""
 
-    prefixes: tuple[Tokens, ...]  # run once each; none where rows share nothing
-    owners: tuple[int, ...]  # the prefix that each row continues, in ascending order
-    rows: tuple[Tokens, ...]  # what is run of each row after its prefix
-    questions: tuple[tuple[int, int], ...]  # (row, number of the window)
+    shared: Tokens
+    rests: tuple[Tokens, ...]
+
+    @property
+    def rows(self) -> list[Tokens]:
+        return [self.shared + rest for rest in self.rests]
+
+    def __len__(self) -> int:
+        return len(self.shared) + sum(map(len, self.rests))
+
+    @property
+    def ends(self) -> list[int]:
+        """Where each rest ends in the sequence."""
+        ends = [len(self.shared)]
+        for rest in self.rests:
+            ends.append(ends[-1] + len(rest))
+        return ends[1:]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packs to run together, and the windows that they answer."""
+
+    packs: tuple[Pack, ...]
+    questions: tuple[tuple[int, int, int], ...]  # (pack, where its row ends in the pack, number of the window)
 
     @property
     def tokens(self) -> int:
         """Tokens that go through the model."""
-        return sum(map(len, self.prefixes)) + sum(map(len, self.rows))
-
-
-@dataclass(frozen=True)
-class _Family:
-    """Distinct rows that begin with the same `shared` tokens."""
-
-    rows: tuple[Tokens, ...]
-    shared: int
+        return sum(map(len, self.packs))
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest row after what is shared."""
-        return max(map(len, self.rows)) - self.shared
+    def plain(self) -> bool:
+        """Nothing is shared: every pack is one row."""
+        return all(len(pack.rests) == 1 for pack in self.packs)
 
 
 def plan(windows: Sequence[Window], limit: int, batch_tokens: int = 8192, share: bool = True) -> list[Batch]:
-    """Batches of about `batch_tokens` tokens that answer all windows, the longest first.
+    """Batches of at most `batch_tokens` tokens, or of one pack, that answer all windows; the longest packs first.
 
     `limit` is the model's context; `share` False runs every distinct row whole.
     """
@@ -89,16 +104,17 @@ def plan(windows: Sequence[Window], limit: int, batch_tokens: int = 8192, share:
         asked.setdefault(window.inputs, []).append(number)
         free = len(window.inputs) - len(window.targets)
         before[window.inputs] = min(free, before.get(window.inputs, free))
-    families = [*_families(sorted(asked), before)] if share else [_Family((row,), 0) for row in asked]
+    families = _families(sorted(asked), before) if share else (([row], 0) for row in asked)
+    packs = [pack for rows, shared in families for pack in _packs(rows, shared, _LONGEST * limit)]
     batches = []
-    for together in (False, True):  # rows that share and rows that do not are run in different ways
-        kind = [family for family in families if (family.shared > 0) is together]
-        batches += [_batch(batch, asked) for batch in _gather(kind, limit, batch_tokens)]
+    for alone in (True, False):  # rows of their own need no mask
+        kind = [pack for pack in packs if (len(pack.rests) == 1) is alone]
+        batches += [_batch(batch, asked) for batch in _gather(kind, batch_tokens)]
     return batches
 
 
-def _families(rows: Sequence[Tokens], before: dict[Tokens, int]) -> Iterator[_Family]:
-    """Cut rows, which are in order, where neighbours begin differently."""
+def _families(rows: Sequence[Tokens], before: dict[Tokens, int]) -> Iterator[tuple[list[Tokens], int]]:
+    """Rows, which are in order, cut where neighbours begin differently; and how many tokens each part shares."""
     run: list[Tokens] = []
     shared = 0
     for row in rows:
@@ -107,38 +123,43 @@ def _families(rows: Sequence[Tokens], before: dict[Tokens, int]) -> Iterator[_Fa
             shared = alike if len(run) == 1 else min(shared, alike)
         else:
             if run:
-                yield _Family(tuple(run), shared)
+                yield run, shared
             run, shared = [], 0
         run.append(row)
     if run:
-        yield _Family(tuple(run), shared)
+        yield run, shared
 
 
-def _gather(families: Sequence[_Family], limit: int, batch_tokens: int) -> Iterator[list[_Family]]:
-    """Families of about the same lengths together; a family that is too large for a batch is cut."""
-    batch: list[_Family] = []
-    rows = shared = longest = 0
-    for family in sorted(families, key=lambda one: (-one.shared, -one.longest, one.rows)):
-        most = max(1, batch_tokens // (family.shared + family.longest))
-        for start in range(0, len(family.rows), most):
-            part = _Family(family.rows[start : start + most], family.shared)
-            wide = max(shared, part.shared), max(longest, part.longest)
-            # A row is given room for the longest beginning and the longest rest, which must fit the context.
-            if batch and (sum(wide) > limit or (rows + len(part.rows)) * sum(wide) > batch_tokens):
-                yield batch
-                batch, rows, wide = [], 0, (part.shared, part.longest)
-            batch.append(part)
-            rows += len(part.rows)
-            shared, longest = wide
+def _packs(rows: Sequence[Tokens], shared: int, longest: int) -> Iterator[Pack]:
+    """A family as packs of at most `longest` tokens, or of one row."""
+    rests: list[Tokens] = []
+    length = shared
+    for row in rows:
+        if rests and length + len(row) - shared > longest:
+            yield Pack(rows[0][:shared], tuple(rests))
+            rests, length = [], shared
+        rests.append(row[shared:])
+        length += len(row) - shared
+    yield Pack(rows[0][:shared], tuple(rests))
+
+
+def _gather(packs: Sequence[Pack], batch_tokens: int) -> Iterator[list[Pack]]:
+    """Packs of about the same length together."""
+    batch: list[Pack] = []
+    for pack in sorted(packs, key=lambda one: (-len(one), one.shared, one.rests)):
+        if batch and (len(batch) + 1) * len(batch[0]) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(pack)
     if batch:
         yield batch
 
 
-def _batch(families: Sequence[_Family], asked: dict[Tokens, list[int]]) -> Batch:
-    rows = [(owner, family.shared, row) for owner, family in enumerate(families) for row in family.rows]
-    return Batch(
-        prefixes=tuple(family.rows[0][: family.shared] for family in families if family.shared),
-        owners=tuple(owner for owner, _, _ in rows),
-        rows=tuple(row[shared:] for _, shared, row in rows),
-        questions=tuple((place, number) for place, (_, _, row) in enumerate(rows) for number in asked[row]),
+def _batch(packs: Sequence[Pack], asked: dict[Tokens, list[int]]) -> Batch:
+    questions = (
+        (place, end, number)
+        for place, pack in enumerate(packs)
+        for row, end in zip(pack.rows, pack.ends, strict=True)
+        for number in asked[row]
     )
+    return Batch(tuple(packs), tuple(questions))
