@@ -45,6 +45,15 @@ def uncached(model: LoopedLM, prompt: list[int], budget: int, new: int) -> tuple
     return ids[len(prompt) :], time.perf_counter() - started
 
 
+@torch.no_grad()
+def prefill_seconds(model: LoopedLM, prompt: list[int], budget: int) -> float:
+    """The prompt, and the logits of its last token."""
+    started = time.perf_counter()
+    _, hidden = prefill(model, [prompt], [Trajectory.uniform(budget)])
+    model.head(hidden)
+    return time.perf_counter() - started
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=512)
@@ -79,11 +88,16 @@ def main() -> None:
         median = min(cached(model, prompt, budget, asked.new)[2] for _ in range(3))
         budgets[budget] = {
             "ms_per_token": median * 1e3,
+            "prefill_seconds": min(prefill_seconds(model, prompt, budget) for _ in range(5)),
+            "prefill_flops": model.cost.prefill_flops(asked.prompt, budget),
             "bytes_read": model.cost.decode_bytes(budget, asked.prompt, value_bytes=4),
         }
-        print(f"M = {budget}: {median * 1e3:.2f} ms per token")
+        first = budgets[budget]["prefill_seconds"]
+        print(f"M = {budget}: {median * 1e3:.2f} ms per token, {first * 1e3:.1f} ms for the prompt")
     measured = budgets[2]["ms_per_token"] / budgets[8]["ms_per_token"]
     predicted = budgets[2]["bytes_read"] / budgets[8]["bytes_read"]
+    first = budgets[2]["prefill_seconds"] / budgets[8]["prefill_seconds"]
+    counted = budgets[2]["prefill_flops"] / budgets[8]["prefill_flops"]
     report = {
         "benchmark": "decode_cpu",
         "command": " ".join(["python", *sys.argv]),
@@ -99,6 +113,7 @@ def main() -> None:
         "ms_per_token_with_weights_by_rows": by_rows * 1e3,
         "same_tokens": sum(a == b for a, b in zip(with_cache, without, strict=True)) / asked.new,
         "budgets": budgets,
+        "prefill_quarter_to_full": {"measured": first, "predicted": counted, "off_by": first / counted - 1},
         "ratio_quarter_to_full": {"measured": measured, "predicted": predicted, "off_by": measured / predicted - 1},
     }
     if asked.out:

@@ -13,7 +13,7 @@ from loopformer.cli import app
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "loopformer"
 ORDER = ["errors", "trajectory", "config", "model", "data", "loading", "training", "inference", "lm"]
-ORDER += ["evaluation", "lm_eval", "analysis", "hf", "serving", "cli"]
+ORDER += ["evaluation", "lm_eval", "analysis", "benchmark", "hf", "serving", "cli"]
 
 
 def _part(module: str) -> str | None:

@@ -7,26 +7,32 @@ lm.model(ids, "4-2-1-1").logits
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 
-from loopformer.config import require
+from loopformer.config import nearest, require
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError
 from loopformer.inference.adaptive import Policy, generate_adaptive
 from loopformer.inference.engine import Engine
-from loopformer.inference.generate import Request, Result, generate
+from loopformer.inference.fast import Fast
+from loopformer.inference.generate import Event, Request, Result, generate
 from loopformer.inference.layout import lay_out
 from loopformer.inference.sampling import Sampling
 from loopformer.inference.score import Score, score
 from loopformer.inference.speculative import Draft, speculate
 from loopformer.loading import find_model
+from loopformer.loading.find import model_folder
+from loopformer.loading.folder import default_route
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
+
+_LIMITS = ["max_tokens", "stops"]
+_OPTIONS = [*_LIMITS, *(one.name for one in fields(Sampling))]
 
 Budget = int | Sequence[int] | None
 Schedule = Trajectory | str | Sequence[Trajectory | str] | None
@@ -38,10 +44,13 @@ class LM:
 
     model: LoopedLM
     tokenizer: Tokenizer | None = None
+    default: Trajectory | None = None  # what is followed where a call does not say; None is the full one
+    _fast: Fast | None = field(default=None, repr=False)  # made when first asked for
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
         """Move the model, in place, to a device and dtype."""
         lay_out(self.model.to(device=device, dtype=dtype))
+        self._fast = None
         return self
 
     @overload
@@ -60,21 +69,28 @@ class LM:
         """Continue one prompt, or several together; a budget or trajectory for all or for each.
 
         Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed;
+        fast=True replays fused kernels as a CUDA graph, compiled at first use; without a GPU it changes nothing;
         draft=Draft(…) drafts tokens along a shorter trajectory and verifies them (see inference/speculative.py);
         adaptive=TokenPolicy(…) or PromptPolicy(…) chooses depth by certainty (see inference/adaptive.py).
         """
+        require(isinstance(prompt, Iterable), f"A prompt is text, or a list of texts; got {prompt!r}.")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         draft: Draft | None = options.pop("draft", None)
+        fast: bool = options.pop("fast", False)
         policy: Policy | None = options.pop("adaptive", None)
+        require(isinstance(draft, Draft | None), f"draft takes a Draft(Trajectory.uniform(1), …), not {draft!r}.")
+        require(isinstance(policy, Policy | None), f"adaptive takes a TokenPolicy or PromptPolicy, not {policy!r}.")
         given = sum(one is not None for one in (draft, budget, trajectory))
         require(policy is None or not given, "Give an adaptive policy, or a draft, budget or trajectory; not both.")
         requests = self.requests(prompts, budget, trajectory, **options)
+        if not requests:
+            return []
         if draft is not None:
             ordered, _ = speculate(self.model, self.need_tokenizer(), requests, draft)
         elif policy is not None:
             ordered, _ = generate_adaptive(self.model, self.need_tokenizer(), requests, policy)
         else:
-            events = generate(self.model, self.need_tokenizer(), requests)
+            events = self.events(requests, fast)
             results = {event.row: event.result for event in events if event.result is not None}
             ordered = [results[row] for row in range(len(prompts))]
         return ordered[0] if isinstance(prompt, str) else ordered
@@ -83,15 +99,23 @@ class LM:
         self, prompt: str, budget: Budget = None, trajectory: Schedule = None, **options: Any
     ) -> Iterator[str]:
         """Continue a prompt and give its text piece by piece, whole characters each."""
+        fast: bool = options.pop("fast", False)
         requests = self.requests([prompt], budget, trajectory, **options)
-        return (event.piece for event in generate(self.model, self.need_tokenizer(), requests) if event.piece)
+        return (event.piece for event in self.events(requests, fast) if event.piece)
+
+    def events(self, requests: Sequence[Request], fast: bool = False) -> Iterator[Event]:
+        """Run requests together; see inference/generate.py, and inference/fast.py for `fast`."""
+        if not fast or not Fast.ready(self.model):
+            return generate(self.model, self.need_tokenizer(), requests)
+        self._fast = self._fast or Fast(self.model)
+        return self._fast.generate(self.need_tokenizer(), requests)
 
     def score(self, texts: Sequence[str], budget: Budget = None, trajectory: Schedule = None) -> list[Score]:
         """Log-probabilities of texts, token by token."""
         require(not isinstance(texts, str), "score takes a list of texts; put the one text in brackets.")
         if not texts:
             return []
-        ids = [self.need_tokenizer().encode(text) for text in texts]
+        ids = [self._encode(text) for text in texts]
         return score(self.model, ids, self.routes(len(texts), budget, trajectory))
 
     def engine(self, rows: int = 16, queue: int = 64) -> Engine:
@@ -102,23 +126,32 @@ class LM:
         self, prompts: Sequence[str], budget: Budget = None, trajectory: Schedule = None, **options: Any
     ) -> list[Request]:
         """What `generate` and `stream` run."""
-        limits = {name: options.pop(name) for name in ("max_tokens", "stops") if name in options}
-        stops = limits.pop("stops", ())
+        for name in options:
+            require(name in _OPTIONS, f"Unknown option {name} for generation; {nearest(name, _OPTIONS)}")
+        limits = {name: options.pop(name) for name in _LIMITS if name in options}
+        stops = limits.pop("stops", None) or ()
         limits["stops"] = (stops,) if isinstance(stops, str) else tuple(stops)
-        try:
-            sampling = Sampling(**options)
-        except TypeError as error:
-            raise LoopformerError(f"Unknown option for generation: {error}.") from error
+        sampling = Sampling(**options)
         routes = self.routes(len(prompts), budget, trajectory)
-        ids = [tuple(self.need_tokenizer().encode(prompt)) for prompt in prompts]
+        ids = [tuple(self._encode(prompt)) for prompt in prompts]
         return [Request(one, route, sampling, **limits) for one, route in zip(ids, routes, strict=True)]
 
     def routes(self, rows: int, budget: Budget = None, trajectory: Schedule = None) -> list[Trajectory]:
-        """A trajectory for each row, from a budget or a trajectory for all or for each; the full one by default."""
+        """A trajectory for each row, from a budget or a trajectory for all or for each, or the default."""
         require(budget is None or trajectory is None, "Give a budget or a trajectory, not both.")
         asked: Any = budget if trajectory is None else trajectory
+        asked = self.default if asked is None else asked
         found = self.model.routes(asked, rows)
         return [found] * rows if isinstance(found, Trajectory) else found
+
+    def _encode(self, text: str) -> list[int]:
+        """The tokens of a text, which must be one."""
+        require(isinstance(text, str), f"A prompt or text must be text, got {text!r}.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise LoopformerError("The text is not UTF-8: it holds bytes that are no character.") from error
+        return self.need_tokenizer().encode(text)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer, for what cannot be done without one."""
@@ -129,7 +162,10 @@ class LM:
 
 def load(source: str | Path) -> LM:
     """Load a run, a model folder of ours or the authors' weights (file, folder or Hub id), fp32 on the CPU."""
-    return _lm(*find_model(source))
+    lm = _lm(*find_model(source))
+    route = default_route(model_folder(source))
+    lm.default = None if route is None else lm.model.route(route)
+    return lm
 
 
 def load_official(source: str | Path, heads: int | None = None, loops: int | None = None) -> LM:

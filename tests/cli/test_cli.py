@@ -7,6 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from loopformer.cli import app
+from loopformer.errors import LoopformerError
 
 REFERENCE = Path(__file__).parent.parent / "reference"
 
@@ -110,3 +114,13 @@ def test_generate_streams_text_and_prints_json(tmp_path: Path) -> None:
     )
     assert "budget 4 of 4" in piped.stderr
     assert "Give one of" in run("generate", "a", *model, "--budget", "1", "--compare", "1,2", code=2).stderr
+    mistakes: list[tuple[list[str], bytes, str]] = [
+        (["a", "--compare", "1,2", "--schedule", "best"], b"", "--schedule goes with --budget"),
+        ([], b"caf\xe9", "not UTF-8"),
+        (["caf\udce9"], b"", "not UTF-8"),
+        ([], b"\n", "prompt is empty"),
+    ]
+    for words, given, said in mistakes:
+        error = CliRunner().invoke(app, ["generate", *words, *model], input=given).exception
+        assert isinstance(error, LoopformerError)
+        assert said in str(error)

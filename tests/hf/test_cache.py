@@ -124,6 +124,29 @@ def test_a_cache_belongs_to_its_trajectory(model: LoopedLM) -> None:
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_cache_belongs_to_its_model(model: LoopedLM) -> None:
+    theirs, ids = LoopFormerForCausalLM.wrap(model), torch.randint(96, (1, 5))
+    cache, other = theirs(ids, budget=2).past_key_values, LoopFormerForCausalLM.wrap(spread(model.config, seed=1))
+    strange: Any = DynamicCache()
+    strange.update(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8), 0)
+    for asked, used in ((other, cache), (theirs, strange)):
+        with pytest.raises(LoopformerError, match="filled by another model; make a new cache"):
+            asked(ids, past_key_values=used, budget=2)
+
+
+@torch.no_grad()
+def test_an_emptied_cache_forgets_the_modulations_of_older_weights(model: LoopedLM) -> None:
+    theirs, ids = LoopFormerForCausalLM.wrap(model), torch.randint(96, (1, 5))
+    cache = StaticCache(config=theirs.config, max_cache_len=9)
+    theirs(ids, past_key_values=cache, budget=2)
+    assert model.conditioner is not None
+    for parameter in model.conditioner.parameters():
+        parameter.add_(0.1)
+    cache.reset()
+    got = theirs(ids, past_key_values=cache, budget=2).logits
+    torch.testing.assert_close(got, theirs(ids, use_cache=False, budget=2).logits, atol=1e-5, rtol=1e-5)
+
+
 def test_modulations_are_computed_once_per_sequence(model: LoopedLM) -> None:
     theirs, counted = LoopFormerForCausalLM.wrap(model), []
     assert model.conditioner is not None

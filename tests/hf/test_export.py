@@ -206,3 +206,11 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
         assert said in str(error)
     assert not (tmp_path / "new").exists()
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]
+
+
+def test_we_follow_the_default_of_an_export_too(folder: Path, tmp_path: Path) -> None:
+    export(folder, tmp_path / "two", budget=2)
+    lm = load(tmp_path / "two")
+    assert lm.generate("every pass", max_tokens=3).trajectory.budget == 2
+    assert lm.generate("every pass", budget=1, max_tokens=3).trajectory.budget == 1
+    assert load(folder).generate("every pass", max_tokens=3).trajectory.budget == 4

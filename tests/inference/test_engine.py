@@ -85,6 +85,18 @@ def test_a_common_beginning_is_run_once(lm: LM) -> None:
     assert engine.counts.prompt_tokens == before + 1
 
 
+def test_a_prompt_that_goes_on_where_another_ended_is_shared_too(lm: LM) -> None:
+    """Most of the second is known from the first, and then the whole of it is asked for again."""
+    first = tuple(random.Random(3).choices(range(3, 200), k=24))
+    second = first[:22] + tuple(random.Random(4).choices(range(3, 200), k=18))
+    engine = Engine(lm.model, lm.need_tokenizer(), rows=5)
+    for prompt in (first, second, second, (*second, 7)):
+        engine.submit(Request(prompt, Trajectory.uniform(2), max_tokens=3))
+    results = finish(engine)
+    assert engine.counts.prompt_tokens == 24 + 18 + 1 + 1
+    assert results[1].ids == results[2].ids == alone(lm, Request(second, Trajectory.uniform(2), max_tokens=3)).ids
+
+
 def test_other_trajectories_do_not_share(lm: LM) -> None:
     engine = Engine(lm.model, lm.need_tokenizer())
     for budget in (1, 2):
@@ -218,3 +230,22 @@ def test_submitting_and_cancelling_from_other_threads(lm: LM) -> None:
     assert 30 <= len(results) <= 40
     for result in results.values():
         assert result.ids == lm.generate("told", trajectory=result.trajectory, max_tokens=8).ids
+
+
+def test_a_step_that_fails_loses_nobody(lm: LM) -> None:
+    engine = Engine(lm.model, lm.need_tokenizer(), rows=3)
+    tickets = [engine.submit(lm.requests([prompt], budget=2, max_tokens=5)[0]) for prompt in PROMPTS]
+    engine.step()
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    hook = lm.model.final_norm.register_forward_hook(full)
+    for _ in range(3):
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.step()
+    hook.remove()
+    results = finish(engine)
+    assert set(results) == set(tickets)
+    for ticket, prompt in zip(tickets, PROMPTS, strict=True):
+        assert results[ticket].ids == lm.generate(prompt, budget=2, max_tokens=5).ids

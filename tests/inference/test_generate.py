@@ -1,12 +1,16 @@
 import math
 from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, cast
 
 import pytest
 import torch
 
 from loopformer import LM, LoopformerError, Trajectory
+from loopformer.errors import RunFailed
 from loopformer.inference.generate import Request, generate
-from loopformer.inference.score import score
+from loopformer.inference.score import BATCH_TOKENS, score
+from loopformer.inference.speculative import Draft
 
 PROMPTS = ["every pass", "its", "time and step and time", "told"]
 ROUTES = ["1", "4", "2-1-1", "3-1"]
@@ -54,6 +58,19 @@ def test_seeds_decide_and_company_does_not(lm: LM) -> None:
     assert alone.ids != lm.generate("its time", temperature=1.0, seed=4, max_tokens=15, budget=2).ids
 
 
+def test_no_prompts_no_results(lm: LM) -> None:
+    assert lm.generate([]) == lm.generate([], draft=Draft(Trajectory.uniform(1))) == []
+    assert lm.score([]) == []
+
+
+def test_damaged_weights_are_said_and_not_taken_for_an_end(lm: LM) -> None:
+    damaged = LM(deepcopy(lm.model), lm.tokenizer)
+    damaged.model.tokens.weight.data[7] = math.nan
+    for options in ({}, {"temperature": 1.0}, {"draft": Draft(Trajectory.uniform(1))}):
+        with pytest.raises(RunFailed, match="not a number"):
+            damaged.generate("its", max_tokens=3, **options)
+
+
 def test_streaming_gives_the_same_text(lm: LM) -> None:
     whole = lm.generate("every", max_tokens=25, temperature=1.0, seed=1)
     assert "".join(lm.stream("every", max_tokens=25, temperature=1.0, seed=1)) == whole.text
@@ -92,18 +109,39 @@ def test_scores_are_the_models_own(lm: LM) -> None:
     assert scored.logprobs[-6:] == pytest.approx(result.logprobs, abs=1e-3)
 
 
+def test_many_texts_are_scored_a_few_at_a_time(lm: LM) -> None:
+    seen: list[int] = []
+    hook = lm.model.stack.register_forward_hook(
+        lambda module, inputs, output: seen.append(inputs[0][..., 0].numel())
+    )
+    scores = lm.score(["its time", "told"] * BATCH_TOKENS, budget=1)
+    hook.remove()
+    assert max(seen) <= BATCH_TOKENS
+    assert len(scores) == 2 * BATCH_TOKENS
+    assert scores[-1].logprobs == pytest.approx(lm.score(["told"], budget=1)[0].logprobs, abs=1e-4)
+
+
 def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
-    long = " ".join(["step"] * 300)
+    long, wrong = " ".join(["step"] * 300), cast(Any, 5)
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: lm.generate(""), "The prompt is empty"),
         (lambda: lm.generate(long), "but the context is 64; shorten it"),
         (lambda: lm.generate("a", budget=9), "above the model's 4 loops"),
         (lambda: lm.generate("a", budget=2, trajectory="1-1"), "not both"),
         (lambda: lm.generate("a", max_tokens=0), "max_tokens must be 1 or more"),
-        (lambda: lm.generate("a", temprature=1), "Unknown option"),
+        (lambda: lm.generate("a", max_tokens=2.5), "a whole number; got 2.5"),
+        (lambda: lm.generate("a", temprature=1), "Unknown option temprature .* did you mean temperature"),
+        (lambda: lm.generate("a", stops=[1]), "stop string must be text"),
+        (lambda: lm.generate("caf\udce9"), "not UTF-8"),
+        (lambda: lm.generate(["a", wrong]), "must be text, got 5"),
+        (lambda: lm.generate(wrong), "A prompt is text, or a list of texts"),
+        (lambda: lm.generate("a", draft=1), r"takes a Draft\(Trajectory"),
+        (lambda: lm.generate("a", adaptive="folder"), "takes a TokenPolicy or PromptPolicy"),
+        (lambda: Request((1,), wrong), "5 is no Trajectory"),
         (lambda: lm.generate("a", temperature=math.nan), "finite number"),
         (lambda: lm.score("text"), "list of texts"),
         (lambda: lm.score([""]), "is empty"),
+        (lambda: lm.score(["caf\udce9"]), "not UTF-8"),
         (lambda: LM(lm.model).generate("a"), "without a tokenizer"),
     ]
     for call, said in cases:

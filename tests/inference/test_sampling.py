@@ -19,6 +19,13 @@ def test_greedy_takes_the_most_likely() -> None:
     assert choose(LOGITS, Sampling(repetition_penalty=9.0), 0.0, [0]) == 1
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-9, 1e300])
+def test_any_temperature_gives_probabilities(temperature: float) -> None:
+    likely = probabilities(torch.tensor([-3.0, 5.0, 4.0]), Sampling(temperature=temperature), [])
+    expected = [1 / 3, 1 / 3, 1 / 3] if temperature > 1 else [0, 1, 0]
+    assert likely.tolist() == pytest.approx(expected)
+
+
 def test_draws_follow_the_distribution() -> None:
     rng, sampling = random.Random(0), Sampling(temperature=0.7)
     exact = (LOGITS / 0.7).softmax(-1).tolist()
@@ -52,6 +59,8 @@ def test_filters_keep_what_they_say(values: list[float], data: st.DataObject) ->
         ({"temperature": math.nan}, "temperature must be a finite number"),
         ({"temperature": -1}, "0 \\(greedy\\) or more"),
         ({"top_k": 0}, "top_k must be 1 or more"),
+        ({"top_k": 2.5}, "top_k must be a whole number"),
+        ({"seed": "x"}, "seed must be a whole number"),
         ({"top_p": 0}, "top_p must lie in"),
         ({"min_p": 2}, "min_p must lie in"),
         ({"repetition_penalty": 0}, "repetition_penalty must be positive"),

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -76,15 +77,21 @@ def test_sampled_text_follows_the_full_models_distribution(lm: LM) -> None:
 
 def test_the_length_adapts_to_acceptance(lm: LM) -> None:
     draft = Draft(Trajectory.uniform(1), None)
-    lengths = [best_length(lm.model, draft, rate) for rate in (0.0, 0.5, 0.9, 0.99)]
+    lengths = [best_length(lm.model, draft, 4, rate) for rate in (0.0, 0.5, 0.9, 0.99)]
     assert lengths == sorted(lengths)
     assert lengths[0] == 1
     assert lengths[-1] > 3
+    assert best_length(lm.model, draft, 1, 0.9) == 1  # a draft that costs as much as what it saves
 
 
 def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
     with pytest.raises(LoopformerError, match="1 token or more"):
         Draft(Trajectory.uniform(1), 0)
+    wrong: Any = 2.5
+    with pytest.raises(LoopformerError, match=r"whole number; got 2\.5"):
+        Draft(Trajectory.uniform(1), wrong)
+    with pytest.raises(LoopformerError, match=r"follows a Trajectory, not 2\.5"):
+        Draft(wrong)
     with pytest.raises(LoopformerError, match="1 to 4 passes"):
         Draft(Trajectory.uniform(4), 2, passes=5)
     with pytest.raises(LoopformerError, match="above the model's 4 loops"):

@@ -1,5 +1,6 @@
 """Cached equals uncached: any budget, schedule, kind of model, mix of lengths and trajectories."""
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -70,6 +71,27 @@ def test_cached_rows_equal_their_own_uncached_runs(
     assert cache.lengths == [len(sequence) for sequence in sequences]
 
 
+@given(cases(), st.data())
+def test_rows_are_selected_in_any_order_and_go_on(
+    case: tuple[ModelConfig, list[str], list[list[int]], int], data: st.DataObject
+) -> None:
+    config, routes, prompts, seed = case
+    if data.draw(st.booleans()):  # one trajectory for all, which a cache keeps in another way
+        routes = routes[:1] * len(routes)
+    model = spread(config, seed)
+    counts = [len(prompt) for prompt in prompts]
+    padded = torch.tensor([prompt + [0] * (max(counts) - len(prompt)) for prompt in prompts])
+    cache = model.cache(routes, len(prompts))
+    model.extend(padded, cache, counts)
+    chosen = data.draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=5))
+    cache = cache.select(chosen)
+    hidden = model.extend(torch.tensor([[7, 8]] * len(chosen)), cache)
+    for row, old in enumerate(chosen):
+        with torch.no_grad():
+            expected = model(torch.tensor([[*prompts[old], 7, 8]]), routes[old]).hidden[0, -2:]
+        torch.testing.assert_close(hidden[row], expected, atol=1e-4, rtol=1e-4)
+
+
 def test_a_prompt_may_come_in_pieces(tiny: ModelConfig) -> None:
     model = spread(tiny)
     ids = torch.randint(tiny.vocab, (2, 12))
@@ -95,7 +117,9 @@ def test_mistakes_are_one_clear_sentence(tiny: ModelConfig) -> None:
         (lambda: model.cache(9, 1), "above the model's 4 loops"),
         (lambda: model.cache(1, 1, capacity=33), r"1 to 32 tokens \(the context\)"),
         (lambda: model.extend(torch.zeros(1, 5, dtype=torch.long), cache), "do not fit the cache of 4"),
-        (lambda: cache.require([Trajectory.uniform(3)]), "follows 2, not 3; make a new cache"),
+        (lambda: cache.write(0, model.cache(3, 1).read(0), 0), "Row 0 of this cache follows 2, not 3"),
+        (lambda: spread(tiny, 1).extend(torch.zeros(1, 1, dtype=torch.long), cache), "made for another model"),
+        (lambda: deepcopy(model).extend(torch.zeros(1, 1, dtype=torch.long), cache), "made for another model"),
         (lambda: model.extend(torch.zeros(2, 1, dtype=torch.long), cache), "2 rows were given to a cache of 1"),
         (lambda: model.extend(torch.zeros(1, 2, dtype=torch.long), cache, [3]), "counts must be 1 numbers"),
         (lambda: model.extend(torch.zeros(1, 2, dtype=torch.long), cache, [1, 1]), "counts must be 1 numbers"),

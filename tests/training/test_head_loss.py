@@ -66,3 +66,22 @@ def test_autocast_products_are_bf16_and_losses_fp32() -> None:
     torch.autograd.backward(sums.total)
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("with_short", [False, True])
+def test_the_fused_kernel_equals_the_plain_loss(with_short: bool) -> None:
+    pytest.importorskip("triton")
+    torch.set_float32_matmul_precision("highest")
+    tensors = [torch.randn(rows, 16, device="cuda", requires_grad=True) for rows in (1003, 50, 50)]
+    tensors = tensors if with_short else tensors[:2]
+    targets = torch.randint(1003, (50,), device="cuda")
+    targets[[2, 5]] = NO_LOSS
+    weight, full, short = tensors[0], tensors[1], tensors[2] if with_short else None
+    expected = plain(weight, full, targets, short, WEIGHTS)
+    wanted = torch.autograd.grad(3 * expected, tensors)
+    got = head_losses(weight, full, targets, short, WEIGHTS, 3)
+    torch.testing.assert_close(got.total, expected)
+    for mine, theirs in zip(torch.autograd.grad(3 * got.total, tensors), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)

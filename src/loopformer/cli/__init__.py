@@ -10,6 +10,7 @@ import typer
 
 import loopformer
 from loopformer.cli.analyze import analyze
+from loopformer.cli.bench import bench
 from loopformer.cli.calibrate import calibrate
 from loopformer.cli.eval import eval_
 from loopformer.cli.export import export
@@ -17,6 +18,7 @@ from loopformer.cli.generate import generate
 from loopformer.cli.import_ import import_
 from loopformer.cli.info import info
 from loopformer.cli.prepare import prepare
+from loopformer.cli.report import report
 from loopformer.cli.search import search
 from loopformer.cli.train import train
 from loopformer.errors import LoopformerError
@@ -36,9 +38,12 @@ app.command("calibrate")(calibrate)
 app.command("eval")(eval_)
 app.command("search")(search)
 app.command("analyze")(analyze)
+app.command("report")(report)
 app.command("info")(info)
 app.command("import")(import_)
 app.command("export")(export)
+
+app.add_typer(bench, name="bench")
 
 
 def _version(asked: bool) -> None:

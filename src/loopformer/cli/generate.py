@@ -48,6 +48,9 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be given several times.")
     ] = None,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="On a GPU: fused kernels as a CUDA graph, compiled at first use.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON at the end instead of text as it comes.")
@@ -61,7 +64,7 @@ def generate(
     from loopformer.lm import load
     from loopformer.training.distributed import choose_device
 
-    text = sys.stdin.read().removesuffix("\n") if prompt is None else prompt
+    text = _standard_input() if prompt is None else prompt
     require(text != "", "The prompt is empty; give one, or pipe text into standard input.")
     asked = [budget, trajectory, max_ms_per_token, max_flops, compare, adaptive]
     require(
@@ -70,7 +73,13 @@ def generate(
     )
     require(draft is None or adaptive is None, "Give --draft or --adaptive, not both.")
     require(draft is None or compare is None, "Give --draft or --compare, not both.")
+    alone = draft is None and adaptive is None and compare is None
+    require(alone or not fast, "--fast goes without --draft, --adaptive and --compare.")
     require(draft_length is None or draft is not None, "--draft-length goes with --draft.")
+    require(
+        schedule == "uniform" or any(one is not None for one in (budget, max_flops, max_ms_per_token)),
+        "--schedule goes with --budget, --max-flops or --max-ms-per-token.",
+    )
     lm = load(model).to(choose_device(device))
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -90,10 +99,19 @@ def generate(
     if schedule != "uniform":
         from loopformer.evaluation.best import scheduled
 
-        require(budget is not None, "--schedule goes with --budget, --max-flops or --max-ms-per-token.")
         budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule))
     requests = lm.requests([text], budget, trajectory, **options)
-    _stream(lm, requests, (draft, draft_length), adaptive, as_json)
+    _stream(lm, requests, (draft, draft_length), adaptive, fast, as_json)
+
+
+def _standard_input() -> str:
+    """All of it, without the newline at its end."""
+    from loopformer.errors import LoopformerError
+
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise LoopformerError("Standard input is not UTF-8 text; convert it.") from error
 
 
 def _resolve(lm: "LM", text: str, max_flops: float | None, max_ms_per_token: float | None) -> int:
@@ -112,13 +130,17 @@ def _resolve(lm: "LM", text: str, max_flops: float | None, max_ms_per_token: flo
 
 
 def _stream(
-    lm: "LM", requests: "list[Request]", draft: tuple[str | None, int | None], adaptive: str | None, as_json: bool
+    lm: "LM",
+    requests: "list[Request]",
+    draft: tuple[str | None, int | None],
+    adaptive: str | None,
+    fast: bool,
+    as_json: bool,
 ) -> None:
     """Run a request, showing its text as it comes; `draft` is a budget or schedule, and a length."""
     from loopformer.evaluation.calibration import read_policy
     from loopformer.inference.adaptive import stream_adaptive
     from loopformer.inference.generate import REASONS
-    from loopformer.inference.generate import generate as run
     from loopformer.inference.speculative import Draft, speculate
     from loopformer.inference.tally import Tally
 
@@ -148,7 +170,7 @@ def _stream(
         said = f" {tally.passes_per_token:.2f} passes and {tally.mean_budget:.2f} loops' worth of FLOPs each;"
         said += " lossy;" if tally.lossy else ""
     else:
-        for event in run(lm.model, lm.need_tokenizer(), requests):
+        for event in lm.events(requests, fast):
             show(event)
     seconds, (result,) = time.perf_counter() - started, results
     if as_json:

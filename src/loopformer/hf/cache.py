@@ -1,6 +1,6 @@
 """Our passes on top of Transformers' caches: layer loop·k + block keeps the keys and values of that pass and block.
 
-    passes = bind(cache, model, route, rows)          # refuses a cache that another trajectory has filled
+    passes = bind(cache, model, route, rows)          # refuses a cache that another model or trajectory filled
     mask = visible(attention_mask, cache, length, device)
     model.stack(x, modulation, rotary, mask, slots(cache, number, blocks))
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,7 @@ class CacheSlot:
 
 @dataclass(frozen=True)
 class _Bound:
+    model: ref[LoopedLM]
     route: Trajectory
     passes: Passes | None  # the modulations, to be computed once per sequence; None while gradients are wanted
 
@@ -51,18 +53,19 @@ def slots(cache: Any, number: int, blocks: int) -> list[CacheSlot]:
 def bind(cache: Any, model: LoopedLM, route: Trajectory, rows: int) -> Passes:
     """The passes of a route, for a cache (or None) that from now on belongs to it."""
     bound: _Bound | None = getattr(cache, _BOUND, None)
-    if bound is not None and bound.route != route:
-        if cache.get_seq_length() > 0:
+    if cache is not None and cache.get_seq_length() > 0:
+        if bound is None or bound.model() is not model:
+            raise LoopformerError("This cache was filled by another model; make a new cache.")
+        if bound.route != route:
             raise LoopformerError(
                 f"This cache follows {bound.route}, not {route}, and keys of one trajectory mean nothing under "
                 "another; make a new cache."
             )
-        bound = None
-    if bound is not None and bound.passes is not None and not torch.is_grad_enabled():
-        return replace(bound.passes, rows=[rows] * route.budget)
+        if bound.passes is not None and not torch.is_grad_enabled():
+            return replace(bound.passes, rows=[rows] * route.budget)
     passes = model.passes(route, rows)
     if cache is not None:
-        setattr(cache, _BOUND, _Bound(route, None if torch.is_grad_enabled() else passes))
+        setattr(cache, _BOUND, _Bound(ref(model), route, None if torch.is_grad_enabled() else passes))
     return passes
 
 

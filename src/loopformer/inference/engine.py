@@ -24,16 +24,15 @@ from torch import Tensor
 from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError
-from loopformer.inference.generate import Event, Request, RowState
+from loopformer.inference.generate import Event, Request, RowState, take_all
 from loopformer.inference.padding import padded
 from loopformer.inference.pool import Pool
-from loopformer.inference.prefixes import Prefixes, common
+from loopformer.inference.prefixes import WORTH_SHARING, Prefixes, common
 from loopformer.model import LoopedLM
 from loopformer.model.cache import RowKeys
 from loopformer.trajectory import Trajectory
 
 PROMPT_TOKENS = 2048  # of new requests in one step, so that those that run are not held up for long
-WORTH_SHARING = 8  # tokens; for fewer, a request does not wait until another's prompt has run
 
 
 class Busy(LoopformerError):
@@ -80,6 +79,7 @@ class Engine:
         self._numbers = count()
         self._waiting: deque[RowState] = deque()
         self._cancelled: set[int] = set()
+        self._events: list[Event] = []  # of a step that failed halfway, for the next one to return
         self._door, self._work = Lock(), Lock()  # who waits; who runs
 
     @property
@@ -101,17 +101,11 @@ class Engine:
 
     def submit(self, request: Request) -> int:
         """Put a request in the queue; its ticket. What is wrong with it is said here, not while others run."""
-        config = self.model.config
         self.model.route(request.trajectory)
-        low, high = min(request.prompt), max(request.prompt)
-        require(
-            low >= 0 and high < config.vocab,
-            f"Token ids must lie in 0…{config.vocab - 1}, got {low}…{high}; is this the model's own tokenizer?",
-        )
+        state = RowState(next(self._numbers), request, self._tokenizer, self.model.config)
         with self._door:
             if len(self._waiting) >= self._most_waiting:
                 raise Busy(f"The queue is full ({self._most_waiting} requests are waiting); try again later.")
-            state = RowState(next(self._numbers), request, self._tokenizer, config)
             self._waiting.append(state)
         return state.number
 
@@ -140,30 +134,42 @@ class Engine:
         with self._work:
             self._drop_cancelled()
             running = list(self._pool.tags)
-            events = self._decode(running) if running else []
-            events += self._admit()
+            if running:
+                self._events += self._decode(running)
+            self._admit()
             self.counts.steps += 1
-            self.counts.new_tokens += len(events)
+            self.counts.new_tokens += len(self._events)
+            events, self._events = self._events, []
             return events
 
     def _decode(self, running: list[RowState]) -> list[Event]:
         last = torch.tensor([[state.ids[-1]] for state in running], device=self.model.tokens.weight.device)
-        hidden = self.model.extend(last, self._pool, check=False)[:, 0]
-        events = self._take(running, hidden)
+        lengths = list(self._pool.lengths)
+        try:
+            hidden = self.model.extend(last, self._pool, check=False)[:, 0]
+            events = self._take(running, hidden)
+        except BaseException:  # the next step does it again
+            self._pool.lengths = lengths
+            raise
         for place in reversed([place for place, event in enumerate(events) if event.result is not None]):
             self._pool.retire(place)
         return events
 
-    def _admit(self) -> list[Event]:
+    def _admit(self) -> None:
         """Run the prompts of waiting requests, as many as there are rows for, and few enough at a time."""
-        events: list[Event] = []
         tokens = 0
         while self._waiting and len(self._pool.tags) < self._rows and tokens < PROMPT_TOKENS:
             arrivals = self._next_arrivals(self._rows - len(self._pool.tags), PROMPT_TOKENS - tokens)
             tokens += sum(len(arrival.rest) for arrival in arrivals)
-            for group in _groups(arrivals, self.model.config.context):
-                events += self._prefill(group)
-        return events
+            groups = _groups(arrivals, self.model.config.context)
+            while groups:
+                try:
+                    self._events += self._prefill(groups[0])
+                except BaseException:  # memory, or Ctrl-C: nobody is lost
+                    with self._door:
+                        self._waiting.extendleft(one.state for group in groups for one in group)
+                    raise
+                del groups[0]
 
     def _next_arrivals(self, most: int, tokens: int) -> list[Arrival]:
         """The next requests that can run together; one that shares its beginning with another waits for it."""
@@ -177,7 +183,7 @@ class Engine:
                     for other in arrivals
                     if other.state.route == request.trajectory
                 )
-                if max(beside, default=0) >= shared + WORTH_SHARING:
+                if self._prefixes.most_tokens and max(beside, default=0) >= shared + WORTH_SHARING:
                     break
                 arrivals.append(Arrival(self._waiting.popleft(), keys, shared))
                 tokens -= len(arrivals[-1].rest)
@@ -196,7 +202,7 @@ class Engine:
         events = self._take([arrival.state for arrival in group], last)
         for row, (arrival, event) in enumerate(zip(group, events, strict=True)):
             keys, prompt, route = cache.read(row), arrival.state.request.prompt, routes[row]
-            self._prefixes.keep(route, prompt, keys)
+            self._prefixes.keep(prompt, keys)
             if event.result is None:
                 self._pool.admit(arrival.state, self._table(route), keys, len(prompt))
         self.counts.prompt_tokens += sum(counts)
@@ -205,8 +211,7 @@ class Engine:
 
     def _take(self, states: list[RowState], hidden: Tensor) -> list[Event]:
         """The next token of each, from the hidden states of their last ones [B, D]."""
-        logits = self.model.head(hidden)[:, : self.model.config.vocab]
-        return [state.take(one) for state, one in zip(states, logits, strict=True)]
+        return take_all(states, self.model.head(hidden)[:, : self.model.config.vocab])
 
     def _table(self, route: Trajectory) -> Tensor | None:
         """The modulations of a trajectory, computed once for as long as someone follows it."""

@@ -8,6 +8,7 @@ text is what it would be alone. The context limit ends a request with a stated r
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from loopformer.config import ModelConfig, require
 from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import RunFailed
 from loopformer.inference.padding import padded
-from loopformer.inference.sampling import Sampling, choose, pick
+from loopformer.inference.sampling import Sampling, choose, is_whole, pick
 from loopformer.inference.text import TextStream
 from loopformer.model import LoopedLM
 from loopformer.model.cache import Cache
@@ -46,7 +48,11 @@ class Request:
 
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "The prompt is empty; give at least one character.")
-        require(self.max_tokens >= 1, f"max_tokens must be 1 or more, got {self.max_tokens}.")
+        require(isinstance(self.trajectory, Trajectory), f"{self.trajectory!r} is no Trajectory; make one of it.")
+        whole = is_whole(self.max_tokens) and self.max_tokens >= 1
+        require(whole, f"max_tokens must be 1 or more, a whole number; got {self.max_tokens!r}.")
+        for stop in self.stops:
+            require(isinstance(stop, str), f"A stop string must be text, got {stop!r}.")
 
 
 @dataclass(frozen=True)
@@ -78,12 +84,18 @@ class RowState:
             len(request.prompt) <= config.context,
             f"The prompt has {len(request.prompt)} tokens but the context is {config.context}; shorten it.",
         )
+        low, high = min(request.prompt), max(request.prompt)
+        require(
+            low >= 0 and high < config.vocab,
+            f"Token ids must lie in 0…{config.vocab - 1}, got {low}…{high}; is this the model's own tokenizer?",
+        )
         self.number, self.request = number, request
-        self.stream = TextStream(tokenizer, request.stops)
+        self.stream = TextStream(tokenizer, request.stops, after=request.prompt)
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self._context, self._end = config.context, tokenizer.eot
-        self._draws = random.Random(request.sampling.seed)
+        seed = request.sampling.seed
+        self._draws = random.Random(None if seed is None else int(seed))
         self.random = self._draws.random
 
     @property
@@ -118,8 +130,14 @@ class RowState:
 
     def add(self, token: int, logits: Tensor) -> Event:
         """Append a token that was chosen with these logits [V]."""
+        return self.note(token, float(logits.float().log_softmax(-1)[token]))
+
+    def note(self, token: int, logprob: float) -> Event:
+        """Append a token and its log-probability."""
+        if math.isnan(logprob):
+            raise RunFailed("The model's output is not a number; are its weights damaged, or too large for bf16?")
         self.ids.append(token)
-        self.logprobs.append(float(logits.float().log_softmax(-1)[token]))
+        self.logprobs.append(logprob)
         if token == self._end:
             return self._finish("", "end")
         piece = self.stream.push(token)
@@ -145,7 +163,7 @@ def generate(model: LoopedLM, tokenizer: Tokenizer, requests: Sequence[Request])
     rows = [RowState(number, request, tokenizer, config) for number, request in enumerate(requests)]
     cache, hidden = prefill(model, [row.request.prompt for row in rows], [row.request.trajectory for row in rows])
     while rows:
-        events = [row.take(logits) for row, logits in zip(rows, model.head(hidden)[:, : config.vocab], strict=True)]
+        events = take_all(rows, model.head(hidden)[:, : config.vocab])
         yield from events
         going = [place for place, event in enumerate(events) if event.result is None]
         if len(going) < len(rows):
@@ -155,6 +173,15 @@ def generate(model: LoopedLM, tokenizer: Tokenizer, requests: Sequence[Request])
             cache = cache.select(going)
         last = torch.tensor([[row.ids[-1]] for row in rows], device=hidden.device)
         hidden = model.extend(last, cache, check=False)[:, 0]
+
+
+def take_all(rows: Sequence[RowState], logits: Tensor) -> list[Event]:
+    """The next token of each row from logits [B, V]; where all are greedy, at once."""
+    if not all(row.request.sampling.most_likely for row in rows):
+        return [row.take(one) for row, one in zip(rows, logits, strict=True)]
+    tokens = logits.argmax(-1)
+    chosen = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    return [row.note(*one) for row, *one in zip(rows, tokens.tolist(), chosen.tolist(), strict=True)]
 
 
 def prefill(

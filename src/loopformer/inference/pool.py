@@ -35,15 +35,12 @@ class Pool(Cache, Generic[T]):
     """At most `rows` sequences; `tags[place]` says whose row it is. A loop takes memory when it is first used."""
 
     def __init__(self, model: LoopedLM, rows: int) -> None:
-        weight, config = model.tokens.weight, model.config
-        super().__init__(config, [], Passes([], [], []), config.context, weight.device, weight.dtype)
+        super().__init__(model.config, [], Passes([], [], []), model.config.context, model.tokens.weight)
         self.most = rows
         self.tags: list[T] = []
-        self._order = torch.arange(rows, device=weight.device)
+        self._order = torch.arange(rows, device=model.tokens.weight.device)
         self._told: list[Tensor | None] = []  # of each loop [rows, k, 4, D]
-        self._like = weight.detach()
-        self._blocks = config.blocks
-        self._shape = (config.heads, self.capacity, config.head_width)
+        self._blocks = model.config.blocks
 
     @property
     def used_bytes(self) -> int:
@@ -64,11 +61,11 @@ class Pool(Cache, Generic[T]):
                 self._move(first, place)
                 place = first
         self.tags[place] = tag
+        self._settle()
         self.write(place, kept, length)
         for loop, told in enumerate(self._told[: tag.route.budget]):
             if told is not None and table is not None:
                 told[place] = table[loop]
-        self._settle()
         return place
 
     def retire(self, place: int) -> None:
@@ -106,10 +103,6 @@ class Pool(Cache, Generic[T]):
         self.routes = tuple(tag.route for tag in self.tags)
 
     def _take_a_loop(self, conditioned: bool) -> None:
-        rows, like = self.most, self._like
-        # Zeros, as a masked place is still multiplied: what lies there must be finite.
-        pairs = [
-            (like.new_zeros(rows, *self._shape), like.new_zeros(rows, *self._shape)) for _ in range(self._blocks)
-        ]
-        self._kept.append(pairs)
-        self._told.append(like.new_zeros(rows, self._blocks, 4, like.shape[1]) if conditioned else None)
+        self._kept.append(self._empty_loop(self.most, self._blocks))
+        told = self._weight.detach().new_zeros(self.most, self._blocks, 4, self._weight.shape[1])
+        self._told.append(told if conditioned else None)

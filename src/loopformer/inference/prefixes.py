@@ -1,7 +1,7 @@
 """Prompts that were run lately, so that what a new one shares with them is not run again.
 
 prefixes = Prefixes(most_tokens=4096)
-prefixes.keep(route, prompt, cache.read(0))
+prefixes.keep(prompt, cache.read(0))
 kept, shared = prefixes.find(route, other_prompt)    # the longest common beginning
 
 Keys of one trajectory mean nothing under another, so only prompts of the same trajectory share. What was used
@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from loopformer.model.cache import RowKeys
 from loopformer.trajectory import Trajectory
 
+WORTH_SHARING = 8  # tokens; fewer are run again
+
 
 @dataclass(frozen=True)
 class Prefix:
     """A prompt and its keys."""
 
-    route: Trajectory
     tokens: tuple[int, ...]
     keys: RowKeys
 
@@ -30,7 +31,7 @@ class Prefixes:
     """At most `most_tokens` tokens of prompts, the one used last at the end."""
 
     def __init__(self, most_tokens: int) -> None:
-        self._most = most_tokens
+        self.most_tokens = most_tokens
         self._kept: list[Prefix] = []
 
     @property
@@ -40,23 +41,27 @@ class Prefixes:
     def find(self, route: Trajectory, prompt: Sequence[int]) -> tuple[RowKeys, int]:
         """The keys of the prompt that shares the longest beginning, and its length; all but the last token at most,
         since that one's output is what is wanted."""
-        same = [prefix for prefix in self._kept if prefix.route == route]
-        best = max(same, key=lambda prefix: common(prefix.tokens, prompt), default=None)
+        best = max(self._along(route), key=lambda prefix: common(prefix.tokens, prompt), default=None)
         shared = min(common(best.tokens, prompt), len(prompt) - 1) if best is not None else 0
         if best is None or shared == 0:
-            return [], 0
+            return RowKeys(route, []), 0
         self._kept = [prefix for prefix in self._kept if prefix is not best] + [best]
         return best.keys, shared
 
-    def keep(self, route: Trajectory, prompt: Sequence[int], keys: RowKeys) -> None:
-        """Remember a prompt, unless most of it is remembered already."""
-        known = max((common(one.tokens, prompt) for one in self._kept if one.route == route), default=0)
-        if len(prompt) > self._most or 2 * known >= len(prompt):
+    def keep(self, prompt: Sequence[int], keys: RowKeys) -> None:
+        """Remember a prompt, unless nearly all of it is remembered; one that it begins with is then forgotten."""
+        same = self._along(keys.route)
+        known = max((common(one.tokens, prompt) for one in same), default=0)
+        if len(prompt) > self.most_tokens or len(prompt) - known < WORTH_SHARING:
             return
-        copies = [[(k.clone(), v.clone()) for k, v in loop] for loop in keys]
-        self._kept.append(Prefix(route, tuple(prompt), copies))
-        while self.tokens > self._most:
+        beginnings = [one for one in same if common(one.tokens, prompt) == len(one.tokens)]
+        self._kept = [one for one in self._kept if not any(one is other for other in beginnings)]
+        self._kept.append(Prefix(tuple(prompt), keys.copy()))
+        while self.tokens > self.most_tokens:
             del self._kept[0]
+
+    def _along(self, route: Trajectory) -> list[Prefix]:
+        return [prefix for prefix in self._kept if prefix.keys.route == route]
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

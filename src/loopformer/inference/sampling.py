@@ -11,11 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from loopformer.config import require
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number; NumPy's are too."""
+    return isinstance(value, Integral)
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,9 @@ class Sampling:
             number = isinstance(value, int | float) and math.isfinite(value)
             require(number, f"{name} must be a finite number, got {value!r}.")
         require(self.temperature >= 0, f"temperature must be 0 (greedy) or more, got {self.temperature}.")
+        for name in ("top_k", "seed"):
+            value = getattr(self, name)
+            require(value is None or is_whole(value), f"{name} must be a whole number, got {value!r}.")
         require(self.top_k is None or self.top_k >= 1, f"top_k must be 1 or more, got {self.top_k}.")
         require(0 < self.top_p <= 1, f"top_p must lie in (0, 1], got {self.top_p}.")
         require(0 <= self.min_p <= 1, f"min_p must lie in [0, 1], got {self.min_p}.")
@@ -43,6 +52,11 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def most_likely(self) -> bool:
+        """Whether nothing but the largest logit decides."""
+        return self.greedy and self.repetition_penalty == 1
 
 
 def probabilities(logits: Tensor, sampling: Sampling, history: Sequence[int]) -> Tensor:
@@ -54,7 +68,7 @@ def probabilities(logits: Tensor, sampling: Sampling, history: Sequence[int]) ->
         scores[seen] = torch.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
     if sampling.greedy:
         return torch.nn.functional.one_hot(scores.argmax(), len(scores)).double()
-    likely = (scores / sampling.temperature).softmax(-1)
+    likely = ((scores - scores.max()) / sampling.temperature).softmax(-1)  # finite for any temperature
     if sampling.top_k is not None and sampling.top_k < len(likely):
         likely = likely.where(likely >= likely.topk(sampling.top_k).values[-1], 0.0)
     if sampling.top_p < 1:
@@ -70,7 +84,7 @@ def probabilities(logits: Tensor, sampling: Sampling, history: Sequence[int]) ->
 
 def choose(logits: Tensor, sampling: Sampling, draw: float, history: Sequence[int]) -> int:
     """The next token: logits [V], and a number drawn uniformly from [0, 1)."""
-    if sampling.greedy and sampling.repetition_penalty == 1:
+    if sampling.most_likely:
         return int(logits.argmax())
     return pick(probabilities(logits, sampling, history), draw)
 

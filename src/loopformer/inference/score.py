@@ -13,6 +13,8 @@ from loopformer.inference.padding import padded
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
+BATCH_TOKENS = 16384  # that run at once, padding included
+
 
 @dataclass(frozen=True)
 class Score:
@@ -33,11 +35,19 @@ class Score:
 
 @torch.no_grad()
 def score(model: LoopedLM, texts: Sequence[Sequence[int]], routes: Sequence[Trajectory]) -> list[Score]:
-    """Score token sequences together, each along its own trajectory."""
+    """Score token sequences, each along its own trajectory; as many at once as memory is spent on readily."""
     context = model.config.context
     for ids in texts:
         require(len(ids) > 0, "A text to score is empty; give at least one character.")
         require(len(ids) <= context, f"A text has {len(ids)} tokens but the context is {context}; shorten it.")
+    batch = max(1, BATCH_TOKENS // max(map(len, texts), default=1))
+    scores: list[Score] = []
+    for first in range(0, len(texts), batch):
+        scores += _score_batch(model, texts[first : first + batch], routes[first : first + batch])
+    return scores
+
+
+def _score_batch(model: LoopedLM, texts: Sequence[Sequence[int]], routes: Sequence[Trajectory]) -> list[Score]:
     filled, _ = padded(model, texts)
     hidden = model(filled, list(routes), logits=False).hidden
     scores = []

@@ -21,7 +21,7 @@ from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.generate import Event, Request, Result, RowState
 from loopformer.inference.padding import padded
-from loopformer.inference.sampling import probabilities
+from loopformer.inference.sampling import is_whole, probabilities
 from loopformer.model import LoopedLM
 from loopformer.model.cache import Cache
 from loopformer.trajectory import Trajectory
@@ -38,7 +38,10 @@ class Draft:
     passes: int | None = None  # stop after so many passes of the trajectory
 
     def __post_init__(self) -> None:
-        require(self.length is None or self.length >= 1, f"A draft needs 1 token or more, got {self.length}.")
+        route = self.trajectory
+        require(isinstance(route, Trajectory), f"A draft follows a Trajectory, not {route!r}.")
+        whole = self.length is None or (is_whole(self.length) and self.length >= 1)
+        require(whole, f"A draft needs 1 token or more, a whole number; got {self.length!r}.")
         require(
             self.passes is None or 1 <= self.passes <= self.trajectory.budget,
             f"A draft stops after 1 to {self.trajectory.budget} passes of its trajectory, not {self.passes}.",
@@ -88,7 +91,8 @@ def speculate(
     rate = 0.7  # acceptance so far, from a hopeful start
     while rows:
         room = min(row.places_left for row in rows)
-        length = min(draft.length or best_length(model, draft, rate), max(0, room))
+        budget = round(sum(row.route.budget for row in rows) / len(rows))
+        length = min(draft.length or best_length(model, draft, budget, rate), max(0, room))
         proposals, beliefs = _draft(model, short, rows, length)
         verdict = _verify(model, full, rows, proposals)
         verifications += len(rows)
@@ -114,9 +118,10 @@ def speculate(
     return ordered, Report(drafted, accepted, verifications, sum(len(result.ids) for result in ordered))
 
 
-def best_length(model: LoopedLM, draft: Draft, rate: float) -> int:
-    """The draft length with the most tokens per FLOP, if each drafted token is kept with this probability."""
-    price = model.cost.forward_flops(draft.budget) / model.cost.forward_flops()
+def best_length(model: LoopedLM, draft: Draft, budget: int, rate: float) -> int:
+    """The draft length with the most tokens per FLOP, verified at this budget, if each drafted token is kept
+    with this probability."""
+    price = model.cost.forward_flops(draft.budget) / model.cost.forward_flops(budget)
     rate = min(rate, 0.99)
 
     def gain(length: int) -> float:

@@ -1,8 +1,11 @@
 """Tokens to text as they come: whole characters only, and nothing beyond a stop string.
 
-stream = TextStream(tokenizer, stops=["\\n\\n"])
+stream = TextStream(tokenizer, stops=["\\n\\n"], after=prompt)
 piece = stream.push(token)     # what can be shown now; "" while a character or a stop string may be half there
 piece = stream.finish()        # what was held back
+
+Many tokenizers write a space only between two words of what they decode at once, so a token is always decoded
+together with those before it.
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ class Decoder(Protocol):
 class TextStream:
     """The text of one request, piece by piece."""
 
-    def __init__(self, tokenizer: Decoder, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Decoder, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
+        """`after`: the tokens that the text follows."""
         self._tokenizer = tokenizer
         self._stops = [stop for stop in stops if stop]
-        self._ids: list[int] = []
-        self._done = 0  # ids whose text is settled; a token may end in the middle of a character
-        self._part = 0  # characters of the later ids' text that are settled already
+        self._ids = list(after)  # what is decoded: the last tokens with settled text, then those not yet settled
+        self._done = len(after)  # how many of them are settled; a token may end in the middle of a character
+        self._known = tokenizer.decode(self._ids) if after else ""  # what is settled of their text
         self._text = ""  # settled text
         self._shown = 0
         self.stopped = False
@@ -51,13 +55,17 @@ class TextStream:
 
     def _settle(self, whole: bool) -> None:
         """Take over the text of new tokens, up to a character that is not whole yet."""
-        new = self._tokenizer.decode(self._ids[self._done :])
+        new = self._tokenizer.decode(self._ids)
         clear = new if whole else new.rstrip(BROKEN)
         before = max(0, len(self._text) - max((len(stop) for stop in self._stops), default=1) + 1)
-        self._text += clear[self._part :]
-        self._part = len(clear)
-        if clear == new:
-            self._done, self._part = len(self._ids), 0
+        # What they follow may itself end in the middle of a character, which the new ones make whole.
+        known = self._known if clear.startswith(self._known) else self._known.rstrip(BROKEN)
+        self._text += clear[len(known) :]
+        if clear != new:
+            self._known = self._known if self._known.startswith(clear) else clear
+        elif new != self._known:  # a token without text is nothing that the next one could follow
+            self._ids = self._ids[self._done :]
+            self._done, self._known = len(self._ids), self._tokenizer.decode(self._ids)
         found = [place for stop in self._stops if (place := self._text.find(stop, before)) >= 0]
         if found:
             self._text, self.stopped = self._text[: min(found)], True

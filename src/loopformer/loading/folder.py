@@ -76,6 +76,15 @@ def read_config(folder: str | Path) -> ModelConfig:
     return from_mapping(ModelConfig, content.get("model"), "model")
 
 
+def default_route(folder: str | Path) -> str | int | None:
+    """The trajectory or budget that an export names as its default."""
+    if not is_model_folder(folder):
+        return None
+    content = read_json(Path(folder) / CONFIG)
+    found: str | int | None = content.get("trajectory") or content.get("budget")
+    return found
+
+
 def load_model(folder: str | Path) -> LoopedLM:
     """The model of one of our folders, in fp32 on the CPU."""
     config = read_config(folder)

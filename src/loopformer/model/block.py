@@ -8,7 +8,7 @@ learned norm weights instead of a modulation. `mask` [B, 1, T, T] says who may l
 With `slots`, one per block, keys and values of earlier tokens are kept and looked at.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -123,6 +123,12 @@ class Stack(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
+
+    def each(self) -> Iterator["Block"]:
+        """The blocks, with their type."""
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            yield block
 
     def forward(
         self,

@@ -19,7 +19,17 @@ from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.trajectory import Trajectory
 
-RowKeys = list[list[tuple[Tensor, Tensor]]]  # of one row: keys and values [H, T, D/H] by loop and block
+
+@dataclass(frozen=True)
+class RowKeys:
+    """What is kept of one row along its trajectory: keys and values [H, T, D/H] by loop and block."""
+
+    route: Trajectory
+    pairs: list[list[tuple[Tensor, Tensor]]]
+
+    def copy(self) -> "RowKeys":
+        """The same in memory of its own."""
+        return RowKeys(self.route, [[(k.clone(), v.clone()) for k, v in loop] for loop in self.pairs])
 
 
 @dataclass(frozen=True)
@@ -65,27 +75,18 @@ class Cache:
         routes: Sequence[Trajectory],
         passes: Passes,
         capacity: int,
-        device: torch.device,
-        dtype: torch.dtype,
+        weight: Tensor,
     ) -> None:
+        """`weight`, the model's token embedding, says whose cache this is; its device and dtype are the cache's."""
         if not 1 <= capacity <= config.context:
             raise LoopformerError(f"A cache holds 1 to {config.context} tokens (the context), not {capacity}.")
-        self.routes, self.passes, self.capacity = tuple(routes), passes, capacity
+        self.routes, self.passes, self.capacity, self._weight = tuple(routes), passes, capacity, weight
         self.lengths = [0] * len(routes)
         order = range(len(routes)) if passes.order is None else passes.order
-        self._order = torch.tensor(list(order), dtype=torch.long, device=device)
-        shape = (config.heads, capacity, config.head_width)
-        self._kept = [
-            [
-                (
-                    torch.zeros(rows, *shape, device=device, dtype=dtype),
-                    torch.zeros(rows, *shape, device=device, dtype=dtype),
-                )
-                for _ in range(config.blocks)
-            ]
-            for rows in passes.rows
-        ]
-        self._positions = torch.zeros(1, 1, dtype=torch.long, device=device)
+        self._order = torch.tensor(list(order), dtype=torch.long, device=weight.device)
+        self._shape = (config.heads, capacity, config.head_width)
+        self._kept = [self._empty_loop(rows, config.blocks) for rows in passes.rows]
+        self._positions = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
         self._start: int | None = 0
         self._end = 0
 
@@ -94,13 +95,10 @@ class Cache:
         """Memory of all keys and values."""
         return sum(tensor.nbytes for loop in self._kept for pair in loop for tensor in pair)
 
-    def require(self, routes: Sequence[Trajectory]) -> None:
-        """Refuse other trajectories than the cache was made for."""
-        for row, (mine, asked) in enumerate(zip(self.routes, routes, strict=True)):
-            if mine != asked:
-                raise LoopformerError(
-                    f"Row {row} of this cache follows {mine}, not {asked}; make a new cache for it."
-                )
+    def require_model(self, weight: Tensor) -> None:
+        """Refuse another model than the cache was made for, known by its token embedding."""
+        if weight is not self._weight:
+            raise LoopformerError("This cache was made for another model; make one with this model's cache(…).")
 
     def place(self, count: int) -> tuple[Tensor, Tensor | None]:
         """Where `count` new tokens go [B or 1, T], and who may look at whom [B or 1, 1, T, end]; None: plain."""
@@ -138,16 +136,27 @@ class Cache:
         """What is kept of a row, not copied."""
         place, length = self._place_of(row), self.lengths[row]
         loops = self._kept[: self.routes[row].budget]
-        return [[(keys[place, :, :length], values[place, :, :length]) for keys, values in loop] for loop in loops]
+        pairs = [[(keys[place, :, :length], values[place, :, :length]) for keys, values in loop] for loop in loops]
+        return RowKeys(self.routes[row], pairs)
 
     def write(self, row: int, kept: RowKeys, length: int) -> None:
         """Let a row begin with the first `length` tokens of another one along the same trajectory."""
+        if kept.route != self.routes[row]:
+            raise LoopformerError(
+                f"Row {row} of this cache follows {self.routes[row]}, not {kept.route}; make a new cache for it."
+            )
         place = self._place_of(row)
-        for loop, others in zip(self._kept, kept, strict=False):
+        for loop, others in zip(self._kept, kept.pairs, strict=False):
             for mine, theirs in zip(loop, others, strict=True):
                 for tensor, other in zip(mine, theirs, strict=True):
                     tensor[place, :, :length] = other[:, :length]
         self.lengths[row] = length
+
+    def _empty_loop(self, rows: int, blocks: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of one loop."""
+        # Zeros, as a masked place is still multiplied: what lies there must be finite.
+        like, shape = self._weight.detach(), (rows, *self._shape)
+        return [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(blocks)]
 
     def _place_of(self, row: int) -> int:
         """Where a row lies in the tensors: longest routes first."""
@@ -159,7 +168,9 @@ class Cache:
         chosen.routes = tuple(self.routes[row] for row in rows)
         chosen.lengths = [self.lengths[row] for row in rows]
         places = {int(row): place for place, row in enumerate(self._order)}  # where a row lies in the tensors
-        kept = sorted((places[row], new) for new, row in enumerate(rows))
+        plain = self.passes.order is None
+        kept = [(places[row], new) for new, row in enumerate(rows)]
+        kept = kept if plain else sorted(kept)  # longest routes first
         chosen._order = torch.tensor([new for _, new in kept], device=self._order.device)
         index = torch.tensor([place for place, _ in kept], device=self._order.device)
         deepest = max(route.budget for route in chosen.routes)
@@ -168,7 +179,6 @@ class Cache:
             one if one is None or len(one) == 1 else one[index[:count]]
             for one, count in zip(self.passes.modulations, counts, strict=False)
         ]
-        plain = self.passes.order is None
         chosen.passes = Passes(counts, told, None if plain else [new for _, new in kept])
         chosen._kept = [
             [(keys[index[:count]], values[index[:count]]) for keys, values in loop]

@@ -81,6 +81,11 @@ class Cost:
         loops = self.config.loops if budget is None else budget
         return 2 * self.head_products + loops * self.loop_flops(context, causal)
 
+    def prefill_flops(self, tokens: int, budget: int | None = None) -> float:
+        """A prompt of so many tokens, with the logits of its last one."""
+        loops = self.config.loops if budget is None else budget
+        return 2 * self.head_products + tokens * loops * self.loop_flops(tokens)
+
     def table_flops(self, budget: int | None = None) -> int:
         """The modulation table of a trajectory, once."""
         d, kind = self.config.width, self.config.conditioning

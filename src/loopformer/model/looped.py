@@ -113,6 +113,7 @@ class LoopedLM(nn.Module):
         kept and its output means nothing. `check` False trusts the ids' values, as those a model has chosen itself.
         """
         self.check(ids, values=check)
+        cache.require_model(self.tokens.weight)
         if len(ids) != len(cache.lengths):
             raise LoopformerError(f"{len(ids)} rows were given to a cache of {len(cache.lengths)}.")
         counts = [ids.shape[1]] * len(ids) if counts is None else counts
@@ -123,8 +124,8 @@ class LoopedLM(nn.Module):
         x = self.loop(
             lambda number, *inputs: self.stack(*inputs, cache.slots(number)), x, cache.passes, rotary, mask, None
         )
-        cache.advance(counts)
         hidden: Tensor = self.final_norm(x)
+        cache.advance(counts)
         return hidden
 
     def cache(
@@ -140,10 +141,9 @@ class LoopedLM(nn.Module):
         """
         routes = self.routes(trajectory, rows)
         each = [routes] * rows if isinstance(routes, Trajectory) else routes
-        weight = self.tokens.weight
         with torch.no_grad():
             followed = self.passes(routes, rows).first(passes)
-        return Cache(self.config, each, followed, capacity or self.config.context, weight.device, weight.dtype)
+        return Cache(self.config, each, followed, capacity or self.config.context, self.tokens.weight)
 
     @_not_compiled
     def embed(self, ids: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Rotary | None, Tensor | None]:

@@ -4,10 +4,12 @@
 
 For each chunk of tokens the logits, their losses and their gradients are computed at once, inside forward;
 only the gradients with respect to the hidden states and the head weight are kept. Memory is one chunk of logits
-instead of all of them, and nothing is computed twice.
+instead of all of them, and nothing is computed twice. On a GPU with Triton the two cross-entropies are one kernel
+each (cross_entropy.py), which leaves room for chunks four times as long.
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.data.loader import NO_LOSS
+
+FUSED_CHUNKS = 4  # the fused kernel holds one copy of the logits where the plain path holds four
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,17 @@ class _ChunkedHead(torch.autograd.Function):
         grad_short = torch.zeros_like(short) if needs_grad and short is not None else None
         # Cast once for all chunks; their gradients in the products' dtype are summed in the weight's.
         leaf = weight.detach().to(_product_dtype(weight))
+        fused = _can_fuse(weight, weights)
+        chunk = FUSED_CHUNKS * chunk if fused else chunk
         for start in range(0, len(full), chunk):
             part = slice(start, start + chunk)
+            if fused:
+                one = _fused(leaf, full[part], targets[part], weights.full, grad_weight, grad_full, part)
+                two = torch.zeros_like(one)
+                if short is not None:
+                    two = _fused(leaf, short[part], targets[part], weights.short, grad_weight, grad_short, part)
+                sums += torch.stack([weights.full * one + weights.short * two, one, two, torch.zeros_like(one)])
+                continue
             rows = [full[part].detach()] + ([] if short is None else [short[part].detach()])
             with torch.set_grad_enabled(needs_grad):
                 inputs = [row.requires_grad_(needs_grad) for row in rows]
@@ -94,6 +107,37 @@ class _ChunkedHead(torch.autograd.Function):
         grads = [saved if saved is None else saved.mul_(grad) for saved in ctx.grads]
         ctx.grads = None
         return grads[0], grads[1], grads[2], None, None, None, None
+
+
+def _can_fuse(weight: Tensor, weights: LossWeights) -> bool:
+    """Whether the two cross-entropies are all there is, and the kernel can run."""
+    alone = not weights.logits and not weights.distribution
+    if not alone or weight.device.type != "cuda" or find_spec("triton") is None:
+        return False
+    from loopformer.training.cross_entropy import MOST_LOGITS
+
+    return len(weight) <= MOST_LOGITS
+
+
+def _fused(
+    head: Tensor,
+    hidden: Tensor,
+    targets: Tensor,
+    scale: float,
+    grad_weight: Tensor | None,
+    grad_hidden: Tensor | None,
+    part: slice,
+) -> Tensor:
+    """The summed loss of a chunk's hidden states [n, D]; their gradients are put where they belong."""
+    from loopformer.training.cross_entropy import cross_entropy_
+
+    inputs = hidden.detach().to(head.dtype)
+    logits = F.linear(inputs, head)  # [n, V]
+    losses = cross_entropy_(logits, targets, scale if grad_weight is not None else None)
+    if grad_weight is not None and grad_hidden is not None:
+        grad_hidden[part] = logits @ head
+        grad_weight += logits.t() @ inputs
+    return losses.sum()
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:

@@ -1,0 +1,64 @@
+"""What a benchmark runs on, and how it takes time.
+
+machine = describe(device)                  # names, versions, and the memory bandwidth that a copy reaches here
+seconds = best_of(3, device, run)
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from loopformer.training.plan import device_name, peak_flops
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Names and versions, the peak of bf16 products where it is known, and the measured bandwidth."""
+    return {
+        "device": device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "peak_tflops": (peak / 1e12) if (peak := peak_flops(device)) else None,
+        "copy_gb_per_second": copy_bandwidth(device) / 1e9,
+    }
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written per second by copying a tensor far larger than any cache."""
+    size = 2**31 if device.type == "cuda" else 2**28
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    source.fill_(1)
+    return 2 * size / best_of(5, device, lambda: target.copy_(source))
+
+
+def best_of(times: int, device: torch.device, run: Callable[[], object]) -> float:
+    """The shortest of some runs in seconds, after one that does not count."""
+    run()
+    found = []
+    for _ in range(times):
+        wait(device)
+        started = time.perf_counter()
+        run()
+        wait(device)
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

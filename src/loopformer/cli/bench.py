@@ -1,0 +1,102 @@
+"""`loopformer bench`: how fast a model is on this machine."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from loopformer.model import LoopedLM
+
+bench = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
+
+Model = Annotated[str, typer.Option("--model", "-m", help="A preset (random weights), a run or a model folder.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
+
+
+@bench.command("decode")
+def decode(
+    model: Model = "paper/loopformer-3x8",
+    budgets: Annotated[str | None, typer.Option(help="Loops per token: 1,2,4; by default L, L/2 and L/4.")] = None,
+    batches: Annotated[str, typer.Option(help="Rows at a time: 1,64.")] = "1",
+    contexts: Annotated[str | None, typer.Option(help="Tokens before the first new one; half the context.")] = None,
+    tokens: Annotated[int, typer.Option(help="New tokens that are timed.")] = 32,
+    int8: Annotated[bool, typer.Option("--int8", help="Also with int8 weights, for a few rows on a GPU.")] = False,
+    device: Device = "auto",
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 elsewhere.")] = None,
+    out: Out = None,
+) -> None:
+    """Time per token of the plain and the fused path, with the memory bandwidth reached; the last line is JSON.
+
+    Example: loopformer bench decode --model paper/loopformer-3x8 --budgets 8,4,2 --batches 1,64
+    """
+    from loopformer.benchmark.decode import decode as measure
+    from loopformer.config import require
+
+    lm = _model(model, device, dtype)
+    config = lm.config
+    chosen = _numbers(budgets, sorted({config.loops, max(1, config.loops // 2), max(1, config.loops // 4)}))
+    lengths = _numbers(contexts, [config.context // 2])
+    require(tokens >= 1, f"--tokens must be 1 or more, got {tokens}.")
+    require(
+        max(lengths) + tokens <= config.context,
+        f"{max(lengths)} tokens and {tokens} new ones do not fit the context of {config.context}; ask for fewer.",
+    )
+    for budget in chosen:
+        lm.route(budget)
+
+    def say(row: dict[str, Any]) -> None:
+        typer.echo(
+            f"{row['path']:11s} M = {row['budget']:<3d} batch {row['batch']:<4d} context {row['context']:<5d} "
+            f"{row['ms_per_step']:9.3f} ms  {row['tokens_per_second']:10.1f} tokens/s  "
+            f"{row['gb_per_second']:7.1f} GB/s  MBU {row['mbu']:.1%}"
+        )
+
+    _finish({**measure(lm, chosen, _numbers(batches, [1]), lengths, tokens, int8, say), "model": model}, out)
+
+
+def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
+    """A preset with random weights (seed 0), or a model on disk."""
+    import torch
+
+    from loopformer.config import load_run, preset_names, require, with_expected_vocab
+    from loopformer.inference.layout import lay_out
+    from loopformer.lm import load
+    from loopformer.model import LoopedLM
+    from loopformer.training.distributed import choose_device
+
+    place = choose_device(device)
+    kinds = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    wanted = dtype or ("bfloat16" if place.type == "cuda" else "float32")
+    require(wanted in kinds, f"Unknown dtype {wanted!r}; choose one of {', '.join(kinds)}.")
+    if name in preset_names():
+        torch.manual_seed(0)
+        model = LoopedLM(with_expected_vocab(*load_run(name)).model)
+    else:
+        model = load(name).model
+    return lay_out(model.to(place, kinds[wanted])).eval()
+
+
+def _numbers(given: str | None, otherwise: list[int]) -> list[int]:
+    from loopformer.errors import LoopformerError
+
+    if given is None:
+        return otherwise
+    try:
+        found = [int(part) for part in given.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise LoopformerError(f"Give whole numbers of 1 or more such as 1,2,4, not {given!r}.")
+    return found
+
+
+def _finish(report: dict[str, Any], out: Path | None) -> None:
+    """The JSON, on the last line and in a file."""
+    report = {"command": " ".join(["loopformer", *sys.argv[1:]]), "seed": 0, **report}
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    typer.echo(json.dumps(report))

@@ -1,0 +1,356 @@
+"""Decoding on the GPU near what its memory allows: fused kernels, replayed as one CUDA graph per token.
+
+decoder = Decoder(model, Trajectory.uniform(4), rows=1)
+hidden = decoder.prefill([prompt])                 # [B, D] of each prompt's last token
+logits = decoder.step(tokens)                      # [B, V] after one more token each
+tokens = decoder.greedy(64)                        # [64, B] after `decoder.ids`, without a word with the host
+
+A decoder is bound to a trajectory and a number of rows, as its cache is; it can be filled with new prompts as often
+as wanted. Few rows go through products of our own, which read each weight once (kernels.py), more through the
+library's. Kernels are compiled at first use, which takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from loopformer.config import require
+from loopformer.inference import kernels
+from loopformer.inference.padding import padded
+from loopformer.inference.quantise import Weight, Weights, plain
+from loopformer.model import LoopedLM
+from loopformer.model.block import EPSILON, rotary_angles
+from loopformer.trajectory import Trajectory
+
+FEW_ROWS = 2  # up to here our own products are faster than the library's
+MOST_INT8_ROWS = 4  # beyond, products are not limited by reading the weight
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Sizes of the launches. The defaults were found on an H200 at width 2048."""
+
+    rows: dict[str, int] = field(default_factory=lambda: {"qkv": 4, "out": 8, "up": 4, "down": 4, "head": 8})
+    warps: dict[str, int] = field(default_factory=lambda: {"qkv": 4, "out": 4, "up": 4, "down": 8, "head": 4})
+    piece: int = 2048  # of the inner dimension
+    splits: int = 32  # of the keys of one head, where there are few rows
+    block_n: int = 32  # keys at a time
+    block_n_many: int = 64
+    attention_warps: int = 2
+    overlap: bool = True  # on Hopper: start a kernel while the one before it ends
+
+
+class Told(NamedTuple):
+    """What a block is told in a pass: gates, if there are any, and scales, each [D]."""
+
+    gate_1: Tensor | None
+    gate_2: Tensor | None
+    scale_1: Tensor
+    scale_2: Tensor
+
+
+class Decoder:
+    """The static state of some rows along one trajectory, and the graph of one token."""
+
+    def __init__(
+        self,
+        model: LoopedLM,
+        route: Trajectory,
+        rows: int,
+        weights: Weights | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        config, like = model.config, model.tokens.weight.detach()
+        self.model, self.route, self.rows = model, model.route(route), rows
+        self.cache = model.cache(self.route, rows)
+        self._weights, self._tuning = weights or plain(model), tuning or Tuning()
+        require(
+            not self._weights.int8 or rows <= MOST_INT8_ROWS,
+            f"int8 weights serve at most {MOST_INT8_ROWS} rows, got {rows}; use the model's own.",
+        )
+        self._few = rows <= FEW_ROWS or self._weights.int8
+        hopper = like.device.type == "cuda" and torch.cuda.get_device_capability(like.device) >= (9, 0)
+        overlap = self._tuning.overlap and hopper
+        self._launch: dict[str, Any] = {"PDL": True, "launch_pdl": True} if overlap else {"PDL": False}
+
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=like.device)
+
+        def floats(*shape: int) -> Tensor:
+            return torch.zeros(shape, device=like.device)
+
+        width, heads = config.width, config.heads
+        self.ids, self.lengths = integers(rows), integers(rows)
+        self.chosen = integers(self.cache.capacity + 1, rows)
+        self.logits = floats(rows, config.vocab_rows)
+        self._x = floats(rows, width)
+        self._qkv, self._mixed = like.new_zeros(rows, 3 * width), like.new_zeros(rows, width)
+        self._wide = like.new_zeros(rows, config.ffn)
+        self._normed, self._change = like.new_zeros(rows, width), like.new_zeros(rows, width)
+        self._splits = self._tuning.splits if rows * heads < 512 else 1
+        self._partial = floats(rows * heads, self._splits, config.head_width + 2)
+        self._arrived = torch.zeros(rows * heads, dtype=torch.int32, device=like.device)
+        programs = triton.cdiv(config.vocab_rows, self._tuning.rows["head"]) if self._few else 1
+        self._best, self._where = floats(rows, programs), integers(rows, programs)
+        positions = torch.arange(self.cache.capacity, device=like.device)[None]
+        self._cos, self._sin = (
+            angle[0, 0].contiguous() for angle in rotary_angles(positions, config.head_width, torch.float32)
+        )
+        with torch.no_grad():
+            table = model.table(self.route)
+        self._table = None if table is None else table.to(like.dtype).contiguous()
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Run new prompts, which take the place of what was there: hidden [B, D] of each one's last token."""
+        require(len(prompts) == self.rows, f"{len(prompts)} prompts were given to a decoder of {self.rows} rows.")
+        ids, counts = padded(self.model, prompts)
+        self.cache.lengths = [0] * self.rows
+        hidden = self.model.extend(ids, self.cache, counts)
+        self.lengths.copy_(torch.tensor(counts))
+        return hidden[torch.arange(self.rows, device=ids.device), self.lengths - 1]
+
+    def adopt(self, other: Decoder, rows: Sequence[int]) -> None:
+        """Go on with some rows of another decoder along the same trajectory, in this order; the rest stay idle."""
+        for row, source in enumerate(rows):
+            self.cache.write(row, other.cache.read(source), other.cache.lengths[source])
+        self.cache.lengths[len(rows) :] = [0] * (self.rows - len(rows))
+        self.lengths.copy_(torch.tensor(self.cache.lengths))
+
+    def rest(self, busy: Sequence[int]) -> None:
+        """Let the other rows begin anew, so that they never run out of room."""
+        idle = sorted(set(range(self.rows)) - set(busy))
+        for row in idle:
+            self.cache.lengths[row] = 0
+        if idle:
+            self.lengths[idle] = 0
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """One more token each [B]: logits [B, V], which the next step writes over."""
+        self._need_room(1)
+        self.ids.copy_(tokens)
+        self._replay(greedy=False)
+        self.cache.advance([1] * self.rows)
+        return self.logits[:, : self.model.config.vocab]
+
+    @torch.no_grad()
+    def greedy(self, count: int) -> Tensor:
+        """Follow the most likely tokens after `ids`: [count, B]."""
+        self._need_room(count)
+        start = self.lengths.clone()
+        for _ in range(count):
+            self._replay(greedy=True)
+        self.cache.advance([count] * self.rows)
+        return self.chosen.gather(0, start + torch.arange(count, device=start.device)[:, None])
+
+    def _need_room(self, count: int) -> None:
+        longest = max(self.cache.lengths)
+        require(
+            longest + count <= self.cache.capacity,
+            f"{longest} tokens and {count} more do not fit the cache of {self.cache.capacity}; "
+            "the model's context is the limit.",
+        )
+
+    def _replay(self, greedy: bool) -> None:
+        if self.ids.device.type != "cuda":  # Triton's interpreter
+            self._token(greedy)
+            return
+        if greedy not in self._graphs:
+            self._graphs[greedy] = self._record(greedy)
+        self._graphs[greedy].replay()
+
+    def _record(self, greedy: bool) -> torch.cuda.CUDAGraph:
+        """Compile the kernels by running them once; what that writes lies beyond the valid length."""
+        before = self.ids.clone(), self.lengths.clone()
+        make: Any = torch.cuda.Stream
+        stream = make()  # a warm-up must not run on the stream that a graph is recorded from
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._token(greedy)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._token(greedy)
+        self.ids.copy_(before[0])
+        self.lengths.copy_(before[1])
+        return graph
+
+    def _token(self, greedy: bool) -> None:
+        """Launch every kernel of one token."""
+        model, config = self.model, self.model.config
+        learned = model.places is not None
+        kernels.embed_kernel[(self.rows,)](
+            self.ids,
+            self.lengths,
+            model.tokens.weight,
+            model.places.weight if model.places is not None else self._x,
+            self._x,
+            config.width,
+            LEARNED=learned,
+            BLOCK_K=triton.next_power_of_2(config.width),
+            **self._launch,
+        )
+        told = self._told()
+        norm = model.final_norm.weight
+        assert norm is not None
+        if self._few:
+            for step in range(len(told)):
+                self._block_of_few(step, told[step])
+            self._norm_linear("head", self._weights.head, norm, self.logits, counted=config.vocab)
+        else:
+            self._add_norm(None, None, told[0].scale_1)
+            for step in range(len(told)):
+                self._block_of_many(step, told[step], told[step + 1].scale_1 if step + 1 < len(told) else norm)
+            self.logits.copy_(torch.mm(self._normed, self._weights.head.values.t()))
+            best, where = self.logits[:, : config.vocab].max(-1, keepdim=True)
+            self._best.copy_(best)
+            self._where.copy_(where)
+        programs = self._best.shape[1]
+        kernels.advance_kernel[(self.rows,)](
+            self._best,
+            self._where,
+            self.ids,
+            self.lengths,
+            self.chosen,
+            self.rows,
+            programs,
+            BLOCK_N=triton.next_power_of_2(programs),
+            GREEDY=greedy,
+            **self._launch,
+        )
+
+    def _told(self) -> list[Told]:
+        """What each block is told in each pass, in the order they run."""
+        if self._table is not None:
+            return [Told(*block.unbind()) for loop in self._table for block in loop]
+        norms = [(block.norm_1.weight, block.norm_2.weight) for block in self.model.stack.each()]
+        each = [Told(None, None, one, two) for one, two in norms if one is not None and two is not None]
+        return each * self.route.budget
+
+    def _block_of_few(self, step: int, told: Told) -> None:
+        """Five kernels."""
+        qkv, out, up, down = self._weights.blocks[step % len(self._weights.blocks)]
+        plus_one = self._table is not None
+        self._norm_linear("qkv", qkv, told.scale_1, self._qkv, plus_one=plus_one)
+        self._attention(step)
+        self._linear_residual("out", out, self._mixed, told.gate_1)
+        self._norm_linear("up", up, told.scale_2, self._wide, plus_one=plus_one, gelu=True)
+        self._linear_residual("down", down, self._wide, told.gate_2)
+
+    def _block_of_many(self, step: int, told: Told, following: Tensor) -> None:
+        """The library's products, and what lies between them fused; `following` is the next norm's scale."""
+        qkv, out, up, down = (one.values.t() for one in self._weights.blocks[step % len(self._weights.blocks)])
+        torch.mm(self._normed, qkv, out=self._qkv)
+        self._attention(step)
+        torch.mm(self._mixed, out, out=self._change)
+        self._add_norm(self._change, told.gate_1, told.scale_2)
+        torch.mm(self._normed, up, out=self._wide)
+        count = self._wide.numel()
+        kernels.gelu_kernel[(triton.cdiv(count, 1024),)](self._wide, count, BLOCK_N=1024, **self._launch)
+        torch.mm(self._wide, down, out=self._change)
+        self._add_norm(self._change, told.gate_2, following)
+
+    def _norm_linear(
+        self,
+        name: str,
+        weight: Weight,
+        told: Tensor,
+        y: Tensor,
+        counted: int = 0,
+        plus_one: bool = False,
+        gelu: bool = False,
+    ) -> None:
+        outputs, inner = weight.values.shape
+        rows = self._tuning.rows[name]
+        kernels.norm_linear_kernel[(triton.cdiv(outputs, rows),)](
+            self._x,
+            weight.values,
+            weight.scales if weight.scales is not None else self._x,
+            told,
+            y,
+            self._best,
+            self._where,
+            outputs,
+            counted,
+            K=inner,
+            BLOCK_K=triton.next_power_of_2(inner),
+            ROWS=rows,
+            B=self.rows,
+            SCALED=weight.scales is not None,
+            PLUS_ONE=plus_one,
+            GELU=gelu,
+            BEST=counted > 0,
+            EPSILON=EPSILON,
+            num_warps=self._tuning.warps[name],
+            **self._launch,
+        )
+
+    def _linear_residual(self, name: str, weight: Weight, a: Tensor, gate: Tensor | None) -> None:
+        outputs, inner = weight.values.shape
+        rows = self._tuning.rows[name]
+        kernels.linear_residual_kernel[(triton.cdiv(outputs, rows),)](
+            a,
+            weight.values,
+            weight.scales if weight.scales is not None else self._x,
+            gate if gate is not None else self._x,
+            self._x,
+            outputs,
+            K=inner,
+            PIECE=min(triton.next_power_of_2(inner), self._tuning.piece),
+            ROWS=rows,
+            B=self.rows,
+            SCALED=weight.scales is not None,
+            GATED=gate is not None,
+            num_warps=self._tuning.warps[name],
+            **self._launch,
+        )
+
+    def _add_norm(self, change: Tensor | None, gate: Tensor | None, told: Tensor) -> None:
+        width = self.model.config.width
+        kernels.add_norm_kernel[(self.rows,)](
+            self._x,
+            change if change is not None else self._x,
+            gate if gate is not None else self._x,
+            told,
+            self._normed,
+            width,
+            BLOCK_D=triton.next_power_of_2(width),
+            ADD=change is not None,
+            GATED=gate is not None,
+            PLUS_ONE=self._table is not None and told is not self.model.final_norm.weight,
+            EPSILON=EPSILON,
+            **self._launch,
+        )
+
+    def _attention(self, step: int) -> None:
+        config, tuning = self.model.config, self._tuning
+        keys, values = self.cache.tensors(*divmod(step, config.blocks))
+        kernels.attention_kernel[(self.rows * config.heads, self._splits)](
+            self._qkv,
+            keys,
+            values,
+            self.lengths,
+            self._cos,
+            self._sin,
+            self._mixed,
+            self._partial,
+            self._arrived,
+            self.cache.capacity,
+            config.head_width**-0.5,
+            H=config.heads,
+            W=config.head_width,
+            BLOCK_W=triton.next_power_of_2(config.head_width),
+            BLOCK_N=tuning.block_n if self._splits > 1 else tuning.block_n_many,
+            SPLITS=self._splits,
+            ROTARY=config.positions == "rotary",
+            num_warps=tuning.attention_warps,
+            **self._launch,
+        )

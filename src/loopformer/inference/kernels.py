@@ -1,0 +1,291 @@
+"""Triton kernels of one decoded token: few, fused, and each reads every weight once.
+
+A token's pass through a block is five launches: norm and qkv, attention, out and residual, norm and up and GELU,
+down and residual. Products with few rows are limited by reading the weight, so each program reads its rows of the
+weight whole, before it waits for the kernel ahead of it. All lengths are read on the device, so that a CUDA graph
+can be replayed as the text grows.
+
+TRITON_INTERPRET=1 runs them on the CPU.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _wait(PDL: tl.constexpr):
+    """With programmatic launch a kernel starts while the one before it ends; here it needs that one's output."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _as_numbers(w, BYTES: tl.constexpr):
+    """Weights as fp32; a byte b stands for b - 128 (quantise.py)."""
+    if BYTES:
+        # Put into the mantissa of 1024 it is the half float 1024 + b: quicker than a conversion.
+        half = (w.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+        return (half - 1152.0).to(tl.float32)
+    return w.to(tl.float32)
+
+
+@triton.jit
+def embed_kernel(
+    ids, lengths, tokens, places, x, width, LEARNED: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
+):
+    """x [B, D] in fp32 from the tokens, and the places they stand at."""
+    row = tl.program_id(0)
+    k = tl.arange(0, BLOCK_K)
+    inside = k < width
+    _wait(PDL)
+    value = tl.load(tokens + tl.load(ids + row) * width + k, mask=inside).to(tl.float32)
+    if LEARNED:
+        value += tl.load(places + tl.load(lengths + row) * width + k, mask=inside).to(tl.float32)
+    tl.store(x + row * width + k, value, mask=inside)
+
+
+@triton.jit
+def norm_linear_kernel(
+    x,  # [B, K] fp32
+    weight,  # [N, K]
+    scales,  # [N], of weights in bytes
+    told,  # [K]: the modulation's scale, or the norm's weight
+    y,  # [B, N]
+    best,  # [B, programs] largest outputs, and
+    where,  # where they are
+    N,
+    counted,  # outputs from here on are padding
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    B: tl.constexpr,
+    SCALED: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    GELU: tl.constexpr,
+    BEST: tl.constexpr,
+    PDL: tl.constexpr,
+    EPSILON: tl.constexpr,
+):
+    """y = W · (x / rms(x) · told), then GELU or the largest output, if asked."""
+    program = tl.program_id(0)
+    rows = program * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK_K)
+    inside = k < K
+    tile = rows[:, None] * K + k[None, :]
+    w = tl.load(weight + tile, mask=(rows < N)[:, None] & inside[None, :], other=0)
+    factor = tl.load(told + k, mask=inside, other=0).to(tl.float32)
+    if PLUS_ONE:
+        factor += 1.0
+    if SCALED:
+        grain = tl.load(scales + rows, mask=rows < N, other=0).to(tl.float32)
+    _wait(PDL)
+    for b in tl.static_range(B):
+        value = tl.load(x + b * K + k, mask=inside, other=0)
+        # Scaled afterwards, so that the two sums do not wait for each other.
+        out = tl.sum(_as_numbers(w, SCALED) * (value * factor)[None, :], axis=1)
+        out *= tl.rsqrt(tl.sum(value * value) / K + EPSILON)
+        if SCALED:
+            out *= grain
+        if GELU:
+            out = 0.5 * out * (1 + tl.erf(out * 0.7071067811865476))
+        if BEST:
+            out = tl.where(rows < counted, out, float("-inf"))
+            tl.store(best + b * tl.num_programs(0) + program, tl.max(out))
+            tl.store(where + b * tl.num_programs(0) + program, program * ROWS + tl.argmax(out, axis=0))
+        tl.store(y + b * N + rows, out, mask=rows < N)
+
+
+@triton.jit
+def linear_residual_kernel(
+    a,  # [B, K]
+    weight,  # [N, K]
+    scales,  # [N], of weights in bytes
+    gate,  # [N]
+    x,  # [B, N] fp32, added to
+    N,
+    K: tl.constexpr,
+    PIECE: tl.constexpr,
+    ROWS: tl.constexpr,
+    B: tl.constexpr,
+    SCALED: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x += gate · (W · a)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = rows < N
+    k = tl.arange(0, PIECE)
+    first = tl.load(weight + rows[:, None] * K + k[None, :], mask=valid[:, None] & (k < K)[None, :], other=0)
+    factor = tl.full([ROWS], 1.0, tl.float32)
+    if GATED:
+        factor = tl.load(gate + rows, mask=valid, other=0).to(tl.float32)
+    if SCALED:
+        factor *= tl.load(scales + rows, mask=valid, other=0).to(tl.float32)
+    _wait(PDL)
+    for b in tl.static_range(B):
+        value = tl.load(a + b * K + k, mask=k < K, other=0).to(tl.float32)
+        out = tl.sum(_as_numbers(first, SCALED) * value[None, :], axis=1)
+        for start in tl.static_range(PIECE, K, PIECE):
+            inside = start + k < K
+            tile = rows[:, None] * K + (start + k)[None, :]
+            w = tl.load(weight + tile, mask=valid[:, None] & inside[None, :], other=0)
+            more = tl.load(a + b * K + start + k, mask=inside, other=0).to(tl.float32)
+            out += tl.sum(_as_numbers(w, SCALED) * more[None, :], axis=1)
+        place = x + b * N + rows
+        tl.store(place, tl.load(place, mask=valid, other=0) + factor * out, mask=valid)
+
+
+@triton.jit
+def attention_kernel(
+    qkv,  # [B, 3D]
+    keys,  # [B, H, capacity, W]
+    values,
+    lengths,  # [B], tokens before this one
+    cosines,  # [capacity, W / 2]
+    sines,
+    out,  # [B, D]
+    partial,  # [B · H, SPLITS, W + 2] fp32: sums, largest score, weight
+    arrived,  # [B · H] zeros; left as zeros
+    capacity,
+    scale,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One new token's attention over the valid length; its own key and value are kept."""
+    head, split = tl.program_id(0), tl.program_id(1)
+    row = head // H
+    d = tl.arange(0, BLOCK_W)
+    inside = d < W
+    length = tl.load(lengths + row)
+    _wait(PDL)
+    start_q = qkv + row * 3 * H * W + (head % H) * W
+    q = tl.load(start_q + d, mask=inside, other=0).to(tl.float32)
+    if ROTARY:
+        other = tl.where(d < W // 2, d + W // 2, d - W // 2)
+        sign = tl.where(d < W // 2, -1.0, 1.0)
+        cos = tl.load(cosines + length * (W // 2) + d % (W // 2), mask=inside, other=0)
+        sin = tl.load(sines + length * (W // 2) + d % (W // 2), mask=inside, other=0) * sign
+        q = q * cos + tl.load(start_q + other, mask=inside, other=0).to(tl.float32) * sin
+    q *= scale
+    base = head.to(tl.int64) * capacity * W
+    largest = float("-inf")
+    weight = 0.0
+    mixed = tl.zeros([BLOCK_W], tl.float32)
+    if split == 0:  # the new token
+        k = tl.load(start_q + H * W + d, mask=inside, other=0)
+        v = tl.load(start_q + 2 * H * W + d, mask=inside, other=0)
+        if ROTARY:
+            turned = tl.load(start_q + H * W + other, mask=inside, other=0).to(tl.float32) * sin
+            k = (k.to(tl.float32) * cos + turned).to(k.dtype)
+        tl.store(keys + base + length * W + d, k, mask=inside)
+        tl.store(values + base + length * W + d, v, mask=inside)
+        largest = tl.sum(q * k.to(tl.float32))
+        weight = 1.0
+        mixed = v.to(tl.float32)
+    each = tl.cdiv(length, SPLITS * BLOCK_N) * BLOCK_N
+    end = tl.minimum(length, (split + 1) * each)
+    for start in range(split * each, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        mask = (n < end)[:, None] & inside[None, :]
+        k = tl.load(keys + base + n[:, None] * W + d[None, :], mask=mask, other=0).to(tl.float32)
+        v = tl.load(values + base + n[:, None] * W + d[None, :], mask=mask, other=0).to(tl.float32)
+        score = tl.where(n < end, tl.sum(k * q[None, :], axis=1), float("-inf"))
+        above = tl.maximum(largest, tl.max(score))
+        shrink = tl.exp(largest - above)
+        likely = tl.exp(score - above)
+        weight = weight * shrink + tl.sum(likely)
+        mixed = mixed * shrink + tl.sum(likely[:, None] * v, axis=0)
+        largest = above
+    if SPLITS == 1:
+        tl.store(out + head * W + d, mixed / weight, mask=inside)
+    else:
+        mine = partial + (head * SPLITS + split) * (W + 2)
+        tl.store(mine + d, mixed, mask=inside)
+        tl.store(mine + W, largest)
+        tl.store(mine + W + 1, weight)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + head, 1, sem="acq_rel") == SPLITS - 1:  # the last one adds up
+            s = tl.arange(0, SPLITS)
+            all_ = partial + (head * SPLITS + s) * (W + 2)
+            tops = tl.load(all_ + W)
+            share = tl.exp(tops - tl.max(tops))
+            total = tl.sum(share * tl.load(all_ + W + 1))
+            sums = tl.load(all_[:, None] + d[None, :], mask=inside[None, :], other=0)
+            tl.store(out + head * W + d, tl.sum(share[:, None] * sums, axis=0) / total, mask=inside)
+            tl.store(arrived + head, 0)
+
+
+@triton.jit
+def add_norm_kernel(
+    x,  # [B, D] fp32, added to
+    change,  # [B, D]
+    gate,  # [D]
+    told,  # [D]
+    y,  # [B, D]
+    D,
+    BLOCK_D: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    PDL: tl.constexpr,
+    EPSILON: tl.constexpr,
+):
+    """x += gate · change; y = x / rms(x) · told."""
+    row = tl.program_id(0)
+    k = tl.arange(0, BLOCK_D)
+    inside = k < D
+    factor = tl.load(told + k, mask=inside, other=0).to(tl.float32)
+    if PLUS_ONE:
+        factor += 1.0
+    _wait(PDL)
+    value = tl.load(x + row * D + k, mask=inside, other=0)
+    if ADD:
+        more = tl.load(change + row * D + k, mask=inside, other=0).to(tl.float32)
+        if GATED:
+            more *= tl.load(gate + k, mask=inside, other=0).to(tl.float32)
+        value += more
+        tl.store(x + row * D + k, value, mask=inside)
+    value = value * tl.rsqrt(tl.sum(value * value) / D + EPSILON) * factor
+    tl.store(y + row * D + k, value, mask=inside)
+
+
+@triton.jit
+def gelu_kernel(x, count, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
+    """Exact GELU, in place."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    _wait(PDL)
+    value = tl.load(x + n, mask=n < count, other=0).to(tl.float32)
+    tl.store(x + n, 0.5 * value * (1 + tl.erf(value * 0.7071067811865476)), mask=n < count)
+
+
+@triton.jit
+def advance_kernel(
+    best,  # [B, programs]
+    where,
+    ids,  # [B]
+    lengths,
+    chosen,  # [capacity + 1, B]
+    rows,
+    programs,
+    BLOCK_N: tl.constexpr,
+    GREEDY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The token is in the cache now; greedily, the most likely next one is put in its place and noted."""
+    row = tl.program_id(0)
+    _wait(PDL)
+    length = tl.load(lengths + row)
+    if GREEDY:
+        n = tl.arange(0, BLOCK_N)
+        values = tl.load(best + row * programs + n, mask=n < programs, other=float("-inf"))
+        token = tl.load(where + row * programs + tl.argmax(values, axis=0))
+        tl.store(ids + row, token)
+        tl.store(chosen + length * rows + row, token)
+    tl.store(lengths + row, length + 1)

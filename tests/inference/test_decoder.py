@@ -1,0 +1,142 @@
+"""Fused decoding equals the plain path: on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1)."""
+
+import os
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+from loopformer import LM, LoopedLM, LoopformerError, ModelConfig
+from loopformer.config import Conditioning
+
+pytest.importorskip("triton")
+Positions = Literal["learned", "rotary"]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU")]
+DEVICE = "cpu" if INTERPRETED else "cuda"
+CASES: list[tuple[Positions, Conditioning, int, str]] = [
+    ("learned", "trajectory", 1, "2-1-1"),
+    ("rotary", "trajectory", 2, "4"),
+    ("rotary", "none", 2, "2"),
+    ("learned", "trajectory", 6, "2-1-1"),
+    ("rotary", "none", 5, "4"),
+    ("learned", "index", 3, "3"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _full_precision() -> None:
+    torch.set_float32_matmul_precision("highest")
+
+
+def spread(positions: Positions, conditioning: Conditioning) -> LoopedLM:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        blocks=2,
+        loops=4,
+        width=48,
+        heads=3,
+        ffn=80,
+        context=80,
+        vocab=90,
+        padded_vocab=96,
+        positions=positions,
+        conditioning=conditioning,
+    )
+    model = LoopedLM(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model.eval().to(DEVICE)
+
+
+def plain_logits(model: LoopedLM, ids: list[int], route: str) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([ids], device=DEVICE), route).logits
+    assert logits is not None
+    last: torch.Tensor = logits[0, -1, : model.config.vocab]
+    return last
+
+
+@pytest.mark.parametrize(("positions", "conditioning", "rows", "route"), CASES)
+def test_a_token_equals_the_plain_path(
+    positions: Positions, conditioning: Conditioning, rows: int, route: str
+) -> None:
+    from loopformer.inference.decoder import Decoder
+
+    model = spread(positions, conditioning)
+    decoder = Decoder(model, model.route(route), rows)
+    for length in (3, 40):  # filled anew
+        texts = [[(7 * place + row) % 90 for place in range(length + 2 * row)] for row in range(rows)]
+        tokens = model.head(decoder.prefill(texts))[:, :90].argmax(-1)
+        logits = decoder.step(tokens)
+        for row in range(rows):
+            texts[row].append(int(tokens[row]))
+            torch.testing.assert_close(logits[row], plain_logits(model, texts[row], route), atol=1e-4, rtol=1e-4)
+        decoder.ids.copy_(logits.argmax(-1))
+        first, followed = decoder.ids.tolist(), decoder.greedy(6)
+        for row in range(rows):
+            texts[row].append(first[row])
+            for step in range(6):
+                expected = plain_logits(model, texts[row], route)
+                token = int(followed[step, row])
+                assert expected[token] > expected.max() - 1e-3
+                texts[row].append(token)
+
+
+def test_int8_is_what_its_bytes_stand_for() -> None:
+    from loopformer.inference.decoder import Decoder
+    from loopformer.inference.quantise import quantised
+
+    model = spread("rotary", "trajectory")
+    weights = quantised(model)
+    decoder = Decoder(model, model.route("2-1-1"), 2, weights)
+    decoder.prefill([[1, 2, 3], [4, 5]])
+    cache = model.cache("2-1-1", 2)
+    for row in range(2):
+        cache.write(row, decoder.cache.read(row), decoder.cache.lengths[row])
+    logits = decoder.step(torch.tensor([7, 8]))
+    with torch.no_grad():
+        for block, four in zip(model.stack.each(), weights.blocks, strict=True):
+            parts = (block.attention.qkv, block.attention.out, block.ffn.up, block.ffn.down)
+            for part, weight in zip(parts, four, strict=True):
+                part.weight.copy_(weight.dequantised())
+    hidden = model.extend(torch.tensor([[7], [8]], device=DEVICE), cache)[:, 0]
+    expected = (hidden @ weights.head.dequantised().t())[:, :90]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_mistakes_are_one_clear_sentence() -> None:
+    from loopformer.inference.decoder import Decoder
+    from loopformer.inference.quantise import quantised
+
+    model = spread("learned", "trajectory")
+    decoder = Decoder(model, model.route(1), 1)
+    decoder.prefill([[1] * 78])
+    with pytest.raises(LoopformerError, match="78 tokens and 3 more do not fit"):
+        decoder.greedy(3)
+    with pytest.raises(LoopformerError, match="2 prompts were given to a decoder of 1"):
+        decoder.prefill([[1], [2]])
+    with pytest.raises(LoopformerError, match="int8 weights serve at most 4 rows"):
+        Decoder(model, model.route(1), 5, quantised(model))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_fast_texts_are_the_plain_ones(lm: LM) -> None:
+    quick = LM(lm.model, lm.tokenizer).to("cuda")
+    try:
+        prompts = ["every pass", "its", "time and step and time", "told", "naïve"]
+        several: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}, {"max_tokens": 60}]
+        for options in several:
+            asked: dict[str, Any] = {
+                "max_tokens": 20,
+                "trajectory": ["2-1-1", "2-1-1", "4", "2-1-1", "4"],
+                **options,
+            }
+            plain = quick.generate(prompts, **asked)
+            fast = quick.generate(prompts, fast=True, **asked)
+            assert [one.text for one in fast] == [one.text for one in plain]
+            assert [one.reason for one in fast] == [one.reason for one in plain]
+        assert "".join(quick.stream("told", fast=True)) == quick.generate("told").text
+    finally:
+        quick.to("cpu")
