@@ -76,7 +76,7 @@ def save_figures(results: Sequence[Dynamics], folder: Path, debiased: bool = Fal
         "cka": draw_cka(results, debiased),
     }
     files = []
-    with _style():
+    with house_style():
         for name, figure in drawn.items():
             files += [folder / f"{name}.png", folder / f"{name}.svg"]
             figure.savefig(files[-2], dpi=200)
@@ -88,10 +88,10 @@ def draw_panels(results: Sequence[Dynamics], panels: Sequence[Panel]) -> "Figure
     """Every result as a line over normalised depth, one panel per metric; bands are 2 standard errors."""
     labels = line_labels(results)
     bands = len(results) <= _MOST_BANDS
-    with _style():
+    with house_style():
         columns = min(len(labels), max(1, int(WIDTH / (0.6 + _CHARACTER * max(map(len, labels))))))
         height = 2.45 + 0.17 * math.ceil(len(labels) / columns)
-        figure = _figure(WIDTH, height)
+        figure = new_figure(WIDTH, height)
         axes = figure.subplots(1, len(panels), squeeze=False)
         for axis, panel in zip(axes[0], panels, strict=True):
             for result, style in zip(results, _styles(results), strict=True):
@@ -99,7 +99,7 @@ def draw_panels(results: Sequence[Dynamics], panels: Sequence[Panel]) -> "Figure
             axis.set(title=panel.title, ylabel=panel.label, xlim=(-0.04, 1.04), xticks=[0, 0.25, 0.5, 0.75, 1])
             axis.set_xticklabels(["0", "¼", "½", "¾", "1"])
             if panel.log and any(len(line.get_xdata()) for line in axis.get_lines()):
-                _log_scale(axis)
+                log_scale(axis)
             if panel.metric == "lens_divergence":
                 axis.text(0.98, 0.98, "0 at i = M", transform=axis.transAxes, ha="right", va="top")
         figure.supxlabel("normalised depth i / M: 0 is the embedding, 1 the state after the last loop", fontsize=8)
@@ -120,8 +120,8 @@ def draw_cka(results: Sequence[Dynamics], debiased: bool = False) -> "Figure":
     rows = math.ceil(len(results) / columns)
     width = WIDTH if columns > 1 else WIDTH / 2
     side = (width - 0.9) / columns - 0.35  # inches of a map, beside the colour bar and its own tick labels
-    with _style():
-        figure = _figure(width, 0.65 + rows * (side + 0.55))
+    with house_style():
+        figure = new_figure(width, 0.65 + rows * (side + 0.55))
         axes = figure.subplots(rows, columns, squeeze=False)
         for axis in axes.flat[len(results) :]:
             axis.set_visible(False)
@@ -177,7 +177,7 @@ def _line(axis: "Axes", result: Dynamics, panel: Panel, style: dict[str, Any], b
         axis.fill_between(depths, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
-def _log_scale(axis: "Axes") -> None:
+def log_scale(axis: "Axes") -> None:
     """Plain numbers at powers of ten; at 1, 2 and 5 where there are few of those."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -223,7 +223,7 @@ def _styles(results: Sequence[Dynamics]) -> list[dict[str, Any]]:
     return styles
 
 
-def _figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     """An empty figure of its own, not one of pyplot's: nothing to close, no display needed."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -231,7 +231,7 @@ def _figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=0.05))
 
 
-def _style() -> AbstractContextManager[None]:
+def house_style() -> AbstractContextManager[None]:
     try:
         import matplotlib
     except ImportError as error:

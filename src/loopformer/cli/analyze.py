@@ -58,6 +58,7 @@ def analyze(
     """
     from loopformer.analysis.dynamics import analyze as run
     from loopformer.analysis.dynamics import checked_states
+    from loopformer.analysis.names import model_names
     from loopformer.analysis.prompts import read_prompts
     from loopformer.analysis.results import to_json, write_results
     from loopformer.config import require
@@ -68,7 +69,7 @@ def analyze(
 
     checked_states(states)
     require(prompts >= 1, f"--prompts must be 1 or more, got {prompts}.")
-    names, configs = _names(model), [find_config(path)[0] for path in model]
+    names, configs = model_names(model), [find_config(path)[0] for path in model]
     routes = _routes(budgets, trajectory or [], dict(zip(names, configs, strict=True)))
     context = min(config.context for config in configs)
     tokens = min(_LENGTH, context) if length is None else length
@@ -94,19 +95,6 @@ def analyze(
         typer.echo(json.dumps({**to_json(results), "files": [str(file) for file in files]}))
     else:
         _show(results, files)
-
-
-def _names(models: Sequence[str]) -> list[str]:
-    """The shortest ends of the paths that tell the models apart."""
-    from loopformer.config import require
-
-    paths = [Path(model).resolve() if Path(model).exists() else Path(model) for model in models]
-    require(len(set(paths)) == len(paths), "A model is given twice; give each --model once.")
-    for depth in range(1, max(len(path.parts) for path in paths)):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
 
 
 def _routes(

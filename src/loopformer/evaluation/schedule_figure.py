@@ -95,9 +95,13 @@ def _dots(axis: Any, found: dict[str, Any], name: str) -> None:
         row = found[what]
         if row.get(name) is not None:
             label = f"{what} {row[name]:.4g}"
-            axis.plot(row[name], row["rank"] - 1, marker, color=colour, clip_on=False, zorder=3, label=label)
+            size = 9 if what == "best" else 6  # seen also where the uniform schedule is the best
+            look = {"color": colour, "markersize": size, "clip_on": False, "zorder": 3}
+            axis.plot(row[name], row["rank"] - 1, marker, label=label, **look)
     axis.margins(x=0.12)
     axis.set_xlabel(_AXES[name], fontsize=8)
+    axis.locator_params(axis="x", nbins=4)  # numbers of four digits and more need room
+    axis.ticklabel_format(axis="x", useOffset=False)
     axis.grid(axis="x", alpha=0.3)
     axis.tick_params(labelsize=7)
     axis.tick_params(axis="y", length=0)

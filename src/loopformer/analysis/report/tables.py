@@ -1,0 +1,198 @@
+"""The tables of a report, from its plain data: main, scores, matched by FLOPs or parameters, training, and the
+numbers behind the figures.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from loopformer.analysis.dynamics import Dynamics
+from loopformer.analysis.report.document import Column, Group, Table
+from loopformer.analysis.report.matching import TOLERANCE, matched
+from loopformer.analysis.report.numbers import (
+    CHANCE,
+    CHANCE_AVERAGE,
+    Benchmark,
+    benchmarks,
+    counted,
+    entries,
+    is_paper,
+    listed,
+    percent,
+    perplexity,
+    texts,
+)
+from loopformer.analysis.report.training import slowdown
+from loopformer.evaluation.store import Piece
+
+Rows = Sequence[dict[str, Any]]
+TIMES = "{:.2f}×".format
+
+
+def main_table(found: Piece) -> Table:
+    """Models × budgets: cost, perplexities, average score."""
+    caption = (
+        "Every model at every budget M. kx / kMx is how the paper counts parameters and FLOPs: blocks held, "
+        "blocks computed. Beside it the true counts: all parameters, and the FLOPs of a forward pass per token."
+    )
+    return Table("main", caption, _columns(found), [Group(entries(found))])
+
+
+def score_table(found: Piece) -> Table | None:
+    """Models × budgets: every benchmark."""
+    columns, rows = benchmarks(found), [row for row in entries(found) if "average" in row or _scored(row)]
+    if not columns or not rows:
+        return None
+    chance = {"label": "guessing", **{f"score:{one.key}": CHANCE.get(one.key) for one in columns}}
+    caption = "Score by benchmark, in percent where it is a share of right answers. " + _legend(columns)
+    shown = [*_which(), *_score_columns(columns), *_average(found)]
+    if is_paper(found):
+        return Table("scores", caption, shown, [Group([*rows, {**chance, "average": CHANCE_AVERAGE}])])
+    return Table("scores", caption, shown, [Group(rows)])
+
+
+def flops_table(found: Piece) -> Table | None:
+    """Models and budgets of the same compute."""
+    groups = [
+        Group(group, f"about {counted(group[0]['flops_per_token'])}FLOP per token")
+        for group in matched(entries(found), "flops_per_token")
+    ]
+    caption = (
+        f"Models and budgets whose forward FLOPs per token lie within {100 * TOLERANCE:g} % of one another; the "
+        "best of each group in bold. The last column shows whether training was matched, too."
+    )
+    training = Column("training_flops", "FLOP in training", counted)
+    columns = [*_columns(found, best=True, hidden="flops_per_token"), training]
+    return Table("flops_matched", caption, columns, groups) if groups else None
+
+
+def parameter_table(found: Piece) -> Table | None:
+    """Models with stacks of the same size, at all their budgets."""
+    groups = [
+        Group(group, f"about {counted(group[0]['stack'])} parameters in the stack")
+        for group in matched(entries(found), "stack")
+    ]
+    caption = (
+        f"Models whose stacks of blocks have the same number of parameters within {100 * TOLERANCE:g} %, "
+        "embeddings and conditioning not counted, as in the paper's kx; the best of each group in bold."
+    )
+    columns = [*_columns(found, best=True), Column("stack", "in the stack", hidden=True)]
+    return Table("parameters_matched", caption, columns, groups) if groups else None
+
+
+def training_table(found: Piece) -> Table | None:
+    """What training took, and what elastic training adds."""
+    rows = [_training_row(model, found["models"]) for model in found["models"] if model["training"]]
+    if not rows:
+        return None
+    columns = [
+        Column("model", "model", text=True),
+        Column("objective", "objective", text=True),
+        Column("fixed_flops_per_token", "FLOP per token, full route", counted),
+        Column("flops_per_token", "as trained", counted),
+        Column("overhead", "ratio as trained", TIMES),
+        Column("formula", "ratio by the formula", TIMES),
+        Column("tokens_per_second", "tokens/s, median", "{:,.0f}".format),
+        Column("slowdown", "slower than fixed", TIMES),
+        Column("compared_with", "compared with", text=True, hidden=True),
+        Column("tokens", "tokens", counted),
+        Column("flops", "FLOP in all", counted),
+        Column("step", "step", hidden=True),
+        Column("seed", "seed"),
+    ]
+    caption = "Training, forward and backward. FLOPs are counted; tokens per second are what the runs recorded."
+    return Table("training", caption, columns, [Group(rows)])
+
+
+def figure_tables(found: Piece) -> list[Table]:
+    """The numbers behind the figures that are in no table on the page."""
+    results = [Dynamics.from_json(model["analysis"]) for model in found["models"] if model["analysis"]]
+    tables = []
+    if results:
+        model = ("model", "shape", "trajectory")
+        tables.append(_plain("metrics", (*model, "loop", "depth", "metric", "mean", "std"), _metrics(results)))
+        tables.append(_plain("cka", (*model, "loop_i", "loop_j", "cka", "cka_debiased"), _similar(results)))
+    schedules = [
+        {"model": model["name"], "budget": model["search"]["budget"], **row}
+        for model in found["models"]
+        if model["search"]
+        for row in model["search"]["schedules"]
+    ]
+    if schedules:
+        names = ("model", "budget", "rank", "schedule", "trajectory", "perplexity", "bits_per_byte", "accuracy")
+        tables.append(_plain("schedules", names, schedules))
+    return tables
+
+
+def _columns(found: Piece, best: bool = False, hidden: str = "") -> list[Column]:
+    """Which model, its cost, its perplexities and its average."""
+    low, high = (min, max) if best else (None, None)
+    names = texts(found)
+    return [
+        *_which(),
+        Column("paper_cost", "kx\u00a0/\u00a0kMx"),
+        Column("parameters", "parameters", counted),
+        Column("flops_per_token", "FLOP per token", counted, hidden=hidden == "flops_per_token"),
+        *(Column(f"ppl:{name}", f"perplexity: {name}", perplexity, best=low) for name in names),
+        *(Column(f"bpb:{name}", f"bits per byte: {name}", hidden=True) for name in names),
+        *_average(found, high),
+    ]
+
+
+def _which() -> list[Column]:
+    plain = [Column(one, one, hidden=True) for one in ("model", "shape")]
+    return [Column("label", "model", text=True), *plain, Column("budget", "M")]
+
+
+def _average(found: Piece, best: Any = None) -> list[Column]:
+    if not any("average" in row for row in entries(found)):
+        return []
+    return [Column("average", "average, %", percent, best=best), Column("average_error", "± std. error", percent)]
+
+
+def _score_columns(columns: Sequence[Benchmark]) -> list[Column]:
+    shown = [Column(f"score:{one.key}", one.label, percent if one.share else "{:.4g}".format) for one in columns]
+    return shown + [Column(f"error:{one.key}", f"{one.label}, error", hidden=True) for one in columns]
+
+
+def _scored(row: dict[str, Any]) -> bool:
+    return any(key.startswith("score:") for key in row)
+
+
+def _legend(columns: Sequence[Benchmark]) -> str:
+    short = [f"{one.label} is {one.name}" for one in columns if one.label != one.name]
+    return f"{listed(short)}." if short else ""
+
+
+def _training_row(model: Piece, models: Sequence[Piece]) -> dict[str, Any]:
+    facts = model["training"]
+    row = {name: facts[name] for name in ("fixed_flops_per_token", "flops_per_token", "tokens_per_second")}
+    row |= {name: facts[name] for name in ("tokens", "flops", "step", "seed")}
+    row |= {"model": model["name"], "objective": "elastic" if facts["elastic"] else "fixed depth"}
+    row |= {
+        "overhead": facts["flops_per_token"] / facts["fixed_flops_per_token"],
+        "formula": model["training_overhead"] if facts["elastic"] else None,
+    }
+    if facts["elastic"]:
+        others = {one["name"]: one["training"] for one in models if one is not model}
+        row["slowdown"], row["compared_with"] = slowdown(facts, others)
+    return row
+
+
+def _metrics(results: Sequence[Dynamics]) -> Iterator[dict[str, Any]]:
+    for one in results:
+        for metric, series in one.metrics.items():
+            for loop, (depth, mean, std) in enumerate(zip(one.depth, series.mean, series.std, strict=True)):
+                where = {"model": one.model, "shape": one.shape, "trajectory": one.trajectory, "loop": loop}
+                yield {**where, "depth": depth, "metric": metric, "mean": mean, "std": std}
+
+
+def _similar(results: Sequence[Dynamics]) -> Iterator[dict[str, Any]]:
+    for one in results:
+        for i, (row, debiased) in enumerate(zip(one.cka, one.cka_debiased, strict=True)):
+            for j, (plain, other) in enumerate(zip(row, debiased, strict=True)):
+                where = {"model": one.model, "shape": one.shape, "trajectory": one.trajectory}
+                yield {**where, "loop_i": i, "loop_j": j, "cka": plain, "cka_debiased": other}
+
+
+def _plain(name: str, columns: Sequence[str], rows: Sequence[dict[str, Any]] | Iterator[dict[str, Any]]) -> Table:
+    return Table(name, "", [Column(one, one) for one in columns], [Group(list(rows))])
