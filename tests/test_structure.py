@@ -71,5 +71,7 @@ def test_readme_commands_exist() -> None:
             words = words[words.index("-m") + 1 :]
         if words[0] == "loopformer":
             assert words[1] in verbs, command
-            options = {name for parameter in verbs[words[1]].params for name in parameter.opts}
+            verb = verbs[words[1]]
+            verb = getattr(verb, "commands", {}).get(words[2], verb)  # bench has verbs of its own
+            options = {name for parameter in verb.params for name in parameter.opts}
             assert {word.split("=")[0] for word in words[2:] if word.startswith("-")} <= options, command

@@ -194,9 +194,7 @@ def _checked_budget(given: int, loops: int | None = None) -> int:
     if budget < 1:
         raise LoopformerError(f"A budget is a whole number of loops, 1 or more; got {given!r}.")
     if loops is not None and budget > loops:
-        raise LoopformerError(
-            f"Budget {budget} is above the model's {loops} loops; choose 1 to {loops}."
-        )
+        raise LoopformerError(f"Budget {budget} is above the model's {loops} loops; choose 1 to {loops}.")
     return budget
 
 

@@ -58,6 +58,44 @@ def decode(
     _finish({**measure(lm, chosen, _numbers(batches, [1]), lengths, tokens, int8, say), "model": model}, out)
 
 
+@bench.command("train")
+def train(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A preset, a run or a model folder: its settings.")
+    ] = ("paper/loopformer-3x8"),
+    micro_batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 12,
+    compiled: Annotated[bool, typer.Option(help="Compile the step of our path.")] = True,
+    steps: Annotated[int, typer.Option(help="Micro-batches that are timed.")] = 5,
+    device: Device = "auto",
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 elsewhere.")] = None,
+    out: Out = None,
+) -> None:
+    """Tokens per second, MFU and peak memory: the naive path, ours, Transformers' GPT-2; the last line is JSON.
+
+    Example: loopformer bench train --model paper/loopformer-3x8 --micro-batch 12
+    """
+    from loopformer.benchmark.train import train as measure
+    from loopformer.cli.info import config_of
+    from loopformer.config import require
+    from loopformer.training.distributed import choose_device
+
+    place = choose_device(device)
+    wanted = dtype or ("bfloat16" if place.type == "cuda" else "float32")
+    require(wanted in ("bfloat16", "float32"), f"Training runs in bfloat16 or float32, not {wanted!r}.")
+    require(micro_batch >= 1 and steps >= 1, "--micro-batch and --steps must be 1 or more.")
+
+    def say(row: dict[str, Any]) -> None:
+        mfu = "" if row["mfu"] is None else f"  MFU {row['mfu']:.1%}"
+        memory = "" if row["peak_gib"] is None else f"  {row['peak_gib']:.1f} GiB"
+        typer.echo(
+            f"{row['path']:13s} {row['routes']:15s} {row['ms']:9.1f} ms  {row['tokens_per_second']:9.0f} tokens/s  "
+            f"{row['tflops']:7.2f} TFLOP/s{mfu}{memory}"
+        )
+
+    config = config_of(model, None, None)
+    _finish({**measure(config, micro_batch, place, wanted, compiled, steps, say), "model": model}, out)
+
+
 def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
     """A preset with random weights (seed 0), or a model on disk."""
     import torch
