@@ -10,6 +10,7 @@ rate over the device's peak in bf16.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopformer.benchmark.machine import best_of, describe
+from loopformer.benchmark.machine import describe, wait
 from loopformer.config import ModelConfig, ObjectiveConfig
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
@@ -34,7 +35,7 @@ def train(
     device: torch.device,
     dtype: str = "bfloat16",
     compiled: bool = True,
-    steps: int = 5,
+    steps: int = 20,
     say: Callable[[Row], object] = lambda row: None,
 ) -> dict[str, Any]:
     """Measure every way, with both routes and with the full one alone; `say` gets each row as it comes."""
@@ -71,10 +72,16 @@ def _measure(step: Step, device: torch.device, low: bool, steps: int) -> Row:
         torch.autograd.backward(loss)
 
     _empty(device)
-    once()
+    for _ in range(2):
+        once()
+    wait(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    seconds = best_of(steps, device, once)
+    started = time.perf_counter()  # the mean, not the best: under load a card lowers its clock
+    for _ in range(steps):
+        once()
+    wait(device)
+    seconds = (time.perf_counter() - started) / steps
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
     return {"ms": seconds * 1e3, "peak_gib": peak}
 

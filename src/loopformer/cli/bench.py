@@ -39,14 +39,14 @@ def decode(
     lm = _model(model, device, dtype)
     config = lm.config
     chosen = _numbers(budgets, sorted({config.loops, max(1, config.loops // 2), max(1, config.loops // 4)}))
+    for budget in chosen:
+        lm.route(budget)
     lengths = _numbers(contexts, [config.context // 2])
     require(tokens >= 1, f"--tokens must be 1 or more, got {tokens}.")
     require(
         max(lengths) + tokens <= config.context,
         f"{max(lengths)} tokens and {tokens} new ones do not fit the context of {config.context}; ask for fewer.",
     )
-    for budget in chosen:
-        lm.route(budget)
 
     def say(row: dict[str, Any]) -> None:
         typer.echo(
@@ -65,7 +65,7 @@ def train(
     ] = ("paper/loopformer-3x8"),
     micro_batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 12,
     compiled: Annotated[bool, typer.Option(help="Compile the step of our path.")] = True,
-    steps: Annotated[int, typer.Option(help="Micro-batches that are timed.")] = 5,
+    steps: Annotated[int, typer.Option(help="Micro-batches that are timed.")] = 20,
     device: Device = "auto",
     dtype: Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 elsewhere.")] = None,
     out: Out = None,
