@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from loopformer import LoopedLM, LoopformerError
 from loopformer.benchmark.decode import decode
 from loopformer.benchmark.machine import best_of, describe
+from loopformer.benchmark.memory import memory
 from loopformer.benchmark.train import train
 from loopformer.cli import app
 from loopformer.config import ModelConfig
@@ -77,6 +78,7 @@ def test_the_command_prints_json_last_and_writes_it(tiny: ModelConfig, tmp_path:
         (["decode", "--dtype", "int3"], "Unknown dtype"),
         (["train", "--dtype", "float16"], "bfloat16 or float32"),
         (["train", "--micro-batch", "0"], "must be 1 or more"),
+        (["memory"], "is measured on a GPU"),
     ],
 )
 def test_mistakes_are_one_clear_sentence(tiny: ModelConfig, tmp_path: Path, options: list[str], said: str) -> None:
@@ -85,3 +87,11 @@ def test_mistakes_are_one_clear_sentence(tiny: ModelConfig, tmp_path: Path, opti
     found = CliRunner().invoke(app, ["bench", verb, "--model", str(tmp_path / "m"), "--device", "cpu", *rest])
     assert isinstance(found.exception, LoopformerError)
     assert said in str(found.exception)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_recomputing_loops_takes_less_memory(tiny: ModelConfig) -> None:
+    report = memory(tiny, [8], torch.device("cuda"), compiled=False)
+    peaks = {row["path"]: row["peak_gib"] for row in report["rows"]}
+    assert peaks["ours, loops recomputed"] < peaks["ours"]

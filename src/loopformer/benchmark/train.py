@@ -43,27 +43,32 @@ def train(
     low = dtype == "bfloat16"
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab, (micro_batch, config.context + 1), generator=generator).to(device)
-    short = Trajectory.uniform(max(1, config.loops // 2)) if config.loops > 1 else None
+    short = mean_short(config)
     routes = [short, None] if short is not None else [None]
     rows: list[Row] = []
     for path in ("naive", "ours", "transformers"):
         for route in routes:
-            make = _WAYS[path](config, ids, route, compiled and path == "ours")
-            if make is None:
+            step = _WAYS[path](config, ids, route, compiled and path == "ours")
+            if step is None:
                 continue
             row: Row = {"path": path, "routes": "full and short" if route else "full", "micro_batch": micro_batch}
-            row |= _measure(make, device, low, steps)
+            row |= measure(step, device, low, steps)
             flops = Cost(config).training_flops(short_budget=route.budget if route else None)
             row["tokens_per_second"] = ids[:, 1:].numel() / row["ms"] * 1e3
             row["tflops"] = row["tokens_per_second"] * flops / 1e12
             row["mfu"] = row["tflops"] / machine["peak_tflops"] if machine["peak_tflops"] and low else None
             rows.append(row)
             say(row)
-            del make
+            del step
     return {"benchmark": "train", **machine, "dtype": dtype, "compiled": compiled, "rows": rows}
 
 
-def _measure(step: Step, device: torch.device, low: bool, steps: int) -> Row:
+def mean_short(config: ModelConfig) -> Trajectory | None:
+    """A short route of mean length; None for a model of one loop."""
+    return Trajectory.uniform(max(1, config.loops // 2)) if config.loops > 1 else None
+
+
+def measure(step: Step, device: torch.device, low: bool, steps: int) -> Row:
     """Milliseconds and peak memory of a forward and backward pass."""
 
     def once() -> None:
@@ -86,7 +91,7 @@ def _measure(step: Step, device: torch.device, low: bool, steps: int) -> Row:
     return {"ms": seconds * 1e3, "peak_gib": peak}
 
 
-def _naive(config: ModelConfig, ids: Tensor, short: Trajectory | None, compiled: bool) -> Step:
+def naive(config: ModelConfig, ids: Tensor, short: Trajectory | None, compiled: bool) -> Step:
     """All logits of both routes, and losses as one would write them down."""
     model, targets = _model(config, ids.device), ids[:, 1:].flatten()
 
@@ -105,12 +110,14 @@ def _naive(config: ModelConfig, ids: Tensor, short: Trajectory | None, compiled:
     return step
 
 
-def _ours(config: ModelConfig, ids: Tensor, short: Trajectory | None, compiled: bool) -> Step:
+def ours(
+    config: ModelConfig, ids: Tensor, short: Trajectory | None, compiled: bool, checkpoint_loops: bool = False
+) -> Step:
     """The objective as it is trained."""
     model = _model(config, ids.device)
     if compiled:
         model.compile()
-    objective, tokens = Objective(model, ObjectiveConfig()), float(ids[:, 1:].numel())
+    objective, tokens = Objective(model, ObjectiveConfig(), checkpoint_loops), float(ids[:, 1:].numel())
     rows = tuple(range(len(ids))) if short is not None else ()
 
     def step() -> Tensor:
@@ -153,8 +160,8 @@ def _transformers(config: ModelConfig, ids: Tensor, short: Trajectory | None, co
 
 
 _WAYS: dict[str, Callable[[ModelConfig, Tensor, Trajectory | None, bool], Step | None]] = {
-    "naive": _naive,
-    "ours": _ours,
+    "naive": naive,
+    "ours": ours,
     "transformers": _transformers,
 }
 

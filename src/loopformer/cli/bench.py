@@ -96,6 +96,33 @@ def train(
     _finish({**measure(config, micro_batch, place, wanted, compiled, steps, say), "model": model}, out)
 
 
+@bench.command("memory")
+def memory(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A preset, a run or a model folder: its settings.")
+    ] = ("paper/loopformer-3x8"),
+    micro_batches: Annotated[str, typer.Option(help="Sequences at a time: 4,8,12.")] = "12",
+    compiled: Annotated[bool, typer.Option(help="Compile the step of our path.")] = True,
+    device: Device = "auto",
+    out: Out = None,
+) -> None:
+    """Peak memory of training by path and micro-batch, and of a row's keys by budget; the last line is JSON.
+
+    Example: loopformer bench memory --model paper/loopformer-3x8 --micro-batches 4,12
+    """
+    from loopformer.benchmark.memory import memory as measure
+    from loopformer.cli.info import config_of
+    from loopformer.training.distributed import choose_device
+
+    def say(row: dict[str, Any]) -> None:
+        peak = "did not fit" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB"
+        typer.echo(f"{row['path']:23s} micro-batch {row['micro_batch']:<4d} {peak}")
+
+    config = config_of(model, None, None)
+    found = measure(config, _numbers(micro_batches, [12]), choose_device(device), compiled, say)
+    _finish({**found, "model": model}, out)
+
+
 def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
     """A preset with random weights (seed 0), or a model on disk."""
     import torch
