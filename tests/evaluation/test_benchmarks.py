@@ -97,6 +97,18 @@ def test_answers_to_other_requests_are_refused(subject: Subject, suite: Suite, t
         collect(Suite.load(["paper"], data=other), answers)
 
 
+def test_a_part_of_the_answers_is_refused(subject: Subject, suite: Suite) -> None:
+    runs = ask(subject, suite.queries, subject.routes("1,2"))
+    model = model_facts(subject, runs)
+    short = replace(runs["2"]["piqa"], values=runs["2"]["piqa"].values[:-1])
+    without = {task: one for task, one in runs["2"].items() if task != "piqa"}
+    for part in ({**runs["2"], "piqa": short}, without):
+        with pytest.raises(FileProblem, match="not all answers to piqa"):
+            collect(suite, Answers(suite.facts, model, {**runs, "2": part}))
+    with pytest.raises(FileProblem, match="no answers"):
+        collect(suite, Answers(suite.facts, model, {}))
+
+
 def test_a_trajectory_has_one_score(subject: Subject, suite: Suite, tmp_path: Path) -> None:
     route = subject.model.route("2-1-1")
     runs = ask(subject, suite.queries, [route])

@@ -83,7 +83,7 @@ def test_by_accuracy_and_by_both(lm: LM, text: Text) -> None:
 
     found = search(lm.model, 2, accuracy=score, by="accuracy")
     assert [row["schedule"] for row in found["schedules"]] == ["2-2", "3-1", "1-3"]
-    assert found["text"] is found["rank_correlation"] is None
+    assert found["text"] is found["rank_correlation"] is found["passes"] is None
     assert found["spread"] == {"accuracy": pytest.approx(0.2)}
     both = search(lm.model, 2, text=text, accuracy=score, by="both")
     assert {"perplexity", "accuracy"} <= set(both["best"])

@@ -55,3 +55,6 @@ def test_options_that_belong_together(lm: LM, file: Path, tmp_path: Path) -> Non
         search(*common, "--examples", "5")
     with pytest.raises(LoopformerError, match="Ranking by accuracy needs tasks; give --tasks"):
         search(*common, "--by", "accuracy")
+    with pytest.raises(LoopformerError, match="end the name with"):
+        search(*common, "--figure", str(tmp_path / "schedules.doc"))
+    assert not (tmp_path / "model" / "evaluation").exists()  # refused before the work

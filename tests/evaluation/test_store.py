@@ -21,8 +21,10 @@ def test_half_a_piece_counts_as_none(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.put({"a": 1}, {"loss": 2.0})
     (file,) = tmp_path.glob("*.json")
-    file.write_text(file.read_text()[:20])
-    assert store.get({"a": 1}) is None
+    whole = file.read_text()
+    for damage in (whole[:20], '{"value": 3}', "[]"):
+        file.write_text(damage)
+        assert store.get({"a": 1}) is None
 
 
 def test_what_is_no_folder_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +33,15 @@ def test_what_is_no_folder_uses_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(list((tmp_path / "loopformer" / "evaluation").glob("*.json"))) == 1
     assert Store(None).put({"a": 1}, {"b": 2}) == {"b": 2}
     assert Store(None).get({"a": 1}) is None
+
+
+def test_where_nothing_can_be_kept_there_are_still_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "evaluation").write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert Store.beside(tmp_path).folder == tmp_path / "cache" / "loopformer" / "evaluation"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "evaluation"))
+    assert Store.beside(tmp_path).folder is None
+    assert Store.beside(tmp_path).put({"a": 1}, {"b": 2}) == {"b": 2}
 
 
 def test_the_hash_follows_weights_settings_and_dtype(tiny: ModelConfig) -> None:

@@ -137,6 +137,11 @@ def test_wrong_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Suite.load(["paper"], data=tmp_path)
     with pytest.raises(FileProblem, match="There is no folder"):
         Suite.load(["copa"], include=tmp_path / "no")
+    good = {"premise": "p", "choice1": "a", "choice2": "b", "question": "cause", "label": 0}
+    for examples in ([{**good, "question": "why"}], [good, {**good, "question": "why"}]):
+        write_lines(tmp_path / "copa.validation.jsonl", examples)
+        with pytest.raises(FileProblem, match=r"An example in copa\.validation\.jsonl is none of copa \(KeyError"):
+            Suite.load(["copa"], data=tmp_path)
     own_task(tmp_path, "generate_until", "exact_match")
     (tmp_path / "generate_until.jsonl").unlink()
     with pytest.raises(RunFailed, match="The task own_generate_until cannot be loaded"):

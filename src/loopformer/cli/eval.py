@@ -205,6 +205,9 @@ def describe_text(row: dict[str, Any]) -> str:
 
 def say_kept(rows: list[dict[str, Any]], subject: "Subject") -> None:
     """Where finished pieces are, and how many came from there, on stderr."""
+    if subject.store.folder is None:
+        typer.echo("not kept: neither the model's folder nor the user's cache can be written", err=True)
+        return
     again = sum(row["reused"] for row in rows)
     typer.echo(
         f"kept in {subject.store.folder}" + (f"; {again} of {len(rows)} were there" if again else ""), err=True

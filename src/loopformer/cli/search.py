@@ -49,12 +49,15 @@ def search(
     from loopformer.data.shards import write_atomic
     from loopformer.evaluation.benchmarks import accuracy
     from loopformer.evaluation.best import can_save, save_best
+    from loopformer.evaluation.schedule_figure import check_drawing, draw_schedules
     from loopformer.evaluation.schedules import search as run
     from loopformer.evaluation.subject import Subject
     from loopformer.evaluation.text import read_text
     from loopformer.evaluation.windows import Protocol
 
     require(tasks is not None or (data is None and examples is None), "--data and --examples go with --tasks.")
+    if figure is not None:
+        check_drawing(figure)
     by = by or ("perplexity" if tasks is None else "both")
     subject = Subject.open(model, device, dtype)
     subject.model.route(budget)  # before anything is read, which may take long
@@ -94,8 +97,6 @@ def search(
     else:
         typer.echo(f"best schedule not saved: {model} is no folder that can be written", err=True)
     if figure is not None:
-        from loopformer.evaluation.schedule_figure import draw_schedules
-
         typer.echo(f"drawn: {draw_schedules(found, figure)}", err=True)
 
 

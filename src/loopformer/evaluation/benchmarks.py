@@ -79,6 +79,13 @@ def collect(suite: Suite, answers: Answers) -> Piece:
                 f"The answers are to other requests of {task} than these; use the same --data and harness "
                 f"({answers.facts['harness']} there, {suite.facts['harness']} here), or export and score again."
             )
+        for run in answers.runs.values():
+            if task not in run or len(run[task].values) != facts["requests"]:
+                raise FileProblem(
+                    f"The file has not all answers to {task}; it is damaged, score the requests again."
+                )
+    if not answers.runs:
+        raise FileProblem("The file has no answers; it is damaged, score the requests again.")
     return results(suite, answers.model, answers.runs)
 
 

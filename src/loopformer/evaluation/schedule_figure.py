@@ -6,11 +6,14 @@ Time runs from 0 to 1 along a bar; each step is a block, the darker the smaller.
 achieves. The best, the uniform and the worst schedule are marked.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from loopformer.config import require
 from loopformer.errors import LoopformerError
 
+_ENDINGS = (".png", ".pdf", ".svg")
 _MOST_NAMED = 60  # rows that still have room for their names
 _AXES = {"perplexity": "perplexity (lower is better)", "accuracy": "accuracy (higher is better)"}
 _MARKS = (("best", "o", "#0072B2"), ("uniform", "D", "#D55E00"), ("worst", "s", "#000000"))  # Okabe and Ito's
@@ -18,22 +21,25 @@ _MARKS = (("best", "o", "#0072B2"), ("uniform", "D", "#D55E00"), ("worst", "s", 
 
 def draw_schedules(found: dict[str, Any], path: str | Path) -> Path:
     """Draw the result of a search into a file; its ending chooses the format (.png, .pdf, .svg)."""
-    figure = schedules_figure(found)
-    try:
-        figure.savefig(path, dpi=200)
-    except ValueError as error:
-        raise LoopformerError(
-            f"No picture can be drawn as {path}; end the name with .png, .pdf or .svg."
-        ) from error
+    check_drawing(path)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    schedules_figure(found).savefig(path, dpi=200)
     return Path(path)
+
+
+def check_drawing(path: str | Path) -> None:
+    """Refuse a file that cannot be drawn; to be asked before the search, which may take long."""
+    require(
+        Path(path).suffix.lower() in _ENDINGS,
+        f"No picture can be drawn as {path}; end the name with {', '.join(_ENDINGS[:-1])} or {_ENDINGS[-1]}.",
+    )
+    if find_spec("matplotlib") is None:
+        raise LoopformerError("Figures need matplotlib; pip install 'loopformer[plot]'.")
 
 
 def schedules_figure(found: dict[str, Any]) -> Any:
     """The matplotlib figure of a search."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise LoopformerError("Figures need matplotlib; pip install 'loopformer[plot]'.") from error
+    from matplotlib.figure import Figure
 
     rows = found["schedules"]
     named = len(rows) <= _MOST_NAMED

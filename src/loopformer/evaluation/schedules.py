@@ -92,8 +92,9 @@ def search(
         "on_grid": count_schedules(loops, budget),  # the uniform schedule may not be among them
         "text": facts,
         "tasks": tasks,
+        # through the stack, for a batch of the text; tasks are asked along one schedule after another
         "passes": {"shared": shared_passes(measured), "separate": budget * len(measured)}
-        if method == "all"
+        if method == "all" and text is not None
         else None,
         "seconds": time.perf_counter() - started,
         **describe(measured, uniform, by, loops),

@@ -32,11 +32,13 @@ class Store:
 
     @classmethod
     def beside(cls, source: str | Path) -> "Store":
-        """In the folder of a run or model; for anything else, or a read-only one, in the user's cache."""
-        folder = Path(source)
-        if folder.is_dir() and os.access(folder, os.W_OK):
-            return cls(folder / "evaluation")
-        return cls(Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "loopformer" / "evaluation")
+        """In the folder of a run or model; for anything else, or a read-only one, in the user's cache.
+
+        Nothing is kept where that cannot be written either: numbers are worth more than their copies.
+        """
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "loopformer"
+        homes = (Path(source), cache) if Path(source).is_dir() else (cache,)
+        return cls(next((home / "evaluation" for home in homes if _writable(home / "evaluation")), None))
 
     def get(self, key: Mapping[str, Any]) -> Piece | None:
         """The value kept under this key; a file that is not whole counts as none."""
@@ -47,8 +49,8 @@ class Store:
             piece = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             return None
-        value: Piece | None = piece.get("value") if isinstance(piece, dict) else None
-        return value
+        value = piece.get("value") if isinstance(piece, dict) else None
+        return value if isinstance(value, dict) else None
 
     def put(self, key: Mapping[str, Any], value: Piece) -> Piece:
         """Keep a value and return it."""
@@ -64,6 +66,12 @@ class Store:
             return None
         name = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:32]
         return self.folder / f"{name}.json"
+
+
+def _writable(folder: Path) -> bool:
+    """Whether files can be put there, also if the folder has to be made first."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK)
 
 
 def weights_hash(model: LoopedLM) -> str:

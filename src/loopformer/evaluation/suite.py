@@ -76,7 +76,7 @@ class Suite:
             if report:
                 report("building requests", number, len(tasks))
             with _quiet():
-                queries[name] = _build(task, limit)
+                queries[name] = _build(name, task, limit, local.get(name))
         return cls(tuple(names), tasks, groups, local, limit, queries)
 
     def metrics(self, answered: Mapping[str, Answered]) -> tuple[Metrics, Metrics]:
@@ -167,11 +167,7 @@ def _load(manager: Any, name: str, local: Local | None) -> Any:
     except LoopformerError:
         raise
     except Exception as error:  # whatever the Hub, the network or a task's own code throws
-        first = " ".join(str(error).split())[:200]
-        hint = "give its data with --data" if name in TASKS else "check its data and its definition"
-        raise RunFailed(
-            f"The task {name} cannot be loaded ({type(error).__name__}: {first}); connect to the Hub, or {hint}."
-        ) from error
+        raise _failed(name, local, error) from error
 
 
 def _overrides(name: str, local: Local) -> dict[str, Any]:
@@ -191,10 +187,24 @@ def _overrides(name: str, local: Local) -> dict[str, Any]:
     return changes
 
 
-def _build(task: Any, limit: int | None) -> list[Query]:
+def _failed(name: str, local: Local | None, error: Exception) -> RunFailed | FileProblem:
+    """What to say and do about a task that the harness stumbled over."""
+    what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if local is not None:
+        return FileProblem(
+            f"An example in {local.file} is none of {name} ({what}); compare the fields with docs/benchmarks.md."
+        )
+    hint = "give its data with --data" if name in TASKS else "check its data and its definition"
+    return RunFailed(f"The task {name} cannot be loaded ({what}); connect to the Hub, or {hint}.")
+
+
+def _build(name: str, task: Any, limit: int | None, local: Local | None) -> list[Query]:
     """The requests of a task; the harness would build them again for every model."""
     task.set_fewshot_seed(seed=_SEED)
-    task.build_all_requests(limit=limit)
+    try:
+        task.build_all_requests(limit=limit)
+    except Exception as error:  # whatever a task's own code throws at an example
+        raise _failed(name, local, error) from error
     task.build_all_requests = lambda **_: None
     return [
         Query(instance.request_type, tuple(instance.args))
