@@ -3,8 +3,8 @@
     python benchmarks/train_variants.py [--steps 8] [--out FILE]
 
 Forward and backward of a micro-batch of 12 x 1024 random tokens, full route and a short one of 4 steps, bf16,
-random weights with open gates. `kept` is the share of activations that PyTorch's compiler may keep for the backward pass
-(`activation_memory_budget`). Needs a GPU. The last line is JSON.
+random weights with open gates. `kept` is the share of activations that PyTorch's compiler may keep for the backward
+pass (`activation_memory_budget`). Needs a GPU. The last line is JSON.
 """
 
 import argparse
