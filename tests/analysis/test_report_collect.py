@@ -173,7 +173,9 @@ def test_training_is_read_from_the_run(folder: Path) -> None:
 
 
 def test_without_the_harness_the_rest_remains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    loaded = [name for name in sys.modules if name.startswith("lm_eval.")]  # other tests may have used it
+    for name in ("lm_eval", *loaded):
+        monkeypatch.setitem(sys.modules, name, None)
     for name in ("harness", "suite"):
         monkeypatch.delitem(sys.modules, f"loopformer.evaluation.{name}", raising=False)
     (model,) = collect(asked(folder, "elastic", tasks="paper", skip=frozenset({"analysis", "search"})))["models"]

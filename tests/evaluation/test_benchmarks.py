@@ -113,10 +113,10 @@ def test_a_trajectory_has_one_score(subject: Subject, suite: Suite, tmp_path: Pa
     route = subject.model.route("2-1-1")
     runs = ask(subject, suite.queries, [route])
     (row,) = results(suite, model_facts(subject, runs), runs)["runs"]
-    assert accuracy(subject, suite)(route) == row["paper"]["average"]
+    assert accuracy(subject, suite)([route]) == {route: row["paper"]["average"]}
     two = Suite.load(["copa", "piqa"], data=write_local(tmp_path))
     values = [row["tasks"][name]["value"] for name in ("copa", "piqa")]
-    assert accuracy(subject, two)(route) == sum(values) / 2
+    assert accuracy(subject, two)([route]) == {route: sum(values) / 2}
 
 
 def test_a_score_needs_an_accuracy(subject: Subject, tmp_path: Path) -> None:
@@ -128,4 +128,4 @@ def test_a_score_needs_an_accuracy(subject: Subject, tmp_path: Path) -> None:
     )
     suite = Suite.load(["own"], include=tmp_path)
     with pytest.raises(LoopformerError, match="own has bits_per_byte and no accuracy"):
-        accuracy(subject, suite)(subject.model.route(1))
+        accuracy(subject, suite)([subject.model.route(1)])

@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 from loopformer import LM, LoopedLM
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed
-from loopformer.evaluation.loglikelihood import Answer, encode_pairs, encode_texts, loglikelihoods
-from loopformer.evaluation.sharing import Span
+from loopformer.evaluation.loglikelihood import (
+    BATCH_TOKENS,
+    Answer,
+    encode_pairs,
+    encode_texts,
+    loglikelihoods,
+    loglikelihoods_along,
+)
+from loopformer.evaluation.sharing import Span, plan
+from loopformer.evaluation.walk import shared_passes
 from loopformer.trajectory import Trajectory
 
 from .small import make_model
@@ -131,6 +139,15 @@ def test_progress_ends_at_the_number_of_requests(lm: LM, tokenizer: Tokenizer) -
     assert said == sorted(said)
 
 
+def test_batches_that_do_not_fit_are_one_sentence(lm: LM, tokenizer: Tokenizer) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    lm.model.final_norm.register_forward_hook(full)
+    with pytest.raises(RunFailed, match=r"Batches of 64 tokens do not fit .* lower --batch-tokens"):
+        loglikelihoods(lm.model, encode_pairs(tokenizer, PAIRS), ROUTE, batch_tokens=64)
+
+
 def test_what_cannot_be_scored_is_one_sentence(lm: LM, tokenizer: Tokenizer) -> None:
     with pytest.raises(LoopformerError, match="adds no token"):
         encode_pairs(tokenizer, [("its", "")])
@@ -140,3 +157,23 @@ def test_what_cannot_be_scored_is_one_sentence(lm: LM, tokenizer: Tokenizer) -> 
         lm.model.final_norm.weight.fill_(float("nan"))  # type: ignore[union-attr]
     with pytest.raises(RunFailed, match="not a number"):
         loglikelihoods(lm.model, encode_pairs(tokenizer, PAIRS[:1]), ROUTE)
+
+
+def test_several_trajectories_share_their_first_steps(lm: LM) -> None:
+    spans = encode_pairs(lm.need_tokenizer(), PAIRS)
+    routes = list(Trajectory.enumerate(4, 3))
+    seen: list[int] = []
+    hook = lm.model.stack.register_forward_hook(lambda *_: seen.append(1))
+    found = loglikelihoods_along(lm.model, spans, routes)
+    hook.remove()
+    batches = len(
+        plan(
+            [w for span in spans for w in span.windows(lm.model.config.context)],
+            lm.model.config.context,
+            BATCH_TOKENS,
+            True,
+        )
+    )
+    assert len(seen) == batches * shared_passes(routes) < batches * 3 * len(routes)
+    for route in routes:
+        assert found[route] == loglikelihoods(lm.model, spans, route)

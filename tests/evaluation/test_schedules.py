@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loopformer import LM, LoopedLM, ModelConfig
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import LoopformerError
+from loopformer.errors import LoopformerError, RunFailed
 from loopformer.evaluation.perplexity import perplexity
 from loopformer.evaluation.schedules import describe, explore, rank, search, spearman
 from loopformer.evaluation.store import Store
@@ -78,12 +79,12 @@ def test_the_uniform_schedule_is_measured_off_the_grid_too(lm: LM, text: Text) -
 def test_by_accuracy_and_by_both(lm: LM, text: Text) -> None:
     accuracies = {"1-3": 0.5, "2-2": 0.7, "3-1": 0.6}
 
-    def score(route: Trajectory) -> float:
-        return accuracies["-".join(str(int(step * 4)) for step in route.steps)]
+    def score(routes: Sequence[Trajectory]) -> dict[Trajectory, float]:
+        return {route: accuracies["-".join(str(int(step * 4)) for step in route.steps)] for route in routes}
 
     found = search(lm.model, 2, accuracy=score, by="accuracy")
     assert [row["schedule"] for row in found["schedules"]] == ["2-2", "3-1", "1-3"]
-    assert found["text"] is found["rank_correlation"] is found["passes"] is None
+    assert found["text"] is found["rank_correlation"] is None
     assert found["spread"] == {"accuracy": pytest.approx(0.2)}
     both = search(lm.model, 2, text=text, accuracy=score, by="both")
     assert {"perplexity", "accuracy"} <= set(both["best"])
@@ -164,6 +165,13 @@ def test_no_more_than_the_limit_is_measured(lm: LM, text: Text) -> None:
 def test_impossible_searches(lm: LM, text: Text, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(LoopformerError, match=sentence):
         search(lm.model, **{"budget": 2, "text": text, **options})
+
+
+def test_no_number_is_no_best_schedule(lm: LM, text: Text) -> None:
+    with torch.no_grad():
+        lm.model.tokens.weight.fill_(math.nan)
+    with pytest.raises(RunFailed, match="No schedule gives a number"):
+        search(lm.model, 2, text=text)
 
 
 def test_a_model_that_is_not_told_its_steps_has_nothing_to_search(tiny: ModelConfig, text: Text) -> None:

@@ -185,7 +185,7 @@ def show_texts(rows: list[dict[str, Any]]) -> None:
                 schedule,
                 number(row["perplexity"], ".3f"),
                 number(row["bits_per_byte"], ".4f"),
-                f"{row['flops_per_token'] / 1e6:,.4g}",
+                f"{row['flops_per_scored_token'] / 1e6:,.4g}",
                 f"{row['seconds']:.1f}",
                 f"{row['tokens_per_second']:,.0f}",
             )

@@ -19,7 +19,7 @@ from loopformer.errors import FileProblem
 from loopformer.evaluation.exchange import Answers, Queries, Run
 from loopformer.evaluation.loglikelihood import BATCH_TOKENS
 from loopformer.evaluation.paper_tasks import TASKS, paper_scores
-from loopformer.evaluation.queries import Answered, answer, digest
+from loopformer.evaluation.queries import Answered, answer_along, digest
 from loopformer.evaluation.store import Piece
 from loopformer.evaluation.subject import Subject
 from loopformer.evaluation.text import Report
@@ -35,19 +35,27 @@ def ask(
     routes: Sequence[Trajectory],
     batch_tokens: int = BATCH_TOKENS,
     report: Report | None = None,
+    together: bool = False,
 ) -> dict[str, dict[str, Answered]]:
-    """The answers to each task's requests along each trajectory, by trajectory and task."""
+    """The answers to each task's requests along each trajectory, by trajectory and task.
+
+    `together` computes what the trajectories share only once; the time of each is then a share of the whole.
+    """
     hashes = {task: digest(asked) for task, asked in queries.items()}
-    runs: dict[str, dict[str, Answered]] = {}
-    for route in routes:
-        run = runs[str(route)] = {}
+    runs: dict[str, dict[str, Answered]] = {str(route): {} for route in routes}
+    for group in [list(routes)] if together else [[route] for route in routes]:
         for task, asked in queries.items():
-            key = {**_key(subject, route), "task": task, "requests": hashes[task]}
-            kept = subject.store.get(key)
-            if kept is None:
-                found = answer(subject.lm, asked, route, batch_tokens, _counter(report, task, route))
-                kept = subject.store.put(key, asdict(found))
-            run[task] = Answered(**kept)
+            keys = {
+                route: {**_key(subject, route, together), "task": task, "requests": hashes[task]} for route in group
+            }
+            kept = {route: subject.store.get(key) for route, key in keys.items()}
+            new = [route for route in keys if kept[route] is None]
+            if new:
+                found = answer_along(subject.lm, asked, new, batch_tokens, _counter(report, task, new))
+                kept |= {route: subject.store.put(keys[route], asdict(found[route])) for route in new}
+            for route, piece in kept.items():
+                assert piece is not None
+                runs[str(route)][task] = Answered(**piece)
     return runs
 
 
@@ -91,21 +99,25 @@ def collect(suite: Suite, answers: Answers) -> Piece:
 
 def accuracy(
     subject: Subject, suite: Suite, batch_tokens: int = BATCH_TOKENS, report: Report | None = None
-) -> Callable[[Trajectory], float]:
-    """A function that scores a trajectory: the mean over the tasks, or the paper's average where all are there."""
+) -> Callable[[Sequence[Trajectory]], dict[Trajectory, float]]:
+    """A function that scores trajectories: the mean over the tasks, or the paper's average where all are there."""
 
-    def score(route: Trajectory) -> float:
-        runs = ask(subject, suite.queries, [route], batch_tokens, report)
-        (row,) = results(suite, model_facts(subject, runs), runs)["runs"]
-        for name, task in row["tasks"].items():
-            require(
-                task["metric"].startswith("acc"),
-                f"The task {name} has {task['metric']} and no accuracy; leave it out.",
-            )
-        values = [task["value"] for task in row["tasks"].values()]
-        return float(row["paper"]["average"] if row["paper"] else sum(values) / len(values))
+    def score(routes: Sequence[Trajectory]) -> dict[Trajectory, float]:
+        runs = ask(subject, suite.queries, routes, batch_tokens, report, together=True)
+        rows = results(suite, model_facts(subject, runs), runs)["runs"]
+        return {route: _score_of(row) for route, row in zip(routes, rows, strict=True)}
 
     return score
+
+
+def _score_of(row: Piece) -> float:
+    for name, task in row["tasks"].items():
+        require(
+            task["metric"].startswith("acc"),
+            f"The task {name} has {task['metric']} and no accuracy; leave it out.",
+        )
+    values = [task["value"] for task in row["tasks"].values()]
+    return float(row["paper"]["average"] if row["paper"] else sum(values) / len(values))
 
 
 def _row(suite: Suite, facts: Piece, model: Mapping[str, Any], trajectory: str, run: Run) -> Piece:
@@ -136,8 +148,12 @@ def _row(suite: Suite, facts: Piece, model: Mapping[str, Any], trajectory: str, 
     }
 
 
-def _key(subject: Subject, route: Trajectory) -> Piece:
-    return {"kind": "answers", **_identity(subject), "trajectory": str(route)}
+def _key(subject: Subject, route: Trajectory, together: bool) -> Piece:
+    return {
+        "kind": "answers, time shared" if together else "answers",
+        **_identity(subject),
+        "trajectory": str(route),
+    }
 
 
 def _identity(subject: Subject) -> Piece:
@@ -150,8 +166,9 @@ def _identity(subject: Subject) -> Piece:
     }
 
 
-def _counter(report: Report | None, task: str, route: Trajectory) -> Callable[[int, int], None] | None:
+def _counter(report: Report | None, task: str, routes: Sequence[Trajectory]) -> Callable[[int, int], None] | None:
     if report is None:
         return None
-    where = f"M={route.budget}" if route.is_uniform else str(route)
+    where = f"M={routes[0].budget}" if routes[0].is_uniform else str(routes[0])
+    where = where if len(routes) == 1 else f"{len(routes)} schedules"
     return lambda done, total: report(f"{task} {where}", done, total)

@@ -4,6 +4,7 @@
     scored = loglikelihoods(model, spans, Trajectory.uniform(4))
     scored.answers[0]          # (log-likelihood, whether greedy decoding would have given it)
     scored.tokens              # tokens run; sharing.py says why they are fewer than asked for
+    loglikelihoods_along(model, spans, routes)[route]    # several trajectories, equal first steps computed once
 
 The log-softmax is in fp32 over the tokenizer's ids, and sums are in float64.
 """
@@ -11,7 +12,8 @@ The log-softmax is in fp32 over the tokenizer's ids, and sums are in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +23,10 @@ from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import RunFailed
 from loopformer.evaluation.sharing import Batch, Pack, Span, Window, plan
+from loopformer.evaluation.walk import Walker
 from loopformer.inference.padding import padded
 from loopformer.model import LoopedLM
+from loopformer.model.block import Rotary
 from loopformer.trajectory import Trajectory
 
 Answer = tuple[float, bool]  # log-likelihood; whether each token was the most likely one
@@ -30,6 +34,18 @@ Count = Callable[[int, int], None]  # how many are done, of how many
 
 BATCH_TOKENS = 8192
 _LOGITS = 1 << 24  # numbers in a chunk of logits
+
+
+@contextmanager
+def fitting(batch_tokens: int) -> Iterator[None]:
+    """Batches of this size; those that do not fit the device's memory are one sentence."""
+    require(batch_tokens >= 1, f"--batch-tokens must be 1 or more, got {batch_tokens}.")
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(
+            f"Batches of {batch_tokens} tokens do not fit into the device's memory; lower --batch-tokens."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -74,7 +90,6 @@ def _texts(context: str, continuation: str) -> tuple[str, str]:
     return context.rstrip(), context + continuation
 
 
-@torch.no_grad()
 def loglikelihoods(
     model: LoopedLM,
     spans: Sequence[Span],
@@ -84,7 +99,19 @@ def loglikelihoods(
     count: Count | None = None,
 ) -> Scored:
     """Score spans along one trajectory; `share` False computes what they have in common again for each."""
-    require(batch_tokens >= 1, f"--batch-tokens must be 1 or more, got {batch_tokens}.")
+    return loglikelihoods_along(model, spans, [route], batch_tokens, share, count)[route]
+
+
+@torch.no_grad()
+def loglikelihoods_along(
+    model: LoopedLM,
+    spans: Sequence[Span],
+    routes: Sequence[Trajectory],
+    batch_tokens: int = BATCH_TOKENS,
+    share: bool = True,
+    count: Count | None = None,
+) -> dict[Trajectory, Scored]:
+    """Score spans along several trajectories, batch by batch; what their first steps share is computed once."""
     limit, vocab = model.config.context, model.config.vocab
     largest = max((max(span.tokens) for span in spans), default=0)
     require(
@@ -98,26 +125,31 @@ def loglikelihoods(
         pieces = span.windows(limit)
         windows += pieces
         belong += [number] * len(pieces)
-    totals, greedy = [0.0] * len(spans), [True] * len(spans)
+    walker = Walker(model, routes)
+    totals = {route: [0.0] * len(spans) for route in walker.routes}
+    greedy = {route: [True] * len(spans) for route in walker.routes}
     done = 0
     batches = plan(windows, limit, batch_tokens, share)
     for batch in batches:
-        found = _answers(model, batch, windows, route)
-        for (*_, number), (total, first) in zip(batch.questions, found, strict=True):
-            totals[belong[number]] += total
-            greedy[belong[number]] &= first
+        with fitting(batch_tokens):
+            for route, hidden in walker.walk_from(*_start(model, batch)):
+                found = _answers(model, batch, windows, hidden)
+                for (*_, number), (total, first) in zip(batch.questions, found, strict=True):
+                    totals[route][belong[number]] += total
+                    greedy[route][belong[number]] &= first
         done += len(batch.questions)
         if count:
             count(done * len(spans) // len(windows), len(spans))
-    if not all(map(math.isfinite, totals)):
-        raise RunFailed(f"The model's output along {route} is not a number; check its weights and dtype.")
+    for route, sums in totals.items():
+        if not all(map(math.isfinite, sums)):
+            raise RunFailed(f"The model's output along {route} is not a number; check its weights and dtype.")
     cut = sum(len(span.tokens) > limit + 1 for span in spans)
-    return Scored(list(zip(totals, greedy, strict=True)), sum(batch.tokens for batch in batches), cut)
+    tokens = sum(batch.tokens for batch in batches)
+    return {route: Scored(list(zip(totals[route], greedy[route], strict=True)), tokens, cut) for route in totals}
 
 
-def _answers(model: LoopedLM, batch: Batch, windows: Sequence[Window], route: Trajectory) -> list[Answer]:
-    """The answers to a batch's questions."""
-    hidden = _hidden(model, batch, route)  # [B, T, D]
+def _answers(model: LoopedLM, batch: Batch, windows: Sequence[Window], hidden: Tensor) -> list[Answer]:
+    """The answers to a batch's questions, from its outputs [B, T, D]."""
     length, device = hidden.shape[1], hidden.device
     wanted = [windows[number].targets for *_, number in batch.questions]
     places = [
@@ -135,8 +167,8 @@ def _answers(model: LoopedLM, batch: Batch, windows: Sequence[Window], route: Tr
     ]
 
 
-def _hidden(model: LoopedLM, batch: Batch, route: Trajectory) -> Tensor:
-    """The outputs [B, T, D] of packs, each row of a pack as if it were alone."""
+def _start(model: LoopedLM, batch: Batch) -> tuple[Tensor, Rotary | None, Tensor | None]:
+    """The states [B, T, D] of packs before the first pass, angles and mask: each row of a pack as if alone."""
     ids, _ = padded(model, [sum(pack.rests, pack.shared) for pack in batch.packs])  # [B, T]
     positions, mask = torch.arange(ids.shape[1], device=ids.device)[None], None
     if not batch.plain:
@@ -145,10 +177,7 @@ def _hidden(model: LoopedLM, batch: Batch, route: Trajectory) -> Tensor:
         same = (parts[:, None, :] == parts[:, :, None]) | (parts[:, None, :] == 0)
         mask = same.tril()[:, None]  # [B, 1, T, T]
     x, rotary = model.place(model.tokens(ids), positions)
-    passes = model.passes(route, len(ids))
-    x = model.loop(lambda _, *inputs: model.stack(*inputs), x, passes, rotary, mask, None)
-    hidden: Tensor = model.final_norm(x)
-    return hidden
+    return x, rotary, mask
 
 
 def _positions(pack: Pack) -> list[int]:

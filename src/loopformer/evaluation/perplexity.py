@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from loopformer.config import require
-from loopformer.errors import RunFailed
+from loopformer.evaluation.loglikelihood import BATCH_TOKENS, fitting
 from loopformer.evaluation.store import Piece, Store, weights_hash
 from loopformer.evaluation.text import Report, Text
 from loopformer.evaluation.walk import Walker
@@ -35,7 +35,6 @@ from loopformer.model import LoopedLM
 from loopformer.model.looped import Route
 from loopformer.trajectory import Trajectory
 
-BATCH_TOKENS = 8192
 _LOGITS = 1 << 24  # numbers in a chunk of logits
 
 
@@ -117,7 +116,6 @@ def likelihoods(
     doing: str = "",
 ) -> dict[Trajectory, Likelihood]:
     """Sums over all rows along each trajectory; equal first steps are computed once for all of them."""
-    require(batch_tokens >= 1, f"--batch-tokens must be 1 or more, got {batch_tokens}.")
     largest = max(int(row.ids.max()) for row in cut.rows)
     require(
         largest < model.config.vocab,
@@ -128,12 +126,8 @@ def likelihoods(
     sums = {route: Likelihood() for route in walker.routes}
     done = 0
     for rows in _batches(cut.rows, batch_tokens):
-        try:
+        with fitting(batch_tokens):
             done += _add(sums, walker, rows, end)
-        except torch.OutOfMemoryError as error:
-            raise RunFailed(
-                f"Batches of {batch_tokens} tokens do not fit into the device's memory; lower --batch-tokens."
-            ) from error
         if report:
             report(doing, done, cut.tokens)
     return sums
@@ -172,6 +166,9 @@ def _facts(model: LoopedLM, text: Text, protocol: Protocol, cut: Cut, route: Tra
         "budget": route.budget,
         "trajectory": str(route),
         "flops_per_token": model.cost.forward_flops(route.budget, cut.window),
+        "flops_per_scored_token": model.cost.forward_flops(route.budget, cut.window)
+        * sum(len(row.ids) - 1 for row in cut.rows)
+        / cut.tokens,
         **_where(model),
     }
 

@@ -26,7 +26,7 @@ from loopformer.evaluation.loglikelihood import (
     Count,
     encode_pairs,
     encode_texts,
-    loglikelihoods,
+    loglikelihoods_along,
 )
 from loopformer.inference.generate import Request, generate
 from loopformer.inference.sampling import Sampling
@@ -75,41 +75,61 @@ def answer(
     count: Count | None = None,
 ) -> Answered:
     """Answer requests of any kinds along one trajectory."""
+    return answer_along(lm, queries, [route], batch_tokens, count)[route]
+
+
+def answer_along(
+    lm: LM,
+    queries: Sequence[Query],
+    routes: Sequence[Trajectory],
+    batch_tokens: int = BATCH_TOKENS,
+    count: Count | None = None,
+) -> dict[Trajectory, Answered]:
+    """The same along several, which share what they can; each is said to have taken its share of the time."""
     started = time.perf_counter()
-    values: list[Any] = [None] * len(queries)
-    tokens = cut = 0
+    values: dict[Trajectory, list[Any]] = {route: [None] * len(queries) for route in routes}
+    tokens, cut = dict.fromkeys(routes, 0), dict.fromkeys(routes, 0)
     for kind in sorted({query.kind for query in queries}):
         require(kind in KINDS, f"A request of the kind {kind!r} is none that we answer: {', '.join(KINDS)}.")
         places = [place for place, query in enumerate(queries) if query.kind == kind]
         arguments = [queries[place].arguments for place in places]
         if kind == "generate_until":
-            found, run, short = _generate(lm, arguments, route, batch_tokens, count)
+            found = {route: _generate(lm, arguments, route, batch_tokens, count) for route in routes}
         else:
-            found, run, short = _score(lm, kind, arguments, route, batch_tokens, count)
-        for place, value in zip(places, found, strict=True):
-            values[place] = value
-        tokens, cut = tokens + run, cut + short
-    return Answered(values, tokens, cut, time.perf_counter() - started)
+            found = _score(lm, kind, arguments, routes, batch_tokens, count)
+        for route, (several, run, short) in found.items():
+            for place, value in zip(places, several, strict=True):
+                values[route][place] = value
+            tokens[route] += run
+            cut[route] += short
+    seconds = (time.perf_counter() - started) / max(1, len(values))
+    return {route: Answered(values[route], tokens[route], cut[route], seconds) for route in values}
 
 
 def _score(
-    lm: LM, kind: str, arguments: Sequence[Any], route: Trajectory, batch_tokens: int, count: Count | None
-) -> tuple[list[Any], int, int]:
+    lm: LM,
+    kind: str,
+    arguments: Sequence[Any],
+    routes: Sequence[Trajectory],
+    batch_tokens: int,
+    count: Count | None,
+) -> dict[Trajectory, tuple[list[Any], int, int]]:
+    """Of each trajectory the answers, the tokens run, and how many requests did not fit the context."""
     tokenizer = lm.need_tokenizer()
     rolling = kind == "loglikelihood_rolling"
     if rolling:
         spans = encode_texts(tokenizer, [text for (text,) in arguments])
     else:
         spans = encode_pairs(tokenizer, [(context, continuation) for context, continuation in arguments])
-    scored = loglikelihoods(lm.model, spans, route, batch_tokens, count=count)
+    scored = loglikelihoods_along(lm.model, spans, routes, batch_tokens, count=count)
     if rolling:  # a long text is read in parts, nothing of it is lost
-        return [total for total, _ in scored.answers], scored.tokens, 0
-    return [[total, greedy] for total, greedy in scored.answers], scored.tokens, scored.cut
+        return {route: ([total for total, _ in one.answers], one.tokens, 0) for route, one in scored.items()}
+    return {route: ([list(pair) for pair in one.answers], one.tokens, one.cut) for route, one in scored.items()}
 
 
 def _generate(
     lm: LM, arguments: Sequence[Any], route: Trajectory, batch_tokens: int, count: Count | None
-) -> tuple[list[str], int, int]:
+) -> tuple[list[Any], int, int]:
     """Texts, prompts of about the same length together."""
     tokenizer, context = lm.need_tokenizer(), lm.model.config.context
     prompts = tokenizer.encode_batch([prompt for prompt, _ in arguments])
@@ -126,7 +146,8 @@ def _generate(
         requests.append(Request(tuple(kept), route, sampling, new, stops))
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].prompt))
     rows = max(1, batch_tokens // context)
-    texts, tokens = [""] * len(requests), 0
+    texts: list[Any] = [""] * len(requests)
+    tokens = 0
     for start in range(0, len(order), rows):
         batch = order[start : start + rows]
         for event in generate(lm.model, tokenizer, [requests[number] for number in batch]):

@@ -2,7 +2,7 @@
 
     found = search(model, budget=4, text=text)                       # 35 schedules for L = 8
     found["best"]["trajectory"], found["spread"]["perplexity"]
-    search(model, 4, text=text, accuracy=score, by="both")           # score: Trajectory → accuracy
+    search(model, 4, text=text, accuracy=score, by="both")           # score: trajectories → accuracies
 
 Schedules lie on the training grid, steps of multiples of 1/L; the uniform one is measured in any case. Those that
 begin alike are computed together (walk.py). Each finished group is kept in the store.
@@ -22,7 +22,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from loopformer.config import nearest, require
-from loopformer.evaluation.perplexity import BATCH_TOKENS, likelihoods, piece_key, summary, text_facts
+from loopformer.errors import RunFailed
+from loopformer.evaluation.loglikelihood import BATCH_TOKENS
+from loopformer.evaluation.perplexity import likelihoods, piece_key, summary, text_facts
 from loopformer.evaluation.store import Piece, Store, weights_hash
 from loopformer.evaluation.text import Report, Text
 from loopformer.evaluation.walk import shared_passes
@@ -36,7 +38,7 @@ _BEAM = 2  # a wide beam spends the limit on neighbours instead of moving; 2 cam
 _RANDOM_STARTS = 8
 _TENTH = 10
 
-Scorer = Callable[[Trajectory], float]
+Scorer = Callable[[Sequence[Trajectory]], Mapping[Trajectory, float]]
 Measure = Callable[[Sequence[Trajectory]], dict[Trajectory, Piece]]
 Measured = Mapping[Trajectory, Mapping[str, Any]]
 
@@ -80,9 +82,12 @@ def search(
         measures.append(_by_text(model, text, protocol, weights, store, batch_tokens, report))
     if accuracy is not None:
         scorer = accuracy
-        measures.append(lambda routes: {route: {"accuracy": scorer(route)} for route in routes})
+        measures.append(lambda routes: {route: {"accuracy": one} for route, one in scorer(routes).items()})
     started = time.perf_counter()
     measured, method = explore(loops, uniform, lambda routes: _merged(measures, routes), by, limit)
+    described = describe(measured, uniform, by, loops)
+    if by != "accuracy" and described["best"]["perplexity"] is None:
+        raise RunFailed("No schedule gives a number; the model's weights are damaged or its training diverged.")
     return {
         "weights": weights,
         "loops": loops,
@@ -92,12 +97,12 @@ def search(
         "on_grid": count_schedules(loops, budget),  # the uniform schedule may not be among them
         "text": facts,
         "tasks": tasks,
-        # through the stack, for a batch of the text; tasks are asked along one schedule after another
+        # through the stack, for a batch of the text or of a task's requests
         "passes": {"shared": shared_passes(measured), "separate": budget * len(measured)}
-        if method == "all" and text is not None
+        if method == "all"
         else None,
         "seconds": time.perf_counter() - started,
-        **describe(measured, uniform, by, loops),
+        **described,
     }
 
 

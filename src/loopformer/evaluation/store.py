@@ -22,6 +22,7 @@ from loopformer.data.shards import write_atomic
 from loopformer.model import LoopedLM
 
 Piece = dict[str, Any]
+VERSION = 1  # of what pieces hold and how they are measured; another one finds none of the old
 
 
 class Store:
@@ -64,7 +65,8 @@ class Store:
     def _path(self, key: Mapping[str, Any]) -> Path | None:
         if self.folder is None:
             return None
-        name = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:32]
+        whole = {"version": VERSION, **key}
+        name = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:32]
         return self.folder / f"{name}.json"
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from loopformer.model import LoopedLM
+from loopformer.model.block import Rotary
 from loopformer.trajectory import Trajectory
 
 
@@ -34,7 +35,13 @@ class Walker:
     @torch.no_grad()
     def walk(self, ids: Tensor) -> Iterator[tuple[Trajectory, Tensor]]:
         """Each trajectory with the hidden states [B, T, D] of ids [B, T] at its end."""
-        x, rotary, mask = self.model.embed(ids)
+        yield from self.walk_from(*self.model.embed(ids))
+
+    @torch.no_grad()
+    def walk_from(
+        self, x: Tensor, rotary: Rotary | None, mask: Tensor | None
+    ) -> Iterator[tuple[Trajectory, Tensor]]:
+        """The same from the state before the first pass [B, T, D]."""
         path: list[Tensor] = [x]  # path[i]: the state after i steps of `before`
         before: tuple[Fraction, ...] = ()
         for route in self.routes:

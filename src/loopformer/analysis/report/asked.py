@@ -13,7 +13,7 @@ from pathlib import Path
 from loopformer.analysis.names import model_names, short_path
 from loopformer.config import ModelConfig, nearest, require
 from loopformer.errors import LoopformerError
-from loopformer.evaluation.perplexity import BATCH_TOKENS
+from loopformer.evaluation.loglikelihood import BATCH_TOKENS
 from loopformer.evaluation.text import default_text
 from loopformer.training.validation import validation_budgets
 

@@ -3,6 +3,7 @@ numbers behind the figures.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from loopformer.analysis.dynamics import Dynamics
@@ -34,7 +35,8 @@ def main_table(found: Piece) -> Table:
         "Every model at every budget M. kx / kMx is how the paper counts parameters and FLOPs: blocks held, "
         "blocks computed. Beside it the true counts: all parameters, and the FLOPs of a forward pass per token."
     )
-    return Table("main", caption, _columns(found), [Group(entries(found))])
+    scores = [replace(column, hidden=True) for column in _score_columns(benchmarks(found))]
+    return Table("main", caption, [*_columns(found), *scores], [Group(entries(found))])
 
 
 def score_table(found: Piece) -> Table | None:
