@@ -102,3 +102,9 @@ def test_what_is_wrong_is_one_sentence(model: str, text: str, words: list[str], 
 def test_without_text_only_a_run_can_be_evaluated(model: str) -> None:
     with pytest.raises(LoopformerError, match="has no prepared data of its own; say what to measure on"):
         run("eval", "--model", model, "--device", "cpu")
+
+
+def test_a_folder_is_no_file_to_write(model: str, text: str, tmp_path: Path) -> None:
+    with pytest.raises(LoopformerError, match="--out names a file to write"):
+        run("eval", "--model", model, "--text", text, "--out", str(tmp_path))
+    assert not (Path(model) / "evaluation").exists()  # said before any work

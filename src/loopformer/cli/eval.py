@@ -71,11 +71,13 @@ def eval_(
     loopformer eval --model runs/mine --tasks paper --data data/eval --limit 50
     """
     from loopformer.cli import eval_tasks
+    from loopformer.config import require
     from loopformer.errors import LoopformerError
     from loopformer.evaluation.subject import Subject
     from loopformer.evaluation.windows import Protocol
 
     eval_tasks.check(tasks, data, include, limit, export, score, collect)
+    require(out is None or not out.is_dir(), f"--out names a file to write, but {out} is a folder.")
     report: dict[str, Any] = {}
     try:
         suite = None if tasks is None else eval_tasks.load_tasks(tasks, data, include, limit)

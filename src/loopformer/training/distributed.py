@@ -91,9 +91,9 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     if device.type not in ("cpu", "cuda", "mps"):
         raise LoopformerError(f"Training does not run on {name!r}; use auto, cpu, cuda or mps.")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise LoopformerError("No CUDA device is available here; use training.device=cpu or auto.")
+        raise LoopformerError("No CUDA device is available here; choose the device cpu or auto.")
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise LoopformerError("No MPS device is available here; use training.device=cpu or auto.")
+        raise LoopformerError("No MPS device is available here; choose the device cpu or auto.")
     return torch.device("cuda", local_rank) if device.type == "cuda" and device.index is None else device
 
 
