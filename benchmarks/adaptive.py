@@ -7,7 +7,6 @@ calibrate` does. Gains are in nats per token against fixed budgets of equal cost
 """
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -19,6 +18,7 @@ import torch
 
 import loopformer
 from loopformer import LoopformerError
+from loopformer.benchmark.machine import publish
 from loopformer.evaluation.calibrate import Wanted, calibrate
 from loopformer.evaluation.calibration import plain
 from loopformer.evaluation.readings import cut
@@ -69,9 +69,7 @@ def main() -> None:
         "seconds": time.perf_counter() - started,
         "rows": found,
     }
-    if asked.out:
-        asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+    publish(report, asked.out)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ each counts. Needs the extra `hf`. The last line is JSON.
 """
 
 import argparse
-import json
 import platform
 import random
 import sys
@@ -21,6 +20,7 @@ import torch
 import transformers
 
 from loopformer import LoopedLM, ModelConfig, Trajectory
+from loopformer.benchmark.machine import publish
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.generate import Request, generate
 from loopformer.inference.layout import lay_out
@@ -104,9 +104,7 @@ def main() -> None:
         "new": asked.new,
         "batches": rows,
     }
-    if asked.out:
-        asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+    publish(report, asked.out)
 
 
 if __name__ == "__main__":

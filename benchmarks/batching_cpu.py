@@ -10,7 +10,6 @@ of each counts. The last line is JSON.
 """
 
 import argparse
-import json
 import platform
 import random
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 
 from loopformer import LoopedLM, ModelConfig, Trajectory
+from loopformer.benchmark.machine import publish
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.engine import Engine
 from loopformer.inference.generate import Request, generate, prefill
@@ -128,11 +128,9 @@ def main() -> None:
         "speed_up_on_static": best["static"] / best["continuous"],
         "speed_up_on_static_rows_leave": best["static, rows leave"] / best["continuous"],
     }
-    if asked.out:
-        asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for name, least in best.items():
         print(f"{name}: {tokens / least:.0f} new tokens a second")
-    print(json.dumps(report))
+    publish(report, asked.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ the fused path. The last line is JSON.
 
 import argparse
 import copy
-import json
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from loopformer import LoopedLM, load
-from loopformer.benchmark.machine import describe
+from loopformer.benchmark.machine import describe, publish
 from loopformer.evaluation.text import read_text
 from loopformer.inference.fast import Fast
 
@@ -86,9 +85,7 @@ def main() -> None:
         "places": ids.numel(),
         "rows": rows,
     }
-    if asked.out:
-        asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+    publish(report, asked.out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ inside one run. The last line is JSON.
 """
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from loopformer import LoopedLM, ModelConfig, Trajectory
+from loopformer.benchmark.machine import publish
 from loopformer.inference.generate import prefill
 from loopformer.inference.layout import lay_out
 
@@ -116,9 +116,7 @@ def main() -> None:
         "prefill_quarter_to_full": {"measured": first, "predicted": counted, "off_by": first / counted - 1},
         "ratio_quarter_to_full": {"measured": measured, "predicted": predicted, "off_by": measured / predicted - 1},
     }
-    if asked.out:
-        asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+    publish(report, asked.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ validation text. The embedding is not rounded. Runs on any device; the last line
 
 import argparse
 import copy
-import json
 import platform
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from loopformer import LoopedLM, load
+from loopformer.benchmark.machine import publish
 from loopformer.evaluation.perplexity import perplexity
 from loopformer.evaluation.text import read_text
 from loopformer.evaluation.windows import Protocol
@@ -71,9 +71,7 @@ def main() -> None:
         "rows": rows,
         "cost": {b["budget"]: b["perplexity"] / a["perplexity"] - 1 for a, b in zip(plain, bytes_, strict=True)},
     }
-    if asked.out:
-        asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+    publish(report, asked.out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ one run; the texts are checked to be the same. The last line is JSON.
 """
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -18,6 +17,7 @@ import torch
 
 import loopformer
 from loopformer import Trajectory
+from loopformer.benchmark.machine import publish
 from loopformer.data.loader import validation_windows
 from loopformer.data.tokens import TokenData
 from loopformer.inference.generate import Request, generate
@@ -83,9 +83,7 @@ def main() -> None:
         "new_tokens": asked.new_tokens,
         "rows": rows,
     }
-    if asked.out:
-        asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+    publish(report, asked.out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch._functorch.config as compiler
 
-from loopformer.benchmark.machine import describe
+from loopformer.benchmark.machine import describe, publish
 from loopformer.benchmark.train import mean_short, measure, naive, ours
 from loopformer.config import load_run, with_expected_vocab
 
@@ -48,9 +48,7 @@ def main() -> None:
         "seed": 0,
         "rows": rows,
     }
-    if asked.out:
-        asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+    publish(report, asked.out)
 
 
 if __name__ == "__main__":

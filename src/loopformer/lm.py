@@ -27,7 +27,7 @@ from loopformer.inference.score import Score, score
 from loopformer.inference.speculative import Draft, speculate
 from loopformer.loading import find_model
 from loopformer.loading.find import model_folder
-from loopformer.loading.folder import default_route
+from loopformer.loading.folder import default_route, is_model_folder
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -162,8 +162,9 @@ class LM:
 
 def load(source: str | Path) -> LM:
     """Load a run, a model folder of ours or the authors' weights (file, folder or Hub id), fp32 on the CPU."""
-    lm = _lm(*find_model(source))
-    route = default_route(model_folder(source))
+    folder = model_folder(source)  # checks a run's checksums, so it is looked for once
+    lm = _lm(*find_model(folder if is_model_folder(folder) else source))
+    route = default_route(folder)
     lm.default = None if route is None else lm.model.route(route)
     return lm
 

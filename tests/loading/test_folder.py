@@ -7,6 +7,7 @@ import torch
 import loopformer
 from loopformer import LoopedLM, LoopformerError
 from loopformer.config import ModelConfig
+from loopformer.data.shards import sha256_of
 from loopformer.loading import load_model, save_model
 
 
@@ -45,3 +46,18 @@ def test_a_failed_save_leaves_the_old_model(tiny: ModelConfig, tmp_path: Path) -
     with pytest.raises(LoopformerError, match="could not be written"):
         save_model(LoopedLM(tiny), folder)
     assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_is_looked_through_once(
+    tiny: ModelConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checksums of large checkpoints take time, and a damaged one is named once."""
+    for step in (5, 10):
+        checkpoint = tmp_path / "checkpoints" / f"step-{step:08d}"
+        save_model(LoopedLM(tiny), checkpoint)
+        sums = {path.name: sha256_of(path) for path in checkpoint.iterdir()}
+        (checkpoint / "checksums.json").write_text(json.dumps(sums))
+    (tmp_path / "run.yaml").write_text("model: {}\n")
+    (checkpoint / "model.safetensors").write_bytes(b"half")
+    loopformer.load(tmp_path)
+    assert capsys.readouterr().err.count("step-00000010 is damaged") == 1

@@ -144,7 +144,7 @@ def analyze(
         tokens_sha256=prompts.hash,
         seed=None,
         device=device.type,
-        dtype=str(model.tokens.weight.dtype).removeprefix("torch."),
+        dtype=model.dtype_name,
         seconds=time.perf_counter() - started,
         metrics={name: _series(torch.cat([one[name] for one in found], dim=1)) for name in found[0]},
         cka=[_numbers(row) for row in cka.matrix()],

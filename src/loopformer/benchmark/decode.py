@@ -46,7 +46,7 @@ def decode(
                     row["mbu"] = row["gb_per_second"] / machine["copy_gb_per_second"]
                     rows.append(row)
                     say(row)
-    return {"benchmark": "decode", **machine, "dtype": _dtype(model), "tokens": tokens, "rows": rows}
+    return {"benchmark": "decode", **machine, "dtype": model.dtype_name, "tokens": tokens, "rows": rows}
 
 
 def _ways(
@@ -109,7 +109,3 @@ def _fused(
         return decoder.greedy(tokens)
 
     return run
-
-
-def _dtype(model: LoopedLM) -> str:
-    return str(model.tokens.weight.dtype).removeprefix("torch.")

@@ -2,18 +2,22 @@
 
 machine = describe(device)                  # names, versions, and the memory bandwidth that a copy reaches here
 seconds = best_of(3, device, run)
+publish(report, out)                        # the last line is JSON
 """
 
 from __future__ import annotations
 
+import json
 import platform
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from loopformer.inference.budget import wait
 from loopformer.training.plan import device_name, peak_flops
 
 
@@ -51,10 +55,11 @@ def best_of(times: int, device: torch.device, run: Callable[[], object]) -> floa
     return min(found)
 
 
-def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def publish(report: dict[str, Any], out: Path | None) -> None:
+    """A benchmark's report as JSON: on the last line, and in a file if one is named."""
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report))
 
 
 def _version(package: str) -> str | None:

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopformer.benchmark.machine import describe, wait
+from loopformer.benchmark.machine import describe
 from loopformer.config import ModelConfig, ObjectiveConfig
+from loopformer.inference.budget import wait
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
 from loopformer.training.objective import Divisors, Objective

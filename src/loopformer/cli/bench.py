@@ -1,6 +1,5 @@
 """`loopformer bench`: how fast a model is on this machine."""
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -128,21 +127,21 @@ def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
     import torch
 
     from loopformer.config import load_run, preset_names, require, with_expected_vocab
+    from loopformer.evaluation.subject import DTYPES
     from loopformer.inference.layout import lay_out
     from loopformer.lm import load
     from loopformer.model import LoopedLM
     from loopformer.training.distributed import choose_device
 
     place = choose_device(device)
-    kinds = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     wanted = dtype or ("bfloat16" if place.type == "cuda" else "float32")
-    require(wanted in kinds, f"Unknown dtype {wanted!r}; choose one of {', '.join(kinds)}.")
+    require(wanted in DTYPES, f"Unknown dtype {wanted!r}; choose one of {', '.join(DTYPES)}.")
     if name in preset_names():
         torch.manual_seed(0)
         model = LoopedLM(with_expected_vocab(*load_run(name)).model)
     else:
         model = load(name).model
-    return lay_out(model.to(place, kinds[wanted])).eval()
+    return lay_out(model.to(place, DTYPES[wanted])).eval()
 
 
 def _numbers(given: str | None, otherwise: list[int]) -> list[int]:
@@ -161,7 +160,6 @@ def _numbers(given: str | None, otherwise: list[int]) -> list[int]:
 
 def _finish(report: dict[str, Any], out: Path | None) -> None:
     """The JSON, on the last line and in a file."""
-    report = {"command": " ".join(["loopformer", *sys.argv[1:]]), "seed": 0, **report}
-    if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    typer.echo(json.dumps(report))
+    from loopformer.benchmark.machine import publish
+
+    publish({"command": " ".join(["loopformer", *sys.argv[1:]]), "seed": 0, **report}, out)

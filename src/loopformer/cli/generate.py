@@ -138,11 +138,8 @@ def _stream(
     as_json: bool,
 ) -> None:
     """Run a request, showing its text as it comes; `draft` is a budget or schedule, and a length."""
-    from loopformer.evaluation.calibration import read_policy
-    from loopformer.inference.adaptive import stream_adaptive
     from loopformer.inference.generate import REASONS
     from loopformer.inference.speculative import Draft, speculate
-    from loopformer.inference.tally import Tally
 
     results = []
 
@@ -155,15 +152,19 @@ def _stream(
 
     extra: dict[str, Any] = {}
     said = ""
-    policy = None if adaptive is None else read_policy(adaptive, lm.model)
     started = time.perf_counter()
     if draft[0] is not None:
         plan = Draft(lm.model.route(draft[0]), draft[1])
         _, report = speculate(lm.model, lm.need_tokenizer(), requests, plan, show)
         extra["draft_acceptance"] = report.acceptance
         said = f" {report.acceptance:.0%} of drafted tokens accepted;"
-    elif policy is not None:
-        tally = Tally(lm.model.cost)
+    elif adaptive is not None:
+        from loopformer.evaluation.calibration import read_policy
+        from loopformer.inference.adaptive import stream_adaptive
+        from loopformer.inference.tally import Tally
+
+        policy, tally = read_policy(adaptive, lm.model), Tally(lm.model.cost)
+        started = time.perf_counter()
         for event in stream_adaptive(lm.model, lm.need_tokenizer(), requests, policy, tally):
             show(event)
         extra["adaptive"] = tally.report()

@@ -157,12 +157,11 @@ def _key(subject: Subject, route: Trajectory, together: bool) -> Piece:
 
 
 def _identity(subject: Subject) -> Piece:
-    weight = subject.model.tokens.weight
     return {
         "weights": subject.weights,
         "tokenizer": subject.lm.need_tokenizer().hash,
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "device": weight.device.type,
+        "dtype": subject.model.dtype_name,
+        "device": subject.model.tokens.weight.device.type,
     }
 
 

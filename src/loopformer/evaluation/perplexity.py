@@ -161,14 +161,13 @@ def _timed(
 
 def _facts(model: LoopedLM, text: Text, protocol: Protocol, cut: Cut, route: Trajectory) -> Piece:
     """What was measured, beside the numbers."""
+    facts, flops = text_facts(text, protocol, cut), model.cost.forward_flops(route.budget, cut.window)
     return {
-        **text_facts(text, protocol, cut),
+        **facts,
         "budget": route.budget,
         "trajectory": str(route),
-        "flops_per_token": model.cost.forward_flops(route.budget, cut.window),
-        "flops_per_scored_token": model.cost.forward_flops(route.budget, cut.window)
-        * sum(len(row.ids) - 1 for row in cut.rows)
-        / cut.tokens,
+        "flops_per_token": flops,
+        "flops_per_scored_token": flops * facts["forward_tokens"] / cut.tokens,
         **_where(model),
     }
 
@@ -193,8 +192,7 @@ def text_facts(text: Text, protocol: Protocol, cut: Cut) -> Piece:
 
 
 def _where(model: LoopedLM) -> Mapping[str, str]:
-    weight = model.tokens.weight
-    return {"dtype": str(weight.dtype).removeprefix("torch."), "device": weight.device.type}
+    return {"dtype": model.dtype_name, "device": model.tokens.weight.device.type}
 
 
 def _batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[Row]]:

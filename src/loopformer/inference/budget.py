@@ -46,15 +46,16 @@ def milliseconds_per_token(model: LoopedLM, budget: int, prompt: Sequence[int], 
     cache, hidden = prefill(model, [list(prompt)[-max(1, room) :]], [Trajectory.uniform(budget)])
     times = []
     for _ in range(min(tokens, cache.capacity - cache.lengths[0])):
-        _wait(hidden.device)
+        wait(hidden.device)
         started = time.perf_counter()
         token = model.head(hidden).argmax(-1, keepdim=True)
         hidden = model.extend(token, cache, check=False)[:, 0]
-        _wait(hidden.device)
+        wait(hidden.device)
         times.append(time.perf_counter() - started)
     return sorted(times)[len(times) // 2] * 1e3
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from loopformer.config import require
 from loopformer.inference import kernels
-from loopformer.inference.padding import padded
+from loopformer.inference.padding import ends, padded
 from loopformer.inference.quantise import Weight, Weights, plain
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
@@ -115,7 +115,7 @@ class Decoder:
         self.cache.lengths = [0] * self.rows
         hidden = self.model.extend(ids, self.cache, counts)
         self.lengths.copy_(torch.tensor(counts))
-        return hidden[torch.arange(self.rows, device=ids.device), self.lengths - 1]
+        return ends(hidden, counts)
 
     def adopt(self, other: Decoder, rows: Sequence[int]) -> None:
         """Go on with some rows of another decoder along the same trajectory, in this order; the rest stay idle."""
@@ -135,7 +135,7 @@ class Decoder:
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """One more token each [B]: logits [B, V], which the next step writes over."""
-        self._need_room(1)
+        self.cache.need_room(1)
         self.ids.copy_(tokens)
         self._replay(greedy=False)
         self.cache.advance([1] * self.rows)
@@ -144,20 +144,12 @@ class Decoder:
     @torch.no_grad()
     def greedy(self, count: int) -> Tensor:
         """Follow the most likely tokens after `ids`: [count, B]."""
-        self._need_room(count)
+        self.cache.need_room(count)
         start = self.lengths.clone()
         for _ in range(count):
             self._replay(greedy=True)
         self.cache.advance([count] * self.rows)
         return self.chosen.gather(0, start + torch.arange(count, device=start.device)[:, None])
-
-    def _need_room(self, count: int) -> None:
-        longest = max(self.cache.lengths)
-        require(
-            longest + count <= self.cache.capacity,
-            f"{longest} tokens and {count} more do not fit the cache of {self.cache.capacity}; "
-            "the model's context is the limit.",
-        )
 
     def _replay(self, greedy: bool) -> None:
         if self.ids.device.type != "cuda":  # Triton's interpreter

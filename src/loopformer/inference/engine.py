@@ -25,7 +25,7 @@ from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError
 from loopformer.inference.generate import Event, Request, RowState, take_all
-from loopformer.inference.padding import padded
+from loopformer.inference.padding import ends, padded
 from loopformer.inference.pool import Pool
 from loopformer.inference.prefixes import WORTH_SHARING, Prefixes, common
 from loopformer.model import LoopedLM
@@ -197,9 +197,8 @@ class Engine:
         cache = self.model.cache(routes, len(group), capacity)
         for row, arrival in enumerate(group):
             cache.write(row, arrival.keys, arrival.shared)
-        hidden = self.model.extend(ids, cache, counts, check=False)
-        last = hidden[torch.arange(len(group), device=ids.device), torch.tensor(counts, device=ids.device) - 1]
-        events = self._take([arrival.state for arrival in group], last)
+        hidden = ends(self.model.extend(ids, cache, counts, check=False), counts)
+        events = self._take([arrival.state for arrival in group], hidden)
         for row, (arrival, event) in enumerate(zip(group, events, strict=True)):
             keys, prompt, route = cache.read(row), arrival.state.request.prompt, routes[row]
             self._prefixes.keep(prompt, keys)

@@ -20,7 +20,7 @@ from torch import Tensor
 from loopformer.config import ModelConfig, require
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import RunFailed
-from loopformer.inference.padding import padded
+from loopformer.inference.padding import ends, padded
 from loopformer.inference.sampling import Sampling, choose, is_whole, pick
 from loopformer.inference.text import TextStream
 from loopformer.model import LoopedLM
@@ -190,6 +190,4 @@ def prefill(
     """Run prompts of any lengths: their cache, and the hidden state [B, D] of each one's last token."""
     ids, counts = padded(model, prompts)
     cache = model.cache(list(routes), len(prompts))
-    hidden = model.extend(ids, cache, counts)
-    last = torch.tensor(counts, device=ids.device) - 1
-    return cache, hidden[torch.arange(len(counts), device=ids.device), last]
+    return cache, ends(model.extend(ids, cache, counts), counts)

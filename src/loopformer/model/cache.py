@@ -100,14 +100,19 @@ class Cache:
         if weight is not self._weight:
             raise LoopformerError("This cache was made for another model; make one with this model's cache(…).")
 
-    def place(self, count: int) -> tuple[Tensor, Tensor | None]:
-        """Where `count` new tokens go [B or 1, T], and who may look at whom [B or 1, 1, T, end]; None: plain."""
-        self._end = max(self.lengths) + count
-        if self._end > self.capacity:
+    def need_room(self, count: int) -> None:
+        """Refuse more new tokens than the longest row has places for."""
+        longest = max(self.lengths)
+        if longest + count > self.capacity:
             raise LoopformerError(
-                f"{max(self.lengths)} tokens and {count} more do not fit the cache of {self.capacity}; "
+                f"{longest} tokens and {count} more do not fit the cache of {self.capacity}; "
                 "the model's context is the limit."
             )
+
+    def place(self, count: int) -> tuple[Tensor, Tensor | None]:
+        """Where `count` new tokens go [B or 1, T], and who may look at whom [B or 1, 1, T, end]; None: plain."""
+        self.need_room(count)
+        self._end = max(self.lengths) + count
         new = torch.arange(count, device=self._order.device)
         if len(set(self.lengths)) == 1:
             self._start = self.lengths[0]

@@ -164,6 +164,11 @@ class LoopedLM(nn.Module):
         return x, rotary_angles(positions, self.config.head_width, x.dtype)
 
     @property
+    def dtype_name(self) -> str:
+        """The dtype of its weights, in words."""
+        return str(self.tokens.weight.dtype).removeprefix("torch.")
+
+    @property
     def cost(self) -> Cost:
         """Parameters, FLOPs and bytes at any budget."""
         return Cost(self.config)

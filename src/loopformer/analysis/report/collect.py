@@ -158,7 +158,7 @@ def _model(shared: _Shared, source: str, name: str, report: Report | None) -> Pi
 
 def _facts(subject: Subject, name: str) -> Piece:
     """What the model is and costs."""
-    config, cost, weight = subject.model.config, subject.model.cost, subject.model.tokens.weight
+    config, cost = subject.model.config, subject.model.cost
     parameters = cost.parameters
     return {
         "name": name,
@@ -167,8 +167,8 @@ def _facts(subject: Subject, name: str) -> Piece:
         "settings": asdict(config),
         "weights": subject.weights,
         "tokenizer": subject.lm.tokenizer and subject.lm.tokenizer.hash,
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "device": weight.device.type,
+        "dtype": subject.model.dtype_name,
+        "device": subject.model.tokens.weight.device.type,
         "parameters": {
             "total": parameters.total,
             "embeddings": parameters.embeddings,
