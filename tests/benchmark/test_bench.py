@@ -8,7 +8,6 @@ import torch
 from typer.testing import CliRunner
 
 from loopformer import LoopedLM, LoopformerError
-from loopformer.benchmark.decode import decode
 from loopformer.benchmark.machine import best_of, describe
 from loopformer.benchmark.memory import memory
 from loopformer.benchmark.train import train
@@ -19,27 +18,14 @@ from loopformer.loading import save_model
 CPU = torch.device("cpu")
 
 
-def test_every_combination_is_measured_and_bytes_are_the_cost_models(tiny: ModelConfig) -> None:
-    model = LoopedLM(tiny).eval()
-    said: list[object] = []
-    report = decode(model, [1, 4], [1, 2], [8], tokens=2, say=said.append)
-    assert [(row["batch"], row["budget"]) for row in report["rows"]] == [(1, 1), (1, 4), (2, 1), (2, 4)]
-    assert said == report["rows"]
-    for row in report["rows"]:
-        weights = model.cost.decode_bytes(row["budget"], 0, 4)
-        assert row["bytes"] == weights + row["batch"] * 8 * model.cost.kv_bytes(row["budget"], 4)
-        assert row["tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["ms_per_step"])
-        assert row["mbu"] == pytest.approx(row["gb_per_second"] / report["copy_gb_per_second"])
-
-
 def test_training_is_measured_by_every_way(tiny: ModelConfig) -> None:
-    report = train(tiny, 2, CPU, "float32", compiled=False, steps=1)
+    report = train(tiny, 2, CPU, "float32", steps=1)
     ways = [(row["path"], row["routes"]) for row in report["rows"]]
     assert ways[:4] == [
         ("naive", "full and short"),
         ("naive", "full"),
-        ("ours", "full and short"),
-        ("ours", "full"),
+        ("plain", "full and short"),
+        ("plain", "full"),
     ]
     assert all(row["tokens_per_second"] > 0 and row["tflops"] > 0 for row in report["rows"])
 
@@ -47,6 +33,7 @@ def test_training_is_measured_by_every_way(tiny: ModelConfig) -> None:
 def test_the_machine_is_named_and_time_is_the_least() -> None:
     machine = describe(CPU)
     assert machine["torch"] == torch.__version__
+    assert {"python", "triton", "transformers", "peak_tflops"} <= set(machine)
     assert machine["copy_gb_per_second"] > 0
     calls: list[int] = []
     assert best_of(3, CPU, lambda: calls.append(1)) >= 0
@@ -56,16 +43,15 @@ def test_the_machine_is_named_and_time_is_the_least() -> None:
 def test_the_command_prints_json_last_and_writes_it(tiny: ModelConfig, tmp_path: Path) -> None:
     save_model(LoopedLM(tiny), tmp_path / "m")
     asked = ["--model", str(tmp_path / "m"), "--device", "cpu"]
-    found = CliRunner().invoke(
-        app, ["bench", "decode", *asked, "--tokens", "2", "--budgets", "1,2", "--out", str(tmp_path / "d.json")]
-    )
+    few = ["--tokens", "2", "--budgets", "1,2", "--paths", "plain, naive", "--out", str(tmp_path / "d.json")]
+    found = CliRunner().invoke(app, ["bench", "decode", *asked, *few])
     assert found.exit_code == 0, found.output
-    report = json.loads(found.stdout.splitlines()[-1])
+    *_, machine, last = found.stdout.splitlines()
+    report = json.loads(last)
     assert report == json.loads((tmp_path / "d.json").read_text())
-    assert [row["budget"] for row in report["rows"]] == [1, 2]
-    found = CliRunner().invoke(
-        app, ["bench", "train", *asked, "--micro-batch", "1", "--steps", "1", "--no-compiled"]
-    )
+    assert [(row["path"], row["budget"]) for row in report["rows"]] == [("plain", 1), ("plain", 2), ("naive", 2)]
+    assert all(word in machine for word in (report["device"], "float32", f"torch {torch.__version__}"))
+    found = CliRunner().invoke(app, ["bench", "train", *asked, "--micro-batch", "1", "--steps", "1"])
     assert json.loads(found.stdout.splitlines()[-1])["benchmark"] == "train"
 
 
@@ -76,7 +62,13 @@ def test_the_command_prints_json_last_and_writes_it(tiny: ModelConfig, tmp_path:
         (["decode", "--budgets", "two"], "such as 1,2,4"),
         (["decode", "--contexts", "32"], "do not fit the context of 32"),
         (["decode", "--dtype", "int3"], "Unknown dtype"),
+        (
+            ["decode", "--tokens", "2", "--paths", "plane"],
+            "There is no path 'plane' of decoding; did you mean plain?",
+        ),
+        (["decode", "--tokens", "2", "--paths", "fused"], "fused: it needs a CUDA device"),
         (["train", "--dtype", "float16"], "bfloat16 or float32"),
+        (["train", "--paths", "fast"], "no path 'fast' of training"),
         (["train", "--micro-batch", "0"], "must be 1 or more"),
         (["memory"], "is measured on a GPU"),
     ],
@@ -92,6 +84,6 @@ def test_mistakes_are_one_clear_sentence(tiny: ModelConfig, tmp_path: Path, opti
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_recomputing_loops_takes_less_memory(tiny: ModelConfig) -> None:
-    report = memory(tiny, [8], torch.device("cuda"), compiled=False)
+    report = memory(tiny, [8], torch.device("cuda"))
     peaks = {row["path"]: row["peak_gib"] for row in report["rows"]}
-    assert peaks["ours, loops recomputed"] < peaks["ours"]
+    assert peaks["fused, loops recomputed"] < peaks["fused"] < peaks["naive"]

@@ -7,6 +7,7 @@ publish(report, out)                        # the last line is JSON
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import time
@@ -29,6 +30,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
+        "transformers": _version("transformers"),
         "peak_tflops": (peak / 1e12) if (peak := peak_flops(device)) else None,
         "copy_gb_per_second": copy_bandwidth(device) / 1e9,
     }
@@ -53,6 +55,13 @@ def best_of(times: int, device: torch.device, run: Callable[[], object]) -> floa
         wait(device)
         found.append(time.perf_counter() - started)
     return min(found)
+
+
+def empty(device: torch.device) -> None:
+    """Give back what nobody holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def publish(report: dict[str, Any], out: Path | None) -> None:

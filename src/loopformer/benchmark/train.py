@@ -3,32 +3,37 @@
 report = train(ModelConfig(), micro_batch=12, device=torch.device("cuda"))
 
 A micro-batch is a forward and backward pass over random tokens, without the optimizer; the short route has L/2
-steps, its mean length. Naive is the eager model with all logits at once. FLOPs count causal attention; MFU is their
-rate over the device's peak in bf16.
+steps, its mean length. Naive is the eager model with all logits at once; `plain` is our objective over the eager
+stack, `compiled` over the compiled one, `fused` and `fused fp8` through training/fused. FLOPs count causal
+attention; MFU is their rate over the device's peak in bf16.
 """
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopformer.benchmark.machine import describe
-from loopformer.config import ModelConfig, ObjectiveConfig
+from loopformer.benchmark.decode_paths import gpt2
+from loopformer.benchmark.machine import describe, empty
+from loopformer.config import ModelConfig, ObjectiveConfig, nearest, require
 from loopformer.inference.budget import wait
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
+from loopformer.training.fused.elementwise import Numbers
 from loopformer.training.objective import Divisors, Objective
 from loopformer.trajectory import Trajectory
 
 Row = dict[str, Any]
 Step = Callable[[], Tensor]  # forward: the loss
+CHOICES = ("naive", "plain", "compiled", "fused", "fused fp8", "transformers")
+FIGURES = ("ms", "tokens_per_second", "tflops", "mfu", "peak_gib")
 
 
 def train(
@@ -36,38 +41,75 @@ def train(
     micro_batch: int,
     device: torch.device,
     dtype: str = "bfloat16",
-    compiled: bool = True,
+    paths: Sequence[str] | None = None,
     steps: int = 20,
     say: Callable[[Row], object] = lambda row: None,
 ) -> dict[str, Any]:
-    """Measure every way, with both routes and with the full one alone; `say` gets each row as it comes."""
-    machine = describe(device)
+    """Measure every path, with both routes and with the full one alone; `say` gets each row as it comes."""
     low = dtype == "bfloat16"
+    chosen = usual_paths(device, low) if paths is None else paths
+    for path in chosen:
+        require(path in CHOICES, f"There is no path {path!r} of training; {nearest(path, list(CHOICES))}")
+    machine = describe(device)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab, (micro_batch, config.context + 1), generator=generator).to(device)
     short = mean_short(config)
-    routes = [short, None] if short is not None else [None]
     rows: list[Row] = []
-    for path in ("naive", "ours", "transformers"):
-        for route in routes:
-            step = _WAYS[path](config, ids, route, compiled and path == "ours")
-            if step is None:
-                continue
+    for path in chosen:
+        for route in [short, None] if short is not None and path != "transformers" else [None]:
             row: Row = {"path": path, "routes": "full and short" if route else "full", "micro_batch": micro_batch}
-            row |= measure(step, device, low, steps)
-            flops = Cost(config).training_flops(short_budget=route.budget if route else None)
-            row["tokens_per_second"] = ids[:, 1:].numel() / row["ms"] * 1e3
-            row["tflops"] = row["tokens_per_second"] * flops / 1e12
-            row["mfu"] = row["tflops"] / machine["peak_tflops"] if machine["peak_tflops"] and low else None
+            row |= dict.fromkeys(FIGURES)
+            try:
+                step = make_step(path, config, ids, route, low)
+                row |= measure(step, device, low, steps)
+                flops = Cost(config).training_flops(short_budget=route.budget if route else None)
+                row["tokens_per_second"] = ids[:, 1:].numel() / row["ms"] * 1e3
+                row["tflops"] = row["tokens_per_second"] * flops / 1e12
+                row["mfu"] = row["tflops"] / machine["peak_tflops"] if machine["peak_tflops"] and low else None
+            except torch.OutOfMemoryError:
+                pass
+            step = None  # type: ignore[assignment]
             rows.append(row)
             say(row)
-            del step
-    return {"benchmark": "train", **machine, "dtype": dtype, "compiled": compiled, "rows": rows}
+    return {"benchmark": "train", **machine, "dtype": dtype, "rows": rows}
+
+
+def usual_paths(device: torch.device, low: bool) -> list[str]:
+    """Those that make sense on a device."""
+    found = ["naive", "plain"]
+    if device.type == "cuda":
+        found = ["naive", "compiled", *(["fused"] if low and find_spec("triton") else [])]
+        if low and torch.cuda.get_device_capability(device) >= (8, 9) and find_spec("triton"):
+            found.append("fused fp8")
+    return [*found, *(["transformers"] if find_spec("transformers") else [])]
 
 
 def mean_short(config: ModelConfig) -> Trajectory | None:
     """A short route of mean length; None for a model of one loop."""
     return Trajectory.uniform(max(1, config.loops // 2)) if config.loops > 1 else None
+
+
+def make_step(
+    path: str, config: ModelConfig, ids: Tensor, short: Trajectory | None, low: bool, recompute: bool = False
+) -> Step:
+    """One way to compute the loss of a micro-batch ids [B, T + 1]."""
+    if path == "naive":
+        return _naive(config, ids, short)
+    if path == "transformers":
+        return _transformers(config, ids)
+    numbers = Numbers(torch.bfloat16 if low else torch.float32, path == "fused fp8")
+    model = _model(config, ids.device)
+    if path == "compiled":
+        model.compile()
+    fused = numbers if path.startswith("fused") else None
+    objective, tokens = Objective(model, ObjectiveConfig(), recompute, fused), float(ids[:, 1:].numel())
+    rows = tuple(range(len(ids))) if short is not None else ()
+
+    def step() -> Tensor:
+        total: Tensor = objective(ids[:, :-1], ids[:, 1:], None, Divisors(tokens, tokens), None, short, rows).total
+        return total
+
+    return step
 
 
 def measure(step: Step, device: torch.device, low: bool, steps: int) -> Row:
@@ -78,7 +120,7 @@ def measure(step: Step, device: torch.device, low: bool, steps: int) -> Row:
             loss = step()
         torch.autograd.backward(loss)
 
-    _empty(device)
+    empty(device)
     for _ in range(2):
         once()
     wait(device)
@@ -93,7 +135,7 @@ def measure(step: Step, device: torch.device, low: bool, steps: int) -> Row:
     return {"ms": seconds * 1e3, "peak_gib": peak}
 
 
-def naive(config: ModelConfig, ids: Tensor, short: Trajectory | None, compiled: bool) -> Step:
+def _naive(config: ModelConfig, ids: Tensor, short: Trajectory | None) -> Step:
     """All logits of both routes, and losses as one would write them down."""
     model, targets = _model(config, ids.device), ids[:, 1:].flatten()
 
@@ -112,47 +154,9 @@ def naive(config: ModelConfig, ids: Tensor, short: Trajectory | None, compiled: 
     return step
 
 
-def ours(
-    config: ModelConfig, ids: Tensor, short: Trajectory | None, compiled: bool, checkpoint_loops: bool = False
-) -> Step:
-    """The objective as it is trained."""
-    model = _model(config, ids.device)
-    if compiled:
-        model.compile()
-    objective, tokens = Objective(model, ObjectiveConfig(), checkpoint_loops), float(ids[:, 1:].numel())
-    rows = tuple(range(len(ids))) if short is not None else ()
-
-    def step() -> Tensor:
-        total: Tensor = objective(ids[:, :-1], ids[:, 1:], None, Divisors(tokens, tokens), None, short, rows).total
-        return total
-
-    return step
-
-
-def _transformers(config: ModelConfig, ids: Tensor, short: Trajectory | None, compiled: bool) -> Step | None:
+def _transformers(config: ModelConfig, ids: Tensor) -> Step:
     """A GPT-2 of as many blocks as ours applies; it has no short route."""
-    if short is not None:
-        return None
-    try:
-        import transformers
-    except ImportError:
-        return None
-    make: Any = transformers.GPT2LMHeadModel
-    model = make(
-        transformers.GPT2Config(
-            vocab_size=config.vocab_rows,
-            n_positions=config.context,
-            n_embd=config.width,
-            n_layer=config.blocks * config.loops,
-            n_head=config.heads,
-            n_inner=config.ffn,
-            bos_token_id=0,
-            eos_token_id=0,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    ).to(ids.device)
+    model = gpt2(config, config.loops, torch.empty(0, device=ids.device))  # not in training mode: no dropout
 
     def step() -> Tensor:
         loss: Tensor = model(input_ids=ids[:, :-1], labels=ids[:, :-1], use_cache=False).loss
@@ -161,20 +165,7 @@ def _transformers(config: ModelConfig, ids: Tensor, short: Trajectory | None, co
     return step
 
 
-_WAYS: dict[str, Callable[[ModelConfig, Tensor, Trajectory | None, bool], Step | None]] = {
-    "naive": naive,
-    "ours": ours,
-    "transformers": _transformers,
-}
-
-
 def _model(config: ModelConfig, device: torch.device) -> LoopedLM:
     """Random weights with open gates: behind closed ones products are of zeros, which a card does faster."""
     torch.manual_seed(0)
     return LoopedLM(replace(config, modulator_start="one")).to(device)
-
-
-def _empty(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

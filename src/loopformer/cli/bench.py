@@ -24,15 +24,18 @@ def decode(
     contexts: Annotated[str | None, typer.Option(help="Tokens before the first new one; half the context.")] = None,
     tokens: Annotated[int, typer.Option(help="New tokens that are timed.")] = 32,
     int8: Annotated[bool, typer.Option("--int8", help="Also with int8 weights, for a few rows on a GPU.")] = False,
+    paths: Annotated[str | None, typer.Option(help="Of naive,plain,fused,transformers; by default all.")] = None,
     device: Device = "auto",
     dtype: Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 elsewhere.")] = None,
     out: Out = None,
 ) -> None:
-    """Time per token of the plain and the fused path, with the memory bandwidth reached; the last line is JSON.
+    """Time per token without a cache, by our paths and by Transformers' GPT-2; the last line is JSON.
 
-    Example: loopformer bench decode --model paper/loopformer-3x8 --budgets 8,4,2 --batches 1,64
+    Each with the FLOPs, the bandwidth and the memory it takes. Example: loopformer bench decode --batches 1,64
     """
+    from loopformer.benchmark.decode import CHOICES
     from loopformer.benchmark.decode import decode as measure
+    from loopformer.benchmark.decode_paths import absent
     from loopformer.config import require
 
     lm = _model(model, device, dtype)
@@ -47,14 +50,24 @@ def decode(
         f"{max(lengths)} tokens and {tokens} new ones do not fit the context of {config.context}; ask for fewer.",
     )
 
+    ways = [path.strip() for path in paths.split(",")] if paths is not None else list(CHOICES)
+    for path, need in absent(lm, ways).items():
+        typer.echo(f"{path} is left out: {need}.")
+
     def say(row: dict[str, Any]) -> None:
+        what = f"{row['path']:12s} M = {row['budget']:<3d} batch {row['batch']:<4d} context {row['context']:<5d}"
+        if row["ms_per_step"] is None:
+            typer.echo(f"{what} did not fit")
+            return
+        mfu = "" if row["mfu"] is None else f" (MFU {row['mfu']:.1%})"
+        memory = "" if row["peak_gib"] is None else f"  {row['peak_gib']:.1f} GiB"
         typer.echo(
-            f"{row['path']:11s} M = {row['budget']:<3d} batch {row['batch']:<4d} context {row['context']:<5d} "
-            f"{row['ms_per_step']:9.3f} ms  {row['tokens_per_second']:10.1f} tokens/s  "
-            f"{row['gb_per_second']:7.1f} GB/s  MBU {row['mbu']:.1%}"
+            f"{what} {row['ms_per_step']:9.3f} ms  {row['tokens_per_second']:10.1f} tokens/s  "
+            f"{row['tflops']:7.3f} TFLOP/s{mfu}  {row['gb_per_second']:7.1f} GB/s (MBU {row['mbu']:.1%}){memory}"
         )
 
-    _finish({**measure(lm, chosen, _numbers(batches, [1]), lengths, tokens, int8, say), "model": model}, out)
+    found = measure(lm, chosen, _numbers(batches, [1]), lengths, tokens, int8, ways, say)
+    _finish({**found, "model": model}, out)
 
 
 @bench.command("train")
@@ -63,7 +76,10 @@ def train(
         str, typer.Option("--model", "-m", help="A preset, a run or a model folder: its settings.")
     ] = ("paper/loopformer-3x8"),
     micro_batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 12,
-    compiled: Annotated[bool, typer.Option(help="Compile the step of our path.")] = True,
+    paths: Annotated[
+        str | None,
+        typer.Option(help="Of naive,plain,compiled,fused,fused fp8,transformers; what makes sense here."),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Micro-batches that are timed.")] = 20,
     device: Device = "auto",
     dtype: Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 elsewhere.")] = None,
@@ -84,6 +100,9 @@ def train(
     require(micro_batch >= 1 and steps >= 1, "--micro-batch and --steps must be 1 or more.")
 
     def say(row: dict[str, Any]) -> None:
+        if row["ms"] is None:
+            typer.echo(f"{row['path']:13s} {row['routes']:15s} did not fit")
+            return
         mfu = "" if row["mfu"] is None else f"  MFU {row['mfu']:.1%}"
         memory = "" if row["peak_gib"] is None else f"  {row['peak_gib']:.1f} GiB"
         typer.echo(
@@ -92,7 +111,8 @@ def train(
         )
 
     config = config_of(model, None, None)
-    _finish({**measure(config, micro_batch, place, wanted, compiled, steps, say), "model": model}, out)
+    ways = None if paths is None else [path.strip() for path in paths.split(",")]
+    _finish({**measure(config, micro_batch, place, wanted, ways, steps, say), "model": model}, out)
 
 
 @bench.command("memory")
@@ -101,7 +121,6 @@ def memory(
         str, typer.Option("--model", "-m", help="A preset, a run or a model folder: its settings.")
     ] = ("paper/loopformer-3x8"),
     micro_batches: Annotated[str, typer.Option(help="Sequences at a time: 4,8,12.")] = "12",
-    compiled: Annotated[bool, typer.Option(help="Compile the step of our path.")] = True,
     device: Device = "auto",
     out: Out = None,
 ) -> None:
@@ -118,7 +137,7 @@ def memory(
         typer.echo(f"{row['path']:23s} micro-batch {row['micro_batch']:<4d} {peak}")
 
     config = config_of(model, None, None)
-    found = measure(config, _numbers(micro_batches, [12]), choose_device(device), compiled, say)
+    found = measure(config, _numbers(micro_batches, [12]), choose_device(device), say)
     _finish({**found, "model": model}, out)
 
 
@@ -159,7 +178,9 @@ def _numbers(given: str | None, otherwise: list[int]) -> list[int]:
 
 
 def _finish(report: dict[str, Any], out: Path | None) -> None:
-    """The JSON, on the last line and in a file."""
+    """What it ran on in words; the JSON, on the last line and in a file."""
     from loopformer.benchmark.machine import publish
 
+    versions = [f"{name} {report[name]}" for name in ("python", "torch", "triton", "transformers") if report[name]]
+    typer.echo(", ".join([report["device"], report["dtype"], *versions]))
     publish({"command": " ".join(["loopformer", *sys.argv[1:]]), "seed": 0, **report}, out)

@@ -74,9 +74,10 @@ class TrainingConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"  # of products; float8: of the stack's
     device: str = "auto"
-    compile: bool | Literal["auto"] = "auto"  # the step, not the loop; auto: on CUDA
+    fused: bool | Literal["auto"] = "auto"  # passes through training/fused; auto: on CUDA below fp32
+    compile: bool | Literal["auto"] = "auto"  # the step, not the loop; auto: on CUDA where it is not fused
     checkpoint_loops: bool = False  # keep only the state between loops, recompute inside
     strategy: Literal["ddp", "fsdp"] = "ddp"  # with more than one rank
     seed: int = 0

@@ -59,10 +59,15 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, slot: Slot | None) -> Tensor:
-        batch, length, width = x.shape
+        out: Tensor = self.out(self.mix(self.qkv(x), rotary, mask, slot))
+        return out
+
+    def mix(self, qkv: Tensor, rotary: Rotary | None, mask: Tensor | None, slot: Slot | None) -> Tensor:
+        """What lies between the two products: qkv [B, T, 3D] → [B, T, D]."""
+        batch, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
         q, k, v = (
             part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)  # [B, H, T, D/H]
-            for part in self.qkv(x).split(width, dim=-1)
+            for part in qkv.chunk(3, dim=-1)
         )
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
@@ -71,8 +76,7 @@ class Attention(nn.Module):
         # One new token may look at everything that is kept; several without a mask are a prompt's first.
         causal = mask is None and (slot is None or length > 1)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return out
+        return mixed.transpose(1, 2).reshape(batch, length, width)
 
 
 class FeedForward(nn.Module):

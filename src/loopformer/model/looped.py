@@ -11,13 +11,11 @@ one graph per batch shape, dtype and grad mode, whatever the budget and the sche
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
@@ -85,7 +83,7 @@ class LoopedLM(nn.Module):
         states: bool = False,
         beyond: bool = False,
         check: bool = True,
-        recompute: bool = False,
+        stack: Callable[..., Tensor] | None = None,
     ) -> Output:
         """Run ids [B, T] along one trajectory for all rows, or a list of one per row.
 
@@ -94,14 +92,14 @@ class LoopedLM(nn.Module):
         states     True keeps the state after each pass
         beyond     True allows more passes than the model was trained for
         check      False trusts the ids' values, so that nothing waits for the GPU
-        recompute  True keeps only the state between passes for backward, and computes the rest again
+        stack      another way to run a pass than `self.stack`, as training has them
         """
         self.check(ids, documents, check)
         passes = self.passes(self.routes(trajectory, len(ids), beyond), len(ids))
         x, rotary, mask = self.embed(ids, documents)
-        stack = partial(checkpoint, self.stack, use_reentrant=False) if recompute else self.stack
+        run = stack or self.stack
         kept: list[Tensor] = []
-        x = self.loop(lambda _, *inputs: stack(*inputs), x, passes, rotary, mask, kept if states else None)
+        x = self.loop(lambda _, *inputs: run(*inputs), x, passes, rotary, mask, kept if states else None)
         hidden = self.final_norm(x)
         return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
 

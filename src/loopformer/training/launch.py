@@ -32,6 +32,7 @@ FREE = {
         "steps",
         "micro_batch",
         "device",
+        "fused",
         "compile",
         "checkpoint_loops",
         "strategy",

@@ -8,14 +8,19 @@ next-token distribution. λ₁ = λ₂ = 0 is a fixed-depth model.
 Both routes, head and loss are one module's forward, so that data-parallel wrappers see a single call.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from loopformer.config import ObjectiveConfig
 from loopformer.data.loader import NO_LOSS
 from loopformer.model import LoopedLM
+from loopformer.training.fused.elementwise import Numbers
+from loopformer.training.fused.passes import FusedStack
 from loopformer.training.head_loss import LossWeights, head_losses
 from loopformer.trajectory import Trajectory
 
@@ -39,11 +44,19 @@ class Losses:
 class Objective(nn.Module):
     """A model and its loss in one forward."""
 
-    def __init__(self, model: LoopedLM, config: ObjectiveConfig, checkpoint_loops: bool = False) -> None:
+    def __init__(
+        self,
+        model: LoopedLM,
+        config: ObjectiveConfig,
+        checkpoint_loops: bool = False,
+        fused: Numbers | None = None,
+    ) -> None:
+        """`fused` runs passes through training/fused; `checkpoint_loops` keeps only the state between passes."""
         super().__init__()
         self.model = model
         self.config = config
         self.checkpoint_loops = checkpoint_loops
+        self.fused = fused
 
     def forward(
         self,
@@ -56,8 +69,8 @@ class Objective(nn.Module):
         short_rows: tuple[int, ...] = (),
     ) -> Losses:
         """inputs, targets [B, T]; all rows follow `route` (None: the full one), `short_rows` also `short`."""
-        config, model = self.config, self.model
-        full = self._hidden(inputs, documents, route)  # [B, T, D]
+        config, model, stack = self.config, self.model, self._stack()
+        full = self._hidden(inputs, documents, route, stack)  # [B, T, D]
         rows = [] if short is None else list(short_rows)
         others = sorted(set(range(len(inputs))) - set(rows))
         # Each part is a sum over its tokens, divided by the whole step's count of tokens.
@@ -78,7 +91,7 @@ class Objective(nn.Module):
         if rows:
             every = len(rows) == len(inputs)
             pick = slice(None) if every else rows
-            brief = self._hidden(inputs[pick], None if documents is None else documents[pick], short)
+            brief = self._hidden(inputs[pick], None if documents is None else documents[pick], short, stack)
             teacher, wanted = full[pick], targets[pick]
             consistency = config.consistency_weight / divisors.short
             sums = head_losses(
@@ -105,14 +118,19 @@ class Objective(nn.Module):
             )
         return Losses(total, terms)
 
-    def _hidden(self, inputs: Tensor, documents: Tensor | None, route: Trajectory | None) -> Tensor:
-        out = self.model(
-            inputs,
-            route,
-            documents=documents,
-            logits=False,
-            check=False,
-            recompute=self.checkpoint_loops,
-        )
+    def _stack(self) -> Callable[..., Tensor] | None:
+        """How passes are run: once per call, so that all of them share what is prepared."""
+        if self.fused is not None and torch.is_grad_enabled():
+            return FusedStack(self.model.stack, self.fused, self.checkpoint_loops)
+        return partial(checkpoint, self.model.stack, use_reentrant=False) if self.checkpoint_loops else None
+
+    def _hidden(
+        self,
+        inputs: Tensor,
+        documents: Tensor | None,
+        route: Trajectory | None,
+        stack: Callable[..., Tensor] | None,
+    ) -> Tensor:
+        out = self.model(inputs, route, documents=documents, logits=False, check=False, stack=stack)
         hidden: Tensor = out.hidden
         return hidden

@@ -81,7 +81,7 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1) -> float:
     shards = world if training.sharded else 1
     parameters = Cost(config).parameters.total
     states = parameters * 4 * (1 + 3 / shards)  # the gathered weights stay whole during a step
-    low = training.dtype == "bfloat16"
+    low = training.dtype != "float32"
     # Kept per token and block: inputs of norms, attention and products. Calibrated against measured peaks.
     per_block = (28 * config.width + 4 * config.ffn) if low else (48 * config.width + 8 * config.ffn)
     passes = config.loops + (config.loops - 1) * run.objective.short_fraction * run.objective.elastic

@@ -6,18 +6,20 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from loopformer.config import ModelConfig, RunConfig
+from loopformer.config import ModelConfig, RunConfig, require
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.data.tokens import TokenData
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.loading import find_config, find_model
 from loopformer.model import LoopedLM
 from loopformer.training.distributed import Ranks
+from loopformer.training.fused.elementwise import Numbers
 from loopformer.training.objective import Divisors, Objective
 from loopformer.training.plan import available_bytes, estimated_micro_batch, memory_bytes, micro_batches
 from loopformer.trajectory import Trajectory
@@ -70,9 +72,38 @@ def make_model(run: RunConfig) -> LoopedLM:
     return LoopedLM(run.model)
 
 
-def compile_step(run: RunConfig, model: LoopedLM, device: torch.device) -> None:
-    """Compile the step where it is wanted."""
-    if device.type == "cuda" if run.training.compile == "auto" else run.training.compile:
+def fused_numbers(run: RunConfig, ranks: Ranks) -> Numbers | None:
+    """What the products of fused passes are made of; None where passes are not fused."""
+    training, kind = run.training, ranks.device.type
+    fp8 = training.dtype == "float8"
+    numbers = Numbers(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
+    why = _why_not_fused(run, ranks, fp8)
+    if training.fused is True or fp8:
+        require(training.fused is not False, "training.dtype=float8 needs training.fused; set it to true or auto.")
+        require(why is None, f"{'float8' if fp8 else 'training.fused'} cannot be used: {why}.")
+        return numbers
+    wanted = training.fused == "auto" and kind == "cuda" and training.dtype != "float32"
+    return numbers if wanted and why is None else None
+
+
+def _why_not_fused(run: RunConfig, ranks: Ranks, fp8: bool) -> str | None:
+    """What is in the way of fused passes here."""
+    if ranks.world > 1 and run.training.sharded:
+        return "with training.strategy=fsdp weights are gathered inside the stack; use ddp"
+    if ranks.device.type not in ("cpu", "cuda"):
+        return f"it runs on CUDA and the CPU, not on {ranks.device.type}"
+    if ranks.device.type == "cuda" and find_spec("triton") is None:
+        return "Triton is not installed; install it"
+    if fp8 and ranks.device.type == "cuda" and torch.cuda.get_device_capability(ranks.device) < (8, 9):
+        return "this GPU has no fp8 products; use training.dtype=bfloat16"
+    if fp8 and (run.model.width % 16 or run.model.ffn % 16):
+        return "its products need model.width and model.ffn to be multiples of 16; use training.dtype=bfloat16"
+    return None
+
+
+def compile_step(run: RunConfig, model: LoopedLM, device: torch.device, fused: bool) -> None:
+    """Compile the step where it is wanted; a fused one is not run by the compiler."""
+    if device.type == "cuda" and not fused if run.training.compile == "auto" else run.training.compile:
         model.compile()
 
 

@@ -44,7 +44,7 @@ from loopformer.training.optimizer import learning_rate, make_optimizer
 from loopformer.training.plan import device_name, peak_flops, training_flops_per_token
 from loopformer.training.reporting import Reporter
 from loopformer.training.routes import Piece, pieces, short_route
-from loopformer.training.setup import autocast, choose_micro_batch, compile_step, make_model
+from loopformer.training.setup import autocast, choose_micro_batch, compile_step, fused_numbers, make_model
 from loopformer.training.validation import validate, validation_budgets
 
 
@@ -76,7 +76,7 @@ class Trainer:
         self.stop_signal: int | None = None
         if training.threads is not None:
             torch.set_num_threads(training.threads)
-        torch.set_float32_matmul_precision("high" if training.dtype == "bfloat16" else "highest")
+        torch.set_float32_matmul_precision("highest" if training.dtype == "float32" else "high")
 
         data = TokenData.open(run.data.path, "train")
         self.tokenizer = data.tokenizer
@@ -101,7 +101,8 @@ class Trainer:
             self.reporter.say(f"going on from {checkpoint}" if checkpoint else "no checkpoint yet; starting anew")
 
         model = load_model(checkpoint) if checkpoint else make_model(run)
-        objective = Objective(model.to(ranks.device), run.objective, training.checkpoint_loops)
+        fused = fused_numbers(run, ranks)
+        objective = Objective(model.to(ranks.device), run.objective, training.checkpoint_loops, fused)
         self._settle_micro_batch(objective)
         self.pieces = pieces(
             training.batch,
@@ -111,13 +112,13 @@ class Trainer:
             ranks.world,
             in_step=training.sharded,
         )
-        compile_step(run, model, ranks.device)
+        compile_step(run, model, ranks.device, fused is not None)
         self.parallel = Parallel(objective, ranks, training.sharded)
         self.model = model
-        self.fused = ranks.device.type == "cuda"
-        self.optimizer = make_optimizer(model, training, self.fused)
+        on_gpu = ranks.device.type == "cuda"
+        self.optimizer = make_optimizer(model, training, fused=on_gpu)
         if checkpoint:
-            restore_optimizer(model, self.optimizer, checkpoint, self.progress.updates, self.fused)
+            restore_optimizer(model, self.optimizer, checkpoint, self.progress.updates, on_gpu)
 
     def _settle_micro_batch(self, objective: Objective) -> None:
         """The configured micro-batch; with `auto` the one found before, unless it was found for other devices."""

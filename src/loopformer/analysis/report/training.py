@@ -22,7 +22,7 @@ from loopformer.training.plan import training_flops_per_token
 from loopformer.training.reporting import read_metrics
 
 # Of two runs whose speeds are compared, these have to be equal; the machine is not recorded.
-_SAME = ("batch", "dtype", "device", "compile", "checkpoint_loops", "strategy")
+_SAME = ("batch", "dtype", "device", "fused", "compile", "checkpoint_loops", "strategy")
 _SAME_STATE = ("micro_batch", "world", "threads")
 
 Facts = dict[str, Any]

@@ -1,0 +1,116 @@
+"""The kernels against what elementwise.py says in PyTorch: on a GPU, or in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from loopformer.training.fused import elementwise
+from loopformer.training.fused.elementwise import Gated, Norm, Numbers, Sums
+from loopformer.training.fused.products import Rows, add_product, quantised
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+from loopformer.training.fused import launch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter rounds 127 to 64 in fp8, so that is compared on a GPU only.
+NUMBERS = [Numbers(torch.bfloat16), *([Numbers(torch.bfloat16, fp8=True)] if DEVICE == "cuda" else [])]
+TOKENS, WIDTH, FFN = 37, 48, 1100  # widths that fill no block
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def there(tensor: Tensor) -> Tensor:
+    return tensor.clone().to(DEVICE)
+
+
+def same(mine: Rows | Tensor, theirs: Rows | Tensor) -> None:
+    """Within one step of rounding of the dtype; a few fp8 values may lie on the other side of one."""
+    if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+        low = mine.dtype != torch.float32
+        rtol, atol = (0.01, 1e-4) if low else (1e-4, 1e-5)
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=rtol, atol=atol)
+        return
+    assert isinstance(mine, Rows)
+    assert isinstance(theirs, Rows)
+    assert (mine.plain is None, mine.fp8 is None) == (theirs.plain is None, theirs.fp8 is None)
+    if mine.plain is not None and theirs.plain is not None:
+        same(mine.plain, theirs.plain)
+    if mine.fp8 is not None:
+        same(mine.scaled[1], theirs.scaled[1])
+        one, two = mine.scaled[0].cpu().float(), theirs.scaled[0].float()
+        assert one.isfinite().all()
+        assert ((one - two).abs() <= 0.13 * two.abs() + 0.002).all()
+        assert (one != two).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("add", [False, True])
+def test_norm_forward(numbers: Numbers, add: bool) -> None:
+    x, change, gate, gain = (
+        draw(TOKENS, WIDTH),
+        draw(TOKENS, WIDTH, seed=1).bfloat16(),
+        draw(WIDTH),
+        draw(WIDTH, seed=2),
+    )
+    change, gate = (change, gate) if add else (None, None)  # type: ignore[assignment]
+    mine = launch.norm_forward(
+        there(x), there(change) if add else None, there(gate) if add else None, there(gain), numbers
+    )
+    theirs = elementwise.norm_forward(x, change, gate, gain, numbers)
+    same(mine[0], theirs[0])
+    same(mine[1], theirs[1])
+    same(mine[2], theirs[2])
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_gelu(numbers: Numbers) -> None:
+    u, da = (3 * draw(TOKENS, FFN)).bfloat16(), draw(TOKENS, FFN, seed=1).bfloat16()
+    same(launch.gelu_forward(there(u), numbers), elementwise.gelu_forward(u, numbers))
+    mine, theirs = launch.gelu_backward(there(u), there(da), numbers), elementwise.gelu_backward(u, da, numbers)
+    for one, two in zip(mine, theirs, strict=True):
+        same(one, two)
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("which", ["norm", "gate", "both"])
+def test_residual_backward(numbers: Numbers, which: str) -> None:
+    x, dx = draw(TOKENS, WIDTH), draw(TOKENS, WIDTH, seed=1)
+    inverse = (x.square().mean(-1) + 1e-7).rsqrt()
+    norm = Norm(draw(TOKENS, WIDTH, seed=2).bfloat16(), x, inverse, draw(WIDTH), (1, 2))
+    gated = Gated(draw(TOKENS, WIDTH, seed=3).bfloat16(), draw(WIDTH, seed=4), (0, 1))
+    norms, gates = norm if which != "gate" else None, gated if which != "norm" else None
+    sums, others = Sums(torch.zeros(1, 2, 4, WIDTH)), Sums(there(torch.zeros(5, 2, 4, WIDTH)))
+    theirs = elementwise.residual_backward(dx, norms, gates, sums, numbers)
+    if norms is not None:
+        norms = Norm(there(norms.dh), there(norms.x), there(norms.inverse), there(norms.gain), norms.at)
+    if gates is not None:
+        gates = Gated(there(gates.change), there(gates.gate), gates.at)
+    mine = launch.residual_backward(there(dx), norms, gates, others, numbers)
+    same(mine[0], theirs[0])
+    if norms is not None:
+        same(mine[1], theirs[1])
+    if gates is not None:
+        same(mine[2], theirs[2])
+    torch.testing.assert_close(others.total().cpu(), sums.total(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(len(NUMBERS) == 1, reason="needs a GPU")
+def test_quantised() -> None:
+    values = draw(TOKENS, FFN)
+    values[3] = 0
+    same(launch.quantised(there(values)), quantised(values))
+
+
+def test_products_add_up_in_fp32() -> None:
+    left, right = draw(64, TOKENS).bfloat16(), draw(TOKENS, 32).bfloat16()
+    total = add_product(None, there(left), there(right))
+    again = add_product(total, there(left), there(right))
+    assert again.data_ptr() == total.data_ptr()
+    assert again.dtype == torch.float32
+    torch.testing.assert_close(again.cpu(), 2 * (left.float() @ right.float()), rtol=1e-4, atol=1e-4)
