@@ -49,19 +49,19 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("strategy", "fused"), [("ddp", "false"), ("ddp", "true"), ("fsdp", "auto")])
 def test_two_ranks_train_what_one_does_and_one_goes_on_from_two(
-    strategy: str, small: Small, tmp_path: Path
+    strategy: str, fused: str, small: Small, tmp_path: Path
 ) -> None:
     overrides = small(training__batch=8, objective__route_draws=2, objective__short_fraction=0.5)
     launch("demo", overrides, tmp_path / "one", quiet=True)
-    two_ranks(tmp_path / "two", [*overrides, f"training.strategy={strategy}"])
+    two_ranks(tmp_path / "two", [*overrides, f"training.strategy={strategy}", f"training.fused={fused}"])
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
     files = sorted(path.name for path in (checkpoints(tmp_path / "two")[-1] / "optimizer").iterdir())
     assert len(files) == (2 if strategy == "fsdp" else 1)
 
     # Two ranks stop after 3 of 6 steps; one goes on with the same order of data.
-    half = [*overrides, f"training.strategy={strategy}"]
+    half = [*overrides, f"training.strategy={strategy}", f"training.fused={fused}"]
     for path in checkpoints(tmp_path / "two"):
         if int(path.name[5:]) > 3:
             path.rename(tmp_path / f"gone-{path.name}")

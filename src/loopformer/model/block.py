@@ -59,15 +59,18 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, slot: Slot | None) -> Tensor:
-        out: Tensor = self.out(self.mix(self.qkv(x), rotary, mask, slot))
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        out: Tensor = self.out(self.mix(q, k, v, rotary, mask, slot))
         return out
 
-    def mix(self, qkv: Tensor, rotary: Rotary | None, mask: Tensor | None, slot: Slot | None) -> Tensor:
-        """What lies between the two products: qkv [B, T, 3D] → [B, T, D]."""
-        batch, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, mask: Tensor | None, slot: Slot | None
+    ) -> Tensor:
+        """What lies between the two products: queries, keys and values [B, T, D] each → [B, T, D]."""
+        batch, length, width = q.shape
         q, k, v = (
             part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)  # [B, H, T, D/H]
-            for part in qkv.chunk(3, dim=-1)
+            for part in (q, k, v)
         )
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
@@ -157,6 +160,6 @@ def rotary_angles(positions: Tensor, head_width: int, dtype: torch.dtype) -> Rot
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i + D/2}) of a head [B, H, T, D] by its angle."""
+    """Turn each pair (x_i, x_{i + D/2}) of a head [B, H, T, D] by its angle, which may have a higher dtype."""
     first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)

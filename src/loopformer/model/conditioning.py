@@ -27,7 +27,7 @@ class ScalarEmbedding(nn.Module):
 
     def forward(self, scalars: list[float]) -> Tensor:
         weight = self.up.weight
-        features = fourier_features(torch.tensor(scalars, device=weight.device)).to(weight.dtype)
+        features = fourier_features(_sent(scalars, weight.device)).to(weight.dtype)
         out: Tensor = self.out(nn.functional.silu(self.up(features)))
         return out
 
@@ -70,6 +70,13 @@ class Conditioner(nn.Module):
                 nn.init.zeros_(modulator.weight)
             if how == "one":
                 modulator.bias.view(4, -1)[:2].fill_(1.0)
+
+
+def _sent(scalars: list[float], device: torch.device) -> Tensor:
+    """Scalars on the device; from pinned memory, so that a GPU is not waited for in the middle of a step."""
+    if device.type != "cuda":
+        return torch.tensor(scalars, device=device)
+    return torch.tensor(scalars, pin_memory=True).to(device, non_blocking=True)
 
 
 def fourier_features(scalars: Tensor) -> Tensor:

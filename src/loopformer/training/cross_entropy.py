@@ -15,7 +15,7 @@ from torch import Tensor
 
 from loopformer.data.loader import NO_LOSS
 
-PIECE = 8192
+PIECE = 2048  # with 4 warps the fastest of six on an H200
 LOWEST = tl.constexpr(-1e30)  # where a lane has seen nothing yet; minus infinity would make differences NaN
 
 
@@ -47,7 +47,7 @@ def _kernel(logits, targets, losses, scale, V, NO_TARGET: tl.constexpr, BLOCK: t
             tl.store(start_of_row + v, grad, mask=v < V)
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, scale: float | None, warps: int = 16) -> Tensor:
+def cross_entropy_(logits: Tensor, targets: Tensor, scale: float | None) -> Tensor:
     """The losses [n] of logits [n, V], which become their own gradient times `scale`; None leaves them alone."""
     rows, vocab = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -60,6 +60,6 @@ def cross_entropy_(logits: Tensor, targets: Tensor, scale: float | None, warps: 
         NO_TARGET=NO_LOSS,
         BLOCK=min(triton.next_power_of_2(vocab), PIECE),
         GRAD=scale is not None,
-        num_warps=warps,
+        num_warps=4,
     )
     return losses

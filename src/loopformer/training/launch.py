@@ -23,7 +23,7 @@ from loopformer.training.curves import draw_curves
 from loopformer.training.distributed import Ranks
 from loopformer.training.plan import available_bytes, estimated_micro_batch, make_plan
 from loopformer.training.routes import pieces
-from loopformer.training.setup import check_given, out_of_memory_advice, settle_run
+from loopformer.training.setup import check_given, fused_numbers, out_of_memory_advice, settle_run
 from loopformer.training.trainer import Trainer
 
 # Settings that may change when a run goes on; any other would make it another run.
@@ -101,12 +101,13 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     elif run.init_from is not None:
         run = dataclasses.replace(run, model=find_config(run.init_from)[0])
     ranks = Ranks.start(run.training.device)
+    fused = fused_numbers(run, ranks) is not None
     if isinstance(run.training.micro_batch, int):
         micro = run.training.micro_batch
     else:
-        micro = estimated_micro_batch(run, 0.9 * available_bytes(ranks.device), ranks.world)
+        micro = estimated_micro_batch(run, 0.9 * available_bytes(ranks.device), ranks.world, fused)
     pieces(run.training.batch, micro, run.objective, world=ranks.world, in_step=run.training.sharded)
-    made = make_plan(run, tokens, ranks.device, micro, ranks.world).as_dict()
+    made = make_plan(run, tokens, ranks.device, micro, ranks.world, fused).as_dict()
     ranks.close()
     if not tokens:
         made["epochs"] = None

@@ -43,7 +43,9 @@ class Plan:
         return asdict(self)
 
 
-def make_plan(run: RunConfig, tokens_in_data: int, device: torch.device, micro_batch: int, world: int = 1) -> Plan:
+def make_plan(
+    run: RunConfig, tokens_in_data: int, device: torch.device, micro_batch: int, world: int = 1, fused: bool = False
+) -> Plan:
     """The plan of a run whose data has this many training tokens."""
     cost, training = Cost(run.model), run.training
     per_token = training_flops_per_token(run)
@@ -58,7 +60,7 @@ def make_plan(run: RunConfig, tokens_in_data: int, device: torch.device, micro_b
         training_gflops_per_token=per_token / 1e9,
         total_flops=per_token * tokens,
         micro_batch=micro_batch,
-        memory_gib_per_device=memory_bytes(run, micro_batch, world) / 2**30,
+        memory_gib_per_device=memory_bytes(run, micro_batch, world, fused) / 2**30,
         device=device_name(device),
         device_tflops=None if rate is None else rate / 1e12,
         hours=None if rate is None else per_token * tokens / (rate * world) / 3600,
@@ -75,7 +77,7 @@ def training_flops_per_token(run: RunConfig, short_budget: float | None = None) 
     return full + objective.short_fraction * (both - full)
 
 
-def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1) -> float:
+def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1, fused: bool = False) -> float:
     """Weights, gradients and two moments in fp32, and what backward keeps of one micro-batch."""
     config, training = run.model, run.training
     shards = world if training.sharded else 1
@@ -84,6 +86,9 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1) -> float:
     low = training.dtype != "float32"
     # Kept per token and block: inputs of norms, attention and products. Calibrated against measured peaks.
     per_block = (28 * config.width + 4 * config.ffn) if low else (48 * config.width + 8 * config.ffn)
+    if fused:  # two states, what four products gave, attention's result; in fp8 also what went into them
+        size, factors = (2 if low else 4), (3 * config.width + config.ffn) * (training.dtype == "float8")
+        per_block = 8 * config.width + size * (6 * config.width + config.ffn) + factors
     passes = config.loops + (config.loops - 1) * run.objective.short_fraction * run.objective.elastic
     if training.checkpoint_loops:
         per_token = passes * 4 * config.width + config.blocks * per_block
@@ -102,9 +107,9 @@ def micro_batches(run: RunConfig, world: int) -> list[int]:
     return [size for size in range(rows, 0, -1) if rows % size == 0]
 
 
-def estimated_micro_batch(run: RunConfig, room: float, world: int) -> int:
+def estimated_micro_batch(run: RunConfig, room: float, world: int, fused: bool) -> int:
     """The largest micro-batch that should fit into so many bytes."""
-    return next((size for size in micro_batches(run, world) if memory_bytes(run, size, world) < room), 1)
+    return next((size for size in micro_batches(run, world) if memory_bytes(run, size, world, fused) < room), 1)
 
 
 def available_bytes(device: torch.device) -> float:

@@ -96,8 +96,8 @@ def _why_not_fused(run: RunConfig, ranks: Ranks, fp8: bool) -> str | None:
         return "Triton is not installed; install it"
     if fp8 and ranks.device.type == "cuda" and torch.cuda.get_device_capability(ranks.device) < (8, 9):
         return "this GPU has no fp8 products; use training.dtype=bfloat16"
-    if fp8 and (run.model.width % 16 or run.model.ffn % 16):
-        return "its products need model.width and model.ffn to be multiples of 16; use training.dtype=bfloat16"
+    if fp8 and any(getattr(run.model, name) % 16 for name in ("width", "ffn", "context")):
+        return "its products need multiples of 16 for model.width, ffn and context; use training.dtype=bfloat16"
     return None
 
 
@@ -116,12 +116,12 @@ def autocast(device: torch.device, run: RunConfig) -> Any:
 
 def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: Callable[[str], None]) -> int:
     """The largest micro-batch that fits: tried on a GPU, estimated elsewhere."""
-    sizes = micro_batches(run, ranks.world)
+    sizes, fused = micro_batches(run, ranks.world), objective.fused is not None
     if ranks.device.type != "cuda":
-        chosen = estimated_micro_batch(run, 0.6 * available_bytes(ranks.device), ranks.world)
+        chosen = estimated_micro_batch(run, 0.6 * available_bytes(ranks.device), ranks.world, fused)
     else:
         likely = 1.5 * available_bytes(ranks.device)  # far beyond it a try is a waste of time
-        tried = (size for size in sizes if memory_bytes(run, size, ranks.world) < likely)
+        tried = (size for size in sizes if memory_bytes(run, size, ranks.world, fused) < likely)
         chosen = next((size for size in tried if _fits(run, objective, ranks.device, size)), 1)
     chosen = ranks.smallest(chosen)
     say(f"micro-batch {chosen}: {run.training.batch // (chosen * ranks.world)} per step on each device")

@@ -13,6 +13,7 @@ from loopformer.training.fused.passes import FusedStack
 from loopformer.training.objective import Divisors, Objective
 
 PLAIN = Numbers(torch.float32)
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 WAYS = ["trajectory", "none", "time", "index"]
 
 
@@ -89,11 +90,13 @@ def far(found: list[Tensor], exact: list[Tensor]) -> float:
     return float((wrong / sum(theirs.square().sum() for theirs in exact)) ** 0.5)
 
 
-def test_low_precision_stays_near(tiny: ModelConfig) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])])
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_low_precision_stays_near(tiny: ModelConfig, positions: str, device: str) -> None:
     """In bf16 no farther from the exact gradients than autocast; in fp8 by a few times that, as its steps are."""
-    model = model_of(tiny, width=32, ffn=64)
+    model = model_of(tiny, width=32, ffn=64, positions=positions).to(device)
     exact = run(model, None)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         usual = far(run(model, None), exact)
         low = far(run(model, Numbers(torch.bfloat16)), exact)
         lower = far(run(model, Numbers(torch.bfloat16, fp8=True)), exact)

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.model.block import EPSILON
-from loopformer.training.fused.products import Rows, quantised, row_scales, to_fp8
+from loopformer.training.fused.products import Rows, in_fp8, quantised
 
 LEAST_GELU = 0.17  # gelu(u) >= -0.17
 MOST_SLOPE = 1.13  # |gelu'(u)| <= 1.129
-PROGRAMS_PER_CORE = 8  # that share the rows of a backward pass
+PROGRAMS_PER_CORE = 4  # that share the rows of a backward pass
 
 Place = tuple[int, int]  # of a gain or gate in the table: its block, and which of the four
 
@@ -30,9 +30,11 @@ class Numbers:
     dtype: torch.dtype
     fp8: bool = False
 
-    def rows(self, values: Tensor) -> Rows:
-        """Rows whose plain values are at hand, as products take them."""
-        return quantised(values)._replace(plain=values) if self.fp8 else Rows(values)
+    def rows(self, *parts: Tensor) -> Rows:
+        """Values as products take them: one matrix, or three side by side."""
+        if self.fp8:
+            return quantised(parts)
+        return Rows(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1))
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,11 @@ class Sums:
 
     @classmethod
     def like(cls, table: Tensor, tokens: int) -> Sums:
-        programs = 1
-        if table.is_cuda:
-            cores = torch.cuda.get_device_properties(table.device).multi_processor_count
-            programs = min(tokens, PROGRAMS_PER_CORE * cores)
-        return cls(table.new_zeros(programs, *table.shape))
+        if not table.is_cuda:
+            return cls(table.new_zeros(1, *table.shape))
+        cores = torch.cuda.get_device_properties(table.device).multi_processor_count
+        # Not filled: every program writes all of its own.
+        return cls(table.new_empty(min(tokens, PROGRAMS_PER_CORE * cores), *table.shape))
 
     def total(self) -> Tensor:
         return self.partial.sum(0)
@@ -85,10 +87,16 @@ def norm_forward(
         x = x + gate * change.float()
     inverse = (x.square().mean(-1) + EPSILON).rsqrt()
     out = x * inverse[:, None] * gain
-    if numbers.fp8:
-        scales = row_scales(out.abs().amax(1))
-        return x, inverse, Rows(None, to_fp8(out, scales), scales)
-    return x, inverse, Rows(out.to(numbers.dtype))
+    return x, inverse, _rows(out, numbers, out.abs().amax(1))
+
+
+def add_change(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:
+    """x + gate · change."""
+    if x.is_cuda:
+        from loopformer.training.fused import launch
+
+        return launch.add_change(x, change, gate)
+    return x + gate * change.float()
 
 
 def gelu_forward(u: Tensor, numbers: Numbers) -> Rows:
@@ -96,15 +104,11 @@ def gelu_forward(u: Tensor, numbers: Numbers) -> Rows:
         from loopformer.training.fused import launch
 
         return launch.gelu_forward(u, numbers)
-    out = F.gelu(u.float())
-    if numbers.fp8:
-        scales = row_scales(u.amax(1).clamp(min=LEAST_GELU))  # it lies below its argument
-        return Rows(None, to_fp8(out, scales), scales)
-    return Rows(out.to(numbers.dtype))
+    return _rows(F.gelu(u.float()), numbers, u.amax(1).clamp(min=LEAST_GELU))  # it lies below its argument
 
 
 def gelu_backward(u: Tensor, da: Tensor, numbers: Numbers) -> tuple[Rows, Rows]:
-    """gelu(u) once more, plain, and the gradient of u. `da` may be written over."""
+    """gelu(u) once more, if it is plain, and the gradient of u. `da` may be written over."""
     if u.is_cuda:
         from loopformer.training.fused import launch
 
@@ -122,7 +126,7 @@ def residual_backward(
 ) -> tuple[Tensor, Rows, Rows]:
     """Back through a norm into the residual stream's gradient, then on to the change that was added before it.
 
-    Gives the stream's gradient, the norm's output once more, plain, and the change's gradient; the gradients of
+    Gives the stream's gradient, the norm's output once more, if it is plain, and the change's gradient; those of
     gain and gate are added to `sums`. Where there is no norm or no change, what stands for it means nothing.
     """
     if dx.is_cuda:
@@ -144,9 +148,5 @@ def residual_backward(
 
 
 def _rows(values: Tensor, numbers: Numbers, bounds: Tensor) -> Rows:
-    """Plain, and in fp8 too if wanted, with rows within these bounds [N]."""
-    plain = values.to(numbers.dtype)
-    if not numbers.fp8:
-        return Rows(plain)
-    scales = row_scales(bounds)
-    return Rows(plain, to_fp8(values, scales), scales)
+    """Values as products take them, rows within these bounds [N]."""
+    return in_fp8(values, bounds) if numbers.fp8 else Rows(values.to(numbers.dtype))

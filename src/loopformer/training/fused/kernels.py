@@ -1,8 +1,8 @@
 """Triton kernels of what lies between the products of a block in training, forward and backward.
 
-A program takes whole rows (tokens). With `FP8` factors of products go out in fp8 with a scale for each row, and in
-their plain dtype only where the weight's gradient needs them. elementwise.py says in PyTorch what each computes,
-launch.py launches them. TRITON_INTERPRET=1 runs them on the CPU.
+A program takes whole rows (tokens). With `FP8` factors of products go out in fp8 with a scale for each row instead
+of their plain dtype, and what backward could make again is not made, since it is kept. elementwise.py says in
+PyTorch what each computes, launch.py launches them. TRITON_INTERPRET=1 runs them on the CPU.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -10,19 +10,19 @@ import triton
 import triton.language as tl
 
 LARGEST_FP8 = tl.constexpr(448.0)  # of e4m3
-SMALLEST_SCALE = tl.constexpr(1e-12)
+SMALLEST_SCALE = tl.constexpr(1e-12)  # of a row of zeros
 
 
 @triton.jit
 def _scale(bound):
-    """What the largest value of a row is divided by to become fp8's largest."""
-    return tl.maximum(bound / LARGEST_FP8, SMALLEST_SCALE)
+    """A power of two, by which the largest value of a row is divided to stay within fp8."""
+    return tl.exp2(tl.ceil(tl.log2(tl.maximum(bound / LARGEST_FP8, SMALLEST_SCALE))))
 
 
 @triton.jit
 def _put_fp8(values, scale, place, mask):
-    """Rounding may lift the largest value over the edge, where fp8 has only NaN."""
-    scaled = tl.minimum(tl.maximum(values / scale, -LARGEST_FP8), LARGEST_FP8)
+    """A logarithm's last bit may lift the largest value over the edge, where fp8 has only NaN."""
+    scaled = tl.minimum(tl.maximum(values * (1.0 / scale), -LARGEST_FP8), LARGEST_FP8)
     tl.store(place, scaled.to(tl.float8e4nv), mask=mask)
 
 
@@ -74,6 +74,16 @@ def norm_forward_kernel(
 
 
 @triton.jit
+def add_change_kernel(x, change, gate, out, D, BLOCK_D: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    added = tl.load(change + row * D + d, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * D + d, mask=inside, other=0.0) + tl.load(gate + d, mask=inside, other=0.0) * added
+    tl.store(out + row * D + d, value, mask=inside)
+
+
+@triton.jit
 def residual_backward_kernel(
     dh,
     x,
@@ -118,18 +128,20 @@ def residual_backward_kernel(
             inverse = tl.load(inverse_rms + number)
             normed = tl.load(x + place, mask=inside, other=0.0) * inverse
             sum_gain += above * normed
-            tl.store(h + place, normed * gains, mask=inside)
+            if not FP8:
+                tl.store(h + place, normed * gains, mask=inside)
             above *= gains
             grad += inverse * (above - normed * (tl.sum(above * normed) / D))
             tl.store(new_dx + place, grad, mask=inside)
         if GATE:
             sum_gate += grad * tl.load(change + place, mask=inside, other=0.0).to(tl.float32)
             grad *= gates
-            tl.store(dchange + place, grad, mask=inside)
             if FP8:
                 scale = _scale(tl.max(tl.abs(grad)))
                 tl.store(scales + number, scale)
                 _put_fp8(grad, scale, dchange8 + place, inside)
+            else:
+                tl.store(dchange + place, grad, mask=inside)
     if NORM:
         tl.store(dgain + program * stride + d, sum_gain, mask=inside)
     if GATE:
@@ -174,22 +186,41 @@ def gelu_backward_kernel(u, da, a, du, du8, scales, F, SLOPE: tl.constexpr, BLOC
         grad = tl.load(da + row * F + f, mask=f < F, other=0.0).to(tl.float32)
         below, density = _gelu_parts(value)
         grad *= below + value * density
-        tl.store(a + row * F + f, value * below, mask=f < F)
-        tl.store(du + row * F + f, grad, mask=f < F)
         if FP8:
             _put_fp8(grad, scale, du8 + row * F + f, f < F)
+        else:
+            tl.store(a + row * F + f, value * below, mask=f < F)
+            tl.store(du + row * F + f, grad, mask=f < F)
 
 
 @triton.jit
-def quantise_kernel(values, values8, scales, K, BLOCK: tl.constexpr):
+def quantise_kernel(first, second, third, values8, scales, K, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows [K] of one matrix, or of three side by side."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, K, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.abs(tl.load(values + row * K + k, mask=k < K, other=0.0).to(tl.float32)))
+    for part in tl.static_range(PARTS):
+        source = first if part == 0 else (second if part == 1 else third)
+        for start in range(0, K, BLOCK):
+            k = start + tl.arange(0, BLOCK)
+            value = tl.load(source + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(value))
     scale = _scale(tl.max(largest))
     tl.store(scales + row, scale)
-    for start in range(0, K, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        value = tl.load(values + row * K + k, mask=k < K, other=0.0).to(tl.float32)
-        _put_fp8(value, scale, values8 + row * K + k, k < K)
+    for part in tl.static_range(PARTS):
+        source = first if part == 0 else (second if part == 1 else third)
+        for start in range(0, K, BLOCK):
+            k = start + tl.arange(0, BLOCK)
+            value = tl.load(source + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+            _put_fp8(value, scale, values8 + (row * PARTS + part) * K + k, k < K)
+
+
+@triton.jit
+def columns_kernel(values, scales, scale, turned, N, K, stride, TILE: tl.constexpr):
+    """A tile of rows with their own scales, turned round under one scale for all; powers of two lose nothing."""
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    k = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    tile = tl.load(values + n[:, None].to(tl.int64) * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    tile *= (tl.load(scales + n, mask=n < N, other=0.0) / tl.load(scale))[:, None]
+    into = turned + k[:, None].to(tl.int64) * stride + n[None, :]
+    tl.store(into, tl.trans(tile.to(tl.float8e4nv)), mask=tl.trans(inside))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
@@ -12,6 +14,7 @@ from loopformer.training.fused.elementwise import LEAST_GELU, MOST_SLOPE, Gated,
 from loopformer.training.fused.products import FP8, Rows
 
 PIECE = 1024  # of a long row at a time
+TILE = 128  # of a matrix that is turned round
 
 
 def norm_forward(
@@ -42,6 +45,14 @@ def norm_forward(
     return new_x, inverse, Rows(None, h8, scales) if numbers.fp8 else Rows(h)
 
 
+def add_change(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    kernels.add_change_kernel[(len(x),)](
+        x, change, gate, out, x.shape[1], BLOCK_D=triton.next_power_of_2(x.shape[1]), num_warps=4
+    )
+    return out
+
+
 def gelu_forward(u: Tensor, numbers: Numbers) -> Rows:
     a = u if numbers.fp8 else torch.empty_like(u)
     a8, scales = _fp8_rows(u, numbers)
@@ -52,12 +63,12 @@ def gelu_forward(u: Tensor, numbers: Numbers) -> Rows:
 
 
 def gelu_backward(u: Tensor, da: Tensor, numbers: Numbers) -> tuple[Rows, Rows]:
-    a = torch.empty_like(u)
+    a = u if numbers.fp8 else torch.empty_like(u)
     du8, scales = _fp8_rows(u, numbers)
     kernels.gelu_backward_kernel[(len(u),)](
         u, da, a, da, du8, scales, u.shape[1], SLOPE=MOST_SLOPE, BLOCK=PIECE, FP8=numbers.fp8, num_warps=4
     )
-    return Rows(a), Rows(da, du8, scales) if numbers.fp8 else Rows(da)
+    return Rows(a), Rows(None, du8, scales) if numbers.fp8 else Rows(da)
 
 
 def residual_backward(
@@ -66,8 +77,10 @@ def residual_backward(
     tokens, width = dx.shape
     norm_of = norm or Norm(dx, dx, dx, dx, (0, 0))
     gated_of = gated or Gated(dx, dx, (0, 0))
-    new_dx, h = (torch.empty_like(dx), torch.empty_like(dx, dtype=numbers.dtype)) if norm else (dx, dx)
-    dchange = torch.empty_like(dx, dtype=numbers.dtype) if gated else dx
+    plain = not numbers.fp8
+    new_dx = torch.empty_like(dx) if norm else dx
+    h = torch.empty_like(dx, dtype=numbers.dtype) if norm and plain else dx
+    dchange = torch.empty_like(dx, dtype=numbers.dtype) if gated and plain else dx
     dchange8, scales = _fp8_rows(dchange, numbers) if gated else (dx, dx)
     kernels.residual_backward_kernel[(len(sums.partial),)](
         norm_of.dh,
@@ -91,16 +104,33 @@ def residual_backward(
         NORM=norm is not None,
         GATE=gated is not None,
         FP8=numbers.fp8,
-        num_warps=8,
+        num_warps=16,
     )
-    return new_dx, Rows(h), Rows(dchange, dchange8, scales) if numbers.fp8 else Rows(dchange)
+    return new_dx, Rows(h), Rows(dchange) if plain else Rows(None, dchange8, scales)
 
 
-def quantised(values: Tensor) -> Rows:
-    values = values.contiguous()
-    values8, scales = _fp8_rows(values, Numbers(values.dtype, fp8=True))
-    kernels.quantise_kernel[(len(values),)](values, values8, scales, values.shape[1], BLOCK=PIECE, num_warps=4)
+def quantised(parts: Sequence[Tensor]) -> Rows:
+    parts = [part.contiguous() for part in parts]
+    tokens, width = parts[0].shape
+    values8 = parts[0].new_empty(tokens, len(parts) * width, dtype=FP8)
+    scales = parts[0].new_empty(tokens, 1, dtype=torch.float32)
+    kernels.quantise_kernel[(tokens,)](
+        *(parts * 3)[:3], values8, scales, width, PARTS=len(parts), BLOCK=PIECE, num_warps=4
+    )
     return Rows(None, values8, scales)
+
+
+def columns(parts: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> Tensor:
+    total, width = sum(len(values) for values, _ in parts), parts[0][0].shape[1]
+    turned = parts[0][0].new_empty(width, total)
+    start = 0
+    for values, scales in parts:
+        rows = len(values)
+        kernels.columns_kernel[(triton.cdiv(rows, TILE), triton.cdiv(width, TILE))](
+            values, scales, scale, turned[:, start:], rows, width, total, TILE=TILE, num_warps=4
+        )
+        start += rows
+    return turned
 
 
 def _fp8_rows(like: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:

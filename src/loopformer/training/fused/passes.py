@@ -6,8 +6,8 @@
 
 What autograd and a compiler cannot know of a looped model is used here: every pass multiplies with the same
 weights, so they are cast once, and the products that make their gradients add up in place over all passes. Between
-products there is one kernel (elementwise.py); what it can make again in backward is not kept. The mathematics is
-that of model/block.py: products in bf16, everything else in fp32.
+products there is one kernel (elementwise.py); what it can make again in backward is not kept, except in fp8, where
+it is small. The mathematics is that of model/block.py: products in bf16 or fp8, everything else in fp32.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from loopformer.training.fused.elementwise import (
     Norm,
     Numbers,
     Sums,
+    add_change,
     gelu_backward,
     gelu_forward,
     norm_forward,
@@ -90,25 +91,26 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        grads = [product.grad for product in ctx.products]
-        for product in ctx.products:
-            product.grad = None
-        return None, *grads
+        return None, *(product.gradient() for product in ctx.products)
 
 
 @dataclass
 class _Kept:
-    """What a block's backward needs: states, inverse rms, products' results, and attention's own graph."""
+    """What a block's backward needs: states, inverse rms, products' results, and attention's own graph.
+
+    `factors` are what went into the four products, kept in fp8 only.
+    """
 
     x_1: Tensor
     inverse_1: Tensor
-    qkv: Tensor  # [B, T, 3D], the leaf of attention's graph
+    qkv: list[Tensor]  # [B, T, D] each, the leaves of attention's graph
     mixed: Tensor  # [B, T, D], its end
     change_1: Tensor
     x_2: Tensor
     inverse_2: Tensor
     u: Tensor
     change_2: Tensor
+    factors: tuple[Rows, Rows, Rows, Rows] | None
 
 
 class _Pass(torch.autograd.Function):
@@ -151,24 +153,29 @@ def _forward(
         for block, told, (qkv_of, out_of, up_of, down_of) in zip(
             fused.stack.each(), table, fused.products, strict=True
         ):
-            x_1, inverse_1, rows = norm_forward(x, change, gate, told[GAIN_1], numbers)
-            qkv, mixed = _attend(block.attention, qkv_of(rows).view(*shape[:2], -1), rotary, mask)
-            change_1 = out_of(numbers.rows(mixed.detach().flatten(0, 1)))
-            x_2, inverse_2, rows = norm_forward(x_1, change_1, told[GATE_1], told[GAIN_2], numbers)
-            u = up_of(rows)
-            change = down_of(gelu_forward(u, numbers))
-            kept.append(_Kept(x_1, inverse_1, qkv, mixed, change_1, x_2, inverse_2, u, change))
+            x_1, inverse_1, h_1 = norm_forward(x, change, gate, told[GAIN_1], numbers)
+            qkv, mixed = _attend(block.attention, qkv_of(h_1).view(*shape[:2], -1), rotary, mask)
+            mixed_rows = numbers.rows(mixed.detach().flatten(0, 1))
+            change_1 = out_of(mixed_rows)
+            x_2, inverse_2, h_2 = norm_forward(x_1, change_1, told[GATE_1], told[GAIN_2], numbers)
+            u = up_of(h_2)
+            a = gelu_forward(u, numbers)
+            change = down_of(a)
+            factors = (h_1, mixed_rows, h_2, a) if numbers.fp8 else None
+            kept.append(_Kept(x_1, inverse_1, qkv, mixed, change_1, x_2, inverse_2, u, change, factors))
             x, gate = x_2, told[GATE_2]
     assert change is not None
     assert gate is not None
-    return torch.addcmul(x, gate, change).view(shape), kept
+    return add_change(x, change, gate).view(shape), kept
 
 
-def _attend(attention: Attention, qkv: Tensor, rotary: Rotary | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """qkv [B, T, 3D] as a leaf, and attention over it [B, T, D] with a graph of its own."""
+def _attend(
+    attention: Attention, qkv: Tensor, rotary: Rotary | None, mask: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    """The three parts of qkv [B, T, 3D] as leaves, and attention over them [B, T, D] with a graph of its own."""
     with torch.enable_grad():
-        leaf = qkv.detach().requires_grad_()
-        return leaf, attention.mix(leaf, rotary, mask, None)
+        q, k, v = (part.detach().requires_grad_() for part in qkv.chunk(3, dim=-1))
+        return [q, k, v], attention.mix(q, k, v, rotary, mask, None)
 
 
 @torch.no_grad()
@@ -184,16 +191,15 @@ def _backward(fused: FusedStack, kept: list[_Kept], table: Tensor, dout: Tensor)
         now, told = kept.pop(), table[number]
         qkv_of, out_of, up_of, down_of = fused.products[number]
         a, du = gelu_backward(now.u, down_of.back(dchange), numbers)
-        down_of.learn(dchange, a)
+        down_of.learn(dchange, now.factors[3] if now.factors else a)
         norm = Norm(up_of.back(du), now.x_2, now.inverse_2, told[GAIN_2], (number, GAIN_2))
         gated = Gated(now.change_1, told[GATE_1], (number, GATE_1))
-        dx, rows, dchange = residual_backward(dx, norm, gated, sums, numbers)
-        up_of.learn(du, rows)
+        dx, h_2, dchange = residual_backward(dx, norm, gated, sums, numbers)
+        up_of.learn(du, now.factors[2] if now.factors else h_2)
         dmixed = out_of.back(dchange).view_as(now.mixed)
-        out_of.learn(dchange, Rows(now.mixed.detach().flatten(0, 1)))
-        (dqkv,) = torch.autograd.grad(now.mixed, now.qkv, dmixed)
-        into = numbers.rows(dqkv.flatten(0, 1))
+        out_of.learn(dchange, now.factors[1] if now.factors else Rows(now.mixed.detach().flatten(0, 1)))
+        into = numbers.rows(*(part.flatten(0, 1) for part in torch.autograd.grad(now.mixed, now.qkv, dmixed)))
         norm = Norm(qkv_of.back(into), now.x_1, now.inverse_1, told[GAIN_1], (number, GAIN_1))
-        dx, rows, dchange = residual_backward(dx, norm, added.pop(), sums, numbers)
-        qkv_of.learn(into, rows)
+        dx, h_1, dchange = residual_backward(dx, norm, added.pop(), sums, numbers)
+        qkv_of.learn(into, now.factors[0] if now.factors else h_1)
     return dx.view_as(dout), sums.total()

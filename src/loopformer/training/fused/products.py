@@ -3,15 +3,18 @@
     product = Product(weight, torch.bfloat16, fp8=False)
     y = product(rows)                    # rows [N, in] → [N, out]
     drows = product.back(dy)             # [N, out] → [N, in]
-    product.learn(dy, rows)              # product.grad [out, in] += dyᵀ · rows
+    product.learn(dy, rows)              # the weight's gradient += dyᵀ · rows
+    product.gradient()                   # [out, in]
 
-In fp8 a product and its way back run on e4m3 values with one scale for each row of either side
-(`torch._scaled_mm`); the weight's gradient, whose sum runs over tokens, stays in bf16. Without a GPU, fp8 values
-are multiplied in fp32.
+In fp8 (e4m3) a product and its way back have one scale for each row of either side (`torch._scaled_mm`). The
+weight's gradient sums over tokens, so its factors are turned round and get one scale each; scales are powers of
+two, and changing from one to the other loses nothing but what is 2^15 times smaller than the largest. Without a
+GPU, fp8 values are multiplied in fp32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,12 +23,13 @@ from torch import Tensor
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 SMALLEST_SCALE = 1e-12
+TOGETHER = 4  # passes whose parts of a weight's gradient are one fp8 product; a product cannot add to what is there
 
 
 class Rows(NamedTuple):
-    """Activations [N, K] as products take them: plain, in fp8 with a scale per row, or both."""
+    """Activations [N, K] as products take them: plain, or in fp8 with a scale per row."""
 
-    plain: Tensor | None
+    plain: Tensor | None = None
     fp8: Tensor | None = None
     scales: Tensor | None = None  # [N, 1] in fp32: fp8 · scales is what was meant
 
@@ -45,10 +49,11 @@ class Product:
     """x ↦ x · weightᵀ with weight [out, in], and its two gradients."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, fp8: bool) -> None:
-        self.grad: Tensor | None = None
         self.fp8 = fp8
+        self._grad: Tensor | None = None
+        self._waiting: list[tuple[Rows, Rows]] = []
         if fp8:
-            self._forth, self._back = quantised(weight), quantised(weight.t().contiguous())
+            self._forth, self._back = quantised([weight]), quantised([weight.t()])
         else:
             self._weight = weight.to(dtype)
 
@@ -59,7 +64,27 @@ class Product:
         return _scaled(dy, self._back) if self.fp8 else dy.values @ self._weight
 
     def learn(self, dy: Rows, rows: Rows) -> None:
-        self.grad = add_product(self.grad, dy.values.t(), rows.values)
+        """Add dyᵀ · rows to the weight's gradient: at once, or in fp8 with those of the next passes."""
+        if not self.fp8:
+            self._grad = add_product(self._grad, dy.values.t(), rows.values)
+            return
+        self._waiting.append((dy, rows))
+        if len(self._waiting) == TOGETHER:
+            self._settle()
+
+    def gradient(self) -> Tensor | None:
+        """The weight's gradient [out, in] in fp32, once; None where nothing was learnt."""
+        if self._waiting:
+            self._settle()
+        found, self._grad = self._grad, None
+        return found
+
+    def _settle(self) -> None:
+        lefts, rights = zip(*self._waiting, strict=True)
+        (left, left_scale), (right, right_scale) = columns(lefts), columns(rights)
+        found = _multiply(left, right.t(), left_scale, right_scale, torch.float32)
+        self._grad = found if self._grad is None else self._grad.add_(found)
+        self._waiting = []
 
 
 def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
@@ -72,19 +97,32 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     return found if total is None else total.add_(found)
 
 
-def quantised(values: Tensor) -> Rows:
-    """[N, K] in fp8, with no plain copy."""
-    if values.is_cuda:
+def quantised(parts: Sequence[Tensor]) -> Rows:
+    """One matrix [N, K] in fp8, or three side by side."""
+    if parts[0].is_cuda:
         from loopformer.training.fused import launch
 
-        return launch.quantised(values)
-    scales = row_scales(values.abs().amax(1))
+        return launch.quantised(parts)
+    values = torch.cat(list(parts), dim=-1)
+    return in_fp8(values, values.abs().amax(1))
+
+
+def columns(several: Sequence[Rows]) -> tuple[Tensor, Tensor]:
+    """fp8 rows of several passes turned round and put side by side [K, all N], under one scale."""
+    parts = [rows.scaled for rows in several]
+    scale = torch.cat([scales for _, scales in parts]).amax()
+    if scale.is_cuda:
+        from loopformer.training.fused import launch
+
+        return launch.columns(parts, scale), scale
+    values = torch.cat([values.float() * scales for values, scales in parts])
+    return to_fp8(values, scale).t().contiguous(), scale
+
+
+def in_fp8(values: Tensor, bounds: Tensor) -> Rows:
+    """Rows whose values lie within these bounds [N]."""
+    scales = torch.exp2(torch.ceil(torch.log2((bounds.float() / LARGEST_FP8).clamp(min=SMALLEST_SCALE))))[:, None]
     return Rows(None, to_fp8(values, scales), scales)
-
-
-def row_scales(bounds: Tensor) -> Tensor:
-    """The scales [N, 1] of rows whose values lie within these bounds [N]."""
-    return (bounds.float() / LARGEST_FP8).clamp(min=SMALLEST_SCALE)[:, None]
 
 
 def to_fp8(values: Tensor, scales: Tensor) -> Tensor:
@@ -94,14 +132,19 @@ def to_fp8(values: Tensor, scales: Tensor) -> Tensor:
 def _scaled(rows: Rows, weight: Rows) -> Tensor:
     """rows · weightᵀ of fp8 values in bf16."""
     (left, left_scales), (right, right_scales) = rows.scaled, weight.scaled
-    if left.is_cuda:
-        out: Tensor = torch._scaled_mm(
-            left,
-            right.t(),
-            scale_a=left_scales,
-            scale_b=right_scales.t(),
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
-        return out
-    return ((left.float() * left_scales) @ (right.float() * right_scales).t()).bfloat16()
+    return _multiply(left, right.t(), left_scales, right_scales.t(), torch.bfloat16)
+
+
+def _multiply(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """left · right of fp8 values. What is wanted in fp32 is a long sum: not for the fast accumulator's 14 bits."""
+    if not left.is_cuda:
+        return ((left.float() * left_scale) @ (right.float() * right_scale)).to(dtype)
+    out: Tensor = torch._scaled_mm(
+        left,
+        right,
+        scale_a=left_scale,
+        scale_b=right_scale,
+        out_dtype=dtype,
+        use_fast_accum=dtype == torch.bfloat16,
+    )
+    return out
