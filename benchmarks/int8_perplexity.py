@@ -1,6 +1,7 @@
 """What int8 weights cost in perplexity, at each budget.
 
     python benchmarks/int8_perplexity.py --model runs/demo/elastic --data data/demo [--out results/int8_demo.json]
+        [--device cuda --dtype bfloat16]
 
 The model as it is beside one whose products and head have the values that `inference/quantise.py` rounds to, on the
 validation text. The embedding is not rounded. Runs on any device; the last line is JSON.
@@ -8,7 +9,6 @@ validation text. The embedding is not rounded. Runs on any device; the last line
 
 import argparse
 import copy
-import platform
 import sys
 from pathlib import Path
 
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from loopformer import LoopedLM, load
-from loopformer.benchmark.machine import publish
+from loopformer.benchmark.machine import describe, publish
 from loopformer.evaluation.perplexity import perplexity
+from loopformer.evaluation.subject import DTYPES
 from loopformer.evaluation.text import read_text
 from loopformer.evaluation.windows import Protocol
 from loopformer.inference.quantise import quantised
@@ -50,9 +51,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     lm = load(asked.model)
+    lm.model.to(asked.device, DTYPES[asked.dtype])
     text = read_text(asked.data, lm.need_tokenizer())
     budgets = list(range(1, lm.model.config.loops + 1))
     rows = []
@@ -64,8 +68,8 @@ def main() -> None:
     report = {
         "benchmark": "int8_perplexity",
         "command": " ".join(["python", *sys.argv]),
-        "hardware": f"{platform.machine()} CPU, fp32",
-        "torch": torch.__version__,
+        **describe(torch.device(asked.device)),
+        "dtype": asked.dtype,
         "seed": None,
         "tokens": result["tokens"],
         "rows": rows,

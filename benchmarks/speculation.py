@@ -1,52 +1,112 @@
 """Self-speculation on a trained model: acceptance, and tokens per second against plain decoding in the same run.
 
     python benchmarks/speculation.py --model runs/demo/elastic --data data/demo [--out results/…json]
+    python benchmarks/speculation.py --fast --model runs/mine --data data/mine [--int8]      # fused, on a GPU
 
-Greedy continuations of prompts from the validation split, one at a time and together. Speed-ups are ratios inside
-one run; the texts are checked to be the same. The last line is JSON.
+Greedy continuations of prompts from the validation split; without --fast one at a time and together, on the CPU.
+Speed-ups are ratios inside one run; the texts are compared. The last line is JSON.
+
+With --fast, prompts are continued one at a time, by `--new-tokens` tokens whatever they are. Speed is that of
+decoding alone; `speed_up_with_prompt` counts the prompts too, which speculation runs along two trajectories. In
+bf16 products of several rows round otherwise than those of one, so a text may part from the plain one where two
+tokens are almost equally likely: `same_before_parting` is the share of tokens before that.
 """
 
 import argparse
 import platform
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import loopformer
-from loopformer import Trajectory
-from loopformer.benchmark.machine import publish
+from loopformer import LM, Trajectory
+from loopformer.benchmark.machine import describe, publish
+from loopformer.config import require
 from loopformer.data.loader import validation_windows
 from loopformer.data.tokens import TokenData
 from loopformer.inference.generate import Request, generate
+from loopformer.inference.quantise import quantised
 from loopformer.inference.speculative import Draft, speculate
+
+Row = dict[str, Any]
+Prompts = list[tuple[int, ...]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--fast", action="store_true", help="fused decoding on a GPU")
+    parser.add_argument("--int8", action="store_true", help="with --fast: int8 weights, for all")
+    parser.add_argument("--dtype", default=None, help="float32, with --fast bfloat16")
+    parser.add_argument("--prompts", type=int, help="16, with --fast 8")
+    parser.add_argument("--prompt-tokens", type=int, help="32, with --fast 128")
+    parser.add_argument("--new-tokens", type=int, help="64, with --fast 128")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    require(asked.fast or not asked.int8, "--int8 goes with --fast.")
+    require(torch.cuda.is_available() or not asked.fast, "--fast needs a GPU; leave it out.")
 
     torch.set_num_threads(1)
-    lm = loopformer.load(asked.model)
+    count, prompt_tokens, new_tokens = (
+        given or (fast if asked.fast else usual)
+        for given, usual, fast in (
+            (asked.prompts, 16, 8),
+            (asked.prompt_tokens, 32, 128),
+            (asked.new_tokens, 64, 128),
+        )
+    )
+    dtype = asked.dtype or ("bfloat16" if asked.fast else "float32")
+    lm = loopformer.load(asked.model).to("cuda" if asked.fast else "cpu", getattr(torch, dtype))
+    config = lm.model.config
+    windows = validation_windows(TokenData.open(asked.data, "val"), prompt_tokens, count)
+    prompts = [tuple(row.tolist()) for row in windows.batch(0, count).inputs]
+    machine: Row = {
+        "hardware": f"{platform.processor() or platform.machine()}, 1 thread",
+        "torch": torch.__version__,
+    }
+    if asked.fast:
+        require(
+            prompt_tokens + new_tokens <= config.context,
+            f"{prompt_tokens} + {new_tokens} tokens do not fit the context of {config.context}; take fewer.",
+        )
+        machine = describe(lm.model.tokens.weight.device)
+    rows = []
+    for row in fused(lm, prompts, new_tokens, asked.int8) if asked.fast else eager(lm, prompts, new_tokens):
+        rows.append(row)
+        print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+    report = {
+        "benchmark": "fast speculation" if asked.fast else "speculation",
+        "command": " ".join(["python", *sys.argv]),
+        **machine,
+        "dtype": dtype,
+        "int8": asked.int8,
+        "model": f"{config.blocks}x{config.loops} of width {config.width}",
+        "parameters": lm.model.cost.parameters.total,
+        "context": config.context,
+        "seed": 0,
+        "prompts": len(prompts),
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "rows": rows,
+    }
+    publish(report, asked.out)
+
+
+def eager(lm: LM, prompts: Prompts, new_tokens: int) -> Iterator[Row]:
+    """`speculate` against `generate`, one prompt at a time and all together."""
     loops, tokenizer = lm.model.config.loops, lm.need_tokenizer()
     full = Trajectory.uniform(loops)
-    windows = validation_windows(TokenData.open(asked.data, "val"), asked.prompt_tokens, asked.prompts)
-    prompts = [tuple(row.tolist()) for row in windows.batch(0, asked.prompts).inputs]
-    requests = [Request(prompt, full, max_tokens=asked.new_tokens) for prompt in prompts]
+    requests = [Request(prompt, full, max_tokens=new_tokens) for prompt in prompts]
 
     def plain(batch: list[Request]) -> list[tuple[int, ...]]:
         found = {event.row: event.result.ids for event in generate(lm.model, tokenizer, batch) if event.result}
         return [found[row] for row in range(len(batch))]
 
-    rows: list[dict[str, Any]] = []
     drafts = [Draft(Trajectory.uniform(m), k) for m in range(1, loops) for k in (2, 4, None)]
     drafts += [Draft(full, 4, passes) for passes in range(1, loops)]
     for together in (1, len(requests)):
@@ -62,28 +122,88 @@ def main() -> None:
             drafted, accepted = (
                 sum(getattr(report, name) for _, report in runs) for name in ("drafted", "accepted")
             )
-            rows.append(
-                {
-                    "batch": together,
-                    "draft": f"first {draft.passes} of {loops}" if draft.passes else f"M = {draft.budget}",
-                    "length": draft.length or "adapted",
-                    "acceptance": accepted / drafted,
-                    "speed_up": (between - started) / (ended - between),
-                    "same_texts": sum(a == b for a, b in zip(expected, got, strict=True)) / len(got),
-                }
-            )
-            print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()))
-    report = {
-        "benchmark": "speculation",
-        "command": " ".join(["python", *sys.argv]),
-        "hardware": f"{platform.processor() or platform.machine()}, 1 thread, fp32",
-        "torch": torch.__version__,
-        "seed": 0,
-        "prompts": asked.prompts,
-        "new_tokens": asked.new_tokens,
-        "rows": rows,
-    }
-    publish(report, asked.out)
+            yield {
+                "batch": together,
+                "draft": f"first {draft.passes} of {loops}" if draft.passes else f"M = {draft.budget}",
+                "length": draft.length or "adapted",
+                "acceptance": accepted / drafted,
+                "speed_up": (between - started) / (ended - between),
+                "same_texts": sum(a == b for a, b in zip(expected, got, strict=True)) / len(got),
+            }
+
+
+@torch.no_grad()
+def fused(lm: LM, prompts: Prompts, new_tokens: int, int8: bool) -> Iterator[Row]:
+    """`Speculator` against `Decoder.greedy`, which is timed anew before each budget of a draft."""
+    from loopformer.inference.decoder import Decoder
+    from loopformer.inference.fast_speculation import Speculator
+
+    model, loops = lm.model, lm.model.config.loops
+    full, weights = Trajectory.uniform(loops), quantised(model) if int8 else None
+    decoder = Decoder(model, full, 1, weights)
+    kept: list[tuple[int, int]] = []  # drafted and accepted, round by round
+
+    def likeliest(hidden: torch.Tensor) -> int:
+        return int(model.head(hidden)[: model.config.vocab].argmax())
+
+    def fill(prompt: tuple[int, ...]) -> int:
+        return likeliest(decoder.prefill([prompt])[0])
+
+    def greedy(first: int) -> list[int]:
+        decoder.ids.fill_(first)
+        found: list[int] = decoder.greedy(new_tokens - 1)[:, 0].tolist()
+        return found
+
+    def fill_both(prompt: tuple[int, ...]) -> int:
+        return likeliest(speculator.prefill(prompt))
+
+    def speculated(first: int) -> list[int]:
+        verdicts = list(speculator.follow(first, new_tokens - 1))
+        kept.extend((verdict.drafted, len(verdict.tokens) - 1) for verdict in verdicts)
+        return [token for verdict in verdicts for token in verdict.tokens][: new_tokens - 1]
+
+    for budget in range(1, loops):
+        _timed(prompts[:1], fill, greedy)
+        expected, filled, decoded = _timed(prompts, fill, greedy)
+        tokens = len(prompts) * (new_tokens - 1)
+        yield {"path": "plain", "budget": loops, "tokens_per_second": tokens / decoded}
+        for length in (1, 2, 3) if int8 else (2, 4, 6):
+            speculator = Speculator(model, full, Draft(Trajectory.uniform(budget), length), weights)
+            _timed(prompts[:1], fill_both, speculated)  # compiles
+            kept.clear()
+            got, filled_twice, speculating = _timed(prompts, fill_both, speculated)
+            drafted, accepted = (sum(column) for column in zip(*kept, strict=True))
+            yield {
+                "path": "speculation",
+                "draft": budget,
+                "length": length,
+                "acceptance": accepted / max(1, drafted),
+                "tokens_per_round": (accepted + len(kept)) / len(kept),
+                "tokens_per_second": tokens / speculating,
+                "speed_up": decoded / speculating,
+                "speed_up_with_prompt": (filled + decoded) / (filled_twice + speculating),
+                "same_texts": sum(a == b for a, b in zip(expected, got, strict=True)) / len(got),
+                "same_before_parting": sum(map(_common, expected, got)) / (tokens + len(got)),
+            }
+
+
+def _timed(
+    prompts: Prompts, fill: Callable[[tuple[int, ...]], int], follow: Callable[[int], list[int]]
+) -> tuple[list[list[int]], float, float]:
+    """The texts, and the seconds of all prompts and of all decoding; both ways end with what the host has read."""
+    texts, filling, following = [], 0.0, 0.0
+    for prompt in prompts:
+        started = time.perf_counter()
+        first = fill(prompt)
+        between = time.perf_counter()
+        texts.append([first, *follow(first)])
+        filling, following = filling + between - started, following + time.perf_counter() - between
+    return texts, filling, following
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """How many tokens are the same before the first that is not."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
 if __name__ == "__main__":

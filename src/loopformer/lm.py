@@ -7,7 +7,7 @@ lm.model(ids, "4-2-1-1").logits
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, overload
@@ -24,7 +24,7 @@ from loopformer.inference.generate import Event, Request, Result, generate
 from loopformer.inference.layout import lay_out
 from loopformer.inference.sampling import Sampling
 from loopformer.inference.score import Score, score
-from loopformer.inference.speculative import Draft, speculate
+from loopformer.inference.speculative import Draft, Report, speculate
 from loopformer.loading import find_model
 from loopformer.loading.find import model_folder
 from loopformer.loading.folder import default_route, is_model_folder
@@ -70,7 +70,8 @@ class LM:
 
         Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed;
         fast=True replays fused kernels as a CUDA graph, compiled at first use; without a GPU it changes nothing;
-        draft=Draft(…) drafts tokens along a shorter trajectory and verifies them (see inference/speculative.py);
+        draft=Draft(…) drafts tokens along a shorter trajectory and verifies them (see inference/speculative.py),
+        with fast=True on a GPU greedily and one prompt after the other (see inference/fast_speculation.py);
         adaptive=TokenPolicy(…) or PromptPolicy(…) chooses depth by certainty (see inference/adaptive.py).
         """
         require(isinstance(prompt, Iterable), f"A prompt is text, or a list of texts; got {prompt!r}.")
@@ -86,7 +87,7 @@ class LM:
         if not requests:
             return []
         if draft is not None:
-            ordered, _ = speculate(self.model, self.need_tokenizer(), requests, draft)
+            ordered, _ = self.speculate(requests, draft, fast)
         elif policy is not None:
             ordered, _ = generate_adaptive(self.model, self.need_tokenizer(), requests, policy)
         else:
@@ -109,6 +110,19 @@ class LM:
             return generate(self.model, self.need_tokenizer(), requests)
         self._fast = self._fast or Fast(self.model)
         return self._fast.generate(self.need_tokenizer(), requests)
+
+    def speculate(
+        self,
+        requests: Sequence[Request],
+        draft: Draft,
+        fast: bool = False,
+        show: Callable[[Event], object] = lambda event: None,
+    ) -> tuple[list[Result], Report]:
+        """Run requests with a draft; `show` gets the events as they come."""
+        if not fast or not Fast.ready(self.model):
+            return speculate(self.model, self.need_tokenizer(), requests, draft, show)
+        self._fast = self._fast or Fast(self.model)
+        return self._fast.speculate(self.need_tokenizer(), requests, draft, show)
 
     def score(self, texts: Sequence[str], budget: Budget = None, trajectory: Schedule = None) -> list[Score]:
         """Log-probabilities of texts, token by token."""

@@ -73,8 +73,7 @@ def generate(
     )
     require(draft is None or adaptive is None, "Give --draft or --adaptive, not both.")
     require(draft is None or compare is None, "Give --draft or --compare, not both.")
-    alone = draft is None and adaptive is None and compare is None
-    require(alone or not fast, "--fast goes without --draft, --adaptive and --compare.")
+    require(not fast or (adaptive is None and compare is None), "--fast goes without --adaptive and --compare.")
     require(draft_length is None or draft is not None, "--draft-length goes with --draft.")
     require(
         schedule == "uniform" or any(one is not None for one in (budget, max_flops, max_ms_per_token)),
@@ -139,7 +138,7 @@ def _stream(
 ) -> None:
     """Run a request, showing its text as it comes; `draft` is a budget or schedule, and a length."""
     from loopformer.inference.generate import REASONS
-    from loopformer.inference.speculative import Draft, speculate
+    from loopformer.inference.speculative import Draft
 
     results = []
 
@@ -155,7 +154,7 @@ def _stream(
     started = time.perf_counter()
     if draft[0] is not None:
         plan = Draft(lm.model.route(draft[0]), draft[1])
-        _, report = speculate(lm.model, lm.need_tokenizer(), requests, plan, show)
+        _, report = lm.speculate(requests, plan, fast, show)
         extra["draft_acceptance"] = report.acceptance
         said = f" {report.acceptance:.0%} of drafted tokens accepted;"
     elif adaptive is not None:

@@ -7,12 +7,13 @@ tokens = decoder.greedy(64)                        # [64, B] after `decoder.ids`
 
 A decoder is bound to a trajectory and a number of rows, as its cache is; it can be filled with new prompts as often
 as wanted. Few rows go through products of our own, which read each weight once (kernels.py), more through the
-library's. Kernels are compiled at first use, which takes seconds.
+library's. Kernels are compiled at first use, which takes seconds. With `together` its rows are tokens of one
+sequence, one after the other (fast_speculation.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from loopformer.inference.padding import ends, padded
 from loopformer.inference.quantise import Weight, Weights, plain
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
+from loopformer.model.cache import Cache
 from loopformer.trajectory import Trajectory
 
 FEW_ROWS = 2  # up to here our own products are faster than the library's
@@ -65,10 +67,13 @@ class Decoder:
         rows: int,
         weights: Weights | None = None,
         tuning: Tuning | None = None,
+        together: Cache | None = None,
     ) -> None:
+        """`together` is the cache of the one sequence that all rows belong to; without it each is its own."""
         config, like = model.config, model.tokens.weight.detach()
         self.model, self.route, self.rows = model, model.route(route), rows
-        self.cache = model.cache(self.route, rows)
+        self.cache = model.cache(self.route, rows) if together is None else together
+        self._together = rows if together is not None else 1
         self._weights, self._tuning = weights or plain(model), tuning or Tuning()
         require(
             not self._weights.int8 or rows <= MOST_INT8_ROWS,
@@ -77,7 +82,7 @@ class Decoder:
         self._few = rows <= FEW_ROWS or self._weights.int8
         hopper = like.device.type == "cuda" and torch.cuda.get_device_capability(like.device) >= (9, 0)
         overlap = self._tuning.overlap and hopper
-        self._launch: dict[str, Any] = {"PDL": True, "launch_pdl": True} if overlap else {"PDL": False}
+        self.launch: dict[str, Any] = {"PDL": True, "launch_pdl": True} if overlap else {"PDL": False}
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=like.device)
@@ -97,7 +102,7 @@ class Decoder:
         self._partial = floats(rows * heads, self._splits, config.head_width + 2)
         self._arrived = torch.zeros(rows * heads, dtype=torch.int32, device=like.device)
         programs = triton.cdiv(config.vocab_rows, self._tuning.rows["head"]) if self._few else 1
-        self._best, self._where = floats(rows, programs), integers(rows, programs)
+        self.best, self.where = floats(rows, programs), integers(rows, programs)
         positions = torch.arange(self.cache.capacity, device=like.device)[None]
         self._cos, self._sin = (
             angle[0, 0].contiguous() for angle in rotary_angles(positions, config.head_width, torch.float32)
@@ -156,27 +161,28 @@ class Decoder:
             self._token(greedy)
             return
         if greedy not in self._graphs:
-            self._graphs[greedy] = self._record(greedy)
+            self._graphs[greedy] = record(lambda: self._token(greedy), [self.ids, self.lengths])
         self._graphs[greedy].replay()
-
-    def _record(self, greedy: bool) -> torch.cuda.CUDAGraph:
-        """Compile the kernels by running them once; what that writes lies beyond the valid length."""
-        before = self.ids.clone(), self.lengths.clone()
-        make: Any = torch.cuda.Stream
-        stream = make()  # a warm-up must not run on the stream that a graph is recorded from
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._token(greedy)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._token(greedy)
-        self.ids.copy_(before[0])
-        self.lengths.copy_(before[1])
-        return graph
 
     def _token(self, greedy: bool) -> None:
         """Launch every kernel of one token."""
+        self.run()
+        programs = self.best.shape[1]
+        kernels.advance_kernel[(self.rows,)](
+            self.best,
+            self.where,
+            self.ids,
+            self.lengths,
+            self.chosen,
+            self.rows,
+            programs,
+            BLOCK_N=triton.next_power_of_2(programs),
+            GREEDY=greedy,
+            **self.launch,
+        )
+
+    def run(self) -> None:
+        """Launch a pass of `ids` [B] at `lengths`: logits, and candidates `best` for the largest at `where`."""
         model, config = self.model, self.model.config
         learned = model.places is not None
         kernels.embed_kernel[(self.rows,)](
@@ -188,7 +194,7 @@ class Decoder:
             config.width,
             LEARNED=learned,
             BLOCK_K=triton.next_power_of_2(config.width),
-            **self._launch,
+            **self.launch,
         )
         told = self._told()
         norm = model.final_norm.weight
@@ -201,23 +207,10 @@ class Decoder:
             self._add_norm(None, None, told[0].scale_1)
             for step in range(len(told)):
                 self._block_of_many(step, told[step], told[step + 1].scale_1 if step + 1 < len(told) else norm)
-            self.logits.copy_(torch.mm(self._normed, self._weights.head.values.t()))
+            self._many_logits()
             best, where = self.logits[:, : config.vocab].max(-1, keepdim=True)
-            self._best.copy_(best)
-            self._where.copy_(where)
-        programs = self._best.shape[1]
-        kernels.advance_kernel[(self.rows,)](
-            self._best,
-            self._where,
-            self.ids,
-            self.lengths,
-            self.chosen,
-            self.rows,
-            programs,
-            BLOCK_N=triton.next_power_of_2(programs),
-            GREEDY=greedy,
-            **self._launch,
-        )
+            self.best.copy_(best)
+            self.where.copy_(where)
 
     def _told(self) -> list[Told]:
         """What each block is told in each pass, in the order they run."""
@@ -246,9 +239,17 @@ class Decoder:
         self._add_norm(self._change, told.gate_1, told.scale_2)
         torch.mm(self._normed, up, out=self._wide)
         count = self._wide.numel()
-        kernels.gelu_kernel[(triton.cdiv(count, 1024),)](self._wide, count, BLOCK_N=1024, **self._launch)
+        kernels.gelu_kernel[(triton.cdiv(count, 1024),)](self._wide, count, BLOCK_N=1024, **self.launch)
         torch.mm(self._wide, down, out=self._change)
         self._add_norm(self._change, told.gate_2, following)
+
+    def _many_logits(self) -> None:
+        head = self._weights.head.values.t()
+        if self._together > 1 and head.dtype != torch.float32:
+            # Not rounded to bf16, in which the two most likely tokens are often equal.
+            torch.mm(self._normed, head, torch.float32, out=self.logits)
+        else:
+            self.logits.copy_(torch.mm(self._normed, head))
 
     def _norm_linear(
         self,
@@ -268,8 +269,8 @@ class Decoder:
             weight.scales if weight.scales is not None else self._x,
             told,
             y,
-            self._best,
-            self._where,
+            self.best,
+            self.where,
             outputs,
             counted,
             K=inner,
@@ -282,7 +283,7 @@ class Decoder:
             BEST=counted > 0,
             EPSILON=EPSILON,
             num_warps=self._tuning.warps[name],
-            **self._launch,
+            **self.launch,
         )
 
     def _linear_residual(self, name: str, weight: Weight, a: Tensor, gate: Tensor | None) -> None:
@@ -302,7 +303,7 @@ class Decoder:
             SCALED=weight.scales is not None,
             GATED=gate is not None,
             num_warps=self._tuning.warps[name],
-            **self._launch,
+            **self.launch,
         )
 
     def _add_norm(self, change: Tensor | None, gate: Tensor | None, told: Tensor) -> None:
@@ -319,7 +320,7 @@ class Decoder:
             GATED=gate is not None,
             PLUS_ONE=self._table is not None and told is not self.model.final_norm.weight,
             EPSILON=EPSILON,
-            **self._launch,
+            **self.launch,
         )
 
     def _attention(self, step: int) -> None:
@@ -343,6 +344,28 @@ class Decoder:
             BLOCK_N=tuning.block_n if self._splits > 1 else tuning.block_n_many,
             SPLITS=self._splits,
             ROTARY=config.positions == "rotary",
+            TOGETHER=self._together,
+            BLOCK_T=triton.next_power_of_2(self._together),
             num_warps=tuning.attention_warps,
-            **self._launch,
+            **self.launch,
         )
+
+
+def record(launch: Callable[[], None], state: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
+    """A graph of launches, which are compiled by running them once.
+
+    `state` is put back afterwards; keys that were written lie beyond the valid length.
+    """
+    before = [tensor.clone() for tensor in state]
+    make: Any = torch.cuda.Stream
+    stream = make()  # a warm-up must not run on the stream that a graph is recorded from
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for tensor, value in zip(state, before, strict=True):
+        tensor.copy_(value)
+    return graph

@@ -2,27 +2,30 @@
 
 fast = Fast(model)                                       # keeps its decoders; fast.ready says whether it can serve
 for event in fast.generate(tokenizer, requests): ...     # the events of generate.py
+results, report = fast.speculate(tokenizer, requests, Draft(Trajectory.uniform(2), length=4))
 
 Requests of one trajectory run together, one trajectory after another. When half of a batch is done, the rest goes
-on in a smaller decoder.
+on in a smaller decoder. With a draft they run one by one (fast_speculation.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.generate import Event, Request, RowState, take_all
+from loopformer.inference.generate import Event, Request, Result, RowState, take_all
 from loopformer.inference.quantise import quantised
+from loopformer.inference.speculative import Draft, Report
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from loopformer.inference.decoder import Decoder
+    from loopformer.inference.fast_speculation import Speculator
 
 
 class Fast:
@@ -32,6 +35,7 @@ class Fast:
         self.model = model
         self._int8 = quantised(model) if int8 else None
         self._decoders: dict[tuple[Trajectory, int], Decoder] = {}
+        self._speculators: dict[tuple[Trajectory, Draft], Speculator] = {}
 
     @staticmethod
     def ready(model: LoopedLM) -> bool:
@@ -46,6 +50,28 @@ class Fast:
         if (route, size) not in self._decoders:
             self._decoders[route, size] = Decoder(self.model, route, size, self._int8)
         return self._decoders[route, size]
+
+    def speculator(self, route: Trajectory, draft: Draft) -> Speculator:
+        """One for this trajectory and draft."""
+        from loopformer.inference.fast_speculation import Speculator
+
+        if (route, draft) not in self._speculators:
+            self._speculators[route, draft] = Speculator(self.model, route, draft, self._int8)
+        return self._speculators[route, draft]
+
+    def speculate(
+        self,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        draft: Draft,
+        show: Callable[[Event], object] = lambda event: None,
+    ) -> tuple[list[Result], Report]:
+        """As `speculate` of speculative.py, for greedy requests."""
+        from loopformer.inference.fast_speculation import speculate_one_by_one
+
+        return speculate_one_by_one(
+            self.model, lambda route: self.speculator(route, draft), tokenizer, requests, show
+        )
 
     @torch.no_grad()
     def generate(self, tokenizer: Tokenizer, requests: Sequence[Request]) -> Iterator[Event]:

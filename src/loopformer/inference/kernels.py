@@ -140,7 +140,7 @@ def linear_residual_kernel(
 @triton.jit
 def attention_kernel(
     qkv,  # [B, 3D]
-    keys,  # [B, H, capacity, W]
+    keys,  # [B, H, capacity, W]; with TOGETHER above 1 [1, H, capacity, W]
     values,
     lengths,  # [B], tokens before this one
     cosines,  # [capacity, W / 2]
@@ -156,14 +156,21 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     ROTARY: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One new token's attention over the valid length; its own key and value are kept."""
+    """One new token's attention over the valid length; its own key and value are kept.
+
+    With TOGETHER above 1 the rows are that many tokens of one sequence, one after the other. Nobody then reads from
+    the cache what another program may be writing: keys of these tokens are made from qkv, by whoever looks at them.
+    """
     head, split = tl.program_id(0), tl.program_id(1)
     row = head // H
     d = tl.arange(0, BLOCK_W)
     inside = d < W
     length = tl.load(lengths + row)
+    before = length if TOGETHER == 1 else tl.load(lengths)  # what the cache held before this launch
     _wait(PDL)
     start_q = qkv + row * 3 * H * W + (head % H) * W
     q = tl.load(start_q + d, mask=inside, other=0).to(tl.float32)
@@ -174,11 +181,32 @@ def attention_kernel(
         sin = tl.load(sines + length * (W // 2) + d % (W // 2), mask=inside, other=0) * sign
         q = q * cos + tl.load(start_q + other, mask=inside, other=0).to(tl.float32) * sin
     q *= scale
-    base = head.to(tl.int64) * capacity * W
+    base = (head if TOGETHER == 1 else head % H).to(tl.int64) * capacity * W
     largest = float("-inf")
     weight = 0.0
     mixed = tl.zeros([BLOCK_W], tl.float32)
-    if split == 0:  # the new token
+    if TOGETHER > 1:
+        if split == 0:  # the new tokens up to this one
+            t = tl.arange(0, BLOCK_T)
+            real = (t < TOGETHER)[:, None] & inside[None, :]
+            start_k = qkv + t[:, None] * 3 * H * W + (head % H + H) * W
+            k = tl.load(start_k + d[None, :], mask=real, other=0)
+            v = tl.load(start_k + H * W + d[None, :], mask=real, other=0)
+            if ROTARY:
+                angle = (before + t)[:, None] * (W // 2) + (d % (W // 2))[None, :]
+                turned = tl.load(start_k + other[None, :], mask=real, other=0).to(tl.float32) * sign[None, :]
+                turned *= tl.load(sines + angle, mask=real, other=0)
+                k = (k.to(tl.float32) * tl.load(cosines + angle, mask=real, other=0) + turned).to(k.dtype)
+            if row == 0:
+                place = base + (before + t)[:, None] * W + d[None, :]
+                tl.store(keys + place, k, mask=real)
+                tl.store(values + place, v, mask=real)
+            score = tl.where(t <= row, tl.sum(k.to(tl.float32) * q[None, :], axis=1), float("-inf"))
+            largest = tl.max(score)
+            likely = tl.exp(score - largest)
+            weight = tl.sum(likely)
+            mixed = tl.sum(likely[:, None] * v.to(tl.float32), axis=0)
+    elif split == 0:  # the new token
         k = tl.load(start_q + H * W + d, mask=inside, other=0)
         v = tl.load(start_q + 2 * H * W + d, mask=inside, other=0)
         if ROTARY:
@@ -189,8 +217,8 @@ def attention_kernel(
         largest = tl.sum(q * k.to(tl.float32))
         weight = 1.0
         mixed = v.to(tl.float32)
-    each = tl.cdiv(length, SPLITS * BLOCK_N) * BLOCK_N
-    end = tl.minimum(length, (split + 1) * each)
+    each = tl.cdiv(before, SPLITS * BLOCK_N) * BLOCK_N
+    end = tl.minimum(before, (split + 1) * each)
     for start in range(split * each, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         mask = (n < end)[:, None] & inside[None, :]
@@ -289,3 +317,73 @@ def advance_kernel(
         tl.store(ids + row, token)
         tl.store(chosen + length * rows + row, token)
     tl.store(lengths + row, length + 1)
+
+
+@triton.jit
+def draft_kernel(
+    best,  # [rows, programs] of the last row's pass
+    where,
+    lengths,  # of that pass; this ROW's is the drafted token's place, less one
+    ids,  # [1], of the next pass of the draft
+    next_lengths,  # [1]
+    verified,  # [T], tokens that will be verified; the first stands at
+    start,
+    programs,
+    ROW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The most likely token is drafted: it goes into the next pass, and to its place among those to be verified."""
+    _wait(PDL)
+    n = tl.arange(0, BLOCK_N)
+    values = tl.load(best + ROW * programs + n, mask=n < programs, other=float("-inf"))
+    token = tl.load(where + ROW * programs + tl.argmax(values, axis=0))
+    place = tl.load(lengths + ROW) + 1
+    tl.store(ids, token)
+    tl.store(next_lengths, place)
+    tl.store(verified + place - tl.load(start), token)
+
+
+@triton.jit
+def accept_kernel(
+    best,  # [T, programs], of the verified tokens
+    where,
+    ids,  # [T]: the last token, and what was drafted after it
+    lengths,  # [BLOCK_T]
+    pair,  # [2]: the last two tokens, for the draft
+    pair_lengths,
+    verdict,  # [T + 1]: how many drafted tokens were kept, and the most likely token after each verified one
+    tops,  # [T]: their logits
+    programs,
+    T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Keep drafted tokens while they are the most likely ones, and one more; the next round begins after it."""
+    _wait(PDL)
+    n = tl.arange(0, BLOCK_N)
+    length = tl.load(lengths)
+    last = tl.load(ids)
+    before = last
+    kept = tl.full([], 0, tl.int64)
+    agreed = tl.full([], 1, tl.int1)
+    for t in tl.static_range(T):
+        values = tl.load(best + t * programs + n, mask=n < programs, other=float("-inf"))
+        token = tl.load(where + t * programs + tl.argmax(values, axis=0))
+        tl.store(verdict + t + 1, token)
+        tl.store(tops + t, tl.max(values))
+        before = tl.where(agreed, last, before)
+        last = tl.where(agreed, token, last)
+        if t + 1 < T:
+            agreed = agreed & (tl.load(ids + t + 1) == token)
+            kept += agreed.to(tl.int64)
+    length += kept + 1
+    tl.debug_barrier()  # all have read what is now written over
+    tl.store(verdict, kept)
+    tl.store(ids, last)
+    tl.store(lengths + tl.arange(0, BLOCK_T), length + tl.arange(0, BLOCK_T))
+    tl.store(pair, before)
+    tl.store(pair + 1, last)
+    tl.store(pair_lengths, length - 1)
+    tl.store(pair_lengths + 1, length)

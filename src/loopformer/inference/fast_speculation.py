@@ -1,0 +1,208 @@
+"""Greedy self-speculation on the GPU: a whole round, drafted and verified, is one replayed CUDA graph.
+
+speculator = Speculator(model, Trajectory.uniform(8), Draft(Trajectory.uniform(2), length=4))
+first = int(model.head(speculator.prefill(prompt)).argmax())
+for verdict in speculator.follow(first, count=64): ...       # verdict.tokens: what was kept, and one more
+
+One sequence at a time. A round drafts `length` tokens with decoders along the short trajectory and verifies them as
+that many more rows of a decoder along the full one (decoder.py); the device itself finds out what is kept and where
+the next round begins, and the host reads that once a round. Tokens are those of `Decoder.greedy` along the full
+trajectory, up to rounding: products of several rows round otherwise than those of one, so where the two most likely
+tokens are equal but for that, either may be chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from loopformer.config import require
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.inference import kernels
+from loopformer.inference.decoder import MOST_INT8_ROWS, Decoder, Tuning, record
+from loopformer.inference.generate import Event, Request, Result, RowState
+from loopformer.inference.quantise import Weights, plain
+from loopformer.inference.speculative import LONGEST, Draft, Report, best_length
+from loopformer.model import LoopedLM
+from loopformer.trajectory import Trajectory
+
+MOST_TOGETHER = 16  # tokens that are verified at once
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a round gave: the drafted tokens that were kept and one more, and their log-probabilities."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    drafted: int
+
+
+class Speculator:
+    """One sequence along a trajectory, drafted along another; the graph of a round for each length of a draft."""
+
+    def __init__(
+        self,
+        model: LoopedLM,
+        route: Trajectory,
+        draft: Draft,
+        weights: Weights | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        require(draft.passes is None, "With fast a draft follows a whole trajectory; leave its passes out.")
+        self._weights = weights or plain(model)
+        most = (MOST_INT8_ROWS if self._weights.int8 else MOST_TOGETHER) - 1
+        what = "int8 weights draft" if self._weights.int8 else "With fast a draft has"
+        require((draft.length or 1) <= most, f"{what} at most {most} tokens, got {draft.length}; draft fewer.")
+        self.model, self.route, self.draft, self._tuning = model, model.route(route), draft, tuning
+        self.longest = draft.length or min(LONGEST, most)
+        self._full, self._short = model.cache(self.route, 1), model.cache(model.route(draft.trajectory), 1)
+        # A draft that was kept whole leaves its last token unrun, so the first pass of the next runs two tokens.
+        self._pair, self._next = self._drafter(2), self._drafter(1)
+        like = self._pair.ids
+        self._ids, self._lengths = like.new_zeros(MOST_TOGETHER), like.new_zeros(MOST_TOGETHER)
+        self._verdict = like.new_zeros(MOST_TOGETHER + 1)
+        self._tops, self._logprobs = (torch.zeros(MOST_TOGETHER, device=like.device) for _ in range(2))
+        self._verifiers: dict[int, Decoder] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._prompt: tuple[int, ...] = ()
+
+    @torch.no_grad()
+    def prefill(self, prompt: Sequence[int]) -> Tensor:
+        """Run a new prompt along both trajectories: hidden [D] of its last token along the full one."""
+        self._prompt = tuple(prompt)
+        ids = torch.tensor([self._prompt], device=self._ids.device)
+        for cache in (self._short, self._full):
+            cache.lengths = [0]
+            hidden = self.model.extend(ids, cache)
+        return hidden[0, -1]
+
+    @torch.no_grad()
+    def follow(self, token: int, count: int) -> Iterator[Verdict]:
+        """Follow the most likely tokens after the prompt and `token`: `count` of them or a few more, or fewer where
+        the context ends."""
+        length, said = len(self._prompt), 0  # tokens in the cache: all but the last
+        self._pair.ids.copy_(torch.tensor([self._prompt[-1], token]))
+        self._pair.lengths.copy_(torch.tensor([length - 1, length]))
+        self._ids[0] = token
+        self._lengths.copy_(length + torch.arange(MOST_TOGETHER))
+        rate = 0.7  # as in speculative.py
+        going = said < count and length < self._full.capacity
+        if going:
+            drafted = self._start(length, rate)
+        while going:
+            kept, *tokens = self._verdict.tolist()
+            verdict = Verdict(tokens[: kept + 1], self._logprobs[: kept + 1].tolist(), drafted)
+            rate += 0.1 * (kept / max(1, drafted) - rate)
+            length, said = length + kept + 1, said + kept + 1
+            going = said < count and length < self._full.capacity
+            if going:  # the device goes on while the text of this round is made
+                drafted = self._start(length, rate)
+            yield verdict
+
+    def _start(self, length: int, rate: float) -> int:
+        """Begin a round after so many tokens; how many it drafts. Near the end of the context it drafts none."""
+        drafted = self.draft.length or best_length(self.model, self.draft, self.route.budget, rate)
+        drafted = min(drafted, self.longest) if length + self.longest < self._full.capacity else 0
+        if self._ids.device.type != "cuda":  # Triton's interpreter
+            self._round(drafted)
+            return drafted
+        if drafted not in self._graphs:
+            self._verifier(drafted + 1)
+            state = [self._ids, self._lengths, self._pair.ids, self._pair.lengths]
+            self._graphs[drafted] = record(lambda: self._round(drafted), state)
+        self._graphs[drafted].replay()
+        return drafted
+
+    def _round(self, drafted: int) -> None:
+        """Launch every kernel of a round."""
+        for number in range(drafted):
+            self._draft_one(self._next if number else self._pair)
+        verifier = self._verifier(drafted + 1)
+        verifier.run()
+        programs = verifier.best.shape[1]
+        kernels.accept_kernel[(1,)](
+            verifier.best,
+            verifier.where,
+            self._ids,
+            self._lengths,
+            self._pair.ids,
+            self._pair.lengths,
+            self._verdict,
+            self._tops,
+            programs,
+            T=drafted + 1,
+            BLOCK_N=triton.next_power_of_2(programs),
+            BLOCK_T=MOST_TOGETHER,
+            **verifier.launch,
+        )
+        total = verifier.logits[:, : self.model.config.vocab].logsumexp(-1)
+        torch.sub(self._tops[: drafted + 1], total, out=self._logprobs[: drafted + 1])
+
+    def _draft_one(self, decoder: Decoder) -> None:
+        """Run a decoder and draft what its last row says."""
+        decoder.run()
+        programs = decoder.best.shape[1]
+        kernels.draft_kernel[(1,)](
+            decoder.best,
+            decoder.where,
+            decoder.lengths,
+            self._next.ids,
+            self._next.lengths,
+            self._ids,
+            self._lengths,
+            programs,
+            ROW=decoder.rows - 1,
+            BLOCK_N=triton.next_power_of_2(programs),
+            **decoder.launch,
+        )
+
+    def _drafter(self, rows: int) -> Decoder:
+        route = self.model.route(self.draft.trajectory)
+        return Decoder(self.model, route, rows, self._weights, self._tuning, together=self._short)
+
+    def _verifier(self, rows: int) -> Decoder:
+        """One for each number of rows; they share the tokens, their places and the cache."""
+        if rows not in self._verifiers:
+            made = Decoder(self.model, self.route, rows, self._weights, self._tuning, together=self._full)
+            made.ids, made.lengths = self._ids[:rows], self._lengths[:rows]
+            self._verifiers[rows] = made
+        return self._verifiers[rows]
+
+
+@torch.no_grad()
+def speculate_one_by_one(
+    model: LoopedLM,
+    speculator: Callable[[Trajectory], Speculator],
+    tokenizer: Tokenizer,
+    requests: Sequence[Request],
+    show: Callable[[Event], object] = lambda event: None,
+) -> tuple[list[Result], Report]:
+    """Run greedy requests to their ends, one after the other, each with the speculator of its trajectory."""
+    for request in requests:
+        require(
+            request.sampling.most_likely,
+            "fast with a draft is greedy: leave out temperature and repetition penalty, or fast.",
+        )
+    rows = [RowState(number, request, tokenizer, model.config) for number, request in enumerate(requests)]
+    results: list[Result] = []
+    drafted = accepted = verifications = 0
+    for row in rows:
+        one = speculator(row.route)
+        event = row.take(model.head(one.prefill(row.request.prompt))[: model.config.vocab])
+        show(event)
+        verdicts = one.follow(row.ids[-1], row.request.max_tokens - 1)
+        while event.result is None:
+            verdict, used = next(verdicts), 0
+            while event.result is None and used < len(verdict.tokens):
+                event = row.note(verdict.tokens[used], verdict.logprobs[used])
+                show(event)
+                used += 1
+            drafted, verifications = drafted + verdict.drafted, verifications + 1
+            accepted += min(used, len(verdict.tokens) - 1)
+        results.append(event.result)
+    return results, Report(drafted, accepted, verifications, sum(len(result.ids) for result in results))
