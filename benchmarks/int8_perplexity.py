@@ -43,7 +43,7 @@ def rounded(model: LoopedLM) -> LoopedLM:
         for part, weight in zip(parts, four, strict=True):
             part.weight.copy_(weight.dequantised())
     other.__class__ = Rounded
-    other.rounded_head = weights.head.dequantised()
+    other.rounded_head = weights.head.dequantised().to(model.tokens.weight.dtype)
     return other
 
 
