@@ -47,7 +47,7 @@ def test_budgets_are_sorted_and_each_once() -> None:
     assert read_budgets("4,1,4") == (1, 4)
     assert read_budgets(None) is None
     for wrong in ("", "many", "1,,2", "0,1"):
-        with pytest.raises(LoopformerError, match="loops"):
+        with pytest.raises(LoopformerError, match="such as 1,2,4"):
             read_budgets(wrong)
 
 

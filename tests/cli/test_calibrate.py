@@ -73,7 +73,11 @@ def test_calibrate_then_generate(run: Run, tmp_path: Path) -> None:
         (("--mean-budget", "nan"), 2, "must lie in 1 to 4"),
         (("--mean-budget", "2", "--text", "short.txt"), 2, "windows of 16 tokens, but 4 are needed"),
         (("--mean-budget", "2", "--text", "nothing.txt"), 1, "no file, folder or text"),
-        (("--mean-budget", "2", "--choices", "1;2"), 2, "--choices takes depths such as 1,2,4"),
+        (
+            ("--mean-budget", "2", "--choices", "1;2"),
+            2,
+            "--choices takes whole numbers of 1 or more, such as 1,2,4",
+        ),
         (("--mean-budget", "2", "--measure", "entropi"), 2, "did you mean entropy"),
         (("--mean-budget", "2", "--fill", "guess"), 2, "valid are exact, copy"),
         (("--mean-budget", "2", "--out", "text.txt"), 1, "text.txt"),

@@ -84,7 +84,7 @@ def test_the_best_schedule_is_found_saved_and_used(model: str, text: str, tmp_pa
     ("words", "sentence"),
     [
         (["--budgets", "5"], "Budget 5 is above the model's 4 loops"),
-        (["--budgets", "1,x"], "--budgets takes numbers of loops such as 1,2,4, not '1,x'"),
+        (["--budgets", "1,x"], "--budgets takes whole numbers of 1 or more, such as 1,2,4, not '1,x'"),
         (["--trajectory", "a-b"], "Cannot read 'a-b' as a trajectory"),
         (["--budgets", "2", "--schedule", "best"], "No best schedule of budget 2 is saved"),
         (["--stride", "17"], "--stride must be 1 to the window of 16, got 17"),

@@ -101,15 +101,12 @@ def _routes(
     budgets: str | None, trajectories: Sequence[str], models: "dict[str, ModelConfig]"
 ) -> "list[Trajectory | None]":
     """What every model is to follow; None is each one's full trajectory. Too long for one of them is refused."""
-    from loopformer.config import require
+    from loopformer.config import whole_numbers
     from loopformer.errors import LoopformerError
     from loopformer.trajectory import Trajectory, resolve
 
-    asked = [] if budgets is None else [part.strip() for part in budgets.split(",")]
-    require(
-        all(part.isdigit() for part in asked), f"--budgets takes numbers of loops such as 1,2,4, not {budgets!r}."
-    )
-    routes = [Trajectory.parse(text) for text in [*asked, *trajectories]]
+    asked = [] if budgets is None else whole_numbers(budgets, "--budgets")
+    routes = [*(Trajectory.uniform(budget) for budget in asked), *(Trajectory.parse(text) for text in trajectories)]
     for name, config in models.items():
         for route in routes:
             try:

@@ -36,14 +36,16 @@ def decode(
     from loopformer.benchmark.decode import CHOICES
     from loopformer.benchmark.decode import decode as measure
     from loopformer.benchmark.decode_paths import absent
-    from loopformer.config import require
+    from loopformer.config import require, whole_numbers
 
     lm = _model(model, device, dtype)
     config = lm.config
-    chosen = _numbers(budgets, sorted({config.loops, max(1, config.loops // 2), max(1, config.loops // 4)}))
+    chosen = sorted({config.loops, max(1, config.loops // 2), max(1, config.loops // 4)})
+    if budgets is not None:
+        chosen = whole_numbers(budgets, "--budgets")
     for budget in chosen:
         lm.route(budget)
-    lengths = _numbers(contexts, [config.context // 2])
+    lengths = [config.context // 2] if contexts is None else whole_numbers(contexts, "--contexts")
     require(tokens >= 1, f"--tokens must be 1 or more, got {tokens}.")
     require(
         max(lengths) + tokens <= config.context,
@@ -66,7 +68,7 @@ def decode(
             f"{row['tflops']:7.3f} TFLOP/s{mfu}  {row['gb_per_second']:7.1f} GB/s (MBU {row['mbu']:.1%}){memory}"
         )
 
-    found = measure(lm, chosen, _numbers(batches, [1]), lengths, tokens, int8, ways, say)
+    found = measure(lm, chosen, whole_numbers(batches, "--batches"), lengths, tokens, int8, ways, say)
     _finish({**found, "model": model}, out)
 
 
@@ -130,6 +132,7 @@ def memory(
     """
     from loopformer.benchmark.memory import memory as measure
     from loopformer.cli.info import config_of
+    from loopformer.config import whole_numbers
     from loopformer.training.distributed import choose_device
 
     def say(row: dict[str, Any]) -> None:
@@ -137,7 +140,7 @@ def memory(
         typer.echo(f"{row['path']:23s} micro-batch {row['micro_batch']:<4d} {peak}")
 
     config = config_of(model, None, None)
-    found = measure(config, _numbers(micro_batches, [12]), choose_device(device), say)
+    found = measure(config, whole_numbers(micro_batches, "--micro-batches"), choose_device(device), say)
     _finish({**found, "model": model}, out)
 
 
@@ -161,20 +164,6 @@ def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
     else:
         model = load(name).model
     return lay_out(model.to(place, DTYPES[wanted])).eval()
-
-
-def _numbers(given: str | None, otherwise: list[int]) -> list[int]:
-    from loopformer.errors import LoopformerError
-
-    if given is None:
-        return otherwise
-    try:
-        found = [int(part) for part in given.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise LoopformerError(f"Give whole numbers of 1 or more such as 1,2,4, not {given!r}.")
-    return found
 
 
 def _finish(report: dict[str, Any], out: Path | None) -> None:

@@ -44,7 +44,7 @@ def calibrate(
 
     Example: loopformer calibrate --model runs/mine --mean-budget 2.5 --out runs/mine/adaptive
     """
-    from loopformer.config import require
+    from loopformer.config import require, whole_numbers
     from loopformer.evaluation.calibrate import Wanted
     from loopformer.evaluation.calibrate import calibrate as run
     from loopformer.evaluation.calibration import draw, plain, save
@@ -54,7 +54,8 @@ def calibrate(
     from loopformer.lm import load
     from loopformer.training.distributed import choose_device
 
-    wanted = Wanted(mean_budget, mode, measure, fill, count, _numbers(choices), copy_tokens)
+    depths = None if choices is None else tuple(whole_numbers(choices, "--choices"))
+    wanted = Wanted(mean_budget, mode, measure, fill, count, depths, copy_tokens)
     require(windows >= 1, f"--windows must be 1 or more, got {windows}.")
     started = time.perf_counter()
     lm = load(model).to(choose_device(device))
@@ -84,15 +85,6 @@ def calibrate(
         typer.echo(json.dumps(content))
     else:
         _show(content, files)
-
-
-def _numbers(choices: str | None) -> tuple[int, ...] | None:
-    from loopformer.errors import LoopformerError
-
-    try:
-        return None if choices is None else tuple(int(part) for part in choices.split(","))
-    except ValueError as error:
-        raise LoopformerError(f"--choices takes depths such as 1,2,4, not {choices!r}.") from error
 
 
 def _check_folder(out: Path) -> None:

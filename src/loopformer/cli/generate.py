@@ -187,15 +187,11 @@ def _stream(
 
 def _compare(lm: "LM", text: str, compare: str, options: dict[str, Any], as_json: bool) -> None:
     """The same prompt at several budgets: continuation, time per token, perplexity of the prompt."""
-    from loopformer.errors import LoopformerError
+    from loopformer.config import whole_numbers
     from loopformer.inference.budget import milliseconds_per_token
 
-    try:
-        budgets = [int(part) for part in compare.split(",")]
-    except ValueError as error:
-        raise LoopformerError(f"--compare takes budgets such as 1,2,4, not {compare!r}.") from error
     rows = []
-    for budget in budgets:
+    for budget in whole_numbers(compare, "--compare"):
         result = lm.generate(text, budget=budget, **options)
         (scored,) = lm.score([text], budget=budget)
         milliseconds = milliseconds_per_token(lm.model, budget, lm.requests([text])[0].prompt)

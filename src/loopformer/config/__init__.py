@@ -17,7 +17,7 @@ from loopformer.config.run import (
     run_to_yaml,
     with_expected_vocab,
 )
-from loopformer.config.schema import check_types, from_mapping, nearest, require
+from loopformer.config.schema import check_types, from_mapping, nearest, require, whole_numbers
 
 __all__ = [
     "Conditioning",
@@ -36,5 +36,6 @@ __all__ = [
     "require",
     "run_from_mapping",
     "run_to_yaml",
+    "whole_numbers",
     "with_expected_vocab",
 ]

@@ -22,6 +22,16 @@ def require(condition: bool, sentence: str) -> None:
         raise LoopformerError(sentence)
 
 
+def whole_numbers(given: str, option: str) -> list[int]:
+    """Numbers of 1 or more in an option's text, such as 1,2,4."""
+    try:
+        found = [int(part) for part in given.split(",")]
+    except ValueError:
+        found = [0]
+    require(min(found) >= 1, f"{option} takes whole numbers of 1 or more, such as 1,2,4, not {given!r}.")
+    return found
+
+
 def from_mapping(cls: type[T], values: Any, where: str) -> T:
     """Build a settings dataclass from plain data; an unknown key names the nearest valid one."""
     if not isinstance(values, Mapping):

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loopformer.config import nearest, require
-from loopformer.errors import LoopformerError
+from loopformer.config import nearest, require, whole_numbers
 from loopformer.evaluation.best import scheduled
 from loopformer.evaluation.store import Store, weights_hash
 from loopformer.lm import LM, load
@@ -53,11 +52,6 @@ class Subject:
         """Budgets such as "1,2,4" at uniform or best schedules, and trajectories; 1, L/4, L/2 and L by default."""
         numbers = [] if trajectories else validation_budgets(self.model.config.loops)
         if budgets is not None:
-            try:
-                numbers = [int(part) for part in budgets.split(",")]
-            except ValueError as error:
-                raise LoopformerError(
-                    f"--budgets takes numbers of loops such as 1,2,4, not {budgets!r}."
-                ) from error
+            numbers = whole_numbers(budgets, "--budgets")
         found = [scheduled(self.source, self.model, number, schedule, self.weights) for number in numbers]
         return list(dict.fromkeys([*found, *(self.model.route(one) for one in trajectories)]))

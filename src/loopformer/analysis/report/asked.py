@@ -11,8 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from loopformer.analysis.names import model_names, short_path
-from loopformer.config import ModelConfig, nearest, require
-from loopformer.errors import LoopformerError
+from loopformer.config import ModelConfig, nearest, require, whole_numbers
 from loopformer.evaluation.loglikelihood import BATCH_TOKENS
 from loopformer.evaluation.text import default_text
 from loopformer.training.validation import validation_budgets
@@ -122,12 +121,7 @@ def read_budgets(given: str | None) -> tuple[int, ...] | None:
     """Loops such as 1,2,4, in order and each once."""
     if given is None:
         return None
-    try:
-        numbers = sorted({int(part) for part in given.split(",")})
-    except ValueError as error:
-        raise LoopformerError(f"--budgets takes numbers of loops such as 1,2,4, not {given!r}.") from error
-    require(numbers[0] >= 1, f"A budget must be 1 or more loops, got {numbers[0]}.")
-    return tuple(numbers)
+    return tuple(sorted(set(whole_numbers(given, "--budgets"))))
 
 
 def read_skip(given: str | None) -> frozenset[str]:
