@@ -69,6 +69,7 @@ def test_the_command_prints_json_last_and_writes_it(tiny: ModelConfig, tmp_path:
         (["decode", "--tokens", "2", "--paths", "fused"], "fused: it needs a CUDA device"),
         (["train", "--dtype", "float16"], "bfloat16 or float32"),
         (["train", "--paths", "fast"], "no path 'fast' of training"),
+        (["train", "--paths", "fused fp8"], "measured with --dtype bfloat16"),
         (["train", "--micro-batch", "0"], "must be 1 or more"),
         (["memory"], "is measured on a GPU"),
     ],

@@ -26,6 +26,7 @@ from loopformer.config import ModelConfig, ObjectiveConfig, nearest, require
 from loopformer.inference.budget import wait
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
+from loopformer.training.fused.choice import obstacle
 from loopformer.training.fused.elementwise import Numbers
 from loopformer.training.objective import Divisors, Objective
 from loopformer.trajectory import Trajectory
@@ -47,9 +48,13 @@ def train(
 ) -> dict[str, Any]:
     """Measure every path, with both routes and with the full one alone; `say` gets each row as it comes."""
     low = dtype == "bfloat16"
-    chosen = usual_paths(device, low) if paths is None else paths
+    chosen = usual_paths(config, device, low) if paths is None else paths
     for path in chosen:
         require(path in CHOICES, f"There is no path {path!r} of training; {nearest(path, list(CHOICES))}")
+        fp8 = path == "fused fp8"
+        require(low or not fp8, "fused fp8 is measured with --dtype bfloat16, which the rest of it runs in.")
+        why = obstacle(config, device, fp8) if path.startswith("fused") else None
+        require(why is None, f"{path} cannot be measured: {why}.")
     machine = describe(device)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab, (micro_batch, config.context + 1), generator=generator).to(device)
@@ -74,13 +79,12 @@ def train(
     return {"benchmark": "train", **machine, "dtype": dtype, "rows": rows}
 
 
-def usual_paths(device: torch.device, low: bool) -> list[str]:
+def usual_paths(config: ModelConfig, device: torch.device, low: bool) -> list[str]:
     """Those that make sense on a device."""
-    found = ["naive", "plain"]
-    if device.type == "cuda":
-        found = ["naive", "compiled", *(["fused"] if low and find_spec("triton") else [])]
-        if low and torch.cuda.get_device_capability(device) >= (8, 9) and find_spec("triton"):
-            found.append("fused fp8")
+    found = ["naive", "compiled" if device.type == "cuda" else "plain"]
+    if device.type == "cuda" and low:
+        ways = {"fused": False, "fused fp8": True}
+        found += [path for path, fp8 in ways.items() if obstacle(config, device, fp8) is None]
     return [*found, *(["transformers"] if find_spec("transformers") else [])]
 
 

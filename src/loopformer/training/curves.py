@@ -33,7 +33,7 @@ def draw_curves(run: Path) -> str | None:
     left.set(xlabel="optimizer step", ylabel="cross-entropy", title="training")
     left.legend()
     for name in _budgets(tested):
-        perplexity = [math.exp(min(record[name], 30)) for record in tested]
+        perplexity = [math.nan if record[name] is None else math.exp(min(record[name], 30)) for record in tested]
         right.plot(
             [r["step"] for r in tested], perplexity, marker="o", label=f"M = {name.removeprefix('loss_at_')}"
         )

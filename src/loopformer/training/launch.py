@@ -32,6 +32,7 @@ FREE = {
         "steps",
         "micro_batch",
         "device",
+        "dtype",
         "fused",
         "compile",
         "checkpoint_loops",

@@ -15,6 +15,7 @@ import torch
 
 from loopformer.config import RunConfig
 from loopformer.model.cost import Cost
+from loopformer.training.fused.products import TOGETHER
 from loopformer.training.routes import largest_piece
 
 PEAK_BF16_TFLOPS = {"H200": 989, "H100": 989, "GH200": 989, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165}
@@ -86,12 +87,16 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1, fused: bool =
     low = training.dtype != "float32"
     # Kept per token and block: inputs of norms, attention and products. Calibrated against measured peaks.
     per_block = (28 * config.width + 4 * config.ffn) if low else (48 * config.width + 8 * config.ffn)
+    waiting = 0
     if fused:  # two states, what four products gave, attention's result; in fp8 also what went into them
-        size, factors = (2 if low else 4), (3 * config.width + config.ffn) * (training.dtype == "float8")
-        per_block = 8 * config.width + size * (6 * config.width + config.ffn) + factors
+        size, fp8, turned = (2 if low else 4), training.dtype == "float8", 2 * (config.positions == "rotary")
+        factors = (3 * config.width + config.ffn) * fp8
+        per_block = 8 * config.width + size * ((6 + turned) * config.width + config.ffn) + factors
+        # Both factors of the weight gradients of some passes; without recomputing, backward has freed more by then.
+        waiting = (TOGETHER - 1) * config.blocks * (8 * config.width + 2 * config.ffn) * fp8
     passes = config.loops + (config.loops - 1) * run.objective.short_fraction * run.objective.elastic
     if training.checkpoint_loops:
-        per_token = passes * 4 * config.width + config.blocks * per_block
+        per_token = passes * 4 * config.width + config.blocks * per_block + waiting
     else:
         per_token = passes * config.blocks * per_block
     chunk = min(run.objective.chunk, micro_batch * config.context)

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from loopformer.errors import LoopformerError, RunFailed
 from loopformer.loading import find_config, find_model
 from loopformer.model import LoopedLM
 from loopformer.training.distributed import Ranks
+from loopformer.training.fused.choice import obstacle
 from loopformer.training.fused.elementwise import Numbers
 from loopformer.training.objective import Divisors, Objective
 from loopformer.training.plan import available_bytes, estimated_micro_batch, memory_bytes, micro_batches
@@ -77,28 +77,15 @@ def fused_numbers(run: RunConfig, ranks: Ranks) -> Numbers | None:
     training, kind = run.training, ranks.device.type
     fp8 = training.dtype == "float8"
     numbers = Numbers(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
-    why = _why_not_fused(run, ranks, fp8)
+    why = obstacle(run.model, ranks.device, fp8)
+    if ranks.world > 1 and training.sharded:
+        why = "with training.strategy=fsdp weights are gathered inside the stack; use ddp"
     if training.fused is True or fp8:
         require(training.fused is not False, "training.dtype=float8 needs training.fused; set it to true or auto.")
         require(why is None, f"{'float8' if fp8 else 'training.fused'} cannot be used: {why}.")
         return numbers
     wanted = training.fused == "auto" and kind == "cuda" and training.dtype != "float32"
     return numbers if wanted and why is None else None
-
-
-def _why_not_fused(run: RunConfig, ranks: Ranks, fp8: bool) -> str | None:
-    """What is in the way of fused passes here."""
-    if ranks.world > 1 and run.training.sharded:
-        return "with training.strategy=fsdp weights are gathered inside the stack; use ddp"
-    if ranks.device.type not in ("cpu", "cuda"):
-        return f"it runs on CUDA and the CPU, not on {ranks.device.type}"
-    if ranks.device.type == "cuda" and find_spec("triton") is None:
-        return "Triton is not installed; install it"
-    if fp8 and ranks.device.type == "cuda" and torch.cuda.get_device_capability(ranks.device) < (8, 9):
-        return "this GPU has no fp8 products; use training.dtype=bfloat16"
-    if fp8 and any(getattr(run.model, name) % 16 for name in ("width", "ffn", "context")):
-        return "its products need multiples of 16 for model.width, ffn and context; use training.dtype=bfloat16"
-    return None
 
 
 def compile_step(run: RunConfig, model: LoopedLM, device: torch.device, fused: bool) -> None:
@@ -136,8 +123,8 @@ def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int)
     documents = torch.zeros_like(ids) if run.data.documents else None
     spare = None
     try:
-        # Moments are not there yet; hold their place.
-        spare = [torch.empty_like(p) for p in objective.parameters() for _ in range(2)]
+        # Moments, and gradients of the micro-batches before, are not there yet; hold their place.
+        spare = [torch.empty_like(p) for p in objective.parameters() for _ in range(3)]
         with autocast(device, run):
             losses = objective(ids, ids, documents, Divisors(1.0, 1.0), None, short, tuple(range(rows)))
         losses.total.backward()

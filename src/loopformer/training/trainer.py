@@ -59,8 +59,9 @@ class Progress:
     best_step: int | None = None
     best_loss: float | None = None
     micro_batch: int = 0
-    micro_batch_found: bool = False  # by looking for what fits, on `device`
+    micro_batch_found: bool = False  # by looking for what fits, on `device`, run in that `way`
     device: str = ""
+    way: str = ""
     world: int = 1
     threads: int = 0
     data: str = ""  # hash of the data's index
@@ -124,12 +125,15 @@ class Trainer:
         """The configured micro-batch; with `auto` the one found before, unless it was found for other devices."""
         progress, ranks, asked = self.progress, self.ranks, self.run.training.micro_batch
         place = device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
+        training = self.run.training
+        way = f"{training.dtype} fused={objective.fused is not None} checkpoint_loops={training.checkpoint_loops}"
+        now = (ranks.world, place, way)
         if isinstance(asked, int):
             progress.micro_batch = asked
-        elif not progress.micro_batch_found or (progress.world, progress.device) != (ranks.world, place):
+        elif not progress.micro_batch_found or (progress.world, progress.device, progress.way) != now:
             progress.micro_batch = choose_micro_batch(self.run, objective, ranks, self.reporter.say)
         progress.micro_batch_found = not isinstance(asked, int)
-        progress.world, progress.device = ranks.world, place
+        progress.world, progress.device, progress.way = now
 
     def _restore_progress(self, checkpoint: Path, data: TokenData) -> Progress:
         progress = Progress(**read_json(checkpoint / STATE))
@@ -245,6 +249,7 @@ class Trainer:
                     )
                 (losses.total * self.ranks.world).backward()  # the wrappers average over ranks, we sum
             terms += losses.terms
+            del losses  # its graph holds the cast weights
             flops += len(rows) * run.model.context * training_flops_per_token(run, short.budget if short else None)
         self.parallel.before_update()
         norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.training.clip))
@@ -276,9 +281,10 @@ class Trainer:
         self.reporter.record("validation", step, values)
         shown = "  ".join(f"M={budget} {math.exp(min(loss, 99)):.2f}" for budget, loss in losses.items())
         self.reporter.say(f"step {step}: validation perplexity  {shown}")
-        best = self.progress.best_loss is None or losses[budgets[-1]] < self.progress.best_loss
+        now, before = losses[budgets[-1]], self.progress.best_loss
+        best = math.isfinite(now) and (before is None or now < before)
         if best:
-            self.progress.best_step, self.progress.best_loss = step, losses[budgets[-1]]
+            self.progress.best_step, self.progress.best_loss = step, now
         return best
 
     def save(self) -> None:

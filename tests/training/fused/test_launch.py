@@ -43,6 +43,7 @@ def same(mine: Rows | Tensor, theirs: Rows | Tensor) -> None:
         same(mine.plain, theirs.plain)
     if mine.fp8 is not None:
         same(mine.scaled[1], theirs.scaled[1])
+        assert (torch.frexp(mine.scaled[1].cpu()).mantissa == 0.5).all()  # powers of two
         one, two = mine.scaled[0].cpu().float(), theirs.scaled[0].float()
         assert one.isfinite().all()
         assert ((one - two).abs() <= 0.13 * two.abs() + 0.002).all()

@@ -102,3 +102,63 @@ def test_low_precision_stays_near(tiny: ModelConfig, positions: str, device: str
         lower = far(run(model, Numbers(torch.bfloat16, fp8=True)), exact)
     assert low < 1.1 * usual
     assert low < lower < 10 * usual
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])])
+@pytest.mark.parametrize("numbers", [Numbers(torch.bfloat16), Numbers(torch.bfloat16, fp8=True)])
+def test_what_is_not_a_number_is_not_hidden(tiny: ModelConfig, numbers: Numbers, device: str) -> None:
+    """fp8 is clamped, but a step that went wrong must be seen."""
+    model = model_of(tiny, width=32, ffn=64).to(device)
+    with torch.no_grad():
+        next(iter(model.stack.each())).attention.qkv.weight[3, 5] = torch.nan
+    assert not torch.stack([gradient.norm() for gradient in run(model, numbers)]).isfinite().all()
+
+
+def test_frozen_weights_learn_nothing_and_the_rest_does(tiny: ModelConfig) -> None:
+    model = model_of(tiny)
+    expected = dict(zip([name for name, _ in model.named_parameters()], run(model, None)[1:], strict=True))
+    frozen = "stack.blocks.0.ffn.up.weight"
+    model.get_parameter(frozen).requires_grad_(False)
+    run(model, PLAIN)
+    ids = torch.randint(model.config.vocab, (4, 9), generator=torch.Generator().manual_seed(1))
+    objective = Objective(model, ObjectiveConfig(chunk=8), fused=PLAIN)
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    objective(inputs, targets, None, Divisors(32.0, 16.0), None, Trajectory.uniform(2), (1, 3)).total.backward()
+    for name, parameter in model.named_parameters():
+        if name == frozen:
+            assert parameter.grad is None
+        else:
+            torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-4)
+
+
+def test_small_gradients_keep_their_precision(tiny: ModelConfig) -> None:
+    """Losses are divided by all tokens of a step; scales of fp8 go as low."""
+    model = model_of(tiny, width=32, ffn=64)
+    stack = FusedStack(model.stack, Numbers(torch.bfloat16, fp8=True))
+    states = model(torch.arange(8)[None], stack=stack, states=True).states[-1]
+    (states.square().mean() * 2.0**-40).backward()
+    small = gradients(model)
+    model.zero_grad()
+    stack = FusedStack(model.stack, Numbers(torch.bfloat16, fp8=True))
+    model(torch.arange(8)[None], stack=stack, states=True).states[-1].square().mean().backward()
+    for mine, theirs in zip(small, gradients(model), strict=True):
+        torch.testing.assert_close(mine * 2.0**40, theirs, rtol=1e-5, atol=1e-9)
+
+
+def test_an_expanded_gradient_is_read_right(tiny: ModelConfig) -> None:
+    model = model_of(tiny)
+    ids = torch.arange(8)[None]
+    model(ids, stack=FusedStack(model.stack, PLAIN), states=True).states[-1].sum().backward()
+    mine = gradients(model)
+    model.zero_grad()
+    model(ids, states=True).states[-1].sum().backward()
+    for one, two in zip(mine, gradients(model), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-3, rtol=1e-3)
+
+
+def test_a_second_derivative_is_refused(tiny: ModelConfig) -> None:
+    model = model_of(tiny)
+    loss = model(torch.arange(8)[None], stack=FusedStack(model.stack, PLAIN)).logits.square().mean()
+    (slope,) = torch.autograd.grad(loss, [model.tokens.weight], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.backward(slope.square().sum())

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 LARGEST_FP8 = tl.constexpr(448.0)  # of e4m3
-SMALLEST_SCALE = tl.constexpr(1e-12)  # of a row of zeros
+SMALLEST_SCALE = tl.constexpr(2.0**-100)  # of a row of zeros
 
 
 @triton.jit
@@ -21,8 +21,9 @@ def _scale(bound):
 
 @triton.jit
 def _put_fp8(values, scale, place, mask):
-    """A logarithm's last bit may lift the largest value over the edge, where fp8 has only NaN."""
-    scaled = tl.minimum(tl.maximum(values * (1.0 / scale), -LARGEST_FP8), LARGEST_FP8)
+    """A logarithm's last bit may lift the largest value over the edge, beyond which fp8 has only NaN."""
+    # NaN stays NaN, so that a step that went wrong is seen.
+    scaled = tl.clamp(values * (1.0 / scale), -LARGEST_FP8, LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
     tl.store(place, scaled.to(tl.float8e4nv), mask=mask)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from loopformer.model.block import Attention, Rotary, Stack
 from loopformer.training.fused.elementwise import (
@@ -38,7 +39,8 @@ GATE_1, GATE_2, GAIN_1, GAIN_2 = range(4)  # of a block's table [4, D]
 class FusedStack:
     """The stack for one forward and backward: its weights cast, their gradients gathered.
 
-    Calling it is calling the stack. `recompute` keeps only the state between passes.
+    Calling it is calling the stack. `recompute` keeps only the state between passes. Gradients of the weights are
+    handed over by a backward that reaches them, so one that is asked for something else alone must be the last.
     """
 
     def __init__(self, stack: Stack, numbers: Numbers, recompute: bool = False) -> None:
@@ -84,12 +86,16 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: FusedStack, *weights: Tensor) -> Tensor:
         numbers = fused.numbers
-        products = [Product(weight.detach(), numbers.dtype, numbers.fp8) for weight in weights]
+        products = [
+            Product(weight.detach(), numbers.dtype, numbers.fp8, frozen=not learns)
+            for weight, learns in zip(weights, ctx.needs_input_grad[1:], strict=True)
+        ]
         fused.products = [products[start : start + 4] for start in range(0, len(products), 4)]
         ctx.products = products
         return weights[0].new_zeros(())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         return None, *(product.gradient() for product in ctx.products)
 
@@ -131,11 +137,13 @@ class _Pass(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, table = ctx.saved_tensors
         kept = ctx.kept or _forward(ctx.fused, x, table, ctx.rotary, ctx.mask)[1]
         ctx.kept = None
-        dx, dtable = _backward(ctx.fused, kept, table, dout)
+        with torch.autocast(dout.device.type, enabled=False):
+            dx, dtable = _backward(ctx.fused, kept, table, dout)
         return dx, dtable, dout.new_zeros(()), None, None, None
 
 
@@ -145,7 +153,7 @@ def _forward(
 ) -> tuple[Tensor, list[_Kept]]:
     """A pass over x [B, T, D] with table [k, 4, D], and what its backward needs."""
     numbers, shape = fused.numbers, x.shape
-    x = x.flatten(0, 1)  # [N, D]
+    x = x.flatten(0, 1).contiguous()  # [N, D]
     change: Tensor | None = None
     gate: Tensor | None = None
     kept = []
@@ -182,7 +190,7 @@ def _attend(
 def _backward(fused: FusedStack, kept: list[_Kept], table: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of x [B, T, D] and of the table [k, 4, D]; those of the weights are added to their products."""
     numbers = fused.numbers
-    dx = dout.float().flatten(0, 1)
+    dx = dout.float().flatten(0, 1).contiguous()
     sums = Sums.like(table, len(dx))
     # Where the residual stream goes on below a block: into what its predecessor added, or out of the pass.
     added = [None, *(Gated(kept[n].change_2, table[n, GATE_2], (n, GATE_2)) for n in range(len(kept)))]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
-SMALLEST_SCALE = 1e-12
+SMALLEST_SCALE = 2.0**-100  # of a row of zeros; gradients are small, since losses are divided by a step's tokens
 TOGETHER = 4  # passes whose parts of a weight's gradient are one fp8 product; a product cannot add to what is there
 
 
@@ -48,8 +48,8 @@ class Rows(NamedTuple):
 class Product:
     """x ↦ x · weightᵀ with weight [out, in], and its two gradients."""
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype, fp8: bool) -> None:
-        self.fp8 = fp8
+    def __init__(self, weight: Tensor, dtype: torch.dtype, fp8: bool, frozen: bool = False) -> None:
+        self.fp8, self.frozen = fp8, frozen
         self._grad: Tensor | None = None
         self._waiting: list[tuple[Rows, Rows]] = []
         if fp8:
@@ -65,6 +65,8 @@ class Product:
 
     def learn(self, dy: Rows, rows: Rows) -> None:
         """Add dyᵀ · rows to the weight's gradient: at once, or in fp8 with those of the next passes."""
+        if self.frozen:
+            return
         if not self.fp8:
             self._grad = add_product(self._grad, dy.values.t(), rows.values)
             return
