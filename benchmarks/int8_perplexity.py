@@ -5,6 +5,9 @@
 
 The model as it is beside one whose products and head have the values that `inference/quantise.py` rounds to, on the
 validation text. The embedding is not rounded. Runs on any device; the last line is JSON.
+
+In bfloat16 those values are rounded once more, to bfloat16, which the kernels do not do: they multiply whole
+numbers and apply the scale to the sum. What int8 alone costs is what it costs in float32.
 """
 
 import argparse

@@ -28,6 +28,7 @@ from loopformer.benchmark.machine import describe, publish
 from loopformer.config import require
 from loopformer.data.loader import validation_windows
 from loopformer.data.tokens import TokenData
+from loopformer.evaluation.subject import DTYPES
 from loopformer.inference.generate import Request, generate
 from loopformer.inference.quantise import quantised
 from loopformer.inference.speculative import Draft, speculate
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--fast", action="store_true", help="fused decoding on a GPU")
     parser.add_argument("--int8", action="store_true", help="with --fast: int8 weights, for all")
-    parser.add_argument("--dtype", default=None, help="float32, with --fast bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, help="float32, with --fast bfloat16")
     parser.add_argument("--prompts", type=int, help="16, with --fast 8")
     parser.add_argument("--prompt-tokens", type=int, help="32, with --fast 128")
     parser.add_argument("--new-tokens", type=int, help="64, with --fast 128")
@@ -53,16 +54,19 @@ def main() -> None:
 
     torch.set_num_threads(1)
     count, prompt_tokens, new_tokens = (
-        given or (fast if asked.fast else usual)
+        (fast if asked.fast else usual) if given is None else given
         for given, usual, fast in (
             (asked.prompts, 16, 8),
             (asked.prompt_tokens, 32, 128),
             (asked.new_tokens, 64, 128),
         )
     )
+    require(count >= 1 and prompt_tokens >= 1, "--prompts and --prompt-tokens must be 1 or more.")
+    require(new_tokens >= 2, f"--new-tokens must be 2 or more, as the first one is not drafted; got {new_tokens}.")
     dtype = asked.dtype or ("bfloat16" if asked.fast else "float32")
-    lm = loopformer.load(asked.model).to("cuda" if asked.fast else "cpu", getattr(torch, dtype))
+    lm = loopformer.load(asked.model).to("cuda" if asked.fast else "cpu", DTYPES[dtype])
     config = lm.model.config
+    require(config.loops >= 2, "A model of 1 loop has no shorter trajectory to draft along; take another model.")
     windows = validation_windows(TokenData.open(asked.data, "val"), prompt_tokens, count)
     prompts = [tuple(row.tolist()) for row in windows.batch(0, count).inputs]
     machine: Row = {
@@ -88,7 +92,7 @@ def main() -> None:
         "model": f"{config.blocks}x{config.loops} of width {config.width}",
         "parameters": lm.model.cost.parameters.total,
         "context": config.context,
-        "seed": 0,
+        "seed": None,
         "prompts": len(prompts),
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
@@ -126,7 +130,7 @@ def eager(lm: LM, prompts: Prompts, new_tokens: int) -> Iterator[Row]:
                 "batch": together,
                 "draft": f"first {draft.passes} of {loops}" if draft.passes else f"M = {draft.budget}",
                 "length": draft.length or "adapted",
-                "acceptance": accepted / drafted,
+                "acceptance": accepted / drafted if drafted else None,
                 "speed_up": (between - started) / (ended - between),
                 "same_texts": sum(a == b for a, b in zip(expected, got, strict=True)) / len(got),
             }
@@ -167,7 +171,7 @@ def fused(lm: LM, prompts: Prompts, new_tokens: int, int8: bool) -> Iterator[Row
         expected, filled, decoded = _timed(prompts, fill, greedy)
         tokens = len(prompts) * (new_tokens - 1)
         yield {"path": "plain", "budget": loops, "tokens_per_second": tokens / decoded}
-        for length in (1, 2, 3) if int8 else (2, 4, 6):
+        for length in (2, 4, 6):
             speculator = Speculator(model, full, Draft(Trajectory.uniform(budget), length), weights)
             _timed(prompts[:1], fill_both, speculated)  # compiles
             kept.clear()
@@ -177,7 +181,7 @@ def fused(lm: LM, prompts: Prompts, new_tokens: int, int8: bool) -> Iterator[Row
                 "path": "speculation",
                 "draft": budget,
                 "length": length,
-                "acceptance": accepted / max(1, drafted),
+                "acceptance": accepted / drafted if drafted else None,
                 "tokens_per_round": (accepted + len(kept)) / len(kept),
                 "tokens_per_second": tokens / speculating,
                 "speed_up": decoded / speculating,

@@ -45,12 +45,12 @@ class LM:
     model: LoopedLM
     tokenizer: Tokenizer | None = None
     default: Trajectory | None = None  # what is followed where a call does not say; None is the full one
-    _fast: Fast | None = field(default=None, repr=False)  # made when first asked for
+    _fast: dict[bool, Fast] = field(default_factory=dict, repr=False)  # by int8; made when first asked for
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
         """Move the model, in place, to a device and dtype."""
         lay_out(self.model.to(device=device, dtype=dtype))
-        self._fast = None
+        self._fast = {}
         return self
 
     @overload
@@ -70,6 +70,7 @@ class LM:
 
         Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed;
         fast=True replays fused kernels as a CUDA graph, compiled at first use; without a GPU it changes nothing;
+        int8=True goes with it and reads int8 copies of the weights, which needs a GPU (see inference/quantise.py);
         draft=Draft(…) drafts tokens along a shorter trajectory and verifies them (see inference/speculative.py),
         with fast=True on a GPU greedily and one prompt after the other (see inference/fast_speculation.py);
         adaptive=TokenPolicy(…) or PromptPolicy(…) chooses depth by certainty (see inference/adaptive.py).
@@ -77,21 +78,22 @@ class LM:
         require(isinstance(prompt, Iterable), f"A prompt is text, or a list of texts; got {prompt!r}.")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         draft: Draft | None = options.pop("draft", None)
-        fast: bool = options.pop("fast", False)
+        fast, int8 = _speed(options)
         policy: Policy | None = options.pop("adaptive", None)
         require(isinstance(draft, Draft | None), f"draft takes a Draft(Trajectory.uniform(1), …), not {draft!r}.")
         require(isinstance(policy, Policy | None), f"adaptive takes a TokenPolicy or PromptPolicy, not {policy!r}.")
         given = sum(one is not None for one in (draft, budget, trajectory))
         require(policy is None or not given, "Give an adaptive policy, or a draft, budget or trajectory; not both.")
+        require(policy is None or not (fast or int8), "adaptive goes without fast and int8; leave them out.")
         requests = self.requests(prompts, budget, trajectory, **options)
         if not requests:
             return []
         if draft is not None:
-            ordered, _ = self.speculate(requests, draft, fast)
+            ordered, _ = self.speculate(requests, draft, fast, int8=int8)
         elif policy is not None:
             ordered, _ = generate_adaptive(self.model, self.need_tokenizer(), requests, policy)
         else:
-            events = self.events(requests, fast)
+            events = self.events(requests, fast, int8)
             results = {event.row: event.result for event in events if event.result is not None}
             ordered = [results[row] for row in range(len(prompts))]
         return ordered[0] if isinstance(prompt, str) else ordered
@@ -100,16 +102,16 @@ class LM:
         self, prompt: str, budget: Budget = None, trajectory: Schedule = None, **options: Any
     ) -> Iterator[str]:
         """Continue a prompt and give its text piece by piece, whole characters each."""
-        fast: bool = options.pop("fast", False)
+        for name in ("draft", "adaptive"):
+            require(name not in options, f"stream takes no {name}; generate does.")
+        fast, int8 = _speed(options)
         requests = self.requests([prompt], budget, trajectory, **options)
-        return (event.piece for event in self.events(requests, fast) if event.piece)
+        return (event.piece for event in self.events(requests, fast, int8) if event.piece)
 
-    def events(self, requests: Sequence[Request], fast: bool = False) -> Iterator[Event]:
-        """Run requests together; see inference/generate.py, and inference/fast.py for `fast`."""
-        if not fast or not Fast.ready(self.model):
-            return generate(self.model, self.need_tokenizer(), requests)
-        self._fast = self._fast or Fast(self.model)
-        return self._fast.generate(self.need_tokenizer(), requests)
+    def events(self, requests: Sequence[Request], fast: bool = False, int8: bool = False) -> Iterator[Event]:
+        """Run requests together; see inference/generate.py, and inference/fast.py for `fast` and `int8`."""
+        path, tokenizer = self._fast_path(fast, int8), self.need_tokenizer()
+        return path.generate(tokenizer, requests) if path else generate(self.model, tokenizer, requests)
 
     def speculate(
         self,
@@ -117,12 +119,29 @@ class LM:
         draft: Draft,
         fast: bool = False,
         show: Callable[[Event], object] = lambda event: None,
+        int8: bool = False,
     ) -> tuple[list[Result], Report]:
         """Run requests with a draft; `show` gets the events as they come."""
-        if not fast or not Fast.ready(self.model):
-            return speculate(self.model, self.need_tokenizer(), requests, draft, show)
-        self._fast = self._fast or Fast(self.model)
-        return self._fast.speculate(self.need_tokenizer(), requests, draft, show)
+        for budget in {request.trajectory.budget for request in requests}:
+            require(
+                draft.budget < budget,
+                f"A draft at budget {draft.budget} gains nothing for a text at budget {budget}; take fewer loops.",
+            )
+        path, tokenizer = self._fast_path(fast, int8), self.need_tokenizer()
+        if path:
+            return path.speculate(tokenizer, requests, draft, show)
+        return speculate(self.model, tokenizer, requests, draft, show)
+
+    def _fast_path(self, fast: bool, int8: bool) -> Fast | None:
+        """The fused path, if it is asked for and can run here."""
+        require(fast or not int8, "int8 goes with fast; ask for both.")
+        ready = fast and Fast.ready(self.model)
+        require(ready or not int8, "int8 needs a CUDA device and Triton; leave it out.")
+        if not ready:
+            return None
+        if int8 not in self._fast:
+            self._fast[int8] = Fast(self.model, int8)
+        return self._fast[int8]
 
     def score(self, texts: Sequence[str], budget: Budget = None, trajectory: Schedule = None) -> list[Score]:
         """Log-probabilities of texts, token by token."""
@@ -172,6 +191,11 @@ class LM:
         if self.tokenizer is None:
             raise LoopformerError("This model came without a tokenizer; put its tokenizer.json beside its weights.")
         return self.tokenizer
+
+
+def _speed(options: dict[str, Any]) -> tuple[bool, bool]:
+    """Take fast and int8 out of the options."""
+    return options.pop("fast", False), options.pop("int8", False)
 
 
 def load(source: str | Path) -> LM:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from loopformer import LoopedLM
 from loopformer.benchmark.decode import FIGURES, decode
-from loopformer.benchmark.decode_paths import PATHS, absent, gpt2
+from loopformer.benchmark.decode_paths import PATHS, absent, gpt2, left_out, most_int8_rows
 from loopformer.config import ModelConfig
 
 GPU = torch.cuda.is_available()
@@ -93,6 +93,13 @@ def test_what_is_not_installed_is_named(tiny: ModelConfig, monkeypatch: pytest.M
     assert [row["path"] for row in report["rows"]] == ["plain"]
 
 
+def test_int8_that_is_not_measured_is_named(tiny: ModelConfig) -> None:
+    model = LoopedLM(tiny).eval()
+    report = decode(model, [4], [1], [8], tokens=2, int8=True, paths=["plain"])
+    assert report["left_out"] == {"fused int8": "it needs the path fused"}
+    assert "CUDA device" in left_out(model, ["plain", "fused"], True, [1])["fused int8"]
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
 def test_on_a_gpu_every_path_has_its_memory_and_fused_chooses_the_plain_tokens(tiny: ModelConfig) -> None:
@@ -103,3 +110,8 @@ def test_on_a_gpu_every_path_has_its_memory_and_fused_chooses_the_plain_tokens(t
     report = decode(model.bfloat16(), [4], [1, 8], [8], tokens=2, int8=True)
     assert {"naive", "plain", "fused", "fused int8"} <= {row["path"] for row in report["rows"]}
     assert all(row["peak_gib"] > 0 for row in report["rows"])
+    assert report["left_out"] == absent(model, ["transformers"])
+    most = most_int8_rows()
+    report = decode(model, [4], [1, most + 1], [8], tokens=2, int8=True, paths=["fused"])
+    assert [row["batch"] for row in report["rows"] if row["path"] == "fused int8"] == [1]
+    assert f"at most {most} rows, so not {most + 1}" in report["left_out"]["fused int8"]

@@ -22,6 +22,7 @@ CASES: list[tuple[Positions, Conditioning, int, str]] = [
     ("learned", "trajectory", 6, "2-1-1"),
     ("rotary", "none", 5, "4"),
     ("learned", "index", 3, "3"),
+    ("rotary", "trajectory", 18, "2"),
 ]
 
 
@@ -84,24 +85,26 @@ def test_a_token_equals_the_plain_path(
                 texts[row].append(token)
 
 
-def test_int8_is_what_its_bytes_stand_for() -> None:
+@pytest.mark.parametrize("rows", [2, 5])
+def test_int8_is_what_its_bytes_stand_for(rows: int) -> None:
     from loopformer.inference.decoder import Decoder
     from loopformer.inference.quantise import quantised
 
     model = spread("rotary", "trajectory")
     weights = quantised(model)
-    decoder = Decoder(model, model.route("2-1-1"), 2, weights)
-    decoder.prefill([[1, 2, 3], [4, 5]])
-    cache = model.cache("2-1-1", 2)
-    for row in range(2):
+    decoder = Decoder(model, model.route("2-1-1"), rows, weights)
+    decoder.prefill([[1, 2, 3], *[[4, row] for row in range(1, rows)]])
+    cache = model.cache("2-1-1", rows)
+    for row in range(rows):
         cache.write(row, decoder.cache.read(row), decoder.cache.lengths[row])
-    logits = decoder.step(torch.tensor([7, 8]))
+    following = torch.arange(7, 7 + rows)
+    logits = decoder.step(following)
     with torch.no_grad():
         for block, four in zip(model.stack.each(), weights.blocks, strict=True):
             parts = (block.attention.qkv, block.attention.out, block.ffn.up, block.ffn.down)
             for part, weight in zip(parts, four, strict=True):
                 part.weight.copy_(weight.dequantised())
-    hidden = model.extend(torch.tensor([[7], [8]], device=DEVICE), cache)[:, 0]
+    hidden = model.extend(following[:, None].to(DEVICE), cache)[:, 0]
     expected = (hidden @ weights.head.dequantised().t())[:, :90]
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
@@ -117,8 +120,8 @@ def test_mistakes_are_one_clear_sentence() -> None:
         decoder.greedy(3)
     with pytest.raises(LoopformerError, match="2 prompts were given to a decoder of 1"):
         decoder.prefill([[1], [2]])
-    with pytest.raises(LoopformerError, match="int8 weights serve at most 4 rows"):
-        Decoder(model, model.route(1), 5, quantised(model))
+    with pytest.raises(LoopformerError, match="int8 weights serve at most 16 rows"):
+        Decoder(model, model.route(1), 17, quantised(model))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -25,7 +25,7 @@ def _full_precision() -> None:
     torch.set_float32_matmul_precision("highest")
 
 
-def spread(positions: Positions, conditioning: Conditioning) -> LoopedLM:
+def spread(positions: Positions, conditioning: Conditioning, context: int = CONTEXT) -> LoopedLM:
     torch.manual_seed(0)
     config = ModelConfig(
         blocks=1,
@@ -33,7 +33,7 @@ def spread(positions: Positions, conditioning: Conditioning) -> LoopedLM:
         width=24,
         heads=2,
         ffn=40,
-        context=CONTEXT,
+        context=context,
         vocab=30,
         padded_vocab=32,
         positions=positions,
@@ -46,10 +46,11 @@ def spread(positions: Positions, conditioning: Conditioning) -> LoopedLM:
 
 
 def small() -> Any:
-    """Small pieces, so that keys are split although there are few."""
+    """Small pieces, so that keys are split although there are few; few programs, for the interpreter."""
     from loopformer.inference.decoder import Tuning
 
-    return Tuning(splits=4, block_n=4)
+    each = dict.fromkeys(("qkv", "out", "up", "down", "head"), 16)
+    return Tuning(rows=each, outputs=each, piece_of_rows=32, splits=2, block_n=4)
 
 
 def followed(model: LoopedLM, draft: Draft, int8: bool = False) -> tuple[list[int], list[Any]]:
@@ -99,21 +100,40 @@ def test_int8_tokens_are_those_of_the_int8_decoder() -> None:
     decoder = Decoder(model, model.route(2), 1, quantised(model), small())
     decoder.ids.copy_(model.head(decoder.prefill([PROMPT]))[:, :30].argmax(-1))
     expected = [*decoder.ids.tolist(), *decoder.greedy(CONTEXT - len(PROMPT))[:, 0].tolist()]
-    assert followed(model, Draft(Trajectory.uniform(1), 3), int8=True)[0] == expected
+    assert followed(model, Draft(Trajectory.uniform(1), 5), int8=True)[0] == expected
 
 
 def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
     from loopformer.inference.fast import Fast
+    from loopformer.inference.fast_speculation import Speculator
 
     model, fast = spread("learned", "none"), Fast(lm.model)
     with pytest.raises(LoopformerError, match="at most 15 tokens, got 16"):
         followed(model, Draft(Trajectory.uniform(1), 16))
-    with pytest.raises(LoopformerError, match="int8 weights draft at most 3 tokens, got 4"):
-        followed(model, Draft(Trajectory.uniform(1), 4), int8=True)
     with pytest.raises(LoopformerError, match="leave its passes out"):
         followed(model, Draft(Trajectory.uniform(2), 4, passes=1))
     with pytest.raises(LoopformerError, match="fast with a draft is greedy"):
         fast.speculate(lm.need_tokenizer(), lm.requests(["told"], temperature=1.0), Draft(Trajectory.uniform(1)))
+    speculator = Speculator(model, model.route(2), Draft(Trajectory.uniform(1)))
+    with pytest.raises(LoopformerError, match="no prompt to follow yet"):
+        next(speculator.follow(3, 4))
+    with pytest.raises(LoopformerError, match="The prompt is empty"):
+        speculator.prefill([])
+
+
+def test_drafts_go_on_to_the_end_of_the_context() -> None:
+    from loopformer.inference.fast_speculation import Speculator
+
+    model, full = spread("rotary", "trajectory", context=8), Trajectory.uniform(2)
+
+    def drafted(length: int | None, prompt: int) -> list[int]:
+        speculator = Speculator(model, full, Draft(full, length), None, small())
+        first = int(model.head(speculator.prefill(PROMPT[:prompt]))[:30].argmax())
+        return [verdict.drafted for verdict in speculator.follow(first, 1000)]
+
+    assert drafted(None, 2) == [1, 1, 1]  # what pays fits, though the longest draft would not
+    assert drafted(15, 1) == [6]  # never more than the context holds
+    assert drafted(3, 3) == [3, 0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -1,5 +1,6 @@
 """Speculation changes how fast text comes, not what it is."""
 
+import random
 from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.inference.generate import Request, Result
 from loopformer.inference.sampling import Sampling, probabilities
-from loopformer.inference.speculative import Draft, Report, best_length, speculate
+from loopformer.inference.speculative import Draft, Report, best_length, speculate, updated_rate
 
 PROMPTS = ["every pass", "its", "time and step and time", "told"]
 ROUTES = ["4", "4", "2-1-1", "3-1"]
@@ -29,6 +30,7 @@ def test_greedy_text_is_the_full_models(lm: LM, length: int | None, passes: int 
     results, report = run(lm, draft)
     plain = lm.generate(PROMPTS, trajectory=ROUTES, max_tokens=20)
     assert [(r.text, r.ids, r.reason) for r in results] == [(r.text, r.ids, r.reason) for r in plain]
+    assert report.acceptance is not None
     assert 0 <= report.acceptance <= 1
     for fast in (False, True):  # without a GPU no difference
         one = lm.generate(PROMPTS[0], trajectory=ROUTES[0], max_tokens=20, draft=draft, fast=fast)
@@ -39,6 +41,7 @@ def test_greedy_text_is_the_full_models(lm: LM, length: int | None, passes: int 
 def test_drafting_along_the_full_trajectory_is_always_right_and_saves_passes(lm: LM) -> None:
     requests = lm.requests(PROMPTS[:2], budget=4, max_tokens=21)
     results, report = speculate(lm.model, lm.need_tokenizer(), requests, Draft(Trajectory.uniform(4), 6))
+    assert report.acceptance is not None
     assert report.acceptance > 0.9  # all that was drafted, but for the tokens beyond a request's end
     assert report.verifications <= sum(-(-len(result.ids) // 7) for result in results)
 
@@ -57,6 +60,7 @@ def test_sampled_text_follows_the_full_models_distribution(lm: LM) -> None:
     sampling = Sampling(temperature=5.0)
     requests = [Request(tuple(prompt), route, replace(sampling, seed=seed), max_tokens=2) for seed in range(rows)]
     results, report = speculate(lm.model, lm.need_tokenizer(), requests, Draft(Trajectory.uniform(1), 1))
+    assert report.acceptance is not None
     assert 0.2 < report.acceptance < 0.95  # drafts are both kept and thrown away
 
     def exact(texts: list[list[int]]) -> torch.Tensor:
@@ -84,6 +88,25 @@ def test_the_length_adapts_to_acceptance(lm: LM) -> None:
     assert lengths[0] == 1
     assert lengths[-1] > 3
     assert best_length(lm.model, draft, 1, 0.9) == 1  # a draft that costs as much as what it saves
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.8, 0.95])
+def test_the_rate_is_the_chance_of_one_token_to_be_kept(chance: float) -> None:
+    """Not the share of a draft that is kept, which is less: nothing after the first mistake is."""
+    draws, rate, rates = random.Random(0), 0.7, []
+    for _ in range(4000):
+        kept = next((kept for kept in range(6) if draws.random() > chance), 6)
+        rate = updated_rate(rate, 6, kept)
+        rates.append(rate)
+    assert sum(rates) / len(rates) == pytest.approx(chance, abs=0.03)
+    assert updated_rate(0.4, 0, 0) == 0.4  # nothing drafted, nothing learnt
+
+
+def test_no_more_is_drafted_than_is_wanted(lm: LM) -> None:
+    _, report = run(lm, Draft(Trajectory.uniform(1), 6), tokens=1)
+    assert (report.drafted, report.acceptance, report.verifications) == (0, None, len(PROMPTS))
+    _, report = run(lm, Draft(Trajectory.uniform(1), 6), tokens=3)
+    assert report.drafted <= (2 + 1) * len(PROMPTS)
 
 
 def test_mistakes_are_one_clear_sentence(lm: LM) -> None:

@@ -8,7 +8,7 @@ The naive path is timed over few tokens, and it and Transformers' GPT-2 at the l
 FLOPs and bytes are what a token takes with a cache, and so the same for every path: the products of one new token
 per row, the weights read once per loop and step and the keys of each row (`model.cost`). MFU is over the device's
 peak in bf16, MBU over what a copy reaches on it. The peak of memory is that of the timed tokens, weights included.
-Where one does not fit, its figures are None.
+Where one does not fit, its figures are None; what was asked for and not measured is in `left_out`, with the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from loopformer.benchmark.decode_paths import PATHS, absent
+from loopformer.benchmark.decode_paths import PATHS, absent, left_out, most_int8_rows
 from loopformer.benchmark.machine import best_of, describe, empty
 from loopformer.config import nearest, require
 from loopformer.model import LoopedLM
@@ -49,7 +49,7 @@ def decode(
         timed = min(tokens, NAIVE_TOKENS) if path == "naive" else tokens
         asked = [max(budgets)] if path in AT_LARGEST_BUDGET else budgets
         for batch, context, budget in product(batches, contexts, asked):
-            if path == "fused int8" and batch > _most_int8_rows():
+            if path == "fused int8" and batch > most_int8_rows():
                 continue
             row: Row = {"path": path, "budget": budget, "batch": batch, "context": context, "tokens": timed}
             row |= {"bytes": _bytes(model, path, budget, batch, context), **dict.fromkeys(FIGURES)}
@@ -61,7 +61,7 @@ def decode(
             rows.append(row)
             say(row)
     report = {"benchmark": "decode", **machine, "dtype": model.dtype_name, "tokens": tokens, "rows": rows}
-    return {**report, "left_out": absent(model, paths)}
+    return {**report, "left_out": left_out(model, paths, int8, batches)}
 
 
 def _ways(model: LoopedLM, paths: Sequence[str], int8: bool) -> list[str]:
@@ -115,9 +115,3 @@ def _bytes(model: LoopedLM, path: str, budget: int, batch: int, context: int) ->
     if path == "fused int8":
         read -= (cost.parameters.stack * budget + cost.head_products) * (size - 1)
     return read
-
-
-def _most_int8_rows() -> int:
-    from loopformer.inference.decoder import MOST_INT8_ROWS  # needs Triton
-
-    return MOST_INT8_ROWS

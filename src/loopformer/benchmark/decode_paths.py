@@ -4,7 +4,7 @@ run = PATHS["plain"](model, budget, ids, tokens)   # runs the prompts [B, T] and
 run()                                              # [B, tokens]: those that follow, the same every time
 
 naive         the whole sequence again for every token, without a cache, as the authors' code does
-plain         one token at a time through the cache, as generate.py does
+plain         one token at a time through the cache, as generate.py does, but without its sampling and text
 fused         the kernels of decoder.py, on a GPU; `fused int8` with int8 weights
 transformers  Transformers' GPT-2 of as many blocks as the budget applies, through its own cache
 """
@@ -38,6 +38,25 @@ def absent(model: LoopedLM, paths: Sequence[str]) -> dict[str, str]:
     if find_spec("transformers") is None:
         needs["transformers"] = "it needs Transformers: pip install 'loopformer[hf]'"
     return {path: need for path, need in needs.items() if path in paths}
+
+
+def left_out(model: LoopedLM, paths: Sequence[str], int8: bool, batches: Sequence[int]) -> dict[str, str]:
+    """All that is asked for and not measured here, each with the reason: paths, and batches of int8 weights."""
+    missing = absent(model, paths)
+    if int8 and "fused" not in paths:
+        missing["fused int8"] = "it needs the path fused"
+    elif int8 and "fused" in missing:
+        missing["fused int8"] = missing["fused"]
+    elif int8 and (large := [str(batch) for batch in batches if batch > most_int8_rows()]):
+        missing["fused int8"] = f"it takes at most {most_int8_rows()} rows, so not {', '.join(large)}"
+    return missing
+
+
+def most_int8_rows() -> int:
+    """Rows that int8 weights serve at once."""
+    from loopformer.inference.decoder import MOST_INT8_ROWS  # needs Triton
+
+    return MOST_INT8_ROWS
 
 
 @torch.no_grad()

@@ -38,7 +38,10 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes read and written per second by copying a tensor far larger than any cache."""
-    size = 2**31 if device.type == "cuda" else 2**28
+    size = 2**28
+    if device.type == "cuda":  # both tensors in half of what is free, as a model may be there
+        empty(device)
+        size = max(size, min(2**31, torch.cuda.mem_get_info(device)[0] // 4))
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     source.fill_(1)
     return 2 * size / best_of(5, device, lambda: target.copy_(source))

@@ -29,13 +29,13 @@ def decode(
     dtype: Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 elsewhere.")] = None,
     out: Out = None,
 ) -> None:
-    """Time per token without a cache, by our paths and by Transformers' GPT-2; the last line is JSON.
+    """Time per token: without a cache, with ours, and by Transformers' GPT-2 with its own; the last line is JSON.
 
     Each with the FLOPs, the bandwidth and the memory it takes. Example: loopformer bench decode --batches 1,64
     """
     from loopformer.benchmark.decode import CHOICES
     from loopformer.benchmark.decode import decode as measure
-    from loopformer.benchmark.decode_paths import absent
+    from loopformer.benchmark.decode_paths import left_out
     from loopformer.config import require, whole_numbers
 
     lm = _model(model, device, dtype)
@@ -53,8 +53,9 @@ def decode(
     )
 
     ways = [path.strip() for path in paths.split(",")] if paths is not None else list(CHOICES)
-    for path, need in absent(lm, ways).items():
-        typer.echo(f"{path} is left out: {need}.")
+    rows = whole_numbers(batches, "--batches")
+    for path, reason in left_out(lm, ways, int8, rows).items():
+        typer.echo(f"{path} is left out: {reason}.")
 
     def say(row: dict[str, Any]) -> None:
         what = f"{row['path']:12s} M = {row['budget']:<3d} batch {row['batch']:<4d} context {row['context']:<5d}"
@@ -68,7 +69,7 @@ def decode(
             f"{row['tflops']:7.3f} TFLOP/s{mfu}  {row['gb_per_second']:7.1f} GB/s (MBU {row['mbu']:.1%}){memory}"
         )
 
-    found = measure(lm, chosen, whole_numbers(batches, "--batches"), lengths, tokens, int8, ways, say)
+    found = measure(lm, chosen, rows, lengths, tokens, int8, ways, say)
     _finish({**found, "model": model}, out)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from loopformer.inference.adaptive import Policy
     from loopformer.inference.generate import Event, Request
     from loopformer.lm import LM
 
@@ -51,7 +52,14 @@ def generate(
     fast: Annotated[
         bool, typer.Option("--fast", help="On a GPU: fused kernels as a CUDA graph, compiled at first use.")
     ] = False,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="With --fast on a GPU: int8 copies of the weights; the text may differ.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16; float32 by default, with --fast on a GPU bfloat16."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON at the end instead of text as it comes.")
     ] = False,
@@ -60,9 +68,12 @@ def generate(
 
     Example: loopformer generate "Once upon a time" --model runs/mine --budget 4
     """
-    from loopformer.config import require
+    from loopformer.config import nearest, require
+    from loopformer.evaluation.best import scheduled
+    from loopformer.evaluation.calibration import read_policy
+    from loopformer.evaluation.store import weights_hash
+    from loopformer.evaluation.subject import DTYPES
     from loopformer.lm import load
-    from loopformer.training.distributed import choose_device
 
     text = _standard_input() if prompt is None else prompt
     require(text != "", "The prompt is empty; give one, or pipe text into standard input.")
@@ -74,12 +85,22 @@ def generate(
     require(draft is None or adaptive is None, "Give --draft or --adaptive, not both.")
     require(draft is None or compare is None, "Give --draft or --compare, not both.")
     require(not fast or (adaptive is None and compare is None), "--fast goes without --adaptive and --compare.")
+    require(fast or not int8, "--int8 goes with --fast.")
+    require(
+        not fast or max_ms_per_token is None,
+        "--fast goes without --max-ms-per-token, which measures the plain path; give --budget or --max-flops.",
+    )
     require(draft_length is None or draft is not None, "--draft-length goes with --draft.")
     require(
         schedule == "uniform" or any(one is not None for one in (budget, max_flops, max_ms_per_token)),
         "--schedule goes with --budget, --max-flops or --max-ms-per-token.",
     )
-    lm = load(model).to(choose_device(device))
+    require(dtype is None or dtype in DTYPES, f"There is no dtype {dtype!r}; {nearest(str(dtype), list(DTYPES))}")
+    lm = load(model)
+    # What was found for these weights knows them as they are on disk, before they are cast.
+    weights = None if schedule == "uniform" else weights_hash(lm.model)
+    policy = None if adaptive is None else read_policy(adaptive, lm.model)
+    _place(lm, device, dtype, fast)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -96,11 +117,22 @@ def generate(
     if max_flops is not None or max_ms_per_token is not None:
         budget = _resolve(lm, text, max_flops, max_ms_per_token)
     if schedule != "uniform":
-        from loopformer.evaluation.best import scheduled
-
-        budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule))
+        budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule, weights))
     requests = lm.requests([text], budget, trajectory, **options)
-    _stream(lm, requests, (draft, draft_length), adaptive, fast, as_json)
+    _stream(lm, requests, (draft, draft_length), policy, fast, int8, as_json)
+
+
+def _place(lm: "LM", device: str, dtype: str | None, fast: bool) -> None:
+    """Move the model to where it will run; where --fast cannot, that is said on stderr."""
+    from loopformer.evaluation.subject import DTYPES
+    from loopformer.inference.fast import Fast
+    from loopformer.training.distributed import choose_device
+
+    place = choose_device(device)
+    ready = fast and Fast.ready(lm.to(place).model)
+    if fast and not ready:
+        typer.echo("--fast changes nothing here: it needs a CUDA device and Triton.", err=True)
+    lm.to(place, DTYPES[dtype or ("bfloat16" if ready else "float32")])
 
 
 def _standard_input() -> str:
@@ -132,11 +164,13 @@ def _stream(
     lm: "LM",
     requests: "list[Request]",
     draft: tuple[str | None, int | None],
-    adaptive: str | None,
+    policy: "Policy | None",
     fast: bool,
+    int8: bool,
     as_json: bool,
 ) -> None:
     """Run a request, showing its text as it comes; `draft` is a budget or schedule, and a length."""
+    from loopformer.inference.fast import Fast
     from loopformer.inference.generate import REASONS
     from loopformer.inference.speculative import Draft
 
@@ -154,23 +188,21 @@ def _stream(
     started = time.perf_counter()
     if draft[0] is not None:
         plan = Draft(lm.model.route(draft[0]), draft[1])
-        _, report = lm.speculate(requests, plan, fast, show)
-        extra["draft_acceptance"] = report.acceptance
-        said = f" {report.acceptance:.0%} of drafted tokens accepted;"
-    elif adaptive is not None:
-        from loopformer.evaluation.calibration import read_policy
+        _, report = lm.speculate(requests, plan, fast, show, int8)
+        extra["draft_acceptance"] = kept = report.acceptance
+        said = " nothing was drafted;" if kept is None else f" {kept:.0%} of drafted tokens accepted;"
+    elif policy is not None:
         from loopformer.inference.adaptive import stream_adaptive
         from loopformer.inference.tally import Tally
 
-        policy, tally = read_policy(adaptive, lm.model), Tally(lm.model.cost)
-        started = time.perf_counter()
+        tally = Tally(lm.model.cost)
         for event in stream_adaptive(lm.model, lm.need_tokenizer(), requests, policy, tally):
             show(event)
         extra["adaptive"] = tally.report()
         said = f" {tally.passes_per_token:.2f} passes and {tally.mean_budget:.2f} loops' worth of FLOPs each;"
         said += " lossy;" if tally.lossy else ""
     else:
-        for event in lm.events(requests, fast):
+        for event in lm.events(requests, fast, int8):
             show(event)
     seconds, (result,) = time.perf_counter() - started, results
     if as_json:
@@ -180,8 +212,10 @@ def _stream(
         return
     sys.stdout.write("\n")
     rate = seconds / len(result.ids) * 1e3
+    included = "prompt and compilation" if fast and Fast.ready(lm.model) else "prompt"
     typer.echo(
-        f"[{len(result.ids)} tokens, {rate:.1f} ms each, prompt included;{said} {REASONS[result.reason]}]", err=True
+        f"[{len(result.ids)} tokens, {rate:.1f} ms each, {included} included;{said} {REASONS[result.reason]}]",
+        err=True,
     )
 
 

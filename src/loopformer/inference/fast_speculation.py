@@ -14,6 +14,7 @@ tokens are equal but for that, either may be chosen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -23,14 +24,14 @@ from torch import Tensor
 from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference import kernels
-from loopformer.inference.decoder import MOST_INT8_ROWS, Decoder, Tuning, record
+from loopformer.inference.decoder import Decoder, Tuning, record
 from loopformer.inference.generate import Event, Request, Result, RowState
 from loopformer.inference.quantise import Weights, plain
-from loopformer.inference.speculative import LONGEST, Draft, Report, best_length
+from loopformer.inference.speculative import HOPED_RATE, LONGEST, Draft, Report, best_length, updated_rate
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
-MOST_TOGETHER = 16  # tokens that are verified at once
+MOST_TOGETHER = 16  # tokens that are verified at once, with int8 weights too
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,16 @@ class Speculator:
         tuning: Tuning | None = None,
     ) -> None:
         require(draft.passes is None, "With fast a draft follows a whole trajectory; leave its passes out.")
-        self._weights = weights or plain(model)
-        most = (MOST_INT8_ROWS if self._weights.int8 else MOST_TOGETHER) - 1
-        what = "int8 weights draft" if self._weights.int8 else "With fast a draft has"
-        require((draft.length or 1) <= most, f"{what} at most {most} tokens, got {draft.length}; draft fewer.")
+        most = MOST_TOGETHER - 1
+        require(
+            (draft.length or 1) <= most,
+            f"With fast a draft has at most {most} tokens, got {draft.length}; draft fewer.",
+        )
         self.model, self.route, self.draft, self._tuning = model, model.route(route), draft, tuning
-        self.longest = draft.length or min(LONGEST, most)
+        self._weights = weights or plain(model)
         self._full, self._short = model.cache(self.route, 1), model.cache(model.route(draft.trajectory), 1)
+        # Before a draft the context holds a token of the prompt and the one after it.
+        self.longest = min(draft.length or LONGEST, max(0, self._full.capacity - 2))
         # A draft that was kept whole leaves its last token unrun, so the first pass of the next runs two tokens.
         self._pair, self._next = self._drafter(2), self._drafter(1)
         like = self._pair.ids
@@ -74,6 +78,7 @@ class Speculator:
     @torch.no_grad()
     def prefill(self, prompt: Sequence[int]) -> Tensor:
         """Run a new prompt along both trajectories: hidden [D] of its last token along the full one."""
+        require(len(prompt) > 0, "The prompt is empty; give at least one token.")
         self._prompt = tuple(prompt)
         ids = torch.tensor([self._prompt], device=self._ids.device)
         for cache in (self._short, self._full):
@@ -85,19 +90,20 @@ class Speculator:
     def follow(self, token: int, count: int) -> Iterator[Verdict]:
         """Follow the most likely tokens after the prompt and `token`: `count` of them or a few more, or fewer where
         the context ends."""
+        require(len(self._prompt) > 0, "There is no prompt to follow yet; give one to prefill first.")
         length, said = len(self._prompt), 0  # tokens in the cache: all but the last
         self._pair.ids.copy_(torch.tensor([self._prompt[-1], token]))
         self._pair.lengths.copy_(torch.tensor([length - 1, length]))
         self._ids[0] = token
         self._lengths.copy_(length + torch.arange(MOST_TOGETHER))
-        rate = 0.7  # as in speculative.py
+        rate = HOPED_RATE
         going = said < count and length < self._full.capacity
         if going:
             drafted = self._start(length, rate)
         while going:
             kept, *tokens = self._verdict.tolist()
             verdict = Verdict(tokens[: kept + 1], self._logprobs[: kept + 1].tolist(), drafted)
-            rate += 0.1 * (kept / max(1, drafted) - rate)
+            rate = updated_rate(rate, drafted, kept)
             length, said = length + kept + 1, said + kept + 1
             going = said < count and length < self._full.capacity
             if going:  # the device goes on while the text of this round is made
@@ -105,9 +111,12 @@ class Speculator:
             yield verdict
 
     def _start(self, length: int, rate: float) -> int:
-        """Begin a round after so many tokens; how many it drafts. Near the end of the context it drafts none."""
+        """Begin a round after so many tokens; how many it drafts."""
         drafted = self.draft.length or best_length(self.model, self.draft, self.route.budget, rate)
-        drafted = min(drafted, self.longest) if length + self.longest < self._full.capacity else 0
+        drafted = min(drafted, self.longest)
+        room = self._full.capacity - 1 - length
+        if drafted > room:  # the last few tokens of a context are not worth compiling for
+            drafted = max((rows - 1 for rows in self._verifiers if rows - 1 <= room), default=0)
         if self._ids.device.type != "cuda":  # Triton's interpreter
             self._round(drafted)
             return drafted
@@ -177,7 +186,7 @@ class Speculator:
 @torch.no_grad()
 def speculate_one_by_one(
     model: LoopedLM,
-    speculator: Callable[[Trajectory], Speculator],
+    speculator: Callable[[Trajectory], AbstractContextManager[Speculator]],
     tokenizer: Tokenizer,
     requests: Sequence[Request],
     show: Callable[[Event], object] = lambda event: None,
@@ -192,17 +201,18 @@ def speculate_one_by_one(
     results: list[Result] = []
     drafted = accepted = verifications = 0
     for row in rows:
-        one = speculator(row.route)
-        event = row.take(model.head(one.prefill(row.request.prompt))[: model.config.vocab])
-        show(event)
-        verdicts = one.follow(row.ids[-1], row.request.max_tokens - 1)
-        while event.result is None:
-            verdict, used = next(verdicts), 0
-            while event.result is None and used < len(verdict.tokens):
-                event = row.note(verdict.tokens[used], verdict.logprobs[used])
-                show(event)
-                used += 1
-            drafted, verifications = drafted + verdict.drafted, verifications + 1
-            accepted += min(used, len(verdict.tokens) - 1)
+        with speculator(row.route) as one:
+            event = row.take(model.head(one.prefill(row.request.prompt))[: model.config.vocab])
+            show(event)
+            verifications += 1  # the prompt's pass, which gave the first token
+            verdicts = one.follow(row.ids[-1], row.request.max_tokens - 1)
+            while event.result is None:
+                verdict, used = next(verdicts), 0
+                while event.result is None and used < len(verdict.tokens):
+                    event = row.note(verdict.tokens[used], verdict.logprobs[used])
+                    show(event)
+                    used += 1
+                drafted, verifications = drafted + verdict.drafted, verifications + 1
+                accepted += min(used, len(verdict.tokens) - 1)
         results.append(event.result)
     return results, Report(drafted, accepted, verifications, sum(len(result.ids) for result in results))

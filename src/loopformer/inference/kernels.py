@@ -32,6 +32,12 @@ def _as_numbers(w, BYTES: tl.constexpr):
 
 
 @triton.jit
+def _most_likely(values, where, start, programs):
+    """The token of the largest of some values; with NaN among them it may be any, but it is one."""
+    return tl.load(where + start + tl.minimum(tl.argmax(values, axis=0), programs - 1))
+
+
+@triton.jit
 def embed_kernel(
     ids, lengths, tokens, places, x, width, LEARNED: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
 ):
@@ -58,7 +64,7 @@ def norm_linear_kernel(
     N,
     counted,  # outputs from here on are padding
     K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    PIECE: tl.constexpr,
     ROWS: tl.constexpr,
     B: tl.constexpr,
     SCALED: tl.constexpr,
@@ -71,7 +77,7 @@ def norm_linear_kernel(
     """y = W · (x / rms(x) · told), then GELU or the largest output, if asked."""
     program = tl.program_id(0)
     rows = program * ROWS + tl.arange(0, ROWS)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, PIECE)
     inside = k < K
     tile = rows[:, None] * K + k[None, :]
     w = tl.load(weight + tile, mask=(rows < N)[:, None] & inside[None, :], other=0)
@@ -313,7 +319,7 @@ def advance_kernel(
     if GREEDY:
         n = tl.arange(0, BLOCK_N)
         values = tl.load(best + row * programs + n, mask=n < programs, other=float("-inf"))
-        token = tl.load(where + row * programs + tl.argmax(values, axis=0))
+        token = _most_likely(values, where, row * programs, programs)
         tl.store(ids + row, token)
         tl.store(chosen + length * rows + row, token)
     tl.store(lengths + row, length + 1)
@@ -337,7 +343,7 @@ def draft_kernel(
     _wait(PDL)
     n = tl.arange(0, BLOCK_N)
     values = tl.load(best + ROW * programs + n, mask=n < programs, other=float("-inf"))
-    token = tl.load(where + ROW * programs + tl.argmax(values, axis=0))
+    token = _most_likely(values, where, ROW * programs, programs)
     place = tl.load(lengths + ROW) + 1
     tl.store(ids, token)
     tl.store(next_lengths, place)
@@ -370,7 +376,7 @@ def accept_kernel(
     agreed = tl.full([], 1, tl.int1)
     for t in tl.static_range(T):
         values = tl.load(best + t * programs + n, mask=n < programs, other=float("-inf"))
-        token = tl.load(where + t * programs + tl.argmax(values, axis=0))
+        token = _most_likely(values, where, t * programs, programs)
         tl.store(verdict + t + 1, token)
         tl.store(tops + t, tl.max(values))
         before = tl.where(agreed, last, before)

@@ -27,6 +27,8 @@ from loopformer.model.cache import Cache
 from loopformer.trajectory import Trajectory
 
 LONGEST = 8  # tokens that an adapted draft has at most
+HOPED_RATE = 0.7  # share of the drafted tokens that is kept, before anything is known
+WEIGHT_OF_ONE = 0.05  # of each further token in the share: what was kept among about the last 20 counts
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ class Report:
     tokens: int
 
     @property
-    def acceptance(self) -> float:
-        return self.accepted / max(1, self.drafted)
+    def acceptance(self) -> float | None:
+        """The share that was kept; None if nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
 
 
 @torch.no_grad()
@@ -88,11 +91,12 @@ def speculate(
     # The last token of a row is never in a cache: the next pass puts it there.
     _fill(model, full, [prompt[:-1] for prompt in prompts])
     _fill(model, short, [prompt[:-1] for prompt in prompts])
-    rate = 0.7  # acceptance so far, from a hopeful start
+    rate = HOPED_RATE
     while rows:
         room = min(row.places_left for row in rows)
+        wanted = max(row.request.max_tokens - len(row.ids) for row in rows) - 1  # one comes from the verification
         budget = round(sum(row.route.budget for row in rows) / len(rows))
-        length = min(draft.length or best_length(model, draft, budget, rate), max(0, room))
+        length = min(draft.length or best_length(model, draft, budget, rate), wanted, max(0, room))
         proposals, beliefs = _draft(model, short, rows, length)
         verdict = _verify(model, full, rows, proposals)
         verifications += len(rows)
@@ -102,10 +106,10 @@ def speculate(
             for event in events:
                 show(event)
             drafted, accepted = drafted + length, accepted + kept
-            rate += 0.1 * (kept / max(1, length) - rate)
             if (result := events[-1].result) is not None:
                 results[row.number] = result
             else:
+                rate = updated_rate(rate, length, kept)
                 kept_rows.append(row)
                 going.append(place)
         rows = kept_rows
@@ -128,6 +132,16 @@ def best_length(model: LoopedLM, draft: Draft, budget: int, rate: float) -> int:
         return (1 - rate ** (length + 1)) / (1 - rate) / (1 + length * price)
 
     return max(range(1, LONGEST + 1), key=gain)
+
+
+def updated_rate(rate: float, drafted: int, kept: int) -> float:
+    """The probability that a drafted token is kept, after one more draft.
+
+    Each token that was tested counts: those that were kept and the one after them. What follows was never tested.
+    """
+    for number in range(min(kept + 1, drafted)):
+        rate += WEIGHT_OF_ONE * ((number < kept) - rate)
+    return rate
 
 
 def _fill(model: LoopedLM, cache: Cache, prompts: Sequence[Sequence[int]]) -> None:
