@@ -171,7 +171,7 @@ def fused(lm: LM, prompts: Prompts, new_tokens: int, int8: bool) -> Iterator[Row
         expected, filled, decoded = _timed(prompts, fill, greedy)
         tokens = len(prompts) * (new_tokens - 1)
         yield {"path": "plain", "budget": loops, "tokens_per_second": tokens / decoded}
-        for length in (2, 4, 6):
+        for length in (1, 2, 3) if int8 else (2, 4, 6):
             speculator = Speculator(model, full, Draft(Trajectory.uniform(budget), length), weights)
             _timed(prompts[:1], fill_both, speculated)  # compiles
             kept.clear()

@@ -83,7 +83,7 @@ def quick(model: LoopedLM, int8: bool = False) -> Fast:
     if not INTERPRETED:
         return Fast(model, int8)
     few = dict.fromkeys(("qkv", "out", "up", "down", "head"), 128)
-    return Fast(model, int8, Tuning(rows=few, outputs=few, piece=32, piece_of_rows=32, splits=2, block_n=8))
+    return Fast(model, int8, Tuning(rows=few, piece=32, splits=2, block_n=8))
 
 
 def asked(count: int, tokens: int) -> list[Request]:

@@ -50,7 +50,7 @@ def small() -> Any:
     from loopformer.inference.decoder import Tuning
 
     each = dict.fromkeys(("qkv", "out", "up", "down", "head"), 16)
-    return Tuning(rows=each, outputs=each, piece_of_rows=32, splits=2, block_n=4)
+    return Tuning(rows=each, splits=2, block_n=4)
 
 
 def followed(model: LoopedLM, draft: Draft, int8: bool = False) -> tuple[list[int], list[Any]]:
@@ -100,7 +100,7 @@ def test_int8_tokens_are_those_of_the_int8_decoder() -> None:
     decoder = Decoder(model, model.route(2), 1, quantised(model), small())
     decoder.ids.copy_(model.head(decoder.prefill([PROMPT]))[:, :30].argmax(-1))
     expected = [*decoder.ids.tolist(), *decoder.greedy(CONTEXT - len(PROMPT))[:, 0].tolist()]
-    assert followed(model, Draft(Trajectory.uniform(1), 5), int8=True)[0] == expected
+    assert followed(model, Draft(Trajectory.uniform(1), 3), int8=True)[0] == expected
 
 
 def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
@@ -110,6 +110,8 @@ def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
     model, fast = spread("learned", "none"), Fast(lm.model)
     with pytest.raises(LoopformerError, match="at most 15 tokens, got 16"):
         followed(model, Draft(Trajectory.uniform(1), 16))
+    with pytest.raises(LoopformerError, match="int8 weights draft at most 3 tokens, got 4"):
+        followed(model, Draft(Trajectory.uniform(1), 4), int8=True)
     with pytest.raises(LoopformerError, match="leave its passes out"):
         followed(model, Draft(Trajectory.uniform(2), 4, passes=1))
     with pytest.raises(LoopformerError, match="fast with a draft is greedy"):

@@ -6,9 +6,9 @@ logits = decoder.step(tokens)                      # [B, V] after one more token
 tokens = decoder.greedy(64)                        # [64, B] after `decoder.ids`, without a word with the host
 
 A decoder is bound to a trajectory and a number of rows, as its cache is; it can be filled with new prompts as often
-as wanted. Few rows go through products of our own, which read each weight once (kernels.py on plain cores,
-row_kernels.py on tensor cores), more through the library's. Kernels are compiled at first use, which takes seconds.
-With `together` its rows are tokens of one sequence, one after the other (fast_speculation.py).
+as wanted. Few rows go through products of our own, which read each weight once (kernels.py), more through the
+library's. Kernels are compiled at first use, which takes seconds. With `together` its rows are tokens of one
+sequence, one after the other (fast_speculation.py).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import triton
 from torch import Tensor
 
 from loopformer.config import require
-from loopformer.inference import kernels, row_kernels
+from loopformer.inference import kernels
 from loopformer.inference.padding import ends, padded
 from loopformer.inference.quantise import Weight, Weights, plain
-from loopformer.inference.row_kernels import MOST_ROWS
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
 from loopformer.model.cache import Cache
 from loopformer.trajectory import Trajectory
 
-MOST_INT8_ROWS = MOST_ROWS  # the library's products do not take them
+FEW_ROWS = 2  # up to here our own products are faster than the library's
+MOST_INT8_ROWS = 4  # beyond, products are not limited by reading the weight
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,10 @@ class Tuning:
     rows: dict[str, int] = field(default_factory=lambda: {"qkv": 4, "out": 8, "up": 4, "down": 4, "head": 8})
     warps: dict[str, int] = field(default_factory=lambda: {"qkv": 4, "out": 4, "up": 4, "down": 8, "head": 4})
     piece: int = 2048  # of the inner dimension
-    outputs: dict[str, int] = field(
-        default_factory=lambda: {"qkv": 32, "out": 16, "up": 32, "down": 16, "head": 64}
-    )
-    piece_of_rows: int = 256  # this and the next two: on tensor cores
-    warps_of_rows: int = 4
-    stages_of_rows: int = 4
     splits: int = 32  # of the keys of one head, where there are few rows
     block_n: int = 32  # keys at a time
     block_n_many: int = 64
     attention_warps: int = 2
-    few_rows: int = 2  # up to here products on plain cores are fastest,
-    most_rows: int = MOST_ROWS  # up to here those on tensor cores, beyond them the library's
     overlap: bool = True  # on Hopper: start a kernel while the one before it ends
 
 
@@ -88,8 +80,7 @@ class Decoder:
             not self._weights.int8 or rows <= MOST_INT8_ROWS,
             f"int8 weights serve at most {MOST_INT8_ROWS} rows, got {rows}; use the model's own.",
         )
-        self._few = rows <= self._tuning.few_rows
-        self._own = rows <= self._tuning.most_rows or self._weights.int8
+        self._few = rows <= FEW_ROWS or self._weights.int8
         nvidia = like.device.type == "cuda" and torch.version.hip is None
         hopper = nvidia and torch.cuda.get_device_capability(like.device) >= (9, 0)
         overlap = self._tuning.overlap and hopper
@@ -112,8 +103,7 @@ class Decoder:
         self._splits = self._tuning.splits if rows * heads < 512 else 1
         self._partial = floats(rows * heads, self._splits, config.head_width + 2)
         self._arrived = torch.zeros(rows * heads, dtype=torch.int32, device=like.device)
-        each = (self._tuning.rows if self._few else self._tuning.outputs)["head"]
-        programs = triton.cdiv(config.vocab_rows, each) if self._own else 1
+        programs = triton.cdiv(config.vocab_rows, self._tuning.rows["head"]) if self._few else 1
         self.best, self.where = floats(rows, programs), integers(rows, programs)
         positions = torch.arange(self.cache.capacity, device=like.device)[None]
         self._cos, self._sin = (
@@ -211,7 +201,7 @@ class Decoder:
         told = self._told()
         norm = model.final_norm.weight
         assert norm is not None
-        if self._own:
+        if self._few:
             for step in range(len(told)):
                 self._block_of_few(step, told[step])
             self._norm_linear("head", self._weights.head, norm, self.logits, counted=config.vocab)
@@ -274,9 +264,8 @@ class Decoder:
         gelu: bool = False,
     ) -> None:
         outputs, inner = weight.values.shape
-        kernel = kernels.norm_linear_kernel if self._few else row_kernels.norm_linear_rows_kernel
-        sizes = self._sizes(name, inner, inner)
-        kernel[(triton.cdiv(outputs, sizes["ROWS"]),)](
+        rows = self._tuning.rows[name]
+        kernels.norm_linear_kernel[(triton.cdiv(outputs, rows),)](
             self._x,
             weight.values,
             weight.scales if weight.scales is not None else self._x,
@@ -287,21 +276,22 @@ class Decoder:
             outputs,
             counted,
             K=inner,
+            BLOCK_K=triton.next_power_of_2(inner),
+            ROWS=rows,
             B=self.rows,
             SCALED=weight.scales is not None,
             PLUS_ONE=plus_one,
             GELU=gelu,
             BEST=counted > 0,
             EPSILON=EPSILON,
-            **sizes,
+            num_warps=self._tuning.warps[name],
             **self.launch,
         )
 
     def _linear_residual(self, name: str, weight: Weight, a: Tensor, gate: Tensor | None) -> None:
         outputs, inner = weight.values.shape
-        kernel = kernels.linear_residual_kernel if self._few else row_kernels.linear_residual_rows_kernel
-        sizes = self._sizes(name, inner, self._tuning.piece)
-        kernel[(triton.cdiv(outputs, sizes["ROWS"]),)](
+        rows = self._tuning.rows[name]
+        kernels.linear_residual_kernel[(triton.cdiv(outputs, rows),)](
             a,
             weight.values,
             weight.scales if weight.scales is not None else self._x,
@@ -309,26 +299,14 @@ class Decoder:
             self._x,
             outputs,
             K=inner,
+            PIECE=min(triton.next_power_of_2(inner), self._tuning.piece),
+            ROWS=rows,
             B=self.rows,
             SCALED=weight.scales is not None,
             GATED=gate is not None,
-            **sizes,
+            num_warps=self._tuning.warps[name],
             **self.launch,
         )
-
-    def _sizes(self, name: str, inner: int, piece: int) -> dict[str, int]:
-        """Of a product's launch: rows of the weight to a program, and how much of a row at a time."""
-        tuning = self._tuning
-        if self._few:
-            whole = triton.next_power_of_2(min(inner, piece))
-            return {"ROWS": tuning.rows[name], "PIECE": whole, "num_warps": tuning.warps[name]}
-        warps, stages = tuning.warps_of_rows, tuning.stages_of_rows
-        return {
-            "ROWS": tuning.outputs[name],
-            "PIECE": tuning.piece_of_rows,
-            "num_warps": warps,
-            "num_stages": stages,
-        }
 
     def _add_norm(self, change: Tensor | None, gate: Tensor | None, told: Tensor) -> None:
         width = self.model.config.width

@@ -24,14 +24,14 @@ from torch import Tensor
 from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference import kernels
-from loopformer.inference.decoder import Decoder, Tuning, record
+from loopformer.inference.decoder import MOST_INT8_ROWS, Decoder, Tuning, record
 from loopformer.inference.generate import Event, Request, Result, RowState
 from loopformer.inference.quantise import Weights, plain
 from loopformer.inference.speculative import HOPED_RATE, LONGEST, Draft, Report, best_length, updated_rate
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
-MOST_TOGETHER = 16  # tokens that are verified at once, with int8 weights too
+MOST_TOGETHER = 16  # tokens that are verified at once
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,14 @@ class Speculator:
         tuning: Tuning | None = None,
     ) -> None:
         require(draft.passes is None, "With fast a draft follows a whole trajectory; leave its passes out.")
-        most = MOST_TOGETHER - 1
-        require(
-            (draft.length or 1) <= most,
-            f"With fast a draft has at most {most} tokens, got {draft.length}; draft fewer.",
-        )
-        self.model, self.route, self.draft, self._tuning = model, model.route(route), draft, tuning
         self._weights = weights or plain(model)
+        most = (MOST_INT8_ROWS if self._weights.int8 else MOST_TOGETHER) - 1
+        what = "int8 weights draft" if self._weights.int8 else "With fast a draft has"
+        require((draft.length or 1) <= most, f"{what} at most {most} tokens, got {draft.length}; draft fewer.")
+        self.model, self.route, self.draft, self._tuning = model, model.route(route), draft, tuning
         self._full, self._short = model.cache(self.route, 1), model.cache(model.route(draft.trajectory), 1)
         # Before a draft the context holds a token of the prompt and the one after it.
-        self.longest = min(draft.length or LONGEST, max(0, self._full.capacity - 2))
+        self.longest = min(draft.length or LONGEST, most, max(0, self._full.capacity - 2))
         # A draft that was kept whole leaves its last token unrun, so the first pass of the next runs two tokens.
         self._pair, self._next = self._drafter(2), self._drafter(1)
         like = self._pair.ids

@@ -64,7 +64,7 @@ def norm_linear_kernel(
     N,
     counted,  # outputs from here on are padding
     K: tl.constexpr,
-    PIECE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
     B: tl.constexpr,
     SCALED: tl.constexpr,
@@ -77,7 +77,7 @@ def norm_linear_kernel(
     """y = W · (x / rms(x) · told), then GELU or the largest output, if asked."""
     program = tl.program_id(0)
     rows = program * ROWS + tl.arange(0, ROWS)
-    k = tl.arange(0, PIECE)
+    k = tl.arange(0, BLOCK_K)
     inside = k < K
     tile = rows[:, None] * K + k[None, :]
     w = tl.load(weight + tile, mask=(rows < N)[:, None] & inside[None, :], other=0)
