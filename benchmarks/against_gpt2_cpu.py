@@ -14,12 +14,12 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 
 from loopformer import LoopedLM, ModelConfig, Trajectory
+from loopformer.benchmark.decode_paths import gpt2
 from loopformer.benchmark.machine import publish
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.generate import Request, generate
@@ -53,13 +53,7 @@ def main() -> None:
         )
     )
     lay_out(ours).eval()
-    gpt2: Any = transformers.GPT2LMHeadModel
-    theirs = gpt2(
-        transformers.GPT2Config(
-            vocab_size=VOCAB, n_positions=context, n_embd=WIDTH, n_layer=24, n_head=HEADS, n_inner=FFN
-        )
-    )
-    theirs.eval()
+    theirs = gpt2(ours.config, 8, ours.tokens.weight)
     theirs.generation_config.pad_token_id = 0
     tokenizer = Tokenizer.train(["words to make a tokenizer of"] * 4, 300)
     draw = random.Random(0)

@@ -1,15 +1,14 @@
 """`loopformer analyze` as a user meets it."""
 
 import json
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loopformer import LoopedLM, ModelConfig
-from loopformer.cli import main
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.loading import save_model
 
@@ -17,7 +16,7 @@ Run = Callable[..., tuple[int, str, str]]  # exit code, stdout, stderr
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     """The command, in a folder with two models of different depth, one without a tokenizer, and a text."""
     tokenizer = Tokenizer.train(["every pass is told its time and its step"] * 9, 280)
     sizes: dict[str, Any] = {
@@ -36,16 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     (tmp_path / "short.txt").write_text("no")
     monkeypatch.chdir(tmp_path)
 
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["loopformer", "analyze", *words, "--device", "cpu"])
-        with pytest.raises(SystemExit) as left:
-            main()
-        said = capsys.readouterr()
-        code = left.value.code or 0
-        assert isinstance(code, int)
-        return code, said.out, said.err
-
-    return run
+    return partial(command, "analyze")
 
 
 def test_models_and_budgets_become_files(run: Run, tmp_path: Path) -> None:

@@ -1,16 +1,13 @@
 """`loopformer calibrate`, and `generate --adaptive` with what it found, as a user meets them."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from loopformer import LoopedLM, ModelConfig
-from loopformer.cli import main
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.loading import save_model
 
@@ -18,7 +15,7 @@ Run = Callable[..., tuple[int, str, str]]  # exit code, stdout, stderr
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     """The command, in a folder with two models and two texts."""
     tokenizer = Tokenizer.train(["every pass is told its time and its step"] * 9, 280)
     for name in ("one", "two"):
@@ -33,17 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     (tmp_path / "short.txt").write_text("no")
     monkeypatch.chdir(tmp_path)
 
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["loopformer", *words, "--device", "cpu"])
-        with pytest.raises(SystemExit) as left:
-            main()
-        torch.set_num_threads(1)
-        said = capsys.readouterr()
-        code = left.value.code or 0
-        assert isinstance(code, int)
-        return code, said.out, said.err
-
-    return run
+    return command
 
 
 def test_calibrate_then_generate(run: Run, tmp_path: Path) -> None:

@@ -1,15 +1,14 @@
 """`loopformer report` as a user meets it."""
 
 import json
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loopformer import LoopedLM, ModelConfig
-from loopformer.cli import main
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.loading import save_model
 
@@ -17,7 +16,7 @@ Run = Callable[..., tuple[int, str, str]]  # exit code, stdout, stderr
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     """The command, in a folder with models of the same name in two places, and a text."""
     tokenizer = Tokenizer.train(["every pass is told its time and its step"] * 9, 280)
     sizes: dict[str, Any] = {"width": 16, "heads": 2, "ffn": 32, "context": 24, "vocab": tokenizer.vocab_size}
@@ -29,16 +28,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     (tmp_path / "thesis" / "thesis.txt").write_text("x")
     monkeypatch.chdir(tmp_path)
 
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["loopformer", "report", *words, "--device", "cpu"])
-        with pytest.raises(SystemExit) as left:
-            main()
-        said = capsys.readouterr()
-        code = left.value.code or 0
-        assert isinstance(code, int)
-        return code, said.out, said.err
-
-    return run
+    return partial(command, "report")
 
 
 def test_one_command_makes_the_whole_folder(run: Run, tmp_path: Path) -> None:

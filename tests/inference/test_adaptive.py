@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from loopformer import LM, LoopedLM, LoopformerError, Trajectory
 from loopformer.config import ModelConfig
@@ -17,16 +16,10 @@ from loopformer.inference.certainty import doubt, entropy, kl, margin
 from loopformer.inference.ladder import Ladder, LadderCache, rung
 from loopformer.inference.tally import Tally, head_flops, pass_flops
 
+from .models import spread
+
 PROMPTS = ["every pass", "its", "time and step and time"]
 NEVER, ALWAYS = -1.0, 1e9  # thresholds that no doubt, or every doubt, is at or below
-
-
-def spread(config: ModelConfig, seed: int) -> LoopedLM:
-    torch.manual_seed(seed)
-    model = LoopedLM(config)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    return model.eval()
 
 
 def test_rungs_share_their_first_steps_and_end_in_a_jump() -> None:

@@ -5,10 +5,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch import nn
 
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig
 from loopformer.config import Conditioning
+
+from .models import spread
 
 pytest.importorskip("triton")
 Positions = Literal["learned", "rotary"]
@@ -30,8 +31,7 @@ def _full_precision() -> None:
     torch.set_float32_matmul_precision("highest")
 
 
-def spread(positions: Positions, conditioning: Conditioning) -> LoopedLM:
-    torch.manual_seed(0)
+def model_of(positions: Positions, conditioning: Conditioning) -> LoopedLM:
     config = ModelConfig(
         blocks=2,
         loops=4,
@@ -44,10 +44,7 @@ def spread(positions: Positions, conditioning: Conditioning) -> LoopedLM:
         positions=positions,
         conditioning=conditioning,
     )
-    model = LoopedLM(config)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    return model.eval().to(DEVICE)
+    return spread(config).to(DEVICE)
 
 
 def plain_logits(model: LoopedLM, ids: list[int], route: str) -> torch.Tensor:
@@ -64,7 +61,7 @@ def test_a_token_equals_the_plain_path(
 ) -> None:
     from loopformer.inference.decoder import Decoder
 
-    model = spread(positions, conditioning)
+    model = model_of(positions, conditioning)
     decoder = Decoder(model, model.route(route), rows)
     for length in (3, 40):  # filled anew
         texts = [[(7 * place + row) % 90 for place in range(length + 2 * row)] for row in range(rows)]
@@ -89,7 +86,7 @@ def test_int8_is_what_its_bytes_stand_for(rows: int) -> None:
     from loopformer.inference.decoder import Decoder
     from loopformer.inference.quantise import quantised
 
-    model = spread("rotary", "trajectory")
+    model = model_of("rotary", "trajectory")
     weights = quantised(model)
     decoder = Decoder(model, model.route("2-1-1"), rows, weights)
     decoder.prefill([[1, 2, 3], *[[4, row] for row in range(1, rows)]])
@@ -112,7 +109,7 @@ def test_mistakes_are_one_clear_sentence() -> None:
     from loopformer.inference.decoder import Decoder
     from loopformer.inference.quantise import quantised
 
-    model = spread("learned", "trajectory")
+    model = model_of("learned", "trajectory")
     decoder = Decoder(model, model.route(1), 1)
     decoder.prefill([[1] * 78])
     with pytest.raises(LoopformerError, match="78 tokens and 3 more do not fit"):

@@ -5,11 +5,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch import nn
 
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.config import Conditioning
 from loopformer.inference.speculative import Draft
+
+from .models import spread
 
 pytest.importorskip("triton")
 Positions = Literal["learned", "rotary"]
@@ -25,8 +26,7 @@ def _full_precision() -> None:
     torch.set_float32_matmul_precision("highest")
 
 
-def spread(positions: Positions, conditioning: Conditioning, context: int = CONTEXT) -> LoopedLM:
-    torch.manual_seed(0)
+def model_of(positions: Positions, conditioning: Conditioning, context: int = CONTEXT) -> LoopedLM:
     config = ModelConfig(
         blocks=1,
         loops=2,
@@ -39,10 +39,7 @@ def spread(positions: Positions, conditioning: Conditioning, context: int = CONT
         positions=positions,
         conditioning=conditioning,
     )
-    model = LoopedLM(config)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.25)
-    return model.eval().to(DEVICE)
+    return spread(config, std=0.25).to(DEVICE)
 
 
 def small() -> Any:
@@ -75,7 +72,7 @@ def followed(model: LoopedLM, draft: Draft, int8: bool = False) -> tuple[list[in
 def test_tokens_are_the_full_models(
     positions: Positions, conditioning: Conditioning, length: int | None, budget: int
 ) -> None:
-    model = spread(positions, conditioning)
+    model = model_of(positions, conditioning)
     tokens, verdicts = followed(model, Draft(Trajectory.uniform(budget), length))
     assert len(tokens) == CONTEXT - len(PROMPT) + 1
     with torch.no_grad():
@@ -96,7 +93,7 @@ def test_int8_tokens_are_those_of_the_int8_decoder() -> None:
     from loopformer.inference.decoder import Decoder
     from loopformer.inference.quantise import quantised
 
-    model = spread("rotary", "trajectory")
+    model = model_of("rotary", "trajectory")
     decoder = Decoder(model, model.route(2), 1, quantised(model), small())
     decoder.ids.copy_(model.head(decoder.prefill([PROMPT]))[:, :30].argmax(-1))
     expected = [*decoder.ids.tolist(), *decoder.greedy(CONTEXT - len(PROMPT))[:, 0].tolist()]
@@ -107,7 +104,7 @@ def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
     from loopformer.inference.fast import Fast
     from loopformer.inference.fast_speculation import Speculator
 
-    model, fast = spread("learned", "none"), Fast(lm.model)
+    model, fast = model_of("learned", "none"), Fast(lm.model)
     with pytest.raises(LoopformerError, match="at most 15 tokens, got 16"):
         followed(model, Draft(Trajectory.uniform(1), 16))
     with pytest.raises(LoopformerError, match="int8 weights draft at most 3 tokens, got 4"):
@@ -126,7 +123,7 @@ def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
 def test_drafts_go_on_to_the_end_of_the_context() -> None:
     from loopformer.inference.fast_speculation import Speculator
 
-    model, full = spread("rotary", "trajectory", context=8), Trajectory.uniform(2)
+    model, full = model_of("rotary", "trajectory", context=8), Trajectory.uniform(2)
 
     def drafted(length: int | None, prompt: int) -> list[int]:
         speculator = Speculator(model, full, Draft(full, length), None, small())

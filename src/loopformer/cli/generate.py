@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    import torch
+
     from loopformer.inference.adaptive import Policy
     from loopformer.inference.generate import Event, Request
     from loopformer.lm import LM
@@ -68,11 +70,11 @@ def generate(
 
     Example: loopformer generate "Once upon a time" --model runs/mine --budget 4
     """
-    from loopformer.config import nearest, require
+    from loopformer.config import require
     from loopformer.evaluation.best import scheduled
     from loopformer.evaluation.calibration import read_policy
     from loopformer.evaluation.store import weights_hash
-    from loopformer.evaluation.subject import DTYPES
+    from loopformer.evaluation.subject import dtype_of
     from loopformer.lm import load
 
     text = _standard_input() if prompt is None else prompt
@@ -95,12 +97,12 @@ def generate(
         schedule == "uniform" or any(one is not None for one in (budget, max_flops, max_ms_per_token)),
         "--schedule goes with --budget, --max-flops or --max-ms-per-token.",
     )
-    require(dtype is None or dtype in DTYPES, f"There is no dtype {dtype!r}; {nearest(str(dtype), list(DTYPES))}")
+    wanted = None if dtype is None else dtype_of(dtype)
     lm = load(model)
     # What was found for these weights knows them as they are on disk, before they are cast.
     weights = None if schedule == "uniform" else weights_hash(lm.model)
     policy = None if adaptive is None else read_policy(adaptive, lm.model)
-    _place(lm, device, dtype, fast)
+    _place(lm, device, wanted, fast)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -122,9 +124,10 @@ def generate(
     _stream(lm, requests, (draft, draft_length), policy, fast, int8, as_json)
 
 
-def _place(lm: "LM", device: str, dtype: str | None, fast: bool) -> None:
+def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool) -> None:
     """Move the model to where it will run; where --fast cannot, that is said on stderr."""
-    from loopformer.evaluation.subject import DTYPES
+    import torch
+
     from loopformer.inference.fast import Fast
     from loopformer.training.distributed import choose_device
 
@@ -132,7 +135,7 @@ def _place(lm: "LM", device: str, dtype: str | None, fast: bool) -> None:
     ready = fast and Fast.ready(lm.to(place).model)
     if fast and not ready:
         typer.echo("--fast changes nothing here: it needs a CUDA device and Triton.", err=True)
-    lm.to(place, DTYPES[dtype or ("bfloat16" if ready else "float32")])
+    lm.to(place, dtype or (torch.bfloat16 if ready else torch.float32))
 
 
 def _standard_input() -> str:

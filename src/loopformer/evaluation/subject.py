@@ -24,6 +24,12 @@ from loopformer.trajectory import Trajectory
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that a user names."""
+    require(name in DTYPES, f"There is no dtype {name!r}; {nearest(name, list(DTYPES))}")
+    return DTYPES[name]
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model under evaluation."""
@@ -36,11 +42,11 @@ class Subject:
     @classmethod
     def open(cls, source: str, device: str = "auto", dtype: str = "float32") -> "Subject":
         """Load a run, a model folder or published weights onto a device."""
-        require(dtype in DTYPES, f"There is no dtype {dtype!r}; {nearest(dtype, list(DTYPES))}")
+        wanted = dtype_of(dtype)
         where = choose_device(device)
         lm = load(source)
         weights = weights_hash(lm.model)
-        return cls(source, lm.to(where, DTYPES[dtype]), weights, Store.beside(source))
+        return cls(source, lm.to(where, wanted), weights, Store.beside(source))
 
     @property
     def model(self) -> LoopedLM:

@@ -9,8 +9,10 @@ PyTorch what each computes, launch.py launches them. TRITON_INTERPRET=1 runs the
 import triton
 import triton.language as tl
 
-LARGEST_FP8 = tl.constexpr(448.0)  # of e4m3
-SMALLEST_SCALE = tl.constexpr(2.0**-100)  # of a row of zeros
+from loopformer.training.fused import products
+
+LARGEST_FP8 = tl.constexpr(products.LARGEST_FP8)
+SMALLEST_SCALE = tl.constexpr(products.SMALLEST_SCALE)
 
 
 @triton.jit

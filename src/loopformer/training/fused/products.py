@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-LARGEST_FP8 = 448.0
+LARGEST_FP8 = 448.0  # of e4m3
 SMALLEST_SCALE = 2.0**-100  # of a row of zeros; gradients are small, since losses are divided by a step's tokens
 TOGETHER = 4  # passes whose parts of a weight's gradient are one fp8 product; a product cannot add to what is there
 
