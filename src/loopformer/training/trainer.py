@@ -75,6 +75,7 @@ class Trainer:
         self.run, self.out, self.ranks = run, out, ranks
         training = run.training
         self.stop_signal: int | None = None
+        fused = fused_numbers(run, ranks)  # refused before anything is written
         if training.threads is not None:
             torch.set_num_threads(training.threads)
         torch.set_float32_matmul_precision("highest" if training.dtype == "float32" else "high")
@@ -102,7 +103,6 @@ class Trainer:
             self.reporter.say(f"going on from {checkpoint}" if checkpoint else "no checkpoint yet; starting anew")
 
         model = load_model(checkpoint) if checkpoint else make_model(run)
-        fused = fused_numbers(run, ranks)
         objective = Objective(model.to(ranks.device), run.objective, training.checkpoint_loops, fused)
         self._settle_micro_batch(objective)
         self.pieces = pieces(

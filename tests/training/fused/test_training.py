@@ -47,6 +47,13 @@ def test_fp8_learns(small: Small, tmp_path: Path) -> None:
     assert low != exact
 
 
+def test_what_is_refused_leaves_nothing_behind(small: Small, tmp_path: Path) -> None:
+    with pytest.raises(LoopformerError, match=r"float8 needs training\.fused"):
+        launch("demo", small(training__dtype="float8", training__fused="false"), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert launch("demo", small(), tmp_path / "run", quiet=True)["finished"]
+
+
 def numbers(device: str, world: int = 1, *overrides: str) -> object:
     ranks = Ranks(0, world, torch.device(device))
     return fused_numbers(load_run("demo", list(overrides))[0], ranks)
