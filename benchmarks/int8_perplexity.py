@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from loopformer import LoopedLM, load
 from loopformer.benchmark.machine import describe, publish
+from loopformer.device import DTYPES
 from loopformer.evaluation.perplexity import perplexity
-from loopformer.evaluation.subject import DTYPES
 from loopformer.evaluation.text import read_text
 from loopformer.evaluation.windows import Protocol
 from loopformer.inference.quantise import quantised

@@ -24,7 +24,7 @@ from pathlib import Path
 import tokenizers
 
 from loopformer.data.corpus import Position, parse_sources
-from loopformer.data.files import Meter
+from loopformer.data.formats import Meter
 from loopformer.data.prepare import prepare
 from loopformer.data.tokenizer import FILE, Tokenizer
 

@@ -25,10 +25,10 @@ import torch
 import loopformer
 from loopformer import LM, Trajectory
 from loopformer.benchmark.machine import describe, publish
-from loopformer.config import require
+from loopformer.errors import require
 from loopformer.data.loader import validation_windows
-from loopformer.data.tokens import TokenData
-from loopformer.evaluation.subject import DTYPES
+from loopformer.data.shards import TokenData
+from loopformer.device import DTYPES
 from loopformer.inference.generate import Request, generate
 from loopformer.inference.quantise import quantised
 from loopformer.inference.speculative import Draft, speculate

@@ -22,7 +22,7 @@ import loopformer
 from loopformer import LM
 from loopformer.data.loader import Windows, validation_windows
 from loopformer.data.prepare import prepare
-from loopformer.data.tokens import TokenData, is_prepared
+from loopformer.data.shards import TokenData, is_prepared
 from loopformer.training.launch import launch
 
 DATA = "data/demo"

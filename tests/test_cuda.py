@@ -64,7 +64,7 @@ def test_gradients_follow_cpu(tiny: ModelConfig) -> None:
 
 def test_training_runs_and_resumes(tmp_path: Path) -> None:
     from loopformer.data.prepare import prepare
-    from loopformer.loading.runs import checkpoints
+    from loopformer.loading.folder import checkpoints
     from loopformer.training.launch import launch
 
     text = tmp_path / "text.txt"

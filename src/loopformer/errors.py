@@ -1,4 +1,13 @@
-"""What a user can get wrong. The command line prints the sentence and exits with `exit_code`."""
+"""What a user can get wrong. The command line prints the sentence and exits with `exit_code`.
+
+Settings as dataclasses: built from plain data, checked against their annotations.
+
+An unknown key, a wrong type or an impossible value is one clear sentence that names the key.
+"""
+
+from __future__ import annotations
+
+import difflib
 
 
 class LoopformerError(ValueError):
@@ -17,3 +26,14 @@ class FileProblem(LoopformerError):
     """A file or folder that is missing, damaged or not what it should be."""
 
     exit_code = 1
+
+
+def require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise LoopformerError(sentence)
+
+
+def nearest(word: str, known: list[str], otherwise: str | None = None) -> str:
+    """A hint for a misspelt word: the nearest valid one, else `otherwise` or all of them."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]}?" if close else otherwise or f"valid are {', '.join(known)}."

@@ -14,9 +14,8 @@ from typing import Any, overload
 
 import torch
 
-from loopformer.config import nearest, require
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import LoopformerError
+from loopformer.errors import LoopformerError, nearest, require
 from loopformer.inference.adaptive import Policy, generate_adaptive
 from loopformer.inference.engine import Engine
 from loopformer.inference.fast import Fast
@@ -26,8 +25,8 @@ from loopformer.inference.sampling import Sampling
 from loopformer.inference.score import Score, score
 from loopformer.inference.speculative import Draft, Report, speculate
 from loopformer.loading import find_model
-from loopformer.loading.find import model_folder
 from loopformer.loading.folder import default_route, is_model_folder
+from loopformer.loading.published import model_folder
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 

@@ -7,7 +7,7 @@ import torch
 from loopformer import LM, LoopformerError
 from loopformer.analysis.prompts import read_prompts
 from loopformer.data.prepare import prepare
-from loopformer.data.tokens import TokenData
+from loopformer.data.shards import TokenData
 
 
 def _jsonl(path: Path, texts: list[str]) -> str:

@@ -13,9 +13,9 @@ from loopformer.analysis.report.asked import Asked, Source
 from loopformer.analysis.report.collect import collect
 from loopformer.analysis.report.training import training_facts
 from loopformer.config import DataConfig, ObjectiveConfig, RunConfig, TrainingConfig, run_to_yaml
-from loopformer.data.shards import sha256_of
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
+from loopformer.files import sha256_of
 from loopformer.loading import save_model
 from loopformer.model.cost import Cost
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from loopformer.data.background import Ahead
+from loopformer.data.loader import Ahead
 from loopformer.errors import LoopformerError
 
 

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from loopformer.cli.prepare import prepare
-from loopformer.data.tokens import TokenData
+from loopformer.data.shards import TokenData
 from loopformer.errors import LoopformerError
 
 from .words import document

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from loopformer.data.corpus import Position, clean, parse_sources
-from loopformer.data.files import Meter
-from loopformer.data.stdlib import stdlib_documents
+from loopformer.data.corpus import Position, clean, parse_sources, stdlib_documents
+from loopformer.data.formats import Meter
 from loopformer.errors import FileProblem, LoopformerError
 
 

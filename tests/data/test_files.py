@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from loopformer.data.files import Meter, format_of, read_records
+from loopformer.data.formats import Meter, format_of, read_records
 from loopformer.data.splits import LONGEST
 from loopformer.errors import FileProblem
 

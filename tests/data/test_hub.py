@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopformer.data.hub import PRESETS, read_dataset, reconnecting
+from loopformer.data.corpus import PRESETS, read_dataset, reconnecting
 from loopformer.errors import FileProblem, LoopformerError
 
 ROWS = [{"text": f"row {number}"} for number in range(50)]

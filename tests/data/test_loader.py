@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from loopformer.data.loader import NO_LOSS, Loader, validation_windows
 from loopformer.data.prepare import prepare
-from loopformer.data.tokens import TokenData
+from loopformer.data.shards import TokenData
 from loopformer.errors import LoopformerError
 
 from .words import write_jsonl

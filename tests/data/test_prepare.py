@@ -17,11 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loopformer.data.ledger import STATE_FILE
 from loopformer.data.prepare import Progress, prepare
+from loopformer.data.shards import STATE_FILE, TokenData
 from loopformer.data.splits import Splitter
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.data.tokens import TokenData
 from loopformer.errors import FileProblem, LoopformerError
 
 from .words import document, write_jsonl

@@ -6,9 +6,9 @@ import pytest
 
 from loopformer.data.loader import NO_LOSS, Loader, validation_windows
 from loopformer.data.prepare import prepare
+from loopformer.data.shards import TokenData
 from loopformer.data.supervised import LAST, LOSS, encode_examples, encode_prompt, parse_example
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.data.tokens import TokenData
 from loopformer.errors import LoopformerError
 
 from .words import write_jsonl

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loopformer.data.shards import TokenData
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.data.tokens import TokenData
 from loopformer.errors import FileProblem
 
 

@@ -11,7 +11,7 @@ import torch
 from loopformer import LM, LoopedLM
 from loopformer.data.loader import validation_windows
 from loopformer.data.prepare import prepare
-from loopformer.data.tokens import TokenData
+from loopformer.data.shards import TokenData
 from loopformer.errors import LoopformerError
 from loopformer.evaluation.perplexity import perplexity
 from loopformer.evaluation.store import Store

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loopformer.config import load_run, run_to_yaml
-from loopformer.data.hub import PRESETS, Preset
+from loopformer.data.corpus import PRESETS, Preset
 from loopformer.data.prepare import prepare
 from loopformer.data.splits import survey
 from loopformer.data.tokenizer import Tokenizer

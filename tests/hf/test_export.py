@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import loopformer.hf
 from loopformer import LM, LoopformerError, load
 from loopformer.cli import app
-from loopformer.data.shards import sha256_of
+from loopformer.files import sha256_of
 from loopformer.hf.export import export
 from loopformer.loading import save_model
 

@@ -7,7 +7,7 @@ import torch
 import loopformer
 from loopformer import LoopedLM, LoopformerError
 from loopformer.config import ModelConfig
-from loopformer.data.shards import sha256_of
+from loopformer.files import sha256_of
 from loopformer.loading import load_model, save_model
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import loopformer
 from loopformer import LoopformerError, Trajectory
 from loopformer.loading import from_state_dict
-from loopformer.loading.tensors import read_safetensors
+from loopformer.loading.folder import read_safetensors
 
 REFERENCE = Path(__file__).parent.parent / "reference"
 KINDS = {"base": "none", "base_loop": "none", "tmlt": "index", "loopformer": "trajectory"}

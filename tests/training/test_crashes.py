@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loopformer.loading.runs import checkpoints
+from loopformer.loading.folder import checkpoints
 from loopformer.training.launch import launch
 
 KILLS = 6

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loopformer.loading.runs import checkpoints
+from loopformer.loading.folder import checkpoints
 from loopformer.training.launch import launch
 from loopformer.training.reporting import read_metrics
 

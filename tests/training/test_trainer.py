@@ -15,8 +15,7 @@ from loopformer import LoopedLM, LoopformerError, ModelConfig
 from loopformer.config import preset_names
 from loopformer.data.prepare import prepare
 from loopformer.loading import save_model
-from loopformer.loading.folder import write_safetensors
-from loopformer.loading.runs import checkpoints
+from loopformer.loading.folder import checkpoints, write_safetensors
 from loopformer.training.launch import launch, plan
 from loopformer.training.reporting import read_metrics
 from loopformer.training.trainer import Trainer

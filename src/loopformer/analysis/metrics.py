@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from loopformer.config import require
+from loopformer.errors import require
 
 _TINY = 1e-300  # instead of a division by zero
 _ROUNDING = 1e-14  # of float64, with some room

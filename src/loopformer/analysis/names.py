@@ -7,7 +7,7 @@ short_path("/home/me/texts/news.jsonl")               # "news.jsonl"
 from collections.abc import Sequence
 from pathlib import Path
 
-from loopformer.config import require
+from loopformer.errors import require
 
 
 def model_names(models: Sequence[str]) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import require
 from loopformer.evaluation.text import Ids, Text, read_text
 
 SHORTEST = 4  # tokens; fewer have no curvature, and one prompt of fewer no debiased CKA

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from loopformer.analysis.dynamics import DEFINITIONS, Dynamics
-from loopformer.data.shards import write_atomic
 from loopformer.errors import FileProblem
+from loopformer.files import write_atomic
 
 FILE, METRICS, CKA = "analysis.json", "metrics.csv", "cka.csv"
 

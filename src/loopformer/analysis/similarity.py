@@ -12,7 +12,7 @@ D × D products, so nothing is kept per token: 4·S·(S+1)·D² bytes, whatever 
 import torch
 from torch import Tensor
 
-from loopformer.config import require
+from loopformer.errors import require
 
 
 class LinearCKA:

@@ -21,7 +21,7 @@ import torch
 
 from loopformer.benchmark.decode_paths import PATHS, absent, left_out, most_int8_rows
 from loopformer.benchmark.machine import best_of, describe, empty
-from loopformer.config import nearest, require
+from loopformer.errors import nearest, require
 from loopformer.model import LoopedLM
 
 Row = dict[str, Any]

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from loopformer.inference.budget import wait
-from loopformer.training.plan import device_name, peak_flops
+from loopformer.device import device_name, peak_flops
+from loopformer.device import synchronise as wait
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import torch
 
 from loopformer.benchmark.machine import describe
 from loopformer.benchmark.train import Row, make_step, mean_short, measure
-from loopformer.config import ModelConfig, require
+from loopformer.config import ModelConfig
+from loopformer.errors import require
 from loopformer.model.cost import Cost
 
 WAYS = {  # the path of bench train, and whether loops are computed again

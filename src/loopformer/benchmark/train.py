@@ -22,8 +22,9 @@ from torch import Tensor
 
 from loopformer.benchmark.decode_paths import gpt2
 from loopformer.benchmark.machine import describe, empty
-from loopformer.config import ModelConfig, ObjectiveConfig, nearest, require
-from loopformer.inference.budget import wait
+from loopformer.config import ModelConfig, ObjectiveConfig
+from loopformer.device import synchronise as wait
+from loopformer.errors import nearest, require
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
 from loopformer.training.fused.choice import obstacle

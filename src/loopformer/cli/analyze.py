@@ -61,11 +61,11 @@ def analyze(
     from loopformer.analysis.names import model_names
     from loopformer.analysis.prompts import read_prompts
     from loopformer.analysis.results import to_json, write_results
-    from loopformer.config import require
+    from loopformer.device import choose_device
+    from loopformer.errors import require
     from loopformer.evaluation.text import default_text
     from loopformer.lm import load
     from loopformer.loading import find_config
-    from loopformer.training.distributed import choose_device
 
     checked_states(states)
     require(prompts >= 1, f"--prompts must be 1 or more, got {prompts}.")

@@ -36,7 +36,8 @@ def decode(
     from loopformer.benchmark.decode import CHOICES
     from loopformer.benchmark.decode import decode as measure
     from loopformer.benchmark.decode_paths import left_out
-    from loopformer.config import require, whole_numbers
+    from loopformer.config import whole_numbers
+    from loopformer.errors import require
 
     lm = _model(model, device, dtype)
     config = lm.config
@@ -94,8 +95,8 @@ def train(
     """
     from loopformer.benchmark.train import train as measure
     from loopformer.cli.info import config_of
-    from loopformer.config import require
-    from loopformer.training.distributed import choose_device
+    from loopformer.device import choose_device
+    from loopformer.errors import require
 
     place = choose_device(device)
     wanted = dtype or ("bfloat16" if place.type == "cuda" else "float32")
@@ -134,7 +135,7 @@ def memory(
     from loopformer.benchmark.memory import memory as measure
     from loopformer.cli.info import config_of
     from loopformer.config import whole_numbers
-    from loopformer.training.distributed import choose_device
+    from loopformer.device import choose_device
 
     def say(row: dict[str, Any]) -> None:
         peak = "did not fit" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB"
@@ -149,12 +150,12 @@ def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
     """A preset with random weights (seed 0), or a model on disk."""
     import torch
 
-    from loopformer.config import load_run, preset_names, require, with_expected_vocab
-    from loopformer.evaluation.subject import DTYPES
+    from loopformer.config import load_run, preset_names, with_expected_vocab
+    from loopformer.device import DTYPES, choose_device
+    from loopformer.errors import require
     from loopformer.inference.layout import lay_out
     from loopformer.lm import load
     from loopformer.model import LoopedLM
-    from loopformer.training.distributed import choose_device
 
     place = choose_device(device)
     wanted = dtype or ("bfloat16" if place.type == "cuda" else "float32")

@@ -44,7 +44,9 @@ def calibrate(
 
     Example: loopformer calibrate --model runs/mine --mean-budget 2.5 --out runs/mine/adaptive
     """
-    from loopformer.config import require, whole_numbers
+    from loopformer.config import whole_numbers
+    from loopformer.device import choose_device
+    from loopformer.errors import require
     from loopformer.evaluation.calibrate import Wanted
     from loopformer.evaluation.calibrate import calibrate as run
     from loopformer.evaluation.calibration import draw, plain, save
@@ -52,7 +54,6 @@ def calibrate(
     from loopformer.evaluation.store import weights_hash
     from loopformer.evaluation.text import read_text
     from loopformer.lm import load
-    from loopformer.training.distributed import choose_device
 
     depths = None if choices is None else tuple(whole_numbers(choices, "--choices"))
     wanted = Wanted(mean_budget, mode, measure, fill, count, depths, copy_tokens)

@@ -71,8 +71,7 @@ def eval_(
     loopformer eval --model runs/mine --tasks paper --data data/eval --limit 50
     """
     from loopformer.cli import eval_tasks
-    from loopformer.config import require
-    from loopformer.errors import LoopformerError
+    from loopformer.errors import LoopformerError, require
     from loopformer.evaluation.subject import Subject
     from loopformer.evaluation.windows import Protocol
 
@@ -113,7 +112,7 @@ def eval_(
 def _write(report: dict[str, Any], out: Path | None, as_json: bool) -> None:
     """Results to a file, if one is asked for, and to the screen."""
     from loopformer.cli import eval_tasks
-    from loopformer.data.shards import write_atomic
+    from loopformer.files import write_atomic
 
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ def check(
     collect: Path | None,
 ) -> None:
     """Refuse options that do not go together."""
-    from loopformer.config import require
+    from loopformer.errors import require
 
     given = sum(one is not None for one in (export, score, collect))
     require(given <= 1, "Give one of --export-requests, --score-requests and --aggregate.")

@@ -70,11 +70,11 @@ def generate(
 
     Example: loopformer generate "Once upon a time" --model runs/mine --budget 4
     """
-    from loopformer.config import require
+    from loopformer.device import dtype_of
+    from loopformer.errors import require
     from loopformer.evaluation.best import scheduled
     from loopformer.evaluation.calibration import read_policy
     from loopformer.evaluation.store import weights_hash
-    from loopformer.evaluation.subject import dtype_of
     from loopformer.lm import load
 
     text = _standard_input() if prompt is None else prompt
@@ -128,8 +128,8 @@ def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool) -> No
     """Move the model to where it will run; where --fast cannot, that is said on stderr."""
     import torch
 
+    from loopformer.device import choose_device
     from loopformer.inference.fast import Fast
-    from loopformer.training.distributed import choose_device
 
     place = choose_device(device)
     ready = fast and Fast.ready(lm.to(place).model)

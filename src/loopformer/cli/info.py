@@ -25,7 +25,8 @@ def info(
 
     Example: loopformer info --model paper/loopformer-3x8
     """
-    from loopformer.config import preset_names, require
+    from loopformer.config import preset_names
+    from loopformer.errors import require
 
     if model is None:
         names = preset_names()
@@ -41,8 +42,8 @@ def info(
 
 def config_of(model: str, heads: int | None, loops: int | None) -> "ModelConfig":
     """The settings of a preset or of a model on disk."""
-    from loopformer.config import load_run, nearest, preset_names, require, with_expected_vocab
-    from loopformer.errors import FileProblem
+    from loopformer.config import load_run, preset_names, with_expected_vocab
+    from loopformer.errors import FileProblem, nearest, require
 
     names = preset_names()
     if model in names:

@@ -45,8 +45,7 @@ def search(
     Example: loopformer search --model runs/mine --budget 4 --text news.jsonl --figure schedules.png
     """
     from loopformer.cli.eval_tasks import load_tasks
-    from loopformer.config import require
-    from loopformer.data.shards import write_atomic
+    from loopformer.errors import require
     from loopformer.evaluation.benchmarks import accuracy
     from loopformer.evaluation.best import can_save, save_best
     from loopformer.evaluation.schedule_figure import check_drawing, draw_schedules
@@ -54,6 +53,7 @@ def search(
     from loopformer.evaluation.subject import Subject
     from loopformer.evaluation.text import read_text
     from loopformer.evaluation.windows import Protocol
+    from loopformer.files import write_atomic
 
     require(tasks is not None or (data is None and examples is None), "--data and --examples go with --tasks.")
     if figure is not None:

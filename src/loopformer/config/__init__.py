@@ -5,19 +5,20 @@ from_mapping(ModelConfig, {"blocks": 2}, "model")   # from plain data, checked
 load_preset("paper/loopformer-1x24")                # a preset, at one of its sizes
 """
 
-from loopformer.config.model import Conditioning, ModelConfig
-from loopformer.config.presets import load_preset, preset_names, read_yaml
+from loopformer.config.model import Conditioning, ModelConfig, check_types, from_mapping, whole_numbers
 from loopformer.config.run import (
     DataConfig,
     ObjectiveConfig,
     RunConfig,
     TrainingConfig,
+    load_preset,
     load_run,
+    preset_names,
+    read_yaml,
     run_from_mapping,
     run_to_yaml,
     with_expected_vocab,
 )
-from loopformer.config.schema import check_types, from_mapping, nearest, require, whole_numbers
 
 __all__ = [
     "Conditioning",
@@ -30,10 +31,8 @@ __all__ = [
     "from_mapping",
     "load_preset",
     "load_run",
-    "nearest",
     "preset_names",
     "read_yaml",
-    "require",
     "run_from_mapping",
     "run_to_yaml",
     "whole_numbers",

@@ -1,4 +1,15 @@
-"""Text → token shards: what `loopformer prepare` does.
+"""How far a prepared folder has come, on disk: `prepare.state.json` while it is made, `index.json` at the end.
+
+with alone_in(folder):
+    ledger = Ledger(folder, settings)
+    index = ledger.begin()       # the index of a finished folder, or None: go on with ledger.sources
+    ledger.commit()              # after the shards were flushed
+    index = ledger.finish(…)
+
+Both files are replaced whole. The state is written only when what it describes is safe on disk, so it is always
+true; whatever the shards hold beyond it is cut off when the work continues.
+
+Text → token shards: what `loopformer prepare` does.
 
 index = prepare(["stdlib"], "data/stdlib", train_tokenizer=4096)
 index = prepare(["news.jsonl.zst=2", "books/=1"], "data/mix", tokenizer="gpt2")
@@ -14,32 +25,135 @@ the `tokenizers` library spreads over the cores; only a few batches of text are 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from loopformer.data.background import Ahead
 from loopformer.data.corpus import Position, Source, parse_sources
-from loopformer.data.files import Meter, need
-from loopformer.data.ledger import Ledger, SourceState, Written, alone_in
-from loopformer.data.shards import ShardWriter
+from loopformer.data.formats import Meter, need
+from loopformer.data.loader import Ahead
+from loopformer.data.shards import INDEX_FILE, STATE_FILE, Shard, ShardWriter, damaged_folder, read_index
 from loopformer.data.splits import SPLITS, Split, Splitter, agree, documents, survey
 from loopformer.data.supervised import Example, encode_examples, example_key, example_text, parse_example
 from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import LoopformerError
+from loopformer.errors import FileProblem, LoopformerError
+from loopformer.files import alone_in, sync_folder, write_atomic
+
+
+@dataclass
+class Written:
+    """What one split of one source has on disk; `masks` lie parallel to `shards` for supervised examples."""
+
+    tokens: int = 0
+    documents: int = 0
+    text_bytes: int = 0
+    shards: list[Shard] = field(default_factory=list)
+    masks: list[Shard] = field(default_factory=list)
+
+
+@dataclass
+class SourceState:
+    """How far one source has come."""
+
+    splitter: Splitter
+    position: Position = field(default_factory=Position)
+    done: bool = False
+    splits: dict[Split, Written] = field(default_factory=lambda: {split: Written() for split in SPLITS})
+
+
+@dataclass
+class Ledger:
+    """The settings of a folder and the state of each source that was begun."""
+
+    folder: Path
+    settings: dict[str, Any]
+    sources: list[SourceState] = field(default_factory=list)
+
+    def begin(self) -> dict[str, Any] | None:
+        """Begin or go on: the index if the folder is finished, else None and `sources` as they were."""
+        index, state = self.folder / INDEX_FILE, self.folder / STATE_FILE
+        if index.exists():
+            found = read_index(index)
+            self._compare(found.get("settings"))
+            state.unlink(missing_ok=True)
+            return found
+        if state.exists():
+            found = read_index(state)
+            self._compare(found.get("settings"))
+            try:
+                self.sources = [_source_state(source) for source in found["sources"]]
+            except (KeyError, TypeError) as error:
+                raise damaged_folder(state) from error
+            return None
+        if any(path.name != f"{STATE_FILE}.tmp" for path in self.folder.iterdir()):
+            raise FileProblem(
+                f"{self.folder} is not empty and was not made by prepare; choose another --out folder."
+            )
+        return None
+
+    def commit(self) -> None:
+        """Record how far the work has come; the shards must be on disk by now."""
+        sources = [dataclasses.asdict(source) for source in self.sources]
+        write_atomic(self.folder / STATE_FILE, _json({"settings": self.settings, "sources": sources}))
+
+    def finish(self, index: dict[str, Any]) -> dict[str, Any]:
+        """Write the index, after which the folder can be used."""
+        write_atomic(self.folder / INDEX_FILE, _json({"settings": self.settings, **index}))
+        (self.folder / STATE_FILE).unlink()
+        sync_folder(self.folder)
+        return read_index(self.folder / INDEX_FILE)
+
+    def _compare(self, earlier: Any) -> None:
+        now = json.loads(_json(self.settings))
+        if earlier != now:
+            earlier = earlier if isinstance(earlier, dict) else {}
+            changed = ", ".join(name for name in now if earlier.get(name) != now[name])
+            raise FileProblem(
+                f"{self.folder} was begun with other settings or files ({changed}); "
+                "use the same ones, choose another --out folder, or delete it."
+            )
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _source_state(found: dict[str, Any]) -> SourceState:
+    return SourceState(
+        splitter=_splitter(**found["splitter"]),
+        position=Position(*found["position"]),
+        done=found["done"],
+        splits={split: _written(found["splits"][split]) for split in SPLITS},
+    )
+
+
+def _written(found: dict[str, Any]) -> Written:
+    shards, masks = ([Shard(**shard) for shard in found[kind]] for kind in ("shards", "masks"))
+    return Written(found["tokens"], found["documents"], found["text_bytes"], shards, masks)
+
+
+def _splitter(fraction: float, piece: int, held: list[int], kept: list[int]) -> Splitter:
+    return Splitter(fraction, piece, tuple(held), tuple(kept))
+
 
 DEFAULT_VOCAB = 4096  # of the tokenizer trained on the spot when none is asked for
+
+
 _TOKENIZER_TEXT = 256 << 20  # characters a tokenizer is trained on, at most
 
+
 Item = str | Example
+
+
 Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]  # ids, and flags of supervised examples
 
 

@@ -6,24 +6,48 @@ writer.finish()                         # [Shard(file="stdlib-train-00000.bin", 
 
 Shards are cut after exactly `shard_items` numbers, so what is on disk depends only on what was appended.
 A writer that is opened with the `items` and `shards` of an earlier one continues after its last flush.
+
+How far a prepared folder has come, on disk: `prepare.state.json` while it is made, `index.json` at the end.
+
+with alone_in(folder):
+    ledger = Ledger(folder, settings)
+    index = ledger.begin()       # the index of a finished folder, or None: go on with ledger.sources
+    ledger.commit()              # after the shards were flushed
+    index = ledger.finish(…)
+
+Both files are replaced whole. The state is written only when what it describes is safe on disk, so it is always
+true; whatever the shards hold beyond it is cut off when the work continues.
+
+A prepared folder, opened: memory-mapped tokens of one split, checked against the index.
+
+data = TokenData.open("data/stdlib", "train")
+data.tokens, data.vocab_size, data.tokenizer.decode(data.sources[0].ids.read(0, 100))
+data.verify()                     # reads every byte and compares checksums
+
+Opening looks at names, sizes and the tokenizer's hash, which is quick for any corpus.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
+from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
-
-_BLOCK = 1 << 20
+from loopformer.files import blocks_of, sha256_of, writing
 
 
 @dataclass(frozen=True)
@@ -99,7 +123,7 @@ class ShardWriter:
         self._sha = hashlib.sha256()
         with writing(self._path):
             self._stream: BinaryIO = self._path.open("r+b" if self._path.exists() else "w+b")
-            for block in _blocks(self._stream, size):
+            for block in blocks_of(self._stream, size):
                 self._sha.update(block)
                 size -= len(block)
             if size:
@@ -113,48 +137,149 @@ class ShardWriter:
         self.shards.append(Shard(self._path.name, self._in_shard, self._sha.hexdigest()))
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replace a file whole: a reader sees the old content or the new, also after a crash."""
-    temporary = path.with_name(path.name + ".tmp")
-    with writing(path):
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+INDEX_FILE = "index.json"
 
 
-def sync_folder(folder: Path) -> None:
-    """Make new and removed names in a folder survive a crash."""
-    descriptor = os.open(folder, os.O_RDONLY)
+STATE_FILE = "prepare.state.json"
+
+
+def read_index(path: Path) -> dict[str, Any]:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for block in iter(lambda: file.read(_BLOCK), b""):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """A full disk, a quota, a read-only folder: one sentence."""
-    try:
-        yield
+        found = json.loads(path.read_bytes())
     except OSError as error:
+        raise FileProblem(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise damaged_folder(path) from error
+    if not isinstance(found, dict):
+        raise damaged_folder(path)
+    return found
+
+
+def damaged_folder(path: Path) -> FileProblem:
+    return FileProblem(f"{path} is damaged; delete the folder and prepare it again.")
+
+
+def is_prepared(folder: Path | str) -> bool:
+    """Whether a folder was prepared to the end."""
+    return (Path(folder) / INDEX_FILE).is_file()
+
+
+class Sharded:
+    """Several files read as one long array."""
+
+    def __init__(self, folder: Path, shards: Sequence[Shard], dtype: npt.DTypeLike) -> None:
+        self.shards = tuple(shards)
+        self._folder = folder
+        self._starts = [0, *accumulate(shard.items for shard in shards)]
+        self._maps = [_map(folder / shard.file, shard.items, np.dtype(dtype)) for shard in shards]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """A copy of start:stop, across shard borders."""
+        pieces = []
+        number = bisect_right(self._starts, start) - 1
+        while start < min(stop, len(self)):
+            offset = start - self._starts[number]
+            pieces.append(self._maps[number][offset : offset + stop - start])
+            start += len(pieces[-1])
+            number += 1
+        return np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
+
+    def verify(self) -> None:
+        for shard in self.shards:
+            path = self._folder / shard.file
+            if sha256_of(path) != shard.sha256:
+                raise FileProblem(f"{path} has changed since it was made; prepare the folder again.")
+
+
+@dataclass(frozen=True)
+class SourceData:
+    """The tokens of one source; `flags` (see supervised.py) only where examples are supervised."""
+
+    name: str
+    weight: float | None
+    ids: Sharded
+    flags: Sharded | None
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """One split of a prepared folder."""
+
+    folder: Path
+    split: str
+    sources: tuple[SourceData, ...]
+    vocab_size: int
+    eot: int
+    index_hash: str
+
+    @classmethod
+    def open(cls, folder: Path | str, split: str = "train") -> TokenData:
+        folder = Path(folder)
+        path = folder / INDEX_FILE
+        if not is_prepared(folder):
+            unfinished = (folder / STATE_FILE).exists()
+            raise FileProblem(
+                f"{folder} is not prepared to the end; run the same loopformer prepare again, it continues."
+                if unfinished
+                else f"{path} is missing; make the folder with loopformer prepare."
+            )
+        index = read_index(path)
+        try:
+            sources = tuple(_sources(folder, index, split))
+            told = index["tokenizer"]
+            data = cls(folder, split, sources, told["vocab_size"], told["end"], _hash(path))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise FileProblem(f"{path} is damaged; delete the folder and prepare it again.") from error
+        if not sources:
+            raise FileProblem(f"{folder} has no {split} split; prepare it again with another --val-fraction.")
+        tokenizer = folder / TOKENIZER_FILE
+        if not tokenizer.is_file() or _hash(tokenizer) != told["sha256"]:
+            raise FileProblem(
+                f"{tokenizer} is not the tokenizer that made these shards; restore it or prepare the folder again."
+            )
+        return data
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all sources of this split."""
+        return sum(len(source.ids) for source in self.sources)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.folder)
+
+    def verify(self) -> None:
+        """Read everything and compare with the checksums of the index."""
+        for source in self.sources:
+            source.ids.verify()
+            if source.flags is not None:
+                source.flags.verify()
+
+
+def _sources(folder: Path, index: dict[str, Any], split: str) -> Iterator[SourceData]:
+    for source in index["sources"]:
+        if split in source["splits"]:
+            written = source["splits"][split]
+            shards, masks = ([Shard(**shard) for shard in written[kind]] for kind in ("shards", "masks"))
+            ids = Sharded(folder, shards, index["dtype"])
+            flags = Sharded(folder, masks, np.uint8) if masks else None
+            yield SourceData(source["name"], source["weight"], ids, flags)
+
+
+def _map(path: Path, items: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    if not path.is_file():
+        raise FileProblem(f"The shard {path} is missing; delete the folder and prepare it again.")
+    size = path.stat().st_size
+    if size != items * dtype.itemsize:
         raise FileProblem(
-            f"Cannot write {path}: {error.strerror or error}; what was finished is safe, "
-            "so make room and start again."
-        ) from error
+            f"The shard {path} has {size} bytes instead of {items * dtype.itemsize}; "
+            "it is cut short or damaged, so copy it again or prepare the folder again."
+        )
+    return np.memmap(path, dtype=dtype, mode="r")
 
 
-def _blocks(file: BinaryIO, size: int) -> Iterator[bytes]:
-    while size and (block := file.read(min(size, _BLOCK))):
-        yield block
-        size -= len(block)
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

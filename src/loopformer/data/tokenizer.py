@@ -17,9 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopformer.data.shards import write_atomic
 from loopformer.data.splits import cut
 from loopformer.errors import FileProblem, LoopformerError
+from loopformer.files import write_atomic
 
 if TYPE_CHECKING:
     import tokenizers

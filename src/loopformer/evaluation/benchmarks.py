@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from loopformer.config import require
-from loopformer.errors import FileProblem
+from loopformer.errors import FileProblem, require
 from loopformer.evaluation.exchange import Answers, Queries, Run
 from loopformer.evaluation.loglikelihood import BATCH_TOKENS
 from loopformer.evaluation.paper_tasks import TASKS, paper_scores

@@ -13,12 +13,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from loopformer.config import nearest, require
-from loopformer.data.shards import write_atomic
-from loopformer.errors import FileProblem, LoopformerError
+from loopformer.errors import FileProblem, LoopformerError, nearest, require
 from loopformer.evaluation.schedules import count_schedules
 from loopformer.evaluation.store import Piece, weights_hash
-from loopformer.loading.tensors import read_json
+from loopformer.files import read_json, write_atomic
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 

@@ -20,7 +20,7 @@ from itertools import combinations
 
 import numpy as np
 
-from loopformer.config import nearest, require
+from loopformer.errors import nearest, require
 from loopformer.evaluation.copied import CopiedText
 from loopformer.evaluation.readings import read
 from loopformer.evaluation.simulate import Outcome, PromptText, Routes, SimulatedText, Thresholds, TokenText

@@ -12,11 +12,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from loopformer.data.shards import write_atomic
 from loopformer.errors import FileProblem, LoopformerError
 from loopformer.evaluation.calibrate import Calibrated, Wanted
 from loopformer.evaluation.simulate import Outcome
 from loopformer.evaluation.store import weights_hash
+from loopformer.files import write_atomic
 from loopformer.inference.adaptive import Policy, policy_from
 from loopformer.model import LoopedLM
 

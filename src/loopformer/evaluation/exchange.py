@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from loopformer.data.shards import write_atomic
 from loopformer.errors import FileProblem
 from loopformer.evaluation.queries import Answered, Query, digest
+from loopformer.files import write_atomic
 
 REQUESTS, ANSWERS, VERSION = "loopformer-requests", "loopformer-answers", 1
 

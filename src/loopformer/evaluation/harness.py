@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
-from loopformer.config import nearest, require
-from loopformer.errors import LoopformerError
+from loopformer.errors import LoopformerError, nearest, require
 from loopformer.evaluation.loglikelihood import BATCH_TOKENS, loglikelihoods
 from loopformer.evaluation.queries import Answered, Query, answer
 from loopformer.evaluation.sharing import Span

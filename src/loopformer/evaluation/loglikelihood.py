@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import RunFailed
+from loopformer.errors import RunFailed, require
 from loopformer.evaluation.sharing import Batch, Pack, Span, Window, plan
 from loopformer.evaluation.walk import Walker
 from loopformer.inference.padding import padded

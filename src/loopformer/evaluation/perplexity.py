@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loopformer.config import require
+from loopformer.errors import require
 from loopformer.evaluation.loglikelihood import BATCH_TOKENS, fitting
 from loopformer.evaluation.store import Piece, Store, weights_hash
 from loopformer.evaluation.text import Report, Text

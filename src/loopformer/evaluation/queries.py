@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loopformer.config import require
-from loopformer.errors import LoopformerError
+from loopformer.errors import LoopformerError, require
 from loopformer.evaluation.loglikelihood import (
     BATCH_TOKENS,
     Count,

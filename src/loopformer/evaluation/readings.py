@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopformer.config import require
+from loopformer.errors import require
 from loopformer.evaluation.text import Ids, Report, Text
 from loopformer.evaluation.walk import Walker
 from loopformer.inference.certainty import doubt

@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from loopformer.config import require
-from loopformer.errors import LoopformerError
+from loopformer.errors import LoopformerError, require
 
 _ENDINGS = (".png", ".pdf", ".svg")
 _MOST_NAMED = 60  # rows that still have room for their names

@@ -21,8 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from loopformer.config import nearest, require
-from loopformer.errors import RunFailed
+from loopformer.errors import RunFailed, nearest, require
 from loopformer.evaluation.loglikelihood import BATCH_TOKENS
 from loopformer.evaluation.perplexity import likelihoods, piece_key, summary, text_facts
 from loopformer.evaluation.store import Piece, Store, weights_hash

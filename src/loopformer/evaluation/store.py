@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from loopformer.data.shards import write_atomic
+from loopformer.files import write_atomic
 from loopformer.model import LoopedLM
 
 Piece = dict[str, Any]

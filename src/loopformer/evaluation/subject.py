@@ -10,24 +10,14 @@ The hash is that of the weights as they are on disk, whatever the dtype they are
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from loopformer.config import nearest, require, whole_numbers
+from loopformer.config import whole_numbers
+from loopformer.device import choose_device, dtype_of
 from loopformer.evaluation.best import scheduled
 from loopformer.evaluation.store import Store, weights_hash
 from loopformer.lm import LM, load
 from loopformer.model import LoopedLM
-from loopformer.training.distributed import choose_device
 from loopformer.training.validation import validation_budgets
 from loopformer.trajectory import Trajectory
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype that a user names."""
-    require(name in DTYPES, f"There is no dtype {name!r}; {nearest(name, list(DTYPES))}")
-    return DTYPES[name]
 
 
 @dataclass(frozen=True)

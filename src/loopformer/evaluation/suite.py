@@ -21,8 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from loopformer.config import nearest, require
-from loopformer.errors import FileProblem, LoopformerError, RunFailed
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
 from loopformer.evaluation.exchange import Requests
 from loopformer.evaluation.harness import Recorded
 from loopformer.evaluation.paper_tasks import TASKS, Local, read_local

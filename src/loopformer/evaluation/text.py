@@ -6,7 +6,7 @@
     text.tokens, text.sha256
 
 Named sources (stdlib, pile, fineweb-edu, openwebtext) are trained on as well, so only their held-out part is read:
-the documents that `prepare` puts into the validation split, up to the token count of the preset (data/hub.py).
+the documents that `prepare` puts into the validation split, up to the token count of the preset (data/corpus.py).
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from loopformer.config import load_run, nearest, require
-from loopformer.data.corpus import Position, Source, parse_sources
-from loopformer.data.files import Meter
-from loopformer.data.hub import PRESETS
+from loopformer.config import load_run
+from loopformer.data.corpus import PRESETS, Position, Source, parse_sources
+from loopformer.data.formats import Meter
+from loopformer.data.shards import SourceData, TokenData, is_prepared
 from loopformer.data.splits import documents, survey
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.data.tokens import SourceData, TokenData, is_prepared
-from loopformer.errors import FileProblem
-from loopformer.loading.runs import SETTINGS, is_run_folder
+from loopformer.errors import FileProblem, nearest, require
+from loopformer.loading.folder import SETTINGS, is_run_folder
 
 NAMED = ("stdlib", *PRESETS)
 _BATCH = 4 << 20  # characters tokenized at a time

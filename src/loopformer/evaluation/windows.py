@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from loopformer.config import require
+from loopformer.errors import require
 from loopformer.evaluation.text import Ids, Text
 
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from loopformer.config import ModelConfig
-from loopformer.data.shards import sha256_of
+from loopformer.files import sha256_of
 from loopformer.hf.configuration import LoopFormerConfig
-from loopformer.loading.folder import WEIGHTS
-from loopformer.loading.runs import FOLDER, is_run_folder, step_of
+from loopformer.loading.folder import FOLDER, WEIGHTS, is_run_folder, step_of
 from loopformer.model.cost import Cost
 from loopformer.training.reporting import read_metrics
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from loopformer.config.model import FORMAT, VERSION, ModelConfig
-from loopformer.config.schema import from_mapping, require
+from loopformer.config.model import FORMAT, VERSION, ModelConfig, from_mapping
+from loopformer.errors import require
 
 
 class LoopFormerConfig(PretrainedConfig):  # type: ignore[misc]

@@ -18,19 +18,17 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 
 import loopformer
-from loopformer.config import require
-from loopformer.data.shards import sha256_of
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import FileProblem
+from loopformer.errors import FileProblem, require
+from loopformer.files import read_json, sha256_of
 from loopformer.hf.card import find_measured, run_of, write_card
 from loopformer.hf.configuration import LoopFormerConfig
 from loopformer.hf.modeling import LoopFormerForCausalLM
 from loopformer.hf.sources import CONFIGURATION, MODELING, PACKAGE, flat, flatten
 from loopformer.hf.tokenizer import CONFIG as TOKENIZER_CONFIG
 from loopformer.hf.tokenizer import SPECIAL, TEMPLATE, find_chat_template, save_tokenizer
-from loopformer.loading.find import find_model, model_folder
 from loopformer.loading.folder import CONFIG, PREFIX, TOKENIZER, WEIGHTS, is_model_folder, write_safetensors
-from loopformer.loading.tensors import read_json
+from loopformer.loading.published import find_model, model_folder
 from loopformer.model import LoopedLM
 
 CARD, GENERATION = "README.md", "generation_config.json"

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from loopformer.config.schema import require
-from loopformer.errors import FileProblem
+from loopformer.errors import FileProblem, require
 from loopformer.hf.cache import bind, positions_of, slots, visible
 from loopformer.hf.configuration import LoopFormerConfig
 from loopformer.model.looped import LoopedLM

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
-from loopformer.loading.tensors import read_json
+from loopformer.files import read_json
 
 CONFIG, SPECIAL, TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import LoopformerError
+from loopformer.errors import LoopformerError, require
 from loopformer.inference.certainty import check_measure, check_thresholds, doubt
 from loopformer.inference.generate import Event, Request, Result, RowState
 from loopformer.inference.ladder import Ladder, LadderCache, check_fill, rung

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from loopformer.config import require
+from loopformer.device import synchronise
+from loopformer.errors import require
 from loopformer.inference.generate import prefill
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
@@ -46,16 +47,10 @@ def milliseconds_per_token(model: LoopedLM, budget: int, prompt: Sequence[int], 
     cache, hidden = prefill(model, [list(prompt)[-max(1, room) :]], [Trajectory.uniform(budget)])
     times = []
     for _ in range(min(tokens, cache.capacity - cache.lengths[0])):
-        wait(hidden.device)
+        synchronise(hidden.device)
         started = time.perf_counter()
         token = model.head(hidden).argmax(-1, keepdim=True)
         hidden = model.extend(token, cache, check=False)[:, 0]
-        wait(hidden.device)
+        synchronise(hidden.device)
         times.append(time.perf_counter() - started)
     return sorted(times)[len(times) // 2] * 1e3
-
-
-def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from loopformer.config import nearest, require
+from loopformer.errors import nearest, require
 
 Measure = Literal["entropy", "margin", "kl"]
 MEASURES: tuple[str, ...] = get_args(Measure)

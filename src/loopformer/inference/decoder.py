@@ -22,7 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
-from loopformer.config import require
+from loopformer.errors import require
 from loopformer.inference import kernels
 from loopformer.inference.padding import ends, padded
 from loopformer.inference.quantise import Weight, Weights, plain

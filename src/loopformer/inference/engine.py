@@ -21,9 +21,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import LoopformerError
+from loopformer.errors import LoopformerError, require
 from loopformer.inference.generate import Event, Request, RowState, take_all
 from loopformer.inference.padding import ends, padded
 from loopformer.inference.pool import Pool

@@ -21,8 +21,8 @@ import torch
 import triton
 from torch import Tensor
 
-from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import require
 from loopformer.inference import kernels
 from loopformer.inference.decoder import MOST_INT8_ROWS, Decoder, Tuning, record
 from loopformer.inference.generate import Event, Request, Result, RowState

@@ -17,9 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from loopformer.config import ModelConfig, require
+from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import RunFailed
+from loopformer.errors import RunFailed, require
 from loopformer.inference.padding import ends, padded
 from loopformer.inference.sampling import Sampling, choose, is_whole, pick
 from loopformer.inference.text import TextStream

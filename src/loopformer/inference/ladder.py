@@ -23,7 +23,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from loopformer.config import nearest, require
+from loopformer.errors import nearest, require
 from loopformer.inference.tally import Tally
 from loopformer.model import LoopedLM
 from loopformer.model.cache import Place

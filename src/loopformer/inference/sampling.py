@@ -16,7 +16,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from loopformer.config import require
+from loopformer.errors import require
 
 
 def is_whole(value: object) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loopformer.config import require
+from loopformer.errors import require
 from loopformer.inference.padding import padded
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory

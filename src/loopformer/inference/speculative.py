@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import require
 from loopformer.inference.generate import Event, Request, Result, RowState
 from loopformer.inference.padding import padded
 from loopformer.inference.sampling import is_whole, probabilities

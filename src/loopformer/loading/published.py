@@ -5,9 +5,12 @@
 
 The kind of model and all sizes are inferred from the tensors. The number of heads and of loops are not in
 them: they come from the config or metadata beside the weights, else from the caller.
+
+Find a model whatever the user points at: a run, a model folder of ours, or published weights.
 """
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +19,30 @@ from torch import Tensor
 
 from loopformer.config import Conditioning, ModelConfig
 from loopformer.errors import FileProblem, LoopformerError
-from loopformer.loading.build import build
-from loopformer.loading.tensors import read
+from loopformer.loading.folder import (
+    TOKENIZER,
+    build,
+    is_model_folder,
+    is_run_folder,
+    load_model,
+    newest_model,
+    read,
+    read_config,
+)
 from loopformer.model import LoopedLM
 
 HEAD_KEYS = ("n_head", "heads", "num_attention_heads")
+
+
 LOOP_KEYS = ("max_model_loops", "max_loops", "loops", "num_loops")
+
 
 GPT2_TOKENS, GPT2_ROWS = 50257, 50304  # the published models pad GPT-2's vocabulary to this many rows
 
+
 _WRAPPERS = re.compile(r"^((gpt|module|_orig_mod)\.)+|_orig_mod\.")
+
+
 _NAMES = (  # theirs (one group at most: the block's number) → ours
     (r"transformer\.wte\.weight", "tokens.weight"),
     (r"transformer\.wpe\.weight", "places.weight"),
@@ -43,6 +60,8 @@ _NAMES = (  # theirs (one group at most: the block's number) → ours
     (r"dt_embedder\.mlp\.0\.(weight|bias)", r"conditioner.step.up.\1"),
     (r"dt_embedder\.mlp\.2\.(weight|bias)", r"conditioner.step.out.\1"),
 )
+
+
 _IGNORED = re.compile(r"transformer\.h\.(?:blocks\.)?\d+\.attn\.bias")  # a causal mask kept as a buffer
 
 
@@ -147,3 +166,34 @@ def _drop_tied_head(tensors: dict[str, Tensor]) -> None:
     head, tokens = tensors.pop("lm_head.weight", None), tensors.get("transformer.wte.weight")
     if head is not None and tokens is not None and not torch.equal(head, tokens):
         raise FileProblem("lm_head.weight differs from transformer.wte.weight; only tied embeddings are supported.")
+
+
+def find_model(
+    source: str | Path, heads: int | None = None, loops: int | None = None
+) -> tuple[LoopedLM, Path | None]:
+    """The model, in fp32 on the CPU, and the folder of its tokenizer where there is one."""
+    folder = model_folder(source)
+    model = load_model(folder) if is_model_folder(folder) else load_published(source, heads, loops)
+    return model, _tokenizer_folder(folder)
+
+
+def find_config(
+    source: str | Path, heads: int | None = None, loops: int | None = None
+) -> tuple[ModelConfig, Path | None]:
+    """The same without the weights, where their sizes are written beside them."""
+    folder = model_folder(source)
+    config = read_config(folder) if is_model_folder(folder) else load_published(source, heads, loops).config
+    return config, _tokenizer_folder(folder)
+
+
+def _tokenizer_folder(folder: Path) -> Path | None:
+    return folder if (folder / TOKENIZER).is_file() else None
+
+
+def model_folder(source: str | Path) -> Path:
+    """The folder that holds the model of a run; anything else as it is."""
+    return newest_model(source, _warn) if is_run_folder(source) else Path(source)
+
+
+def _warn(sentence: str) -> None:
+    print(sentence, file=sys.stderr)

@@ -28,10 +28,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from loopformer.data.shards import sha256_of, sync_folder
 from loopformer.errors import FileProblem
-from loopformer.loading.folder import write_safetensors
-from loopformer.loading.runs import CHECKSUMS, FOLDER, checkpoints, step_of
+from loopformer.files import sha256_of, sync_folder
+from loopformer.loading.folder import CHECKSUMS, FOLDER, checkpoints, step_of, write_safetensors
 from loopformer.training.distributed import Ranks
 
 OPTIMIZER = "optimizer"

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from loopformer.errors import LoopformerError
+from loopformer.device import choose_device
 from loopformer.training.objective import Objective
 
 
@@ -78,23 +78,6 @@ class Ranks:
             # group down while we hold it would wait for ever. A barrier gives them the time.
             dist.barrier()
             dist.destroy_process_group()
-
-
-def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` is CUDA, else MPS, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise LoopformerError(f"{name!r} is no device; use auto, cpu, cuda or mps.") from error
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise LoopformerError(f"Training does not run on {name!r}; use auto, cpu, cuda or mps.")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise LoopformerError("No CUDA device is available here; choose the device cpu or auto.")
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise LoopformerError("No MPS device is available here; choose the device cpu or auto.")
-    return torch.device("cuda", local_rank) if device.type == "cuda" and device.index is None else device
 
 
 class Parallel:

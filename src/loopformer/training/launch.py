@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from loopformer.config import RunConfig, load_run, read_yaml, run_from_mapping, run_to_yaml, with_expected_vocab
-from loopformer.data.ledger import alone_in
-from loopformer.data.shards import write_atomic, writing
-from loopformer.data.tokens import TokenData, is_prepared
+from loopformer.data.shards import TokenData, is_prepared
+from loopformer.device import available_bytes
 from loopformer.errors import FileProblem, LoopformerError
+from loopformer.files import alone_in, write_atomic, writing
 from loopformer.loading import find_config
-from loopformer.loading.runs import SETTINGS, checkpoints
+from loopformer.loading.folder import SETTINGS, checkpoints
 from loopformer.training.curves import draw_curves
 from loopformer.training.distributed import Ranks
-from loopformer.training.plan import available_bytes, estimated_micro_batch, make_plan
+from loopformer.training.plan import estimated_micro_batch, make_plan
 from loopformer.training.routes import pieces
 from loopformer.training.setup import check_given, fused_numbers, out_of_memory_advice, settle_run
 from loopformer.training.trainer import Trainer

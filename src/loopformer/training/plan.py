@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from loopformer.config import RunConfig
+from loopformer.device import device_name, peak_flops
 from loopformer.model.cost import Cost
 from loopformer.training.fused.products import TOGETHER
 from loopformer.training.routes import largest_piece
 
-PEAK_BF16_TFLOPS = {"H200": 989, "H100": 989, "GH200": 989, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165}
 COMMON_SHARE = 0.4  # of the peak, on a GPU
+
+
 CPU_SHARE = 0.5  # of what large products reach, on a CPU
 
 
@@ -115,31 +116,6 @@ def micro_batches(run: RunConfig, world: int) -> list[int]:
 def estimated_micro_batch(run: RunConfig, room: float, world: int, fused: bool) -> int:
     """The largest micro-batch that should fit into so many bytes."""
     return next((size for size in micro_batches(run, world) if memory_bytes(run, size, world, fused) < room), 1)
-
-
-def available_bytes(device: torch.device) -> float:
-    """Memory that a run may use on a device."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return float(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) * 1024
-    except (OSError, StopIteration):  # no Linux
-        return 8.0 * 2**30
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The bf16 peak of a known GPU, for MFU; None where it is not known."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        return next((tflops * 1e12 for key, tflops in PEAK_BF16_TFLOPS.items() if key in name), None)
-    return None
 
 
 def reachable_flops(device: torch.device) -> float | None:

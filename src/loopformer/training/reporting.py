@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any
 
 from loopformer.config import RunConfig
-from loopformer.data.shards import write_atomic, writing
 from loopformer.errors import LoopformerError
+from loopformer.files import write_atomic, writing
 
 METRICS = "metrics.jsonl"
 

@@ -11,17 +11,18 @@ from typing import Any
 
 import torch
 
-from loopformer.config import ModelConfig, RunConfig, require
+from loopformer.config import ModelConfig, RunConfig
+from loopformer.data.shards import TokenData
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.data.tokens import TokenData
-from loopformer.errors import LoopformerError, RunFailed
+from loopformer.device import available_bytes
+from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.loading import find_config, find_model
 from loopformer.model import LoopedLM
 from loopformer.training.distributed import Ranks
 from loopformer.training.fused.choice import obstacle
 from loopformer.training.fused.elementwise import Numbers
 from loopformer.training.objective import Divisors, Objective
-from loopformer.training.plan import available_bytes, estimated_micro_batch, memory_bytes, micro_batches
+from loopformer.training.plan import estimated_micro_batch, memory_bytes, micro_batches
 from loopformer.trajectory import Trajectory
 
 

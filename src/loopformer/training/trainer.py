@@ -24,13 +24,12 @@ from typing import Any
 import torch
 
 from loopformer.config import RunConfig, run_to_yaml
-from loopformer.data.background import Ahead
-from loopformer.data.loader import NO_LOSS, Batch, Loader, validation_windows
-from loopformer.data.tokens import TokenData
+from loopformer.data.loader import NO_LOSS, Ahead, Batch, Loader, validation_windows
+from loopformer.data.shards import TokenData
+from loopformer.device import device_name, peak_flops
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
-from loopformer.loading.folder import load_model, save_tensors
-from loopformer.loading.runs import SETTINGS, STATE, latest_good
-from loopformer.loading.tensors import read_json
+from loopformer.files import read_json
+from loopformer.loading.folder import SETTINGS, STATE, latest_good, load_model, save_tensors
 from loopformer.training.checkpoint import (
     drop_beyond,
     optimizer_tensors,
@@ -41,7 +40,7 @@ from loopformer.training.checkpoint import (
 from loopformer.training.distributed import Parallel, Ranks, whole
 from loopformer.training.objective import Divisors, Objective
 from loopformer.training.optimizer import learning_rate, make_optimizer
-from loopformer.training.plan import device_name, peak_flops, training_flops_per_token
+from loopformer.training.plan import training_flops_per_token
 from loopformer.training.reporting import Reporter
 from loopformer.training.routes import Piece, pieces, short_route
 from loopformer.training.setup import autocast, choose_micro_batch, compile_step, fused_numbers, make_model

@@ -8,7 +8,7 @@ import torch
 
 from loopformer import LoopformerError
 from loopformer.config import load_run
-from loopformer.loading.runs import checkpoints
+from loopformer.loading.folder import checkpoints
 from loopformer.training.distributed import Ranks
 from loopformer.training.launch import launch
 from loopformer.training.reporting import read_metrics

@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 
 from loopformer.analysis.names import model_names, short_path
-from loopformer.config import ModelConfig, nearest, require, whole_numbers
+from loopformer.config import ModelConfig, whole_numbers
+from loopformer.errors import nearest, require
 from loopformer.evaluation.loglikelihood import BATCH_TOKENS
 from loopformer.evaluation.text import default_text
 from loopformer.training.validation import validation_budgets

@@ -24,18 +24,16 @@ from loopformer.analysis.names import short_path
 from loopformer.analysis.prompts import Prompts, read_prompts
 from loopformer.analysis.report.asked import PARTS, Asked
 from loopformer.analysis.report.training import training_facts
-from loopformer.config import require
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import FileProblem, LoopformerError, RunFailed
+from loopformer.device import DTYPES, choose_device, device_name
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.evaluation.perplexity import perplexity
 from loopformer.evaluation.schedules import count_schedules, search
 from loopformer.evaluation.store import Piece
-from loopformer.evaluation.subject import DTYPES, Subject
+from loopformer.evaluation.subject import Subject
 from loopformer.evaluation.text import Report, Text, read_text
 from loopformer.evaluation.windows import Protocol
 from loopformer.loading import find_config
-from loopformer.training.distributed import choose_device
-from loopformer.training.plan import device_name
 
 if TYPE_CHECKING:
     from loopformer.evaluation.suite import Suite

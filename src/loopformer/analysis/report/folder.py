@@ -17,9 +17,9 @@ from loopformer.analysis.report.collect import FORMAT
 from loopformer.analysis.report.content import compose
 from loopformer.analysis.report.html import to_html
 from loopformer.analysis.report.markdown import to_markdown
-from loopformer.data.shards import write_atomic
 from loopformer.errors import FileProblem
 from loopformer.evaluation.store import Piece
+from loopformer.files import write_atomic
 
 REPORT, FIGURES, TABLES = "report.json", "figures", "tables"
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from loopformer.analysis.report.numbers import listed
 from loopformer.config import load_run
-from loopformer.loading.runs import SETTINGS, STATE, is_run_folder, newest_model, step_of
-from loopformer.loading.tensors import read_json
+from loopformer.files import read_json
+from loopformer.loading.folder import SETTINGS, STATE, is_run_folder, newest_model, step_of
 from loopformer.model.cost import Cost
 from loopformer.training.plan import training_flops_per_token
 from loopformer.training.reporting import read_metrics

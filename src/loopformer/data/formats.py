@@ -28,9 +28,16 @@ from loopformer.errors import FileProblem, LoopformerError
 
 Record = dict[str, Any]
 
+
 FORMATS = (".txt", ".md", ".jsonl", ".parquet")
+
+
 PACKINGS = (".gz", ".xz", ".zst")
+
+
 _BUFFER = 1 << 20
+
+
 _ROWS = 256  # rows of a parquet file in memory at a time
 
 

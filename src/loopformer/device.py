@@ -1,0 +1,69 @@
+"""Where to compute and in which precision: choose, name, synchronise, and what the hardware can do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from loopformer.errors import LoopformerError, nearest, require
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` is CUDA, else MPS, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise LoopformerError(f"{name!r} is no device; use auto, cpu, cuda or mps.") from error
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise LoopformerError(f"Training does not run on {name!r}; use auto, cpu, cuda or mps.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise LoopformerError("No CUDA device is available here; choose the device cpu or auto.")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise LoopformerError("No MPS device is available here; choose the device cpu or auto.")
+    return torch.device("cuda", local_rank) if device.type == "cuda" and device.index is None else device
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that a user names."""
+    require(name in DTYPES, f"There is no dtype {name!r}; {nearest(name, list(DTYPES))}")
+    return DTYPES[name]
+
+
+def synchronise(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+PEAK_BF16_TFLOPS = {"H200": 989, "H100": 989, "GH200": 989, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165}
+
+
+def available_bytes(device: torch.device) -> float:
+    """Memory that a run may use on a device."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return float(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) * 1024
+    except (OSError, StopIteration):  # no Linux
+        return 8.0 * 2**30
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The bf16 peak of a known GPU, for MFU; None where it is not known."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return next((tflops * 1e12 for key, tflops in PEAK_BF16_TFLOPS.items() if key in name), None)
+    return None
