@@ -19,11 +19,10 @@ import torch
 import loopformer
 from loopformer import LoopformerError
 from loopformer.benchmark.machine import publish
-from loopformer.evaluation.calibrate import Wanted, calibrate
-from loopformer.evaluation.calibration import plain
-from loopformer.evaluation.readings import cut
+from loopformer.evaluation.calibrate import Wanted, calibrate, plain
+from loopformer.evaluation.simulate import cut
 from loopformer.evaluation.text import read_text
-from loopformer.inference.certainty import MEASURES
+from loopformer.inference.adaptive.policy import MEASURES
 
 WAYS = [("token", "exact"), ("token", "copy"), ("prompt", "exact")]
 LEFT_OUT = ("format", "version", "curve")  # of what `loopformer calibrate` writes

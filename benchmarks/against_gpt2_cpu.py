@@ -19,11 +19,12 @@ import torch
 import transformers
 
 from loopformer import LoopedLM, ModelConfig, Trajectory
-from loopformer.benchmark.decode_paths import gpt2
+from loopformer.benchmark.decode import gpt2
 from loopformer.benchmark.machine import publish
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.generate import Request, generate
-from loopformer.inference.layout import lay_out
+from loopformer.inference.decode import generate
+from loopformer.inference.request import Request
+from loopformer.lm import lay_out
 
 VOCAB, WIDTH, HEADS, FFN = 16384, 512, 8, 1280
 

@@ -5,7 +5,7 @@
 32 requests (8 at each of the budgets 1, 2, 4 and 8, in mixed order, prompts of 16 to 128 tokens, 16 to 96 new
 tokens, greedy) to a LoopFormer of random weights (3⊗8, width 512, vocabulary 16,384), fp32. Static batches hold the
 requests of one budget and run one after another: once as is usual, where a batch runs until its longest request is
-done, and once with rows leaving as they finish (`inference/generate.py`). The three take turns in one run, the best
+done, and once with rows leaving as they finish (`inference/decode.py`). The three take turns in one run, the best
 of each counts. The last line is JSON.
 """
 
@@ -22,9 +22,10 @@ import torch
 from loopformer import LoopedLM, ModelConfig, Trajectory
 from loopformer.benchmark.machine import publish
 from loopformer.data.tokenizer import Tokenizer
+from loopformer.inference.decode import generate, prefill
 from loopformer.inference.engine import Engine
-from loopformer.inference.generate import Request, generate, prefill
-from loopformer.inference.layout import lay_out
+from loopformer.inference.request import Request
+from loopformer.lm import lay_out
 
 VOCAB, BUDGETS = 16384, (1, 2, 4, 8)
 

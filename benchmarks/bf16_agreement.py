@@ -17,7 +17,7 @@ from torch import Tensor
 from loopformer import LoopedLM, load
 from loopformer.benchmark.machine import describe, publish
 from loopformer.evaluation.text import read_text
-from loopformer.inference.fast import Fast
+from loopformer.inference.fused.backend import Fast
 
 WINDOWS, LENGTH = 24, 64
 
@@ -39,7 +39,7 @@ def cached(model: LoopedLM, ids: Tensor, budget: int) -> Tensor:
 @torch.no_grad()
 def fused(model: LoopedLM, ids: Tensor, budget: int, rows: int) -> Tensor:
     """The choices of the fused kernels, `rows` windows at a time; the first place is a prefill."""
-    from loopformer.inference.decoder import Decoder
+    from loopformer.inference.fused.decoder import Decoder
 
     decoder = Decoder(model, model.route(budget), rows)
     parts = []

@@ -16,8 +16,8 @@ import torch
 
 from loopformer import LoopedLM, ModelConfig, Trajectory
 from loopformer.benchmark.machine import publish
-from loopformer.inference.generate import prefill
-from loopformer.inference.layout import lay_out
+from loopformer.inference.decode import prefill
+from loopformer.lm import lay_out
 
 
 @torch.no_grad()

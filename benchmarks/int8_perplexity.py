@@ -3,8 +3,8 @@
     python benchmarks/int8_perplexity.py --model runs/demo/elastic --data data/demo [--out results/int8_demo.json]
         [--device cuda --dtype bfloat16]
 
-The model as it is beside one whose products and head have the values that `inference/quantise.py` rounds to, on the
-validation text. The embedding is not rounded. Runs on any device; the last line is JSON.
+The model as it is beside one whose products and head have the values that `inference/fused/quantise.py` rounds to,
+on the validation text. The embedding is not rounded. Runs on any device; the last line is JSON.
 
 In bfloat16 those values are rounded once more, to bfloat16, which the kernels do not do: they multiply whole
 numbers and apply the scale to the sum. What int8 alone costs is what it costs in float32.
@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from loopformer import LoopedLM, load
 from loopformer.benchmark.machine import describe, publish
 from loopformer.device import DTYPES
-from loopformer.evaluation.perplexity import perplexity
-from loopformer.evaluation.text import read_text
-from loopformer.evaluation.windows import Protocol
-from loopformer.inference.quantise import quantised
+from loopformer.evaluation.text import Protocol, perplexity, read_text
+from loopformer.inference.fused.quantise import quantised
 
 
 class Rounded(LoopedLM):

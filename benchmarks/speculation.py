@@ -25,13 +25,14 @@ import torch
 import loopformer
 from loopformer import LM, Trajectory
 from loopformer.benchmark.machine import describe, publish
-from loopformer.errors import require
 from loopformer.data.loader import validation_windows
 from loopformer.data.shards import TokenData
 from loopformer.device import DTYPES
-from loopformer.inference.generate import Request, generate
-from loopformer.inference.quantise import quantised
-from loopformer.inference.speculative import Draft, speculate
+from loopformer.errors import require
+from loopformer.inference.decode import generate
+from loopformer.inference.draft import Draft, speculate
+from loopformer.inference.fused.quantise import quantised
+from loopformer.inference.request import Request
 
 Row = dict[str, Any]
 Prompts = list[tuple[int, ...]]
@@ -139,8 +140,8 @@ def eager(lm: LM, prompts: Prompts, new_tokens: int) -> Iterator[Row]:
 @torch.no_grad()
 def fused(lm: LM, prompts: Prompts, new_tokens: int, int8: bool) -> Iterator[Row]:
     """`Speculator` against `Decoder.greedy`, which is timed anew before each budget of a draft."""
-    from loopformer.inference.decoder import Decoder
-    from loopformer.inference.fast_speculation import Speculator
+    from loopformer.inference.fused.decoder import Decoder
+    from loopformer.inference.fused.speculate import Speculator
 
     model, loops = lm.model, lm.model.config.loops
     full, weights = Trajectory.uniform(loops), quantised(model) if int8 else None

@@ -10,10 +10,8 @@ import torch
 from loopformer import LoopedLM, LoopformerError, Trajectory
 from loopformer.config import Conditioning, ModelConfig, ObjectiveConfig
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.evaluation.perplexity import perplexity
 from loopformer.evaluation.schedules import search
-from loopformer.evaluation.text import Text
-from loopformer.evaluation.windows import Protocol
+from loopformer.evaluation.text import Protocol, Text, perplexity
 from loopformer.training.objective import Divisors, Objective
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -1,4 +1,9 @@
-"""What a user holds: a model and its tokenizer.
+"""The memory order of weights that decoding reads fastest.
+
+On the CPU a product with one row is limited by reading the weight, and PyTorch reads a weight [out, in] on all
+cores only when it lies in memory by columns (benchmarks/decode_cpu.py). Values, shapes and files stay the same.
+
+What a user holds: a model and its tokenizer.
 
 lm = load("runs/demo")                      # a run, a model folder, or the authors' published weights
 lm.generate("Once upon a time", budget=4).text
@@ -13,27 +18,44 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
+from torch import nn
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, nearest, require
-from loopformer.inference.adaptive import Policy, generate_adaptive
+from loopformer.inference.adaptive.policy import Policy, generate_adaptive
+from loopformer.inference.decode import generate
+from loopformer.inference.draft import Draft, Report, speculate
 from loopformer.inference.engine import Engine
-from loopformer.inference.fast import Fast
-from loopformer.inference.generate import Event, Request, Result, generate
-from loopformer.inference.layout import lay_out
+from loopformer.inference.fused.backend import Fast
+from loopformer.inference.request import Event, Request, Result
 from loopformer.inference.sampling import Sampling
 from loopformer.inference.score import Score, score
-from loopformer.inference.speculative import Draft, Report, speculate
 from loopformer.loading import find_model
 from loopformer.loading.folder import default_route, is_model_folder
 from loopformer.loading.published import model_folder
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
+
+@torch.no_grad()
+def lay_out(model: LoopedLM) -> LoopedLM:
+    """Put the weights that every token reads by columns on the CPU, by rows elsewhere; in place."""
+    by_columns = model.tokens.weight.device.type == "cpu"
+    weights = [model.tokens.weight, *(one.weight for one in model.stack.modules() if isinstance(one, nn.Linear))]
+    for weight in weights:
+        weight.data = weight.data.t().contiguous().t() if by_columns else weight.data.contiguous()
+    return model
+
+
 _LIMITS = ["max_tokens", "stops"]
+
+
 _OPTIONS = [*_LIMITS, *(one.name for one in fields(Sampling))]
 
+
 Budget = int | Sequence[int] | None
+
+
 Schedule = Trajectory | str | Sequence[Trajectory | str] | None
 
 
@@ -69,10 +91,10 @@ class LM:
 
         Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed;
         fast=True replays fused kernels as a CUDA graph, compiled at first use; without a GPU it changes nothing;
-        int8=True goes with it and reads int8 copies of the weights, which needs a GPU (see inference/quantise.py);
-        draft=Draft(…) drafts tokens along a shorter trajectory and verifies them (see inference/speculative.py),
-        with fast=True on a GPU greedily and one prompt after the other (see inference/fast_speculation.py);
-        adaptive=TokenPolicy(…) or PromptPolicy(…) chooses depth by certainty (see inference/adaptive.py).
+        int8=True goes with it and reads int8 copies of the weights, on a GPU (see inference/fused/quantise.py);
+        draft=Draft(…) drafts tokens along a shorter trajectory and verifies them (see inference/draft.py),
+        with fast=True on a GPU greedily and one prompt after the other (see inference/fused/speculate.py);
+        adaptive=TokenPolicy(…) or PromptPolicy(…) chooses depth by certainty (see inference/adaptive/policy.py).
         """
         require(isinstance(prompt, Iterable), f"A prompt is text, or a list of texts; got {prompt!r}.")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -108,7 +130,7 @@ class LM:
         return (event.piece for event in self.events(requests, fast, int8) if event.piece)
 
     def events(self, requests: Sequence[Request], fast: bool = False, int8: bool = False) -> Iterator[Event]:
-        """Run requests together; see inference/generate.py, and inference/fast.py for `fast` and `int8`."""
+        """Run requests together; see inference/decode.py, and inference/fused/backend.py for `fast` and `int8`."""
         path, tokenizer = self._fast_path(fast, int8), self.need_tokenizer()
         return path.generate(tokenizer, requests) if path else generate(self.model, tokenizer, requests)
 

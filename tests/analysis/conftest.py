@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from loopformer import LM, LoopedLM, ModelConfig
-from loopformer.analysis.prompts import Prompts
+from loopformer.analysis.dynamics import Prompts
 from loopformer.data.tokenizer import Tokenizer
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from loopformer import ModelConfig
 from loopformer.analysis.dynamics import DEFINITIONS
-from loopformer.evaluation.paper_tasks import TASKS
+from loopformer.evaluation.tasks import TASKS
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory
 

@@ -9,12 +9,8 @@ from torch import nn
 
 from loopformer import LM, LoopedLM, LoopformerError
 from loopformer.analysis import dynamics
-from loopformer.analysis.dynamics import Dynamics, analyze
-from loopformer.analysis.lens import lens
-from loopformer.analysis.metrics import anisotropy, curvature, movement, prompt_entropy
-from loopformer.analysis.prompts import Prompts
-from loopformer.analysis.results import read_results, write_results
-from loopformer.analysis.similarity import LinearCKA
+from loopformer.analysis.dynamics import Dynamics, Prompts, analyze, read_results, write_results
+from loopformer.analysis.metrics import LinearCKA, anisotropy, curvature, lens, movement, prompt_entropy
 from loopformer.errors import FileProblem, RunFailed
 from loopformer.evaluation.store import weights_hash
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from loopformer import LM, LoopedLM
-from loopformer.analysis.dynamics import Dynamics, analyze
-from loopformer.analysis.figures import CHANGES, REPRESENTATIONS, draw_cka, draw_panels, line_labels, save_figures
-from loopformer.analysis.prompts import Prompts
+from loopformer.analysis.dynamics import Dynamics, Prompts, analyze
+from loopformer.analysis.plots import CHANGES, REPRESENTATIONS, draw_cka, draw_panels, line_labels, save_figures
 
 pytest.importorskip("matplotlib")
 

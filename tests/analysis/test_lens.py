@@ -4,7 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loopformer import LM
-from loopformer.analysis.lens import lens
+from loopformer.analysis.metrics import lens
 
 
 class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from loopformer import LM, LoopformerError
-from loopformer.analysis.prompts import read_prompts
+from loopformer.analysis.dynamics import read_prompts
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData
 

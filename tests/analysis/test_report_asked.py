@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from loopformer import LoopformerError, ModelConfig
-from loopformer.analysis.names import model_names, short_path
-from loopformer.analysis.report.asked import Asked, Source, read_budgets, read_skip, read_texts
+from loopformer.analysis.dynamics import model_names, short_path
+from loopformer.analysis.report.collect import Asked, Source, read_budgets, read_skip, read_texts
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from loopformer import LoopedLM, LoopformerError, ModelConfig
-from loopformer.analysis.report.asked import Asked, Source
-from loopformer.analysis.report.collect import collect
-from loopformer.analysis.report.training import training_facts
+from loopformer.analysis.report.collect import Asked, Source, collect, training_facts
 from loopformer.config import DataConfig, ObjectiveConfig, RunConfig, TrainingConfig, run_to_yaml
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem

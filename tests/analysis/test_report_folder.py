@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loopformer.analysis.report.charts import draw_accuracy, draw_perplexity, schedule_name
+from loopformer.analysis.plots import draw_accuracy, draw_perplexity, schedule_name
 from loopformer.analysis.report.folder import check_folder, write_report
 from loopformer.errors import FileProblem
 

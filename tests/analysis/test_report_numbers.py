@@ -8,10 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopformer import ModelConfig
-from loopformer.analysis.report.matching import TOLERANCE, matched
-from loopformer.analysis.report.numbers import CHANCE_AVERAGE, benchmarks, counted, entries, listed, texts
-from loopformer.analysis.report.tables import flops_table, main_table, parameter_table, score_table, training_table
-from loopformer.analysis.report.training import slowdown
+from loopformer.analysis.report.collect import listed, slowdown
+from loopformer.analysis.report.tables import (
+    CHANCE_AVERAGE,
+    TOLERANCE,
+    benchmarks,
+    counted,
+    entries,
+    flops_table,
+    main_table,
+    matched,
+    parameter_table,
+    score_table,
+    texts,
+    training_table,
+)
 from loopformer.model.cost import Cost
 
 from .samples import make_model, make_report, make_run, make_training

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from loopformer import LoopformerError
-from loopformer.analysis.similarity import LinearCKA
+from loopformer.analysis.metrics import LinearCKA
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from loopformer import LoopedLM, LoopformerError
 from loopformer.benchmark.machine import best_of, describe
-from loopformer.benchmark.memory import memory
-from loopformer.benchmark.train import train
+from loopformer.benchmark.train import memory, train
 from loopformer.cli import app
 from loopformer.config import ModelConfig
 from loopformer.loading import save_model

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from loopformer import LoopedLM
-from loopformer.benchmark.decode import FIGURES, decode
-from loopformer.benchmark.decode_paths import PATHS, absent, gpt2, left_out, most_int8_rows
+from loopformer.benchmark.decode import FIGURES, PATHS, absent, decode, gpt2, left_out, most_int8_rows
 from loopformer.config import ModelConfig
 
 GPU = torch.cuda.is_available()

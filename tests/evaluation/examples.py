@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from loopformer.evaluation.paper_tasks import TASKS
+from loopformer.evaluation.tasks import TASKS
 
 Example = dict[str, Any]
 

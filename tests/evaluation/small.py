@@ -8,8 +8,7 @@ from torch import nn
 
 from loopformer import LoopedLM, ModelConfig
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.evaluation.text import Text
-from loopformer.evaluation.windows import Protocol
+from loopformer.evaluation.text import Protocol, Text
 
 Scored = list[tuple[tuple[int, ...], int]]  # what a token is given, and the token
 

@@ -10,16 +10,23 @@ import pytest
 from loopformer import LM
 from loopformer.errors import FileProblem, LoopformerError
 from loopformer.evaluation.benchmarks import accuracy, ask, collect, model_facts, results
-from loopformer.evaluation.exchange import Answers, read_answers, read_requests, write_answers, write_requests
-from loopformer.evaluation.paper_tasks import PAPER, TASKS
 from loopformer.evaluation.store import Store, weights_hash
 from loopformer.evaluation.subject import Subject
+from loopformer.evaluation.tasks import (
+    PAPER,
+    TASKS,
+    Answers,
+    read_answers,
+    read_requests,
+    write_answers,
+    write_requests,
+)
 
 from .examples import HUB, LOCAL, write_lines, write_local
 
 pytest.importorskip("lm_eval")
 
-from loopformer.evaluation.suite import Suite
+from loopformer.evaluation.harness import Suite
 
 
 @pytest.fixture(scope="module")

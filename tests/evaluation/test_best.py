@@ -8,8 +8,7 @@ import torch
 
 from loopformer import LM
 from loopformer.errors import LoopformerError
-from loopformer.evaluation.best import FILE, can_save, save_best, scheduled
-from loopformer.evaluation.schedules import search
+from loopformer.evaluation.schedules import FILE, can_save, save_best, scheduled, search
 from loopformer.evaluation.store import weights_hash
 from loopformer.evaluation.text import Text
 from loopformer.trajectory import Trajectory

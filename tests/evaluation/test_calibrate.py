@@ -16,17 +16,13 @@ from torch import nn
 
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.evaluation.calibrate import Wanted, calibrate, verdict
-from loopformer.evaluation.calibration import FILE, draw, plain, read_policy, save
-from loopformer.evaluation.copied import CopiedText
-from loopformer.evaluation.readings import Numbers, Readings, cut, read
-from loopformer.evaluation.simulate import PromptText, TokenText
+from loopformer.evaluation.calibrate import FILE, Wanted, calibrate, draw, plain, read_policy, save, verdict
+from loopformer.evaluation.simulate import CopiedText, Numbers, PromptText, Readings, TokenText, cut, read
 from loopformer.evaluation.store import weights_hash
 from loopformer.evaluation.text import Ids, Text
-from loopformer.inference.adaptive import PromptPolicy, TokenPolicy, climb, generate_adaptive
-from loopformer.inference.generate import Request
-from loopformer.inference.ladder import Ladder, LadderCache, rung
-from loopformer.inference.tally import Tally
+from loopformer.inference.adaptive.ladder import Ladder, LadderCache, Tally, rung
+from loopformer.inference.adaptive.policy import PromptPolicy, TokenPolicy, climb, generate_adaptive
+from loopformer.inference.request import Request
 
 LADDER = tuple(rung(4, number) for number in range(1, 5))
 UNIFORM = tuple(Trajectory.uniform(number) for number in range(1, 5))

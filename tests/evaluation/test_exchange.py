@@ -8,15 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopformer.errors import FileProblem
-from loopformer.evaluation.exchange import (
+from loopformer.evaluation.tasks import (
+    Answered,
     Answers,
+    Query,
     Requests,
+    digest,
     read_answers,
     read_requests,
     write_answers,
     write_requests,
 )
-from loopformer.evaluation.queries import Answered, Query, digest
 
 
 def _requests(texts: list[str]) -> Requests:

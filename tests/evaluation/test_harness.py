@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from loopformer import LM
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError
-from loopformer.evaluation.loglikelihood import encode_pairs
-from loopformer.evaluation.paper_tasks import TASKS
-from loopformer.evaluation.sharing import Span
+from loopformer.evaluation.score import Span, encode_pairs
+from loopformer.evaluation.tasks import TASKS
 from loopformer.loading import save_model
 
 from .examples import LOCAL, write_lines, write_local
@@ -30,8 +29,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from loopformer.evaluation.harness import LoopformerLM
-from loopformer.evaluation.suite import Suite
+from loopformer.evaluation.harness import LoopformerLM, Suite
 
 CHOICE = """
 task: own_choice

@@ -10,16 +10,17 @@ from hypothesis import strategies as st
 from loopformer import LM, LoopedLM
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed
-from loopformer.evaluation.loglikelihood import (
+from loopformer.evaluation.score import (
     BATCH_TOKENS,
     Answer,
+    Span,
     encode_pairs,
     encode_texts,
     loglikelihoods,
     loglikelihoods_along,
+    plan,
+    shared_passes,
 )
-from loopformer.evaluation.sharing import Span, plan
-from loopformer.evaluation.walk import shared_passes
 from loopformer.trajectory import Trajectory
 
 from .small import make_model

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from loopformer.errors import FileProblem
-from loopformer.evaluation.paper_tasks import PAPER, TASKS, paper_scores, read_local
+from loopformer.evaluation.tasks import PAPER, TASKS, paper_scores, read_local
 
 from .examples import HUB, LOCAL, write_lines, write_local
 

@@ -13,10 +13,8 @@ from loopformer.data.loader import validation_windows
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData
 from loopformer.errors import LoopformerError
-from loopformer.evaluation.perplexity import perplexity
 from loopformer.evaluation.store import Store
-from loopformer.evaluation.text import Text, read_text
-from loopformer.evaluation.windows import Protocol
+from loopformer.evaluation.text import Protocol, Text, perplexity, read_text
 from loopformer.inference.score import score
 from loopformer.trajectory import Trajectory
 

@@ -7,8 +7,8 @@ import pytest
 from loopformer import LM
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError
-from loopformer.evaluation.loglikelihood import encode_pairs, encode_texts, loglikelihoods
-from loopformer.evaluation.queries import Query, answer, digest
+from loopformer.evaluation.score import encode_pairs, encode_texts, loglikelihoods
+from loopformer.evaluation.tasks import Query, answer, digest
 from loopformer.trajectory import Trajectory
 
 from .small import make_model

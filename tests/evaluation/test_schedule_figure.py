@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from loopformer.analysis.plots import draw_schedules, schedules_figure
 from loopformer.errors import LoopformerError
-from loopformer.evaluation.schedule_figure import draw_schedules, schedules_figure
 from loopformer.evaluation.schedules import describe
 from loopformer.trajectory import Trajectory
 

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from loopformer import LM, LoopedLM, ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed
-from loopformer.evaluation.perplexity import perplexity
 from loopformer.evaluation.schedules import describe, explore, rank, search, spearman
 from loopformer.evaluation.store import Store
-from loopformer.evaluation.text import Text
-from loopformer.evaluation.windows import Protocol
+from loopformer.evaluation.text import Protocol, Text, perplexity
 from loopformer.trajectory import Trajectory
 
 from .small import make_model

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopformer.evaluation.sharing import Pack, Span, Tokens, Window, plan
+from loopformer.evaluation.score import Pack, Span, Tokens, Window, plan
 
 # Few different tokens and repeated beginnings, so that much is shared.
 _heads = st.sampled_from([(), (1,) * 9, (1,) * 9 + (2,) * 11, (1, 2) * 12, (3,) * 30])

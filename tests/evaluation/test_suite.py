@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
-from loopformer.evaluation.paper_tasks import TASKS
-from loopformer.evaluation.queries import Answered, Query
+from loopformer.evaluation.tasks import TASKS, Answered, Query
 
 from .examples import HUB, write_lines, write_local
 
@@ -17,8 +16,7 @@ pytest.importorskip("lm_eval")
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from loopformer.evaluation.harness import Recorded
-from loopformer.evaluation.suite import Suite
+from loopformer.evaluation.harness import Recorded, Suite
 
 OWN = """
 task: own_{name}

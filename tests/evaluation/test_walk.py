@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.evaluation.walk import Walker, shared_passes
+from loopformer.evaluation.score import Walker, shared_passes
 from loopformer.trajectory import Trajectory
 
 from .small import make_model

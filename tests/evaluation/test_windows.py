@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError
-from loopformer.evaluation.text import Text
-from loopformer.evaluation.windows import Cut, Protocol, windows
+from loopformer.evaluation.text import Cut, Protocol, Text, windows
 
 from .small import DOCUMENTS, Scored, by_rule, make_text
 

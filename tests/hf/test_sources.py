@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loopformer import LoopformerError
-from loopformer.hf.sources import CONFIGURATION, MODELING, flatten
+from loopformer.hf.export import CONFIGURATION, MODELING, flatten
 
 PACKAGE = {
     "__init__.py": "",

@@ -11,10 +11,18 @@ from hypothesis import strategies as st
 
 from loopformer import LM, LoopedLM, LoopformerError, Trajectory
 from loopformer.config import ModelConfig
-from loopformer.inference.adaptive import Policy, PromptPolicy, TokenPolicy, generate_adaptive, policy_from
-from loopformer.inference.certainty import doubt, entropy, kl, margin
-from loopformer.inference.ladder import Ladder, LadderCache, rung
-from loopformer.inference.tally import Tally, head_flops, pass_flops
+from loopformer.inference.adaptive.ladder import Ladder, LadderCache, Tally, head_flops, pass_flops, rung
+from loopformer.inference.adaptive.policy import (
+    Policy,
+    PromptPolicy,
+    TokenPolicy,
+    doubt,
+    entropy,
+    generate_adaptive,
+    kl,
+    margin,
+    policy_from,
+)
 
 from .models import spread
 

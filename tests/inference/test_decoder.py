@@ -59,7 +59,7 @@ def plain_logits(model: LoopedLM, ids: list[int], route: str) -> torch.Tensor:
 def test_a_token_equals_the_plain_path(
     positions: Positions, conditioning: Conditioning, rows: int, route: str
 ) -> None:
-    from loopformer.inference.decoder import Decoder
+    from loopformer.inference.fused.decoder import Decoder
 
     model = model_of(positions, conditioning)
     decoder = Decoder(model, model.route(route), rows)
@@ -83,8 +83,8 @@ def test_a_token_equals_the_plain_path(
 
 @pytest.mark.parametrize("rows", [2, 4])
 def test_int8_is_what_its_bytes_stand_for(rows: int) -> None:
-    from loopformer.inference.decoder import Decoder
-    from loopformer.inference.quantise import quantised
+    from loopformer.inference.fused.decoder import Decoder
+    from loopformer.inference.fused.quantise import quantised
 
     model = model_of("rotary", "trajectory")
     weights = quantised(model)
@@ -106,8 +106,8 @@ def test_int8_is_what_its_bytes_stand_for(rows: int) -> None:
 
 
 def test_mistakes_are_one_clear_sentence() -> None:
-    from loopformer.inference.decoder import Decoder
-    from loopformer.inference.quantise import quantised
+    from loopformer.inference.fused.decoder import Decoder
+    from loopformer.inference.fused.quantise import quantised
 
     model = model_of("learned", "trajectory")
     decoder = Decoder(model, model.route(1), 1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.inference.engine import Busy, Engine
-from loopformer.inference.generate import Request, Result
+from loopformer.inference.request import Request, Result
 
 ROUTES = [str(route) for budget in range(1, 5) for route in Trajectory.enumerate(4, budget)]
 PROMPTS = ["every pass is told", "its", "time and its step", "told its time", "naïve café"]

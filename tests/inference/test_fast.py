@@ -14,10 +14,11 @@ from torch import nn
 
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.adaptive import TokenPolicy
-from loopformer.inference.fast import MOST_KEPT, Fast, Shelf
-from loopformer.inference.generate import Event, Request, Result, generate
-from loopformer.inference.speculative import Draft
+from loopformer.inference.adaptive.policy import TokenPolicy
+from loopformer.inference.decode import generate
+from loopformer.inference.draft import Draft
+from loopformer.inference.fused.backend import MOST_KEPT, Fast, Shelf
+from loopformer.inference.request import Event, Request, Result
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -78,7 +79,7 @@ def model(tokenizer: Tokenizer) -> LoopedLM:
 
 def quick(model: LoopedLM, int8: bool = False) -> Fast:
     """In few programs, which the interpreter runs one after the other."""
-    from loopformer.inference.decoder import Tuning
+    from loopformer.inference.fused.decoder import Tuning
 
     if not INTERPRETED:
         return Fast(model, int8)
@@ -126,7 +127,7 @@ def test_other_weights_need_other_decoders(model: LoopedLM, tokenizer: Tokenizer
 
 @pytest.mark.cuda
 def test_more_texts_than_int8_takes_run_in_groups(model: LoopedLM, tokenizer: Tokenizer) -> None:
-    from loopformer.inference.decoder import MOST_INT8_ROWS
+    from loopformer.inference.fused.decoder import MOST_INT8_ROWS
 
     fast, requests = quick(model, int8=True), asked(MOST_INT8_ROWS + 1, 2)
     together = results(fast.generate(tokenizer, requests))

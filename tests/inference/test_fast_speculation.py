@@ -8,7 +8,7 @@ import torch
 
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.config import Conditioning
-from loopformer.inference.speculative import Draft
+from loopformer.inference.draft import Draft
 
 from .models import spread
 
@@ -44,7 +44,7 @@ def model_of(positions: Positions, conditioning: Conditioning, context: int = CO
 
 def small() -> Any:
     """Small pieces, so that keys are split although there are few; few programs, for the interpreter."""
-    from loopformer.inference.decoder import Tuning
+    from loopformer.inference.fused.decoder import Tuning
 
     each = dict.fromkeys(("qkv", "out", "up", "down", "head"), 16)
     return Tuning(rows=each, splits=2, block_n=4)
@@ -52,8 +52,8 @@ def small() -> Any:
 
 def followed(model: LoopedLM, draft: Draft, int8: bool = False) -> tuple[list[int], list[Any]]:
     """Tokens after the prompt until the context is full, the prefill's first, and the verdicts."""
-    from loopformer.inference.fast_speculation import Speculator
-    from loopformer.inference.quantise import quantised
+    from loopformer.inference.fused.quantise import quantised
+    from loopformer.inference.fused.speculate import Speculator
 
     weights = quantised(model) if int8 else None
     speculator = Speculator(model, model.route(2), draft, weights, small())
@@ -90,8 +90,8 @@ def test_tokens_are_the_full_models(
 
 
 def test_int8_tokens_are_those_of_the_int8_decoder() -> None:
-    from loopformer.inference.decoder import Decoder
-    from loopformer.inference.quantise import quantised
+    from loopformer.inference.fused.decoder import Decoder
+    from loopformer.inference.fused.quantise import quantised
 
     model = model_of("rotary", "trajectory")
     decoder = Decoder(model, model.route(2), 1, quantised(model), small())
@@ -101,8 +101,8 @@ def test_int8_tokens_are_those_of_the_int8_decoder() -> None:
 
 
 def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
-    from loopformer.inference.fast import Fast
-    from loopformer.inference.fast_speculation import Speculator
+    from loopformer.inference.fused.backend import Fast
+    from loopformer.inference.fused.speculate import Speculator
 
     model, fast = model_of("learned", "none"), Fast(lm.model)
     with pytest.raises(LoopformerError, match="at most 15 tokens, got 16"):
@@ -121,7 +121,7 @@ def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
 
 
 def test_drafts_go_on_to_the_end_of_the_context() -> None:
-    from loopformer.inference.fast_speculation import Speculator
+    from loopformer.inference.fused.speculate import Speculator
 
     model, full = model_of("rotary", "trajectory", context=8), Trajectory.uniform(2)
 

@@ -8,9 +8,10 @@ import torch
 
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.errors import RunFailed
-from loopformer.inference.generate import Request, generate
+from loopformer.inference.decode import generate
+from loopformer.inference.draft import Draft
+from loopformer.inference.request import Request
 from loopformer.inference.score import BATCH_TOKENS, score
-from loopformer.inference.speculative import Draft
 
 PROMPTS = ["every pass", "its", "time and step and time", "told"]
 ROUTES = ["1", "4", "2-1-1", "3-1"]

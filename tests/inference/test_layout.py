@@ -5,7 +5,7 @@ import torch
 import loopformer
 from loopformer import LoopedLM
 from loopformer.config import ModelConfig
-from loopformer.inference.layout import lay_out
+from loopformer.lm import lay_out
 from loopformer.loading import save_model
 
 

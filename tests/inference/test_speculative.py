@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from loopformer import LM, LoopformerError, Trajectory
-from loopformer.inference.generate import Request, Result
+from loopformer.inference.draft import Draft, Report, best_length, speculate, updated_rate
+from loopformer.inference.request import Request, Result
 from loopformer.inference.sampling import Sampling, probabilities
-from loopformer.inference.speculative import Draft, Report, best_length, speculate, updated_rate
 
 PROMPTS = ["every pass", "its", "time and step and time", "told"]
 ROUTES = ["4", "4", "2-1-1", "3-1"]

@@ -8,7 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from loopformer import LM
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.text import BROKEN, TextStream
+from loopformer.inference.request import BROKEN, TextStream
 
 TEXT = "every pass is told its time and its step, naïve café ☕ 日本語, and so on"
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from loopformer import LoopformerError
 from loopformer.config import ObjectiveConfig
-from loopformer.training.routes import pieces, short_route
+from loopformer.training.batches import pieces, short_route
 
 
 @given(

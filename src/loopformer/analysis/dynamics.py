@@ -1,4 +1,17 @@
-"""What the states of one model do along one trajectory, measured over prompts.
+"""What models and files are called in what we write: short, and without the places of one machine.
+
+model_names(["runs/a/elastic", "runs/b/elastic"])     # ("a/elastic", "b/elastic")
+short_path("/home/me/texts/news.jsonl")               # "news.jsonl"
+
+Prompts of one length out of any text: the first windows of a source that `prepare` reads or has prepared.
+
+    prompts = read_prompts("data/demo", tokenizer, count=64, length=128)     # of the validation split
+    prompts = read_prompts("books/*.txt", tokenizer, count=64, length=128)
+
+Windows lie inside documents and do not overlap. Every document gives its first one; only where there are too few
+documents do they give a second, a third, … So 64 prompts are 64 documents if the text has them.
+
+What the states of one model do along one trajectory, measured over prompts.
 
     found = analyze(lm.model, prompts, "runs/demo", trajectory="4-2-1-1")
     found.metrics["curvature"].mean       # [M + 1]: the embedding, then after each loop
@@ -6,33 +19,122 @@
 
 Prompts run in batches; of each batch only numbers per prompt and the sums of CKA are kept, so memory does not grow
 with the text.
+
+Results on disk: analysis.json (everything), metrics.csv and cka.csv (one number per line, for other tools).
+
+write_results(results, Path("analysis"))
+results = read_results(Path("analysis/analysis.json"))
 """
 
+import csv
 import dataclasses
+import hashlib
+import io
+import itertools
+import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from loopformer.analysis.lens import lens
-from loopformer.analysis.metrics import anisotropy, curvature, movement, prompt_entropy
-from loopformer.analysis.prompts import Prompts
-from loopformer.analysis.similarity import LinearCKA
-from loopformer.errors import LoopformerError, RunFailed
+from loopformer.analysis.metrics import LinearCKA, anisotropy, curvature, lens, movement, prompt_entropy
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.evaluation.store import weights_hash
+from loopformer.evaluation.text import Ids, Text, read_text
+from loopformer.files import write_atomic
 from loopformer.model import LoopedLM
 from loopformer.model.looped import Route
 from loopformer.trajectory import Trajectory
 
+
+def model_names(models: Sequence[str]) -> tuple[str, ...]:
+    """The shortest ends of the paths that tell the models apart."""
+    paths = [Path(model).resolve() if Path(model).exists() else Path(model) for model in models]
+    require(len(set(paths)) == len(paths), "A model is given twice; give each one once.")
+    for depth in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return tuple(names)
+    return tuple(map(str, paths))
+
+
+def short_path(given: str | Path) -> str:
+    """A path as it can be shown to others: relative as it is, otherwise only its last part."""
+    path = Path(given)
+    return path.name if path.is_absolute() or ".." in path.parts else str(given)
+
+
+SHORTEST = 4  # tokens; fewer have no curvature, and one prompt of fewer no debiased CKA
+
+
+_FIRST_LOOK = 16  # how many times the tokens of all prompts are read at first; most documents are long enough
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids, and where they come from."""
+
+    ids: Tensor  # [N, T] int64
+    text: str  # the source as the user wrote it
+    part: str  # which part of it, in words
+    documents: int  # how many different ones the prompts come from
+
+    @property
+    def hash(self) -> str:
+        """The sha256 of the ids, prompt after prompt, as little-endian int32."""
+        return hashlib.sha256(self.ids.numpy().astype("<i4").tobytes()).hexdigest()
+
+
+def read_prompts(given: str, tokenizer: Tokenizer, count: int, length: int, field: str = "text") -> Prompts:
+    """The first `count` windows of `length` tokens; refused where the text has fewer."""
+    require(count >= 1, f"The number of prompts must be 1 or more, got {count}.")
+    require(length >= SHORTEST, f"A prompt must have {SHORTEST} tokens or more, got {length}.")
+    limit = _FIRST_LOOK * count * length
+    while True:
+        text = read_text(given, tokenizer, field, max_tokens=limit)
+        found = _windows(text, count, length)
+        if len(found) == count or text.tokens <= limit:  # enough documents, or that was all of it
+            break
+        limit *= 8
+    total = sum(map(len, found))
+    require(total > 0, f"{given} has no document of {length} tokens; choose another text or a smaller length.")
+    require(
+        total >= count,
+        f"{given} has {total} windows of {length} tokens where {count} prompts were asked for; "
+        "ask for fewer or shorter ones, or give more text.",
+    )
+    rounds = itertools.zip_longest(*found)
+    chosen = [window for one in rounds for window in one if window is not None][:count]
+    return Prompts(torch.from_numpy(np.stack(chosen)), given, text.part, len(found))
+
+
+def _windows(text: Text, count: int, length: int) -> list[list[Ids]]:
+    """The windows of each of the first `count` documents that have any."""
+    cut = (
+        [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)] for ids in text.documents
+    )
+    return list(itertools.islice(filter(None, cut), count))
+
+
 States = Literal["before", "after"]
+
+
 STATES: tuple[States, ...] = get_args(States)
+
+
 Progress = Callable[[int, int], None]  # prompts done, prompts in all
+
+
 Number = float | None  # None where a value has no meaning
+
 
 DEFINITIONS = {
     "curvature": "mean angle between successive differences of token states, radians (Hosseini & Fedorenko 2023)",
@@ -45,6 +147,8 @@ DEFINITIONS = {
     "cka": "linear CKA between states, all tokens of all prompts pooled, float64 (Kornblith et al. 2019)",
     "cka_debiased": "the same with Song's unbiased HSIC",
 }
+
+
 _TOKENS = 2048  # in a batch: some hundred MB of states for the paper's models
 
 
@@ -198,3 +302,60 @@ def _series(values: Tensor) -> Series:
 def _numbers(values: Tensor) -> list[Number]:
     """Plain numbers; JSON knows no nan."""
     return [value if math.isfinite(value) else None for value in values.tolist()]
+
+
+FILE, METRICS, CKA = "analysis.json", "metrics.csv", "cka.csv"
+
+
+def to_json(results: Sequence[Dynamics]) -> dict[str, Any]:
+    """Everything as plain data, with what each number means."""
+    return {
+        "torch": torch.__version__,
+        "definitions": DEFINITIONS,
+        "results": [result.to_json() for result in results],
+    }
+
+
+def write_results(results: Sequence[Dynamics], folder: Path) -> list[Path]:
+    """Write all three files, each whole or not at all."""
+    metrics = (
+        (one.model, one.shape, one.trajectory, one.states, loop, depth, name, mean, std)
+        for one in results
+        for name, series in one.metrics.items()
+        for loop, (depth, mean, std) in enumerate(zip(one.depth, series.mean, series.std, strict=True))
+    )
+    similar = (
+        (one.model, one.shape, one.trajectory, one.states, i, j, plain, debiased)
+        for one in results
+        for i, (row, debiased_row) in enumerate(zip(one.cka, one.cka_debiased, strict=True))
+        for j, (plain, debiased) in enumerate(zip(row, debiased_row, strict=True))
+    )
+    model = ("model", "shape", "trajectory", "states")
+    content = {
+        FILE: json.dumps(to_json(results), indent=1, ensure_ascii=False) + "\n",
+        METRICS: _table((*model, "loop", "depth", "metric", "mean", "std"), metrics),
+        CKA: _table((*model, "loop_i", "loop_j", "cka", "cka_debiased"), similar),
+    }
+    for name, text in content.items():
+        write_atomic(folder / name, text.encode())
+    return [folder / name for name in content]
+
+
+def read_results(path: Path) -> list[Dynamics]:
+    """The results of an analysis.json."""
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        return [Dynamics.from_json(one) for one in plain["results"]]
+    except OSError as error:
+        raise FileProblem(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise FileProblem(f"{path} is no result of loopformer analyze; make it again.") from error
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """CSV; an empty cell is a value that has no meaning."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue()

@@ -6,6 +6,13 @@ A micro-batch is a forward and backward pass over random tokens, without the opt
 steps, its mean length. Naive is the eager model with all logits at once; `plain` is our objective over the eager
 stack, `compiled` over the compiled one, `fused` and `fused fp8` through training/fused. FLOPs count causal
 attention; MFU is their rate over the device's peak in bf16.
+
+Memory: the peak of training by micro-batch and path, and what a row of decoding keeps at each budget.
+
+report = memory(ModelConfig(), micro_batches=(4, 12), device=torch.device("cuda"))
+
+Training's peak is the allocator's own, of a forward and backward pass with both routes, gradients included and the
+optimizer's moments not; it needs a GPU. A peak of None did not fit.
 """
 
 from __future__ import annotations
@@ -20,21 +27,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopformer.benchmark.decode_paths import gpt2
+from loopformer.benchmark.decode import gpt2
 from loopformer.benchmark.machine import describe, empty
 from loopformer.config import ModelConfig, ObjectiveConfig
 from loopformer.device import synchronise as wait
 from loopformer.errors import nearest, require
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
-from loopformer.training.fused.choice import obstacle
-from loopformer.training.fused.elementwise import Numbers
+from loopformer.training.fused.ops import Numbers
+from loopformer.training.fused.passes import obstacle
 from loopformer.training.objective import Divisors, Objective
 from loopformer.trajectory import Trajectory
 
 Row = dict[str, Any]
+
+
 Step = Callable[[], Tensor]  # forward: the loss
+
+
 CHOICES = ("naive", "plain", "compiled", "fused", "fused fp8", "transformers")
+
+
 FIGURES = ("ms", "tokens_per_second", "tflops", "mfu", "peak_gib")
 
 
@@ -174,3 +187,38 @@ def _model(config: ModelConfig, device: torch.device) -> LoopedLM:
     """Random weights with open gates: behind closed ones products are of zeros, which a card does faster."""
     torch.manual_seed(0)
     return LoopedLM(replace(config, modulator_start="one")).to(device)
+
+
+WAYS = {  # the path of bench train, and whether loops are computed again
+    "naive": ("naive", False),
+    "compiled": ("compiled", False),
+    "fused": ("fused", False),
+    "fused, loops recomputed": ("fused", True),
+}
+
+
+def memory(
+    config: ModelConfig,
+    micro_batches: Sequence[int],
+    device: torch.device,
+    say: Callable[[Row], object] = lambda row: None,
+) -> dict[str, Any]:
+    """Measure every way at every micro-batch in bf16; `say` gets each row as it comes."""
+    require(device.type == "cuda", "The peak memory of training is measured on a GPU; here is none.")
+    rows: list[Row] = []
+    for name, (path, recompute) in WAYS.items():
+        for size in micro_batches:
+            row: Row = {"path": name, "micro_batch": size, "peak_gib": None}
+            ids = torch.randint(config.vocab, (size, config.context + 1), device=device)
+            try:
+                step = make_step(path, config, ids, mean_short(config), low=True, recompute=recompute)
+                row["peak_gib"] = measure(step, device, low=True, steps=1)["peak_gib"]
+            except torch.OutOfMemoryError:
+                pass
+            rows.append(row)
+            say(row)
+            step = None  # type: ignore[assignment]
+    cost, budgets = Cost(config), range(1, config.loops + 1)
+    kept = {budget: cost.kv_bytes(budget) * config.context / 2**20 for budget in budgets}
+    report = {"benchmark": "memory", **describe(device), "dtype": "bfloat16"}
+    return {**report, "rows": rows, "kv_mib_per_row_at_full_context": kept}

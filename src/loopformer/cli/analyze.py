@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loopformer.cli.progress import shown
+from loopformer.cli.output import shown
 
 if TYPE_CHECKING:
     from loopformer.analysis.dynamics import Dynamics
@@ -57,10 +57,7 @@ def analyze(
     Example: loopformer analyze --model runs/demo/elastic --model runs/demo/fixed --out analysis
     """
     from loopformer.analysis.dynamics import analyze as run
-    from loopformer.analysis.dynamics import checked_states
-    from loopformer.analysis.names import model_names
-    from loopformer.analysis.prompts import read_prompts
-    from loopformer.analysis.results import to_json, write_results
+    from loopformer.analysis.dynamics import checked_states, model_names, read_prompts, to_json, write_results
     from loopformer.device import choose_device
     from loopformer.errors import require
     from loopformer.evaluation.text import default_text
@@ -86,7 +83,7 @@ def analyze(
                 results.append(run(lm.model, read, name, route, states=states, progress=progress))
     files = write_results(results, out)
     if find_spec("matplotlib"):
-        from loopformer.analysis.figures import save_figures
+        from loopformer.analysis.plots import save_figures
 
         files += save_figures(results, out, debiased)
     else:

@@ -33,9 +33,8 @@ def decode(
 
     Each with the FLOPs, the bandwidth and the memory it takes. Example: loopformer bench decode --batches 1,64
     """
-    from loopformer.benchmark.decode import CHOICES
+    from loopformer.benchmark.decode import CHOICES, left_out
     from loopformer.benchmark.decode import decode as measure
-    from loopformer.benchmark.decode_paths import left_out
     from loopformer.config import whole_numbers
     from loopformer.errors import require
 
@@ -132,7 +131,7 @@ def memory(
 
     Example: loopformer bench memory --model paper/loopformer-3x8 --micro-batches 4,12
     """
-    from loopformer.benchmark.memory import memory as measure
+    from loopformer.benchmark.train import memory as measure
     from loopformer.cli.info import config_of
     from loopformer.config import whole_numbers
     from loopformer.device import choose_device
@@ -153,8 +152,7 @@ def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
     from loopformer.config import load_run, preset_names, with_expected_vocab
     from loopformer.device import DTYPES, choose_device
     from loopformer.errors import require
-    from loopformer.inference.layout import lay_out
-    from loopformer.lm import load
+    from loopformer.lm import lay_out, load
     from loopformer.model import LoopedLM
 
     place = choose_device(device)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from loopformer.cli.eval import TEXT_HELP, own_text
-from loopformer.cli.progress import shown
+from loopformer.cli.output import shown
 
 
 def calibrate(
@@ -47,10 +47,9 @@ def calibrate(
     from loopformer.config import whole_numbers
     from loopformer.device import choose_device
     from loopformer.errors import require
-    from loopformer.evaluation.calibrate import Wanted
+    from loopformer.evaluation.calibrate import Wanted, draw, plain, save
     from loopformer.evaluation.calibrate import calibrate as run
-    from loopformer.evaluation.calibration import draw, plain, save
-    from loopformer.evaluation.readings import cut
+    from loopformer.evaluation.simulate import cut
     from loopformer.evaluation.store import weights_hash
     from loopformer.evaluation.text import read_text
     from loopformer.lm import load

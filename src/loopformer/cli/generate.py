@@ -10,8 +10,8 @@ import typer
 if TYPE_CHECKING:
     import torch
 
-    from loopformer.inference.adaptive import Policy
-    from loopformer.inference.generate import Event, Request
+    from loopformer.inference.adaptive.policy import Policy
+    from loopformer.inference.request import Event, Request
     from loopformer.lm import LM
 
 
@@ -72,8 +72,8 @@ def generate(
     """
     from loopformer.device import dtype_of
     from loopformer.errors import require
-    from loopformer.evaluation.best import scheduled
-    from loopformer.evaluation.calibration import read_policy
+    from loopformer.evaluation.calibrate import read_policy
+    from loopformer.evaluation.schedules import scheduled
     from loopformer.evaluation.store import weights_hash
     from loopformer.lm import load
 
@@ -129,7 +129,7 @@ def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool) -> No
     import torch
 
     from loopformer.device import choose_device
-    from loopformer.inference.fast import Fast
+    from loopformer.inference.fused.backend import Fast
 
     place = choose_device(device)
     ready = fast and Fast.ready(lm.to(place).model)
@@ -173,9 +173,9 @@ def _stream(
     as_json: bool,
 ) -> None:
     """Run a request, showing its text as it comes; `draft` is a budget or schedule, and a length."""
-    from loopformer.inference.fast import Fast
-    from loopformer.inference.generate import REASONS
-    from loopformer.inference.speculative import Draft
+    from loopformer.inference.draft import Draft
+    from loopformer.inference.fused.backend import Fast
+    from loopformer.inference.request import REASONS
 
     results = []
 
@@ -195,8 +195,8 @@ def _stream(
         extra["draft_acceptance"] = kept = report.acceptance
         said = " nothing was drafted;" if kept is None else f" {kept:.0%} of drafted tokens accepted;"
     elif policy is not None:
-        from loopformer.inference.adaptive import stream_adaptive
-        from loopformer.inference.tally import Tally
+        from loopformer.inference.adaptive.ladder import Tally
+        from loopformer.inference.adaptive.policy import stream_adaptive
 
         tally = Tally(lm.model.cost)
         for event in stream_adaptive(lm.model, lm.need_tokenizer(), requests, policy, tally):

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from loopformer.cli.eval import TEXT_HELP
-from loopformer.cli.progress import shown
+from loopformer.cli.output import shown
 
 
 def report(
@@ -50,8 +50,7 @@ def report(
 
     Example: loopformer report runs/elastic runs/fixed --out report --text news=news.jsonl --data data/eval
     """
-    from loopformer.analysis.report.asked import Asked, read_budgets, read_skip, read_texts
-    from loopformer.analysis.report.collect import collect
+    from loopformer.analysis.report.collect import Asked, collect, read_budgets, read_skip, read_texts
     from loopformer.analysis.report.content import WHAT, gaps
     from loopformer.analysis.report.folder import check_folder, write_report
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from loopformer.cli.eval import TEXT_HELP, number, own_text
-from loopformer.cli.progress import shown
+from loopformer.cli.output import shown
 
 _SHOWN = 5  # schedules at each end of the table
 
@@ -44,15 +44,14 @@ def search(
 
     Example: loopformer search --model runs/mine --budget 4 --text news.jsonl --figure schedules.png
     """
-    from loopformer.cli.eval_tasks import load_tasks
+    from loopformer.analysis.plots import check_drawing, draw_schedules
+    from loopformer.cli.eval import load_tasks
     from loopformer.errors import require
     from loopformer.evaluation.benchmarks import accuracy
-    from loopformer.evaluation.best import can_save, save_best
-    from loopformer.evaluation.schedule_figure import check_drawing, draw_schedules
+    from loopformer.evaluation.schedules import can_save, save_best
     from loopformer.evaluation.schedules import search as run
     from loopformer.evaluation.subject import Subject
-    from loopformer.evaluation.text import read_text
-    from loopformer.evaluation.windows import Protocol
+    from loopformer.evaluation.text import Protocol, read_text
     from loopformer.files import write_atomic
 
     require(tasks is not None or (data is None and examples is None), "--data and --examples go with --tasks.")

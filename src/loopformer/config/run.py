@@ -7,6 +7,8 @@ What a run is: one validated tree of model, data, objective and training.
     run = load_run("demo", ["training.steps=100", "data.path=data/mine"])
 
 The defaults are the paper's recipe. A preset or a YAML file gives some keys, `key=value` overrides others.
+
+Validation loss at several budgets, each rank its share, with nothing drawn from any random generator.
 """
 
 from __future__ import annotations
@@ -284,3 +286,8 @@ def _apply(settings: dict[str, Any], override: str) -> None:
         require(settings[section] is None, f"{section} must be a mapping of settings, got {settings[section]!r}.")
         settings[section] = {}
     settings[section][key] = value
+
+
+def validation_budgets(loops: int) -> list[int]:
+    """1, L/4, L/2 and L."""
+    return sorted({1, max(1, loops // 4), max(1, loops // 2), loops})

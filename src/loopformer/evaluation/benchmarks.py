@@ -15,17 +15,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from loopformer.errors import FileProblem, require
-from loopformer.evaluation.exchange import Answers, Queries, Run
-from loopformer.evaluation.loglikelihood import BATCH_TOKENS
-from loopformer.evaluation.paper_tasks import TASKS, paper_scores
-from loopformer.evaluation.queries import Answered, answer_along, digest
+from loopformer.evaluation.score import BATCH_TOKENS
 from loopformer.evaluation.store import Piece
 from loopformer.evaluation.subject import Subject
+from loopformer.evaluation.tasks import TASKS, Answered, Answers, Queries, Run, answer_along, digest, paper_scores
 from loopformer.evaluation.text import Report
 from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from loopformer.evaluation.suite import Suite
+    from loopformer.evaluation.harness import Suite
 
 
 def ask(

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loopformer.config import whole_numbers
+from loopformer.config.run import validation_budgets
 from loopformer.device import choose_device, dtype_of
-from loopformer.evaluation.best import scheduled
+from loopformer.evaluation.schedules import scheduled
 from loopformer.evaluation.store import Store, weights_hash
 from loopformer.lm import LM, load
 from loopformer.model import LoopedLM
-from loopformer.training.validation import validation_budgets
 from loopformer.trajectory import Trajectory
 
 

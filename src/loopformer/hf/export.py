@@ -1,4 +1,26 @@
-"""From a run or model folder to a folder that Transformers loads, and loopformer too.
+"""The model's own source files in one flat folder, for places where loopformer is not installed.
+
+    files = flatten(["loopformer.hf.modeling"])      # {"loopformer_hf_modeling.py": "…", "loopformer_errors.py": …}
+
+Transformers loads such code by copying a file and, from `from .name import …`, the files beside it. So each module
+that is needed becomes a file named after it, and our imports become relative. A name that a package only passes on
+is taken from the module that has it, so that nothing else of the package comes along.
+
+Our tokenizer in the files that `AutoTokenizer.from_pretrained` reads.
+
+    save_tokenizer(tokenizer, folder, context=128, chat_template=None)
+
+tokenizer.json stays as it is, byte for byte. The end token also begins and pads, and padding goes to the left, as
+generation in batches needs it. Unlike ours, Transformers' tokenizers read special tokens out of text.
+
+The model card, README.md: what the model is, what each budget costs and was measured to give, how to load it.
+
+    measured = find_measured(Path("runs/x/checkpoints/step-00001500"))    # step 1500, losses by budget
+    text = write_card("mine", config, measured, has_tokenizer=True, self_contained=False)
+
+Only numbers of the very weights are shown: the validation that the run recorded at the checkpoint's step.
+
+From a run or model folder to a folder that Transformers loads, and loopformer too.
 
     export("runs/mine", "exported", self_contained=True, budget=4)
 
@@ -8,8 +30,12 @@ brought up to date; files that are not ours stay in it. Any other folder with fi
 
 from __future__ import annotations
 
+import ast
+import json
+import math
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,20 +44,301 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 
 import loopformer
+from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import FileProblem, require
+from loopformer.errors import FileProblem, LoopformerError, require
 from loopformer.files import read_json, sha256_of
-from loopformer.hf.card import find_measured, run_of, write_card
 from loopformer.hf.configuration import LoopFormerConfig
 from loopformer.hf.modeling import LoopFormerForCausalLM
-from loopformer.hf.sources import CONFIGURATION, MODELING, PACKAGE, flat, flatten
-from loopformer.hf.tokenizer import CONFIG as TOKENIZER_CONFIG
-from loopformer.hf.tokenizer import SPECIAL, TEMPLATE, find_chat_template, save_tokenizer
-from loopformer.loading.folder import CONFIG, PREFIX, TOKENIZER, WEIGHTS, is_model_folder, write_safetensors
+from loopformer.loading.folder import (
+    CONFIG,
+    FOLDER,
+    PREFIX,
+    TOKENIZER,
+    WEIGHTS,
+    is_model_folder,
+    is_run_folder,
+    step_of,
+    write_safetensors,
+)
 from loopformer.loading.published import find_model, model_folder
 from loopformer.model import LoopedLM
+from loopformer.model.cost import Cost
+from loopformer.training.reporting import read_metrics
+
+PACKAGE = "loopformer"
+
+
+CONFIGURATION, MODELING = f"{PACKAGE}.hf.configuration", f"{PACKAGE}.hf.modeling"
+
+
+_ROOT = Path(__file__).parents[2]
+
+
+_HEADER = f"# A module of {PACKAGE} (MIT licence), copied by `{PACKAGE} export`; only its imports are changed.\n"
+
+
+def flat(module: str) -> str:
+    """The name of a module's copy."""
+    return module.replace(".", "_")
+
+
+def flatten(modules: Iterable[str], root: Path = _ROOT) -> dict[str, str]:
+    """The modules and all of ours that they import, as files by name; `root` is the folder of the package."""
+    texts: dict[str, str] = {}
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        if module not in texts:
+            texts[module], needed = _rewritten(module, root)
+            waiting += needed
+    files = {f"{flat(module)}.py": _HEADER + text for module, text in sorted(texts.items())}
+    if len(files) < len(texts):
+        raise LoopformerError(f"Two of the modules {', '.join(sorted(texts))} would have the same flat name.")
+    return files
+
+
+def _rewritten(module: str, root: Path) -> tuple[str, list[str]]:
+    """A module's text with its imports of ours made relative, and the modules these are."""
+    text = _path(module, root).read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    needed: list[str] = []
+    for node in sorted(_imports(text, module), key=lambda node: -node.lineno):  # from the end, so that numbers stay
+        homes: dict[str, list[str]] = {}
+        for alias in node.names:
+            home, name = _home(node.module or "", alias.name, root)
+            known_as = alias.asname or alias.name
+            homes.setdefault(home, []).append(name if name == known_as else f"{name} as {known_as}")
+        indent = " " * node.col_offset
+        new = [f"{indent}from .{flat(home)} import {', '.join(names)}\n" for home, names in homes.items()]
+        lines[node.lineno - 1 : node.end_lineno] = new
+        needed += homes
+    return "".join(lines), needed
+
+
+def _imports(text: str, module: str) -> list[ast.ImportFrom]:
+    """The imports of ours in a module, wherever they stand."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import) and any(_is_ours(alias.name) for alias in node.names):
+            raise LoopformerError(f"{module} says `import {node.names[0].name}`; write `from … import` instead.")
+        if isinstance(node, ast.ImportFrom) and (node.level or _is_ours(node.module or "")):
+            if node.level or any(alias.name == "*" for alias in node.names):
+                raise LoopformerError(f"{module}, line {node.lineno}: only absolute imports by name can be copied.")
+            found.append(node)
+    return found
+
+
+def _home(module: str, name: str, root: Path) -> tuple[str, str]:
+    """Where a name that is imported from a module is: packages pass on what their modules have."""
+    path = _path(module, root)
+    if path.name != "__init__.py":
+        return module, name
+    for node in _imports(path.read_text(encoding="utf-8"), module):
+        for alias in node.names:
+            if (alias.asname or alias.name) == name:
+                return _home(node.module or "", alias.name, root)
+    raise LoopformerError(f"{name} is not passed on by the package {module}, so it cannot be copied.")
+
+
+def _path(module: str, root: Path) -> Path:
+    place = root.joinpath(*module.split("."))
+    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] == PACKAGE
+
+
+TOKENIZER_CONFIG, SPECIAL, TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int, chat_template: str | None = None) -> None:
+    """Write tokenizer.json and what stands beside it."""
+    tokenizer.save(folder)
+    end = tokenizer.decode([tokenizer.eot], special=True)
+    special = {"bos_token": end, "eos_token": end, "pad_token": end}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **special,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": context,
+        "padding_side": "left",
+    }
+    for name, content in ((TOKENIZER_CONFIG, settings), (SPECIAL, special)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if chat_template is not None:
+        (folder / TEMPLATE).write_text(chat_template, encoding="utf-8")
+
+
+def find_chat_template(folders: list[Path]) -> str | None:
+    """The chat template of the first folder that has one, in a file of its own or in tokenizer_config.json."""
+    for folder in folders:
+        if (folder / TEMPLATE).is_file():
+            try:
+                return (folder / TEMPLATE).read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise FileProblem(f"{folder / TEMPLATE} is not UTF-8 text; convert it or leave it out.") from error
+        if (folder / TOKENIZER_CONFIG).is_file() and isinstance(
+            found := read_json(folder / TOKENIZER_CONFIG).get("chat_template"), str
+        ):
+            return found
+    return None
+
+
+_LOSS = "loss_at_"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Validation losses by budget, at a step of training."""
+
+    step: int
+    losses: dict[int, float]
+
+    def plain(self, weights: str) -> dict[str, Any]:
+        """As it stands in config.json, with the sha256 of the weights file it is of."""
+        losses = {str(budget): loss for budget, loss in self.losses.items()}
+        return {"step": self.step, "loss": losses, "weights_sha256": weights}
+
+
+def run_of(folder: Path) -> Path | None:
+    """The run that a checkpoint belongs to."""
+    run = folder.resolve().parent.parent
+    return run if folder.resolve().parent.name == FOLDER and is_run_folder(run) else None
+
+
+def find_measured(folder: Path, kept: dict[str, Any] | None = None) -> Measured | None:
+    """What was measured of the model in a folder: by its run, or as an earlier export has `kept` it."""
+    if run := run_of(folder):
+        step = step_of(folder)
+        for record in read_metrics(run):
+            if record.get("kind") == "validation" and record.get("step") == step:
+                named = {name: loss for name, loss in record.items() if name.startswith(_LOSS) and loss is not None}
+                losses = {int(name.removeprefix(_LOSS)): loss for name, loss in named.items()}
+                return Measured(step, losses) if losses else None
+        return None
+    if not kept or kept["weights_sha256"] != sha256_of(folder / WEIGHTS):  # an export that was trained further
+        return None
+    return Measured(kept["step"], {int(budget): loss for budget, loss in kept["loss"].items()})
+
+
+def write_card(
+    name: str, config: LoopFormerConfig, measured: Measured | None, has_tokenizer: bool, self_contained: bool
+) -> str:
+    """The text of README.md."""
+    model, parameters = config.settings, Cost(config.settings).parameters
+    default = config.trajectory or config.budget or model.loops
+    told = f"told {_TOLD[model.conditioning]}"
+    trust = ", trust_remote_code=True" if self_contained else ""
+    lm_eval = _LM_EVAL.format(name=name) if self_contained else "."
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- loopformer
+- elastic-depth
+- looped-transformer
+---
+
+# {name}
+
+An elastic-depth language model, {model.blocks}⊗{model.loops}: one shared stack of {_count(model.blocks, "block")},
+applied up to {_count(model.loops, "time")}; each pass is {told}.
+The number of passes M is the compute budget. It is chosen at each call; the default here is {default}.
+
+| | |
+|---|---|
+| parameters | {parameters.total:,}; without embeddings {parameters.without_embeddings:,} |
+| width, heads, FFN | {model.width}, {model.heads}, {model.ffn} |
+| context, positions | {model.context} tokens, {model.positions} |
+| vocabulary | {model.vocab:,} ids{"" if has_tokenizer else "; no tokenizer came with the weights"} |
+| weights | {str(config.dtype).removeprefix("torch.")}, embedding and head tied |
+
+## Budgets
+
+{_table(model, measured)}
+
+FLOPs are those of the forward pass, averaged over a full context, a multiply-add counted as two; KV is what the
+cache keeps, in bfloat16. {_said(measured, model.loops)}
+
+## Use
+
+```python
+{"" if self_contained else _REGISTER}{_IMPORT}
+
+model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
+{_example(name, model, trust, has_tokenizer)}
+```
+
+`from_pretrained(…, budget=1)` changes the default, which serves tools that only pass settings on{lm_eval}
+`loopformer.load("{name}")` reads this folder too.
+"""
+
+
+_TOLD = {
+    "none": "nothing of its place",
+    "index": "its number",
+    "time": "its time t",
+    "step": "its step Δ",
+    "trajectory": "its time t and its step Δ",
+}
+
+
+_LM_EVAL = ":\n`lm_eval --model hf --model_args pretrained={name},trust_remote_code=True,budget=1`."
+
+
+_REGISTER = "import loopformer.hf  # pip install 'loopformer[hf]'; makes the model known to Transformers\n"
+
+
+_IMPORT = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+
+
+def _example(name: str, model: ModelConfig, trust: str, has_tokenizer: bool) -> str:
+    """How to generate, with a budget and a schedule that this model can follow."""
+    schedule = model.loops > 2 and model.conditioning not in ("none", "index")
+    call = f"max_new_tokens=32, budget={max(1, model.loops // 2)})"
+    call += '  # or trajectory="2-1-1"' if schedule else ""
+    if not has_tokenizer:
+        return f"model.generate(ids, {call}"
+    return f"""tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+ids = model.generate(**inputs, {call}
+print(tokenizer.decode(ids[0]))"""
+
+
+def _table(model: ModelConfig, measured: Measured | None) -> str:
+    cost = Cost(model)
+    full = cost.forward_flops()
+    unit, size = ("GFLOP", 1e9) if full >= 1e9 else ("MFLOP", 1e6)
+    columns = ["budget M", f"{unit} per token", "of full", "KV per token"]
+    columns += ["validation loss", "perplexity"] if measured else []
+    rows = [columns, ["---"] * len(columns)]
+    for budget in range(1, model.loops + 1):
+        flops = cost.forward_flops(budget)
+        row = [str(budget), f"{flops / size:.4g}", f"{flops / full:.0%}", f"{cost.kv_bytes(budget) / 1024:.4g} KiB"]
+        if measured:
+            loss = measured.losses.get(budget)
+            row += ["–", "–"] if loss is None else [f"{loss:.4f}", f"{math.exp(min(loss, 700)):.4g}"]
+        rows.append(row)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _said(measured: Measured | None, loops: int) -> str:
+    if measured is None:
+        return "No validation of these weights was recorded,\nso the table holds costs only."
+    left_out = "" if len(measured.losses) == loops else "; – where a budget was not measured"
+    return f"Loss and perplexity are per token, from the\nrun's own validation at step {measured.step}{left_out}."
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
 
 CARD, GENERATION = "README.md", "generation_config.json"
+
+
 _FILES = {WEIGHTS, CONFIG, GENERATION, CARD, TOKENIZER, TOKENIZER_CONFIG, SPECIAL, TEMPLATE}
 
 

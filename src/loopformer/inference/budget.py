@@ -9,7 +9,7 @@ import torch
 
 from loopformer.device import synchronise
 from loopformer.errors import require
-from loopformer.inference.generate import prefill
+from loopformer.inference.decode import prefill
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 

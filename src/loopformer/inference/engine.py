@@ -1,4 +1,23 @@
-"""Continuous batching: requests of any budget come and go at every token.
+"""Prompts that were run lately, so that what a new one shares with them is not run again.
+
+prefixes = Prefixes(most_tokens=4096)
+prefixes.keep(prompt, cache.read(0))
+kept, shared = prefixes.find(route, other_prompt)    # the longest common beginning
+
+Keys of one trajectory mean nothing under another, so only prompts of the same trajectory share. What was used
+longest ago goes first.
+
+A cache whose rows come and go: the memory of continuous batching.
+
+pool = Pool(model, rows=16)
+place = pool.admit(state, table, cache.read(0), length)   # a prompt that was run elsewhere
+hidden = model.extend(last_tokens, pool)                  # all rows, in the order of pool.tags
+pool.retire(place)                                        # its memory is the next one's
+
+Rows lie longest trajectory first, so that those still in the loop are always the first ones. One that comes or goes
+moves at most one row of each shorter budget.
+
+Continuous batching: requests of any budget come and go at every token.
 
 engine = Engine(model, tokenizer, rows=16, queue=64)
 ticket = engine.submit(Request(prompt, Trajectory.uniform(2)))   # Busy when the queue is full
@@ -13,23 +32,165 @@ would be alone. `submit` and `cancel` may be called from any thread, `step` from
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count as counter
 from threading import Lock
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, require
-from loopformer.inference.generate import Event, Request, RowState, take_all
-from loopformer.inference.padding import ends, padded
-from loopformer.inference.pool import Pool
-from loopformer.inference.prefixes import WORTH_SHARING, Prefixes, common
+from loopformer.inference.decode import ends, padded, take_all
+from loopformer.inference.request import Event, Request, RowState
 from loopformer.model import LoopedLM
-from loopformer.model.cache import RowKeys
+from loopformer.model.cache import Cache, Passes, RowKeys
 from loopformer.trajectory import Trajectory
+
+WORTH_SHARING = 8  # tokens; fewer are run again
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prompt and its keys."""
+
+    tokens: tuple[int, ...]
+    keys: RowKeys
+
+
+class Prefixes:
+    """At most `most_tokens` tokens of prompts, the one used last at the end."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self.most_tokens = most_tokens
+        self._kept: list[Prefix] = []
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(prefix.tokens) for prefix in self._kept)
+
+    def find(self, route: Trajectory, prompt: Sequence[int]) -> tuple[RowKeys, int]:
+        """The keys of the prompt that shares the longest beginning, and its length; all but the last token at most,
+        since that one's output is what is wanted."""
+        best = max(self._along(route), key=lambda prefix: common(prefix.tokens, prompt), default=None)
+        shared = min(common(best.tokens, prompt), len(prompt) - 1) if best is not None else 0
+        if best is None or shared == 0:
+            return RowKeys(route, []), 0
+        self._kept = [prefix for prefix in self._kept if prefix is not best] + [best]
+        return best.keys, shared
+
+    def keep(self, prompt: Sequence[int], keys: RowKeys) -> None:
+        """Remember a prompt, unless nearly all of it is remembered; one that it begins with is then forgotten."""
+        same = self._along(keys.route)
+        known = max((common(one.tokens, prompt) for one in same), default=0)
+        if len(prompt) > self.most_tokens or len(prompt) - known < WORTH_SHARING:
+            return
+        beginnings = [one for one in same if common(one.tokens, prompt) == len(one.tokens)]
+        self._kept = [one for one in self._kept if not any(one is other for other in beginnings)]
+        self._kept.append(Prefix(tuple(prompt), keys.copy()))
+        while self.tokens > self.most_tokens:
+            del self._kept[0]
+
+    def _along(self, route: Trajectory) -> list[Prefix]:
+        return [prefix for prefix in self._kept if prefix.keys.route == route]
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    for count, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return count
+    return min(len(one), len(other))
+
+
+class Tag(Protocol):
+    """What a row belongs to."""
+
+    @property
+    def route(self) -> Trajectory: ...
+
+
+T = TypeVar("T", bound=Tag)
+
+
+class Pool(Cache, Generic[T]):
+    """At most `rows` sequences; `tags[place]` says whose row it is. A loop takes memory when it is first used."""
+
+    def __init__(self, model: LoopedLM, rows: int) -> None:
+        super().__init__(model.config, [], Passes([], [], []), model.config.context, model.tokens.weight)
+        self.most = rows
+        self.tags: list[T] = []
+        self._order = torch.arange(rows, device=model.tokens.weight.device)
+        self._told: list[Tensor | None] = []  # of each loop [rows, k, 4, D]
+        self._blocks = model.config.blocks
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory that belongs to rows, of what was taken."""
+        counts = self.passes.rows
+        return sum(rows * k[0].nbytes * 2 for loop, rows in zip(self._kept, counts, strict=False) for k, _ in loop)
+
+    def admit(self, tag: T, table: Tensor | None, kept: RowKeys, length: int) -> int:
+        """Take in a row that has run `length` tokens, with its modulations [M, k, 4, D]; its place."""
+        while len(self._kept) < tag.route.budget:
+            self._take_a_loop(table is not None)
+        place = len(self.tags)
+        self.tags.append(tag)
+        self.lengths.append(0)
+        for budget in sorted({one.route.budget for one in self.tags[:-1]}):  # the shortest routes make room
+            if budget < tag.route.budget:
+                first = next(number for number, one in enumerate(self.tags) if one.route.budget == budget)
+                self._move(first, place)
+                place = first
+        self.tags[place] = tag
+        self._settle()
+        self.write(place, kept, length)
+        for loop, told in enumerate(self._told[: tag.route.budget]):
+            if told is not None and table is not None:
+                told[place] = table[loop]
+        return place
+
+    def retire(self, place: int) -> None:
+        """Let a row go."""
+        mine = self.tags[place].route.budget
+        for budget in sorted({one.route.budget for one in self.tags if one.route.budget <= mine}, reverse=True):
+            last = max(number for number, one in enumerate(self.tags) if one.route.budget == budget)
+            if last != place:
+                self._move(last, place)
+                place = last
+        del self.tags[-1], self.lengths[-1]
+        self._settle()
+
+    def _place_of(self, row: int) -> int:
+        return row  # rows lie in their own order
+
+    def _move(self, source: int, target: int) -> None:
+        """Put one row's keys, values, modulations and tag over another's."""
+        length = self.lengths[source]
+        for loop in range(self.tags[source].route.budget):
+            for pair in self._kept[loop]:
+                for tensor in pair:
+                    tensor[target, :, :length] = tensor[source, :, :length]
+            told = self._told[loop]
+            if told is not None:
+                told[target] = told[source]
+        self.tags[target], self.lengths[target] = self.tags[source], length
+
+    def _settle(self) -> None:
+        """The passes of the rows that are here now."""
+        budgets = [tag.route.budget for tag in self.tags]
+        counts = [sum(budget > loop for budget in budgets) for loop in range(max(budgets, default=0))]
+        told = [None if (all_ := self._told[loop]) is None else all_[:rows] for loop, rows in enumerate(counts)]
+        self.passes = Passes(counts, told, list(range(len(budgets))))
+        self.routes = tuple(tag.route for tag in self.tags)
+
+    def _take_a_loop(self, conditioned: bool) -> None:
+        self._kept.append(self._empty_loop(self.most, self._blocks))
+        told = self._weight.detach().new_zeros(self.most, self._blocks, 4, self._weight.shape[1])
+        self._told.append(told if conditioned else None)
+
 
 PROMPT_TOKENS = 2048  # of new requests in one step, so that those that run are not held up for long
 
@@ -75,7 +236,7 @@ class Engine:
         self._pool: Pool[RowState] = Pool(model, rows)
         self._prefixes = Prefixes(4 * model.config.context if remember is None else remember)
         self._tables: dict[Trajectory, Tensor | None] = {}
-        self._numbers = count()
+        self._numbers = counter()
         self._waiting: deque[RowState] = deque()
         self._cancelled: set[int] = set()
         self._events: list[Event] = []  # of a step that failed halfway, for the next one to return

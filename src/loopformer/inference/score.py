@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from loopformer.errors import require
-from loopformer.inference.padding import padded
+from loopformer.inference.decode import padded
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 

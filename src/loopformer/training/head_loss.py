@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.data.loader import NO_LOSS
-from loopformer.training.fused.products import add_product
+from loopformer.training.fused.ops import add_product
 
 FUSED_CHUNKS = 4  # the fused kernel holds one copy of the logits where the plain path holds four
 
@@ -126,7 +126,7 @@ def _fused(
     part: slice,
 ) -> Tensor:
     """The summed loss of a chunk's hidden states [n, D]; their gradients are put where they belong."""
-    from loopformer.training.cross_entropy import cross_entropy_
+    from loopformer.training.fused.kernels import cross_entropy_
 
     inputs = hidden.detach().to(head.dtype)
     logits = F.linear(inputs, head)  # [n, V]

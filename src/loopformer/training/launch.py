@@ -19,10 +19,10 @@ from loopformer.errors import FileProblem, LoopformerError
 from loopformer.files import alone_in, write_atomic, writing
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, checkpoints
-from loopformer.training.curves import draw_curves
+from loopformer.training.batches import pieces
 from loopformer.training.distributed import Ranks
 from loopformer.training.plan import estimated_micro_batch, make_plan
-from loopformer.training.routes import pieces
+from loopformer.training.reporting import draw_curves
 from loopformer.training.setup import check_given, fused_numbers, out_of_memory_advice, settle_run
 from loopformer.training.trainer import Trainer
 

@@ -1,8 +1,12 @@
-"""From settings to the things a run is made of: data, model, objective, micro-batch."""
+"""AdamW with decay on matrices only, and a learning rate that warms up and follows a cosine down.
+
+From settings to the things a run is made of: data, model, objective, micro-batch.
+"""
 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -10,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from loopformer.config import ModelConfig, RunConfig
+from loopformer.config import ModelConfig, RunConfig, TrainingConfig
 from loopformer.data.shards import TokenData
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import available_bytes
@@ -19,11 +24,30 @@ from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.loading import find_config, find_model
 from loopformer.model import LoopedLM
 from loopformer.training.distributed import Ranks
-from loopformer.training.fused.choice import obstacle
-from loopformer.training.fused.elementwise import Numbers
+from loopformer.training.fused.ops import Numbers
+from loopformer.training.fused.passes import obstacle
 from loopformer.training.objective import Divisors, Objective
 from loopformer.training.plan import estimated_micro_batch, memory_bytes, micro_batches
 from loopformer.trajectory import Trajectory
+
+
+def make_optimizer(model: nn.Module, config: TrainingConfig, fused: bool) -> torch.optim.AdamW:
+    """Matrices decay, vectors (norms, biases) do not."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
+
+
+def learning_rate(step: int, config: TrainingConfig) -> float:
+    """The rate of optimizer step `step`, counted from 1: linear warmup, then a cosine to the minimum."""
+    if step <= config.warmup:
+        return config.learning_rate * step / config.warmup
+    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.min_learning_rate + (config.learning_rate - config.min_learning_rate) * cosine
 
 
 def settle_run(run: RunConfig, given: set[str], data: TokenData) -> RunConfig:

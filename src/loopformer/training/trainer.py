@@ -24,12 +24,14 @@ from typing import Any
 import torch
 
 from loopformer.config import RunConfig, run_to_yaml
+from loopformer.config.run import validation_budgets
 from loopformer.data.loader import NO_LOSS, Ahead, Batch, Loader, validation_windows
 from loopformer.data.shards import TokenData
 from loopformer.device import device_name, peak_flops
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
 from loopformer.files import read_json
 from loopformer.loading.folder import SETTINGS, STATE, latest_good, load_model, save_tensors
+from loopformer.training.batches import Piece, pieces, short_route
 from loopformer.training.checkpoint import (
     drop_beyond,
     optimizer_tensors,
@@ -39,12 +41,18 @@ from loopformer.training.checkpoint import (
 )
 from loopformer.training.distributed import Parallel, Ranks, whole
 from loopformer.training.objective import Divisors, Objective
-from loopformer.training.optimizer import learning_rate, make_optimizer
 from loopformer.training.plan import training_flops_per_token
 from loopformer.training.reporting import Reporter
-from loopformer.training.routes import Piece, pieces, short_route
-from loopformer.training.setup import autocast, choose_micro_batch, compile_step, fused_numbers, make_model
-from loopformer.training.validation import validate, validation_budgets
+from loopformer.training.setup import (
+    autocast,
+    choose_micro_batch,
+    compile_step,
+    fused_numbers,
+    learning_rate,
+    make_model,
+    make_optimizer,
+)
+from loopformer.training.validation import validate
 
 
 @dataclass

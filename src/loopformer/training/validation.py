@@ -13,11 +13,6 @@ from loopformer.training.setup import autocast
 from loopformer.trajectory import Trajectory
 
 
-def validation_budgets(loops: int) -> list[int]:
-    """1, L/4, L/2 and L."""
-    return sorted({1, max(1, loops // 4), max(1, loops // 2), loops})
-
-
 @torch.no_grad()
 def validate(
     parallel: Parallel, windows: Windows, budgets: list[int], rows: int, run: RunConfig

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from loopformer.training.fused import elementwise
-from loopformer.training.fused.elementwise import Gated, Norm, Numbers, Sums
-from loopformer.training.fused.products import Rows, add_product, columns, quantised
+from loopformer.training.fused import ops as elementwise
+from loopformer.training.fused.ops import Gated, Norm, Numbers, Rows, Sums, add_product, columns, quantised
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
-from loopformer.training.fused import launch
+from loopformer.training.fused import kernels as launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter rounds 127 to 64 in fp8, so that is compared on a GPU only.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from loopformer import LoopedLM, Trajectory
 from loopformer.config import ModelConfig, ObjectiveConfig
-from loopformer.training.fused.elementwise import Numbers
+from loopformer.training.fused.ops import Numbers
 from loopformer.training.fused.passes import FusedStack
 from loopformer.training.objective import Divisors, Objective
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from loopformer.analysis.report.charts import draw_all
+from loopformer.analysis.plots import draw_all
 from loopformer.analysis.report.collect import FORMAT
 from loopformer.analysis.report.content import compose
 from loopformer.analysis.report.html import to_html

@@ -3,15 +3,36 @@
 A program takes whole rows (tokens). With `FP8` factors of products go out in fp8 with a scale for each row instead
 of their plain dtype, and what backward could make again is not made, since it is kept. elementwise.py says in
 PyTorch what each computes, launch.py launches them. TRITON_INTERPRET=1 runs them on the CPU.
+
+Cross-entropy and its gradient in one Triton kernel, which writes the gradient over the logits.
+
+losses = cross_entropy_(logits, targets, scale)      # [n] in fp32; logits [n, V] are now scale · d loss / d logits
+
+A program reads its row of logits in pieces, twice: the second time it lies in the cache. Each lane keeps a largest
+logit and a sum of its own, so that nothing is exchanged before the end of the row. TRITON_INTERPRET=1 runs it on
+the CPU.
+
+Launches of the kernels, with the signatures of elementwise.py.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from loopformer.training.fused import products
+from loopformer.data.loader import NO_LOSS
+from loopformer.model.block import EPSILON
+from loopformer.training.fused import ops as products
+from loopformer.training.fused.ops import FP8, LEAST_GELU, MOST_SLOPE, Gated, Norm, Numbers, Rows, Sums
 
 LARGEST_FP8 = tl.constexpr(products.LARGEST_FP8)
+
+
 SMALLEST_SCALE = tl.constexpr(products.SMALLEST_SCALE)
 
 
@@ -227,3 +248,182 @@ def columns_kernel(values, scales, scale, turned, N, K, stride, TILE: tl.constex
     tile *= (tl.load(scales + n, mask=n < N, other=0.0) / tl.load(scale))[:, None]
     into = turned + k[:, None].to(tl.int64) * stride + n[None, :]
     tl.store(into, tl.trans(tile.to(tl.float8e4nv)), mask=tl.trans(inside))
+
+
+VOCAB_PIECE = 2048  # with 4 warps the fastest of six on an H200
+
+
+LOWEST = tl.constexpr(-1e30)  # where a lane has seen nothing yet; minus infinity would make differences NaN
+
+
+@triton.jit
+def _kernel(logits, targets, losses, scale, V, NO_TARGET: tl.constexpr, BLOCK: tl.constexpr, GRAD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    counted = target != NO_TARGET
+    start_of_row = logits + row * V
+    largest = tl.full((BLOCK,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        x = tl.load(start_of_row + v, mask=v < V, other=float("-inf")).to(tl.float32)
+        above = tl.maximum(largest, x)
+        total = total * tl.exp(largest - above) + tl.exp(x - above)
+        largest = above
+    top = tl.max(largest)
+    normaliser = top + tl.log(tl.sum(total * tl.exp(largest - top)))
+    wanted = tl.load(start_of_row + target, mask=counted, other=0).to(tl.float32)
+    tl.store(losses + row, tl.where(counted, normaliser - wanted, 0.0))
+    if GRAD:
+        tl.debug_barrier()  # the target's logit is read before it is written over
+        factor = tl.where(counted, scale, 0.0)
+        for start in range(0, V, BLOCK):
+            v = start + tl.arange(0, BLOCK)
+            x = tl.load(start_of_row + v, mask=v < V, other=float("-inf")).to(tl.float32)
+            grad = (tl.exp(x - normaliser) - tl.where(v == target, 1.0, 0.0)) * factor
+            tl.store(start_of_row + v, grad, mask=v < V)
+
+
+def cross_entropy_(logits: Tensor, targets: Tensor, scale: float | None) -> Tensor:
+    """The losses [n] of logits [n, V], which become their own gradient times `scale`; None leaves them alone."""
+    rows, vocab = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    _kernel[(rows,)](
+        logits,
+        targets,
+        losses,
+        0.0 if scale is None else scale,
+        vocab,
+        NO_TARGET=NO_LOSS,
+        BLOCK=min(triton.next_power_of_2(vocab), VOCAB_PIECE),
+        GRAD=scale is not None,
+        num_warps=4,
+    )
+    return losses
+
+
+PIECE = 1024  # of a long row at a time
+
+
+TILE = 128  # of a matrix that is turned round
+
+
+def norm_forward(
+    x: Tensor, change: Tensor | None, gate: Tensor | None, gain: Tensor, numbers: Numbers
+) -> tuple[Tensor, Tensor, Rows]:
+    tokens, width = x.shape
+    new_x = x if change is None else torch.empty_like(x)
+    inverse = x.new_empty(tokens)
+    h = x if numbers.fp8 else torch.empty_like(x, dtype=numbers.dtype)
+    h8, scales = _fp8_rows(x, numbers)
+    norm_forward_kernel[(tokens,)](
+        x,
+        x if change is None else change,
+        x if gate is None else gate,
+        gain,
+        new_x,
+        inverse,
+        h,
+        h8,
+        scales,
+        width,
+        EPSILON=EPSILON,
+        BLOCK_D=triton.next_power_of_2(width),
+        ADD=change is not None,
+        FP8=numbers.fp8,
+        num_warps=4,
+    )
+    return new_x, inverse, Rows(None, h8, scales) if numbers.fp8 else Rows(h)
+
+
+def add_change(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    add_change_kernel[(len(x),)](
+        x, change, gate, out, x.shape[1], BLOCK_D=triton.next_power_of_2(x.shape[1]), num_warps=4
+    )
+    return out
+
+
+def gelu_forward(u: Tensor, numbers: Numbers) -> Rows:
+    a = u if numbers.fp8 else torch.empty_like(u)
+    a8, scales = _fp8_rows(u, numbers)
+    gelu_forward_kernel[(len(u),)](
+        u, a, a8, scales, u.shape[1], LEAST=LEAST_GELU, BLOCK=PIECE, FP8=numbers.fp8, num_warps=4
+    )
+    return Rows(None, a8, scales) if numbers.fp8 else Rows(a)
+
+
+def gelu_backward(u: Tensor, da: Tensor, numbers: Numbers) -> tuple[Rows, Rows]:
+    a = u if numbers.fp8 else torch.empty_like(u)
+    du8, scales = _fp8_rows(u, numbers)
+    gelu_backward_kernel[(len(u),)](
+        u, da, a, da, du8, scales, u.shape[1], SLOPE=MOST_SLOPE, BLOCK=PIECE, FP8=numbers.fp8, num_warps=4
+    )
+    return Rows(a), Rows(None, du8, scales) if numbers.fp8 else Rows(da)
+
+
+def residual_backward(
+    dx: Tensor, norm: Norm | None, gated: Gated | None, sums: Sums, numbers: Numbers
+) -> tuple[Tensor, Rows, Rows]:
+    tokens, width = dx.shape
+    norm_of = norm or Norm(dx, dx, dx, dx, (0, 0))
+    gated_of = gated or Gated(dx, dx, (0, 0))
+    plain = not numbers.fp8
+    new_dx = torch.empty_like(dx) if norm else dx
+    h = torch.empty_like(dx, dtype=numbers.dtype) if norm and plain else dx
+    dchange = torch.empty_like(dx, dtype=numbers.dtype) if gated and plain else dx
+    dchange8, scales = _fp8_rows(dchange, numbers) if gated else (dx, dx)
+    residual_backward_kernel[(len(sums.partial),)](
+        norm_of.dh,
+        norm_of.x,
+        norm_of.inverse,
+        norm_of.gain,
+        dx,
+        gated_of.change,
+        gated_of.gate,
+        new_dx,
+        h,
+        dchange,
+        dchange8,
+        scales,
+        sums.partial[0, norm_of.at[0], norm_of.at[1]],
+        sums.partial[0, gated_of.at[0], gated_of.at[1]],
+        tokens,
+        width,
+        sums.partial.stride(0),
+        BLOCK_D=triton.next_power_of_2(width),
+        NORM=norm is not None,
+        GATE=gated is not None,
+        FP8=numbers.fp8,
+        num_warps=16,
+    )
+    return new_dx, Rows(h), Rows(dchange) if plain else Rows(None, dchange8, scales)
+
+
+def quantised(parts: Sequence[Tensor]) -> Rows:
+    parts = [part.contiguous() for part in parts]
+    tokens, width = parts[0].shape
+    values8 = parts[0].new_empty(tokens, len(parts) * width, dtype=FP8)
+    scales = parts[0].new_empty(tokens, 1, dtype=torch.float32)
+    quantise_kernel[(tokens,)](*(parts * 3)[:3], values8, scales, width, PARTS=len(parts), BLOCK=PIECE, num_warps=4)
+    return Rows(None, values8, scales)
+
+
+def columns(parts: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> Tensor:
+    total, width = sum(len(values) for values, _ in parts), parts[0][0].shape[1]
+    turned = parts[0][0].new_empty(width, total)
+    start = 0
+    for values, scales in parts:
+        rows = len(values)
+        columns_kernel[(triton.cdiv(rows, TILE), triton.cdiv(width, TILE))](
+            values, scales, scale, turned[:, start:], rows, width, total, TILE=TILE, num_warps=4
+        )
+        start += rows
+    return turned
+
+
+def _fp8_rows(like: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
+    """Room for fp8 values and scales; without fp8 something that is not written."""
+    if not numbers.fp8:
+        return like, like
+    return torch.empty_like(like, dtype=FP8), like.new_empty(len(like), 1, dtype=torch.float32)

@@ -1,4 +1,6 @@
-"""A pass through the shared stack with a backward written out by hand: faster, and half the memory.
+"""Whether a pass can be fused here.
+
+A pass through the shared stack with a backward written out by hand: faster, and half the memory.
 
     stack = FusedStack(model.stack, Numbers(torch.bfloat16))
     out = model(ids, route, stack=stack, logits=False)        # as often as wanted
@@ -13,17 +15,21 @@ it is small. The mathematics is that of model/block.py: products in bf16 or fp8,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from loopformer.config import ModelConfig
 from loopformer.model.block import Attention, Rotary, Stack
-from loopformer.training.fused.elementwise import (
+from loopformer.training.fused.ops import (
     Gated,
     Norm,
     Numbers,
+    Product,
+    Rows,
     Sums,
     add_change,
     gelu_backward,
@@ -31,7 +37,24 @@ from loopformer.training.fused.elementwise import (
     norm_forward,
     residual_backward,
 )
-from loopformer.training.fused.products import Product, Rows
+
+LEAST_CAPABILITY_FOR_FP8 = (8, 9)
+
+
+def obstacle(config: ModelConfig, device: torch.device, fp8: bool) -> str | None:
+    """What is in the way of fused passes of a model on a device, and what to do; None if nothing is."""
+    if device.type not in ("cpu", "cuda"):
+        return f"it runs on CUDA and the CPU, not on {device.type}"
+    if device.type == "cuda" and find_spec("triton") is None:
+        return "Triton is not installed; install it"
+    if not fp8:
+        return None
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY_FOR_FP8:
+        return "this GPU has no fp8 products; use bfloat16"
+    if any(getattr(config, name) % 16 for name in ("width", "ffn", "context")):
+        return "its products need multiples of 16 for model.width, ffn and context; use bfloat16"
+    return None
+
 
 GATE_1, GATE_2, GAIN_1, GAIN_2 = range(4)  # of a block's table [4, D]
 

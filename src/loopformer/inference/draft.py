@@ -19,15 +19,19 @@ from torch import Tensor
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import require
-from loopformer.inference.generate import Event, Request, Result, RowState
-from loopformer.inference.padding import padded
+from loopformer.inference.decode import padded
+from loopformer.inference.request import Event, Request, Result, RowState
 from loopformer.inference.sampling import is_whole, probabilities
 from loopformer.model import LoopedLM
 from loopformer.model.cache import Cache
 from loopformer.trajectory import Trajectory
 
 LONGEST = 8  # tokens that an adapted draft has at most
+
+
 HOPED_RATE = 0.7  # share of the drafted tokens that is kept, before anything is known
+
+
 WEIGHT_OF_ONE = 0.05  # of each further token in the share: what was kept among about the last 20 counts
 
 

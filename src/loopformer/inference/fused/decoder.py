@@ -23,15 +23,17 @@ import triton
 from torch import Tensor
 
 from loopformer.errors import require
-from loopformer.inference import kernels
-from loopformer.inference.padding import ends, padded
-from loopformer.inference.quantise import Weight, Weights, plain
+from loopformer.inference.decode import ends, padded
+from loopformer.inference.fused import kernels
+from loopformer.inference.fused.quantise import Weight, Weights, plain
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
 from loopformer.model.cache import Cache
 from loopformer.trajectory import Trajectory
 
 FEW_ROWS = 2  # up to here our own products are faster than the library's
+
+
 MOST_INT8_ROWS = 4  # beyond, products are not limited by reading the weight
 
 

@@ -22,18 +22,22 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.generate import Event, Request, Result, RowState, take_all
-from loopformer.inference.quantise import Weights, quantised
-from loopformer.inference.speculative import Draft, Report
+from loopformer.inference.decode import take_all
+from loopformer.inference.draft import Draft, Report
+from loopformer.inference.fused.quantise import Weights, quantised
+from loopformer.inference.request import Event, Request, Result, RowState
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from loopformer.inference.decoder import Decoder, Tuning
-    from loopformer.inference.fast_speculation import Speculator
+    from loopformer.inference.fused.decoder import Decoder, Tuning
+    from loopformer.inference.fused.speculate import Speculator
+
 
 # Each that is kept holds keys for the whole context; a batch of 128 that thins out goes through 8 decoders.
 MOST_KEPT = 8
+
+
 Kept = TypeVar("Kept")
 
 
@@ -72,7 +76,7 @@ class Fast:
 
     def decoder(self, route: Trajectory, rows: int) -> AbstractContextManager[Decoder]:
         """Lend one for at least so many rows; sizes are powers of two, so that there are few."""
-        from loopformer.inference.decoder import Decoder
+        from loopformer.inference.fused.decoder import Decoder
 
         self._look_at_weights()
         size = 1 << (rows - 1).bit_length()
@@ -81,7 +85,7 @@ class Fast:
 
     def speculator(self, route: Trajectory, draft: Draft) -> AbstractContextManager[Speculator]:
         """Lend one for this trajectory and draft."""
-        from loopformer.inference.fast_speculation import Speculator
+        from loopformer.inference.fused.speculate import Speculator
 
         self._look_at_weights()
         make = partial(Speculator, self.model, route, draft, self._weights, self._tuning)
@@ -95,7 +99,7 @@ class Fast:
         show: Callable[[Event], object] = lambda event: None,
     ) -> tuple[list[Result], Report]:
         """As `speculate` of speculative.py, for greedy requests."""
-        from loopformer.inference.fast_speculation import speculate_one_by_one
+        from loopformer.inference.fused.speculate import speculate_one_by_one
 
         return speculate_one_by_one(
             self.model, lambda route: self.speculator(route, draft), tokenizer, requests, show
@@ -104,7 +108,7 @@ class Fast:
     @torch.no_grad()
     def generate(self, tokenizer: Tokenizer, requests: Sequence[Request]) -> Iterator[Event]:
         """Run requests; events come as tokens do."""
-        from loopformer.inference.decoder import MOST_INT8_ROWS
+        from loopformer.inference.fused.decoder import MOST_INT8_ROWS
 
         rows = [RowState(number, request, tokenizer, self.model.config) for number, request in enumerate(requests)]
         for route in dict.fromkeys(row.route for row in rows):

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import require
-from loopformer.inference import kernels
-from loopformer.inference.decoder import MOST_INT8_ROWS, Decoder, Tuning, record
-from loopformer.inference.generate import Event, Request, Result, RowState
-from loopformer.inference.quantise import Weights, plain
-from loopformer.inference.speculative import HOPED_RATE, LONGEST, Draft, Report, best_length, updated_rate
+from loopformer.inference.draft import HOPED_RATE, LONGEST, Draft, Report, best_length, updated_rate
+from loopformer.inference.fused import kernels
+from loopformer.inference.fused.decoder import MOST_INT8_ROWS, Decoder, Tuning, record
+from loopformer.inference.fused.quantise import Weights, plain
+from loopformer.inference.request import Event, Request, Result, RowState
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 

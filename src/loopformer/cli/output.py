@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from loopformer.evaluation.text import Report
 
+
 _LINE_SECONDS = 5.0
 
 
