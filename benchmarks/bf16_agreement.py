@@ -41,7 +41,7 @@ def fused(model: LoopedLM, ids: Tensor, budget: int, rows: int) -> Tensor:
     """The choices of the fused kernels, `rows` windows at a time; the first place is a prefill."""
     from loopformer.inference.fused.decoder import Decoder
 
-    decoder = Decoder(model, model.route(budget), rows)
+    decoder = Decoder(model, model.resolve(budget), rows)
     parts = []
     for part in torch.split(ids, rows):
         first = model.head(decoder.prefill(part[:, :1].tolist()))[:, : model.config.vocab]

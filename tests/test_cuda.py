@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 def test_gpu_follows_cpu(tiny: ModelConfig, kind: Conditioning) -> None:
     model = LoopedLM(replace(tiny, conditioning=kind, modulator_start="one"))
     ids = torch.randint(tiny.vocab, (4, 20))
-    for route in (4, 1, [1, 4, 2, 3]):
-        expected = model.cpu()(ids, route).logits
-        got = model.cuda()(ids.cuda(), route).logits.cpu()
+    for trajectory in (4, 1, [1, 4, 2, 3]):
+        expected = model.cpu()(ids, trajectory).logits
+        got = model.cuda()(ids.cuda(), trajectory).logits.cpu()
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     low = model.to(torch.bfloat16)(ids.cuda()).logits.float().cpu()
     full = model.float().cpu()(ids).logits
@@ -34,12 +34,12 @@ def test_compiled_step_is_one_graph_and_equals_eager(tiny: ModelConfig) -> None:
     torch._dynamo.reset()
     model = LoopedLM(replace(tiny, width=64, modulator_start="one")).cuda()
     ids = torch.randint(tiny.vocab, (4, 32), device="cuda")
-    routes = [route for budget in range(1, 5) for route in Trajectory.enumerate(4, budget)]
-    expected = [model(ids, route).logits for route in routes]
+    trajectories = [trajectory for budget in range(1, 5) for trajectory in Trajectory.enumerate(4, budget)]
+    expected = [model(ids, trajectory).logits for trajectory in trajectories]
     torch._dynamo.utils.counters.clear()
     model.compile(fullgraph=True)
-    for route, logits in zip(routes, expected, strict=True):
-        torch.testing.assert_close(model(ids, route).logits, logits, atol=1e-4, rtol=1e-3)
+    for trajectory, logits in zip(trajectories, expected, strict=True):
+        torch.testing.assert_close(model(ids, trajectory).logits, logits, atol=1e-4, rtol=1e-3)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -109,11 +109,11 @@ def test_perplexity_and_schedules_on_the_gpu(tiny: ModelConfig) -> None:
     ids = tuple(torch.randint(1, 90, (length,)).numpy() for length in (5, 40, 100))
     text = Text("random", "all of it", ids, "0", tokenizer)
     model = LoopedLM(replace(tiny, modulator_start="one"))
-    routes = ["1", "2-1-1", "4"]
-    expected = [row["nats"] for row in perplexity(model, text, routes, Protocol(stride=16))]
-    found = [row["nats"] for row in perplexity(model.cuda(), text, routes, Protocol(stride=16))]
+    trajectories = ["1", "2-1-1", "4"]
+    expected = [row["nats"] for row in perplexity(model, text, trajectories, Protocol(stride=16))]
+    found = [row["nats"] for row in perplexity(model.cuda(), text, trajectories, Protocol(stride=16))]
     assert found == pytest.approx(expected, rel=1e-4)
     searched = search(model, 2, text=text, protocol=Protocol(stride=16))
     assert searched["measured"] == 3
-    low = [row["nats"] for row in perplexity(model.to(torch.bfloat16), text, routes, Protocol(stride=16))]
+    low = [row["nats"] for row in perplexity(model.to(torch.bfloat16), text, trajectories, Protocol(stride=16))]
     assert low == pytest.approx(expected, rel=0.02)

@@ -31,7 +31,7 @@ from loopformer.inference.request import Event, Request, Result
 from loopformer.inference.sampling import Sampling
 from loopformer.inference.score import Score, score
 from loopformer.loading import find_model
-from loopformer.loading.folder import default_route, is_model_folder
+from loopformer.loading.folder import default_trajectory, is_model_folder
 from loopformer.loading.published import model_folder
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
@@ -170,7 +170,7 @@ class LM:
         if not texts:
             return []
         ids = [self._encode(text) for text in texts]
-        return score(self.model, ids, self.routes(len(texts), budget, trajectory))
+        return score(self.model, ids, self.trajectories(len(texts), budget, trajectory))
 
     def engine(self, rows: int = 16, queue: int = 64) -> Engine:
         """Continuous batching: at most `rows` requests run at once, at most `queue` more wait."""
@@ -186,16 +186,18 @@ class LM:
         stops = limits.pop("stops", None) or ()
         limits["stops"] = (stops,) if isinstance(stops, str) else tuple(stops)
         sampling = Sampling(**options)
-        routes = self.routes(len(prompts), budget, trajectory)
+        trajectories = self.trajectories(len(prompts), budget, trajectory)
         ids = [tuple(self._encode(prompt)) for prompt in prompts]
-        return [Request(one, route, sampling, **limits) for one, route in zip(ids, routes, strict=True)]
+        return [
+            Request(one, trajectory, sampling, **limits) for one, trajectory in zip(ids, trajectories, strict=True)
+        ]
 
-    def routes(self, rows: int, budget: Budget = None, trajectory: Schedule = None) -> list[Trajectory]:
+    def trajectories(self, rows: int, budget: Budget = None, trajectory: Schedule = None) -> list[Trajectory]:
         """A trajectory for each row, from a budget or a trajectory for all or for each, or the default."""
         require(budget is None or trajectory is None, "Give a budget or a trajectory, not both.")
         asked: Any = budget if trajectory is None else trajectory
         asked = self.default if asked is None else asked
-        found = self.model.routes(asked, rows)
+        found = self.model.trajectories(asked, rows)
         return [found] * rows if isinstance(found, Trajectory) else found
 
     def _encode(self, text: str) -> list[int]:
@@ -223,8 +225,8 @@ def load(source: str | Path) -> LM:
     """Load a run, a model folder of ours or the authors' weights (file, folder or Hub id), fp32 on the CPU."""
     folder = model_folder(source)  # checks a run's checksums, so it is looked for once
     lm = _lm(*find_model(folder if is_model_folder(folder) else source))
-    route = default_route(folder)
-    lm.default = None if route is None else lm.model.route(route)
+    trajectory = default_trajectory(folder)
+    lm.default = None if trajectory is None else lm.model.resolve(trajectory)
     return lm
 
 

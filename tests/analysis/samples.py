@@ -156,17 +156,17 @@ def _scored(text: str, budget: int, level: float) -> Piece:
 
 
 def _searched(loops: int) -> Piece:
-    routes = list(Trajectory.enumerate(loops, 2))
+    trajectories = list(Trajectory.enumerate(loops, 2))
     rows = [
         {
             "rank": rank,
-            "schedule": str(route),
-            "trajectory": str(route),
-            "steps": [float(step) for step in route.steps],
+            "schedule": str(trajectory),
+            "trajectory": str(trajectory),
+            "steps": [float(step) for step in trajectory.steps],
             "perplexity": 40.0 + rank,
             "bits_per_byte": 2.0,
         }
-        for rank, route in enumerate(routes, 1)
+        for rank, trajectory in enumerate(trajectories, 1)
     ]
     return {
         "loops": loops,

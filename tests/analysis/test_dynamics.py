@@ -52,8 +52,8 @@ def test_the_lens_at_the_end_is_the_model(lm: LM, prompts: Prompts) -> None:
     assert found.metrics["lens_divergence"].mean[-1] == 0
     assert found.metrics["lens_agreement"].mean[-1] == 1
     assert found.depth == pytest.approx([0, 1 / 3, 2 / 3, 1])
-    assert found.route == "M = 3"
-    assert analyze(lm.model, prompts, "mine", "cosine:2").route == "0.71 0.29"
+    assert found.trajectory_name == "M = 3"
+    assert analyze(lm.model, prompts, "mine", "cosine:2").trajectory_name == "0.71 0.29"
 
 
 def test_batches_do_not_matter(lm: LM, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_batches_do_not_matter(lm: LM, prompts: Prompts, monkeypatch: pytest.Mon
 
 
 def test_results_name_what_they_are_of_and_come_back(lm: LM, prompts: Prompts, tmp_path: Path) -> None:
-    found = [analyze(lm.model, prompts, "mine", route) for route in ("2-1-1", 1)]
+    found = [analyze(lm.model, prompts, "mine", trajectory) for trajectory in ("2-1-1", 1)]
     assert (found[0].shape, found[0].trajectory, found[0].prompts, found[0].tokens) == ("1⊗4", "2-1-1", 7, 84)
     assert found[0].weights == weights_hash(lm.model)
     assert found[0].tokens_sha256 == prompts.hash

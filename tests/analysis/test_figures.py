@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 
 @pytest.fixture
 def results(lm: LM, prompts: Prompts) -> list[Dynamics]:
-    first = [analyze(lm.model, prompts, "one", route) for route in (4, "2-1-1")]
+    first = [analyze(lm.model, prompts, "one", trajectory) for trajectory in (4, "2-1-1")]
     return [*first, dataclasses.replace(first[0], model="two")]
 
 

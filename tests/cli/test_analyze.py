@@ -44,7 +44,9 @@ def test_models_and_budgets_become_files(run: Run, tmp_path: Path) -> None:
     found = json.loads(out)
     names = [(one["model"], one["shape"], one["trajectory"]) for one in found["results"]]
     assert code == 0
-    assert names == [(name, f"1⊗{loops}", route) for name, loops in (("one", 4), ("two", 2)) for route in "12"]
+    assert names == [
+        (name, f"1⊗{loops}", trajectory) for name, loops in (("one", 4), ("two", 2)) for trajectory in "12"
+    ]
     assert {one["tokens"] for one in found["results"]} == {60}
     assert len(found["files"]) == 9
     assert all((tmp_path / file).is_file() for file in found["files"])

@@ -40,7 +40,7 @@ def subject(lm: LM, tmp_path: Path) -> Subject:
 
 
 def test_every_number_has_its_facts(subject: Subject, suite: Suite) -> None:
-    runs = ask(subject, suite.queries, subject.routes("1,4", ["2-1-1"]))
+    runs = ask(subject, suite.queries, subject.trajectories("1,4", ["2-1-1"]))
     found = json.loads(json.dumps(results(suite, model_facts(subject, runs), runs)))  # plain data
     assert [run["trajectory"] for run in found["runs"]] == ["1", "4", "2-1-1"]
     assert [run["budget"] for run in found["runs"]] == [1, 4, 3]
@@ -63,28 +63,28 @@ def test_every_number_has_its_facts(subject: Subject, suite: Suite) -> None:
 
 def test_finished_pieces_are_kept(subject: Subject, suite: Suite, passes: Callable[[], int]) -> None:
     queries = {name: suite.queries[name] for name in ("copa", "piqa")}
-    first = ask(subject, {"copa": queries["copa"]}, subject.routes("1,2"))
+    first = ask(subject, {"copa": queries["copa"]}, subject.trajectories("1,2"))
     passes()
-    extended = ask(subject, queries, subject.routes("1,2,4"))
+    extended = ask(subject, queries, subject.trajectories("1,2,4"))
     assert passes() > 0
-    assert ask(subject, queries, subject.routes("1,2,4")) == extended
+    assert ask(subject, queries, subject.trajectories("1,2,4")) == extended
     assert passes() == 0
     assert {name: run["copa"] for name, run in extended.items() if name != "4"} == {
         name: run["copa"] for name, run in first.items()
     }
-    ask(replace(subject, weights="others"), {"copa": queries["copa"]}, subject.routes("1"))
+    ask(replace(subject, weights="others"), {"copa": queries["copa"]}, subject.trajectories("1"))
     assert passes() > 0
 
 
 def test_by_way_of_files_every_digit_is_the_same(subject: Subject, suite: Suite, tmp_path: Path) -> None:
-    routes = subject.routes("1,3")
-    runs = ask(subject, suite.queries, routes)
+    trajectories = subject.trajectories("1,3")
+    runs = ask(subject, suite.queries, trajectories)
     direct = results(suite, model_facts(subject, runs), runs)
 
     write_requests(tmp_path / "requests.jsonl", suite.requests)
     asked = read_requests(tmp_path / "requests.jsonl")
     elsewhere = replace(subject, store=Store(None))
-    again = ask(elsewhere, asked.queries, routes)
+    again = ask(elsewhere, asked.queries, trajectories)
     write_answers(tmp_path / "answers.jsonl", Answers(asked.facts, model_facts(elsewhere, again), again))
     collected = collect(suite, read_answers(tmp_path / "answers.jsonl"))
 
@@ -98,14 +98,14 @@ def test_by_way_of_files_every_digit_is_the_same(subject: Subject, suite: Suite,
 
 def test_answers_to_other_requests_are_refused(subject: Subject, suite: Suite, tmp_path: Path) -> None:
     other = write_local(tmp_path / "other", {**LOCAL, "piqa": LOCAL["piqa"][::-1]})
-    runs = ask(subject, suite.queries, subject.routes("1"))
+    runs = ask(subject, suite.queries, subject.trajectories("1"))
     answers = Answers(suite.facts, model_facts(subject, runs), runs)
     with pytest.raises(FileProblem, match="other requests of piqa"):
         collect(Suite.load(["paper"], data=other), answers)
 
 
 def test_a_part_of_the_answers_is_refused(subject: Subject, suite: Suite) -> None:
-    runs = ask(subject, suite.queries, subject.routes("1,2"))
+    runs = ask(subject, suite.queries, subject.trajectories("1,2"))
     model = model_facts(subject, runs)
     short = replace(runs["2"]["piqa"], values=runs["2"]["piqa"].values[:-1])
     without = {task: one for task, one in runs["2"].items() if task != "piqa"}
@@ -117,13 +117,13 @@ def test_a_part_of_the_answers_is_refused(subject: Subject, suite: Suite) -> Non
 
 
 def test_a_trajectory_has_one_score(subject: Subject, suite: Suite, tmp_path: Path) -> None:
-    route = subject.model.route("2-1-1")
-    runs = ask(subject, suite.queries, [route])
+    trajectory = subject.model.resolve("2-1-1")
+    runs = ask(subject, suite.queries, [trajectory])
     (row,) = results(suite, model_facts(subject, runs), runs)["runs"]
-    assert accuracy(subject, suite)([route]) == {route: row["paper"]["average"]}
+    assert accuracy(subject, suite)([trajectory]) == {trajectory: row["paper"]["average"]}
     two = Suite.load(["copa", "piqa"], data=write_local(tmp_path))
     values = [row["tasks"][name]["value"] for name in ("copa", "piqa")]
-    assert accuracy(subject, two)([route]) == {route: sum(values) / 2}
+    assert accuracy(subject, two)([trajectory]) == {trajectory: sum(values) / 2}
 
 
 def test_a_score_needs_an_accuracy(subject: Subject, tmp_path: Path) -> None:
@@ -135,4 +135,4 @@ def test_a_score_needs_an_accuracy(subject: Subject, tmp_path: Path) -> None:
     )
     suite = Suite.load(["own"], include=tmp_path)
     with pytest.raises(LoopformerError, match="own has bits_per_byte and no accuracy"):
-        accuracy(subject, suite)([subject.model.route(1)])
+        accuracy(subject, suite)([subject.model.resolve(1)])

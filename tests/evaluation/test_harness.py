@@ -136,8 +136,8 @@ def test_simple_evaluate_and_another_budget(lm: LM, tmp_path: Path) -> None:
         results = lm_eval.simple_evaluate(
             model=adapter, tasks=["own_choice"], task_manager=manager, bootstrap_iters=0
         )
-        found[str(adapter.route)] = [one["resps"] for one in results["samples"]["own_choice"]]
-        assert results["config"]["trajectory"] == str(adapter.route)
+        found[str(adapter.trajectory)] = [one["resps"] for one in results["samples"]["own_choice"]]
+        assert results["config"]["trajectory"] == str(adapter.trajectory)
     assert found["2-1-1"] != found["1"]
     assert ours.at(1).lm is ours.lm  # no weights are loaded again
     ids = tuple(lm.need_tokenizer().encode("its step"))

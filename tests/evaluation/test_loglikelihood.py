@@ -41,7 +41,7 @@ PAIRS = [
 
 
 @torch.no_grad()
-def by_hand(model: LoopedLM, span: Span, route: Trajectory) -> Answer:
+def by_hand(model: LoopedLM, span: Span, trajectory: Trajectory) -> Answer:
     """Token by token, each given the `context` tokens before it; the first part of a scored text is one window."""
     total, greedy = 0.0, True
     limit, start = model.config.context, len(span.tokens) - span.scored
@@ -49,7 +49,7 @@ def by_hand(model: LoopedLM, span: Span, route: Trajectory) -> Answer:
         part = start + (place - start) // limit * limit  # tokens are scored in parts of at most a context
         end = min(part + limit, len(span.tokens))
         given = span.tokens[max(0, end - limit - 1) : place]
-        logits = model(torch.tensor([given]), route).logits[0, -1, : model.config.vocab]
+        logits = model(torch.tensor([given]), trajectory).logits[0, -1, : model.config.vocab]
         total += float(logits.log_softmax(-1)[span.tokens[place]])
         greedy &= int(logits.argmax()) == span.tokens[place]
     return total, greedy
@@ -113,7 +113,8 @@ def test_answers_come_in_the_order_asked(lm: LM, tokenizer: Tokenizer) -> None:
 def test_a_trajectory_is_followed(lm: LM, tokenizer: Tokenizer) -> None:
     spans = encode_pairs(tokenizer, PAIRS[:4])
     found = {
-        str(route): loglikelihoods(lm.model, spans, route).answers[0][0] for route in map(lm.model.route, (1, 4))
+        str(trajectory): loglikelihoods(lm.model, spans, trajectory).answers[0][0]
+        for trajectory in map(lm.model.resolve, (1, 4))
     }
     assert found["1"] != pytest.approx(found["4"], abs=1e-3)
 
@@ -162,10 +163,10 @@ def test_what_cannot_be_scored_is_one_sentence(lm: LM, tokenizer: Tokenizer) -> 
 
 def test_several_trajectories_share_their_first_steps(lm: LM) -> None:
     spans = encode_pairs(lm.need_tokenizer(), PAIRS)
-    routes = list(Trajectory.enumerate(4, 3))
+    trajectories = list(Trajectory.enumerate(4, 3))
     seen: list[int] = []
     hook = lm.model.stack.register_forward_hook(lambda *_: seen.append(1))
-    found = loglikelihoods_along(lm.model, spans, routes)
+    found = loglikelihoods_along(lm.model, spans, trajectories)
     hook.remove()
     batches = len(
         plan(
@@ -175,6 +176,6 @@ def test_several_trajectories_share_their_first_steps(lm: LM) -> None:
             True,
         )
     )
-    assert len(seen) == batches * shared_passes(routes) < batches * 3 * len(routes)
-    for route in routes:
-        assert found[route] == loglikelihoods(lm.model, spans, route)
+    assert len(seen) == batches * shared_passes(trajectories) < batches * 3 * len(trajectories)
+    for trajectory in trajectories:
+        assert found[trajectory] == loglikelihoods(lm.model, spans, trajectory)

@@ -22,11 +22,11 @@ from .small import by_rule, make_text
 
 
 @torch.no_grad()
-def directly(lm: LM, text: Text, protocol: Protocol, route: str) -> tuple[float, float]:
+def directly(lm: LM, text: Text, protocol: Protocol, trajectory: str) -> tuple[float, float]:
     """Perplexity and bits per byte, one forward pass for each token."""
     nats, text_nats, size = [], 0.0, 0
     for given, target in by_rule(text, protocol, lm.model.config.context):
-        logits = lm.model(torch.tensor([given]), route).logits
+        logits = lm.model(torch.tensor([given]), trajectory).logits
         assert logits is not None
         one = -float(logits[0, -1, : lm.model.config.vocab].log_softmax(0)[target])
         nats.append(one)
@@ -36,7 +36,7 @@ def directly(lm: LM, text: Text, protocol: Protocol, route: str) -> tuple[float,
     return math.exp(sum(nats) / len(nats)), text_nats / math.log(2) / size
 
 
-@pytest.mark.parametrize("route", ["4", "2-1-1"])
+@pytest.mark.parametrize("trajectory", ["4", "2-1-1"])
 @pytest.mark.parametrize(
     "protocol",
     [
@@ -49,18 +49,18 @@ def directly(lm: LM, text: Text, protocol: Protocol, route: str) -> tuple[float,
     ],
     ids=str,
 )
-def test_equals_a_direct_computation(lm: LM, text: Text, protocol: Protocol, route: str) -> None:
-    (row,) = perplexity(lm.model, text, [route], protocol)
-    expected, bits = directly(lm, text, protocol, route)
+def test_equals_a_direct_computation(lm: LM, text: Text, protocol: Protocol, trajectory: str) -> None:
+    (row,) = perplexity(lm.model, text, [trajectory], protocol)
+    expected, bits = directly(lm, text, protocol, trajectory)
     assert row["perplexity"] == pytest.approx(expected, rel=1e-5)
     assert row["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 16, 40, 100_000])
 def test_batches_change_nothing(lm: LM, text: Text, batch_tokens: int) -> None:
-    routes = ["1", "3-1", "4"]
-    once = perplexity(lm.model, text, routes, Protocol(stride=3))
-    again = perplexity(lm.model, text, routes, Protocol(stride=3), batch_tokens=batch_tokens)
+    trajectories = ["1", "3-1", "4"]
+    once = perplexity(lm.model, text, trajectories, Protocol(stride=3))
+    again = perplexity(lm.model, text, trajectories, Protocol(stride=3), batch_tokens=batch_tokens)
     assert [row["nats"] for row in again] == pytest.approx([row["nats"] for row in once], rel=1e-6)
 
 
@@ -167,11 +167,11 @@ def test_no_number_is_none(lm: LM, text: Text) -> None:
 
 
 @pytest.mark.parametrize(
-    ("route", "sentence"), [(5, "above the model's 4 loops"), (0, "1 or more"), ("a", "Cannot")]
+    ("trajectory", "sentence"), [(5, "above the model's 4 loops"), (0, "1 or more"), ("a", "Cannot")]
 )
-def test_impossible_routes(lm: LM, text: Text, route: int | str, sentence: str) -> None:
+def test_impossible_routes(lm: LM, text: Text, trajectory: int | str, sentence: str) -> None:
     with pytest.raises(LoopformerError, match=sentence):
-        perplexity(lm.model, text, [route])
+        perplexity(lm.model, text, [trajectory])
 
 
 def test_a_foreign_tokenizer_is_noticed(lm: LM, text: Text) -> None:

@@ -16,10 +16,10 @@ pytest.importorskip("matplotlib")
 def found(loops: int, budget: int, accuracy: bool = False) -> dict[str, Any]:
     measured: dict[Trajectory, dict[str, float]] = {}
     uniform = Trajectory.uniform(budget)
-    for route in [*Trajectory.enumerate(loops, budget), uniform]:
-        measured[route] = {"perplexity": 20 - float(route.steps[0])}
+    for trajectory in [*Trajectory.enumerate(loops, budget), uniform]:
+        measured[trajectory] = {"perplexity": 20 - float(trajectory.steps[0])}
         if accuracy:
-            measured[route]["accuracy"] = float(route.steps[0]) / 2
+            measured[trajectory]["accuracy"] = float(trajectory.steps[0]) / 2
     facts = {"budget": budget, "loops": loops, "method": "all", "by": "perplexity"}
     return {**facts, **describe(measured, uniform, "perplexity", loops)}
 

@@ -77,8 +77,11 @@ def test_the_uniform_schedule_is_measured_off_the_grid_too(lm: LM, text: Text) -
 def test_by_accuracy_and_by_both(lm: LM, text: Text) -> None:
     accuracies = {"1-3": 0.5, "2-2": 0.7, "3-1": 0.6}
 
-    def score(routes: Sequence[Trajectory]) -> dict[Trajectory, float]:
-        return {route: accuracies["-".join(str(int(step * 4)) for step in route.steps)] for route in routes}
+    def score(trajectories: Sequence[Trajectory]) -> dict[Trajectory, float]:
+        return {
+            trajectory: accuracies["-".join(str(int(step * 4)) for step in trajectory.steps)]
+            for trajectory in trajectories
+        }
 
     found = search(lm.model, 2, accuracy=score, by="accuracy")
     assert [row["schedule"] for row in found["schedules"]] == ["2-2", "3-1", "1-3"]
@@ -90,23 +93,25 @@ def test_by_accuracy_and_by_both(lm: LM, text: Text) -> None:
 
 
 def test_rank_by_both_is_by_mean_rank() -> None:
-    routes = list(Trajectory.enumerate(4, 2))
+    trajectories = list(Trajectory.enumerate(4, 2))
     rows = [
         {"perplexity": 1.0, "accuracy": 0.1},
         {"perplexity": 2.0, "accuracy": 0.9},
         {"perplexity": 3.0, "accuracy": 0.8},
     ]
-    measured = dict(zip(routes, rows, strict=True))  # ranks 1+3, 2+1, 3+2
-    assert rank(measured, "both") == [routes[1], routes[0], routes[2]]
+    measured = dict(zip(trajectories, rows, strict=True))  # ranks 1+3, 2+1, 3+2
+    assert rank(measured, "both") == [trajectories[1], trajectories[0], trajectories[2]]
     nothing: dict[Trajectory, dict[str, float | None]] = {
-        routes[0]: {"perplexity": None},
-        routes[1]: {"perplexity": 9.0},
+        trajectories[0]: {"perplexity": None},
+        trajectories[1]: {"perplexity": 9.0},
     }
-    assert rank(nothing, "perplexity") == [routes[1], routes[0]]
+    assert rank(nothing, "perplexity") == [trajectories[1], trajectories[0]]
 
 
 def test_mean_steps_tell_front_heavy_from_back_heavy() -> None:
-    measured = {route: {"perplexity": -float(route.steps[0])} for route in Trajectory.enumerate(8, 4)}
+    measured = {
+        trajectory: {"perplexity": -float(trajectory.steps[0])} for trajectory in Trajectory.enumerate(8, 4)
+    }
     steps = describe(measured, Trajectory.uniform(4), "perplexity", 8)["mean_steps"]
     assert steps["all"] == pytest.approx([0.25] * 4)
     assert steps["best_tenth"][0] > 0.4 > 0.125 == steps["worst_tenth"][0]
@@ -130,11 +135,11 @@ def test_a_beam_finds_the_top_of_a_hill(loops: int, budget: int) -> None:
     target = list(itertools.accumulate(range(budget, 0, -1)))
     wanted = [time / target[-1] for time in target]
 
-    def measure(routes: Sequence[Trajectory]) -> dict[Trajectory, dict[str, Any]]:
-        return {route: {"perplexity": distance(route)} for route in routes}
+    def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, dict[str, Any]]:
+        return {trajectory: {"perplexity": distance(trajectory)} for trajectory in trajectories}
 
-    def distance(route: Trajectory) -> float:
-        return sum((float(time) - want) ** 2 for time, want in zip(route.times[1:], wanted, strict=False))
+    def distance(trajectory: Trajectory) -> float:
+        return sum((float(time) - want) ** 2 for time, want in zip(trajectory.times[1:], wanted, strict=False))
 
     measured, method = explore(loops, Trajectory.uniform(budget), measure, "perplexity", 400)
     best = min(map(distance, Trajectory.enumerate(loops, budget)))

@@ -18,7 +18,7 @@ def test_all_schedules_in_as_few_passes_as_can_be(
     tokenizer: Tokenizer, loops: int, budget: int, shared: int, separate: int
 ) -> None:
     model = make_model(tokenizer, loops)
-    routes = list(Trajectory.enumerate(loops, budget))
+    trajectories = list(Trajectory.enumerate(loops, budget))
     kept: list[weakref.ref[Tensor]] = []
     count = most = 0
 
@@ -28,23 +28,23 @@ def test_all_schedules_in_as_few_passes_as_can_be(
         count, most = count + 1, max(most, len(kept))
 
     model.stack.register_forward_hook(note)
-    seen = [route for route, _ in Walker(model, routes).walk(torch.tensor([[5, 6, 7]]))]
-    assert sorted(seen, key=str) == sorted(routes, key=str)
-    assert count == shared == shared_passes(routes)
-    assert sum(map(len, routes)) == separate
+    seen = [trajectory for trajectory, _ in Walker(model, trajectories).walk(torch.tensor([[5, 6, 7]]))]
+    assert sorted(seen, key=str) == sorted(trajectories, key=str)
+    assert count == shared == shared_passes(trajectories)
+    assert sum(map(len, trajectories)) == separate
     assert most == budget  # only the states on the current path
 
 
 def test_states_equal_those_of_each_trajectory_alone(tokenizer: Tokenizer) -> None:
     model = make_model(tokenizer, 6)
     ids = torch.randint(0, tokenizer.vocab_size, (3, 16))
-    routes = [
+    trajectories = [
         *Trajectory.enumerate(6, 3),
         *Trajectory.enumerate(6, 2),
         Trajectory.uniform(4),
         Trajectory.uniform(6),
     ]
-    found = dict(Walker(model, routes).walk(ids))
-    assert set(found) == set(routes)
-    for route, hidden in found.items():
-        torch.testing.assert_close(hidden, model(ids, route, logits=False).hidden)
+    found = dict(Walker(model, trajectories).walk(ids))
+    assert set(found) == set(trajectories)
+    for trajectory, hidden in found.items():
+        torch.testing.assert_close(hidden, model(ids, trajectory, logits=False).hidden)

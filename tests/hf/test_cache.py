@@ -35,8 +35,8 @@ def cases(draw: st.DrawFn) -> Case:
         positions=draw(st.sampled_from(["learned", "rotary"])),
         time_scale=30.0,
     )
-    grid = [route for budget in range(1, loops + 1) for route in Trajectory.enumerate(loops, budget)]
-    allowed = [route for route in grid if kind not in ("none", "index") or route.is_uniform]
+    grid = [trajectory for budget in range(1, loops + 1) for trajectory in Trajectory.enumerate(loops, budget)]
+    allowed = [trajectory for trajectory in grid if kind not in ("none", "index") or trajectory.is_uniform]
     rows = draw(st.lists(st.lists(st.integers(0, 49), min_size=1, max_size=9), min_size=1, max_size=4))
     return config, str(draw(st.sampled_from(allowed))), rows, draw(st.booleans()), draw(st.integers(0, 10**6))
 
@@ -44,9 +44,9 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 @settings(max_examples=30)
 def test_left_padded_and_cached_rows_equal_our_own_uncached_runs(case: Case) -> None:
-    config, route, rows, static, seed = case
+    config, trajectory, rows, static, seed = case
     ours = spread(config, seed)
-    theirs = LoopFormerForCausalLM.wrap(ours, trajectory=route)
+    theirs = LoopFormerForCausalLM.wrap(ours, trajectory=trajectory)
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -58,7 +58,7 @@ def test_left_padded_and_cached_rows_equal_our_own_uncached_runs(case: Case) -> 
         for step in range(4):
             got = theirs(ids, attention_mask=mask, past_key_values=cache).logits[:, -1]
             expected = torch.stack(
-                [ours(torch.tensor([one]), route).logits[0, -1, : config.vocab] for one in sequences]
+                [ours(torch.tensor([one]), trajectory).logits[0, -1, : config.vocab] for one in sequences]
             )
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
             ids = torch.tensor([[(7 * step + row) % 50] for row in range(len(rows))])
@@ -66,17 +66,17 @@ def test_left_padded_and_cached_rows_equal_our_own_uncached_runs(case: Case) -> 
             sequences = [[*one, int(new)] for one, new in zip(sequences, ids, strict=True)]
 
 
-@pytest.mark.parametrize("route", [{}, {"budget": 1}, {"budget": 2}, {"trajectory": "2-1-1"}])
+@pytest.mark.parametrize("trajectory", [{}, {"budget": 1}, {"budget": 2}, {"trajectory": "2-1-1"}])
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 def test_every_way_to_generate_gives_the_same_tokens(
-    tiny: ModelConfig, route: dict[str, Any], positions: Any
+    tiny: ModelConfig, trajectory: dict[str, Any], positions: Any
 ) -> None:
     ours = spread(replace(tiny, positions=positions))
     theirs = LoopFormerForCausalLM.wrap(ours)
     ids = torch.randint(1, tiny.vocab, (3, 6))
     mask = torch.ones_like(ids)
     mask[1, :2] = mask[2, :5] = 0
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, **route}
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, **trajectory}
 
     def greedy(**more: Any) -> torch.Tensor:
         found: torch.Tensor = theirs.generate(ids, attention_mask=mask, **{**options, **more})

@@ -20,10 +20,10 @@ def test_caches_agree_with_our_own_logits(model: LoopedLM) -> None:
         for cache in ("dynamic", "static"):
             found = theirs.generate(ids, max_new_tokens=8, do_sample=False, cache_implementation=cache, **options)
             assert torch.equal(found, plain)
-        route = options.get("budget", options.get("trajectory"))
+        trajectory = options.get("budget", options.get("trajectory"))
         with torch.no_grad():
             torch.testing.assert_close(
-                theirs(plain, **options).logits, model(plain, route).logits, atol=1e-4, rtol=1e-4
+                theirs(plain, **options).logits, model(plain, trajectory).logits, atol=1e-4, rtol=1e-4
             )
 
 

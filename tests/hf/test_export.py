@@ -145,8 +145,8 @@ def test_the_card_shows_what_the_run_measured_of_these_weights(run: Path, lm: LM
 def test_the_default_and_the_chat_template_travel(run: Path, tmp_path: Path) -> None:
     (run / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}!{% endfor %}")
     export(run, tmp_path / "out", trajectory="2-1-1")
-    assert str(AutoModelForCausalLM.from_pretrained(tmp_path / "out").route()) == "2-1-1"
-    assert str(AutoModelForCausalLM.from_pretrained(tmp_path / "out", budget=3).route()) == "3"
+    assert str(AutoModelForCausalLM.from_pretrained(tmp_path / "out").resolve()) == "2-1-1"
+    assert str(AutoModelForCausalLM.from_pretrained(tmp_path / "out", budget=3).resolve()) == "3"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "every"}], tokenize=False) == "every!"
 

@@ -18,8 +18,8 @@ from loopformer.loading import load_model, save_model
 from .models import spread
 
 
-def as_options(route: str) -> dict[str, Any]:
-    return {"budget": int(route)} if route.isdigit() else {"trajectory": route}
+def as_options(trajectory: str) -> dict[str, Any]:
+    return {"budget": int(trajectory)} if trajectory.isdigit() else {"trajectory": trajectory}
 
 
 @pytest.mark.parametrize("kind", get_args(Conditioning))
@@ -28,12 +28,12 @@ def test_logits_states_and_gradients_are_ours(tiny: ModelConfig, kind: Condition
     ours = spread(replace(tiny, conditioning=kind, positions=positions, padded_vocab=128))
     theirs = LoopFormerForCausalLM.wrap(ours)
     ids = torch.randint(tiny.vocab, (2, 9))
-    for route in ["1", "2", "4"] + ([] if kind in ("none", "index") else ["2-1-1"]):
-        expected = ours(ids, route, states=True)
+    for trajectory in ["1", "2", "4"] + ([] if kind in ("none", "index") else ["2-1-1"]):
+        expected = ours(ids, trajectory, states=True)
         expected_loss = F.cross_entropy(expected.logits[:, :-1, : tiny.vocab].flatten(0, 1), ids[:, 1:].flatten())
         expected_gradient = torch.autograd.grad(expected_loss, ours.tokens.weight)[0]
         for use_cache in (False, True):
-            got = theirs(ids, labels=ids, output_hidden_states=True, use_cache=use_cache, **as_options(route))
+            got = theirs(ids, labels=ids, output_hidden_states=True, use_cache=use_cache, **as_options(trajectory))
             assert torch.equal(got.logits, expected.logits[..., : tiny.vocab])
             assert all(map(torch.equal, got.hidden_states[1:], expected.states))
             torch.testing.assert_close(got.loss, expected_loss)

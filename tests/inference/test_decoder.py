@@ -47,35 +47,37 @@ def model_of(positions: Positions, conditioning: Conditioning) -> LoopedLM:
     return spread(config).to(DEVICE)
 
 
-def plain_logits(model: LoopedLM, ids: list[int], route: str) -> torch.Tensor:
+def plain_logits(model: LoopedLM, ids: list[int], trajectory: str) -> torch.Tensor:
     with torch.no_grad():
-        logits = model(torch.tensor([ids], device=DEVICE), route).logits
+        logits = model(torch.tensor([ids], device=DEVICE), trajectory).logits
     assert logits is not None
     last: torch.Tensor = logits[0, -1, : model.config.vocab]
     return last
 
 
-@pytest.mark.parametrize(("positions", "conditioning", "rows", "route"), CASES)
+@pytest.mark.parametrize(("positions", "conditioning", "rows", "trajectory"), CASES)
 def test_a_token_equals_the_plain_path(
-    positions: Positions, conditioning: Conditioning, rows: int, route: str
+    positions: Positions, conditioning: Conditioning, rows: int, trajectory: str
 ) -> None:
     from loopformer.inference.fused.decoder import Decoder
 
     model = model_of(positions, conditioning)
-    decoder = Decoder(model, model.route(route), rows)
+    decoder = Decoder(model, model.resolve(trajectory), rows)
     for length in (3, 40):  # filled anew
         texts = [[(7 * place + row) % 90 for place in range(length + 2 * row)] for row in range(rows)]
         tokens = model.head(decoder.prefill(texts))[:, :90].argmax(-1)
         logits = decoder.step(tokens)
         for row in range(rows):
             texts[row].append(int(tokens[row]))
-            torch.testing.assert_close(logits[row], plain_logits(model, texts[row], route), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                logits[row], plain_logits(model, texts[row], trajectory), atol=1e-4, rtol=1e-4
+            )
         decoder.ids.copy_(logits.argmax(-1))
         first, followed = decoder.ids.tolist(), decoder.greedy(6)
         for row in range(rows):
             texts[row].append(first[row])
             for step in range(6):
-                expected = plain_logits(model, texts[row], route)
+                expected = plain_logits(model, texts[row], trajectory)
                 token = int(followed[step, row])
                 assert expected[token] > expected.max() - 1e-3
                 texts[row].append(token)
@@ -88,7 +90,7 @@ def test_int8_is_what_its_bytes_stand_for(rows: int) -> None:
 
     model = model_of("rotary", "trajectory")
     weights = quantised(model)
-    decoder = Decoder(model, model.route("2-1-1"), rows, weights)
+    decoder = Decoder(model, model.resolve("2-1-1"), rows, weights)
     decoder.prefill([[1, 2, 3], *[[4, row] for row in range(1, rows)]])
     cache = model.cache("2-1-1", rows)
     for row in range(rows):
@@ -110,14 +112,14 @@ def test_mistakes_are_one_clear_sentence() -> None:
     from loopformer.inference.fused.quantise import quantised
 
     model = model_of("learned", "trajectory")
-    decoder = Decoder(model, model.route(1), 1)
+    decoder = Decoder(model, model.resolve(1), 1)
     decoder.prefill([[1] * 78])
     with pytest.raises(LoopformerError, match="78 tokens and 3 more do not fit"):
         decoder.greedy(3)
     with pytest.raises(LoopformerError, match="2 prompts were given to a decoder of 1"):
         decoder.prefill([[1], [2]])
     with pytest.raises(LoopformerError, match="int8 weights serve at most 4 rows"):
-        Decoder(model, model.route(1), 5, quantised(model))
+        Decoder(model, model.resolve(1), 5, quantised(model))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

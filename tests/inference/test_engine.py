@@ -12,7 +12,7 @@ from loopformer import LM, LoopformerError, Trajectory
 from loopformer.inference.engine import Busy, Engine
 from loopformer.inference.request import Request, Result
 
-ROUTES = [str(route) for budget in range(1, 5) for route in Trajectory.enumerate(4, budget)]
+ROUTES = [str(trajectory) for budget in range(1, 5) for trajectory in Trajectory.enumerate(4, budget)]
 PROMPTS = ["every pass is told", "its", "time and its step", "told its time", "naïve café"]
 
 
@@ -20,12 +20,12 @@ def requests_of(lm: LM, draws: list[tuple[int, int, int]]) -> list[Request]:
     return [
         lm.requests(
             [PROMPTS[prompt % len(PROMPTS)]],
-            trajectory=ROUTES[route % len(ROUTES)],
+            trajectory=ROUTES[trajectory % len(ROUTES)],
             max_tokens=tokens,
             temperature=0.7 * (prompt % 2),
             seed=prompt,
         )[0]
-        for prompt, route, tokens in draws
+        for prompt, trajectory, tokens in draws
     ]
 
 
@@ -199,14 +199,14 @@ def test_prompts_up_to_the_context_share_and_end(lm: LM) -> None:
     long = tuple(random.Random(1).choices(range(3, 200), k=context))
     other = tuple(random.Random(2).choices(range(3, 200), k=context - 1))
     engine = Engine(lm.model, lm.need_tokenizer(), rows=4)
-    route = Trajectory.uniform(2)
-    engine.submit(Request(long, route, max_tokens=9))
+    trajectory = Trajectory.uniform(2)
+    engine.submit(Request(long, trajectory, max_tokens=9))
     first = finish(engine)[0]
     assert first.reason in ("context", "end")
-    tickets = [engine.submit(Request(prompt, route, max_tokens=9)) for prompt in (long[:60] + long[:2], other)]
+    tickets = [engine.submit(Request(prompt, trajectory, max_tokens=9)) for prompt in (long[:60] + long[:2], other)]
     results = finish(engine)
     for ticket, prompt in zip(tickets, (long[:60] + long[:2], other), strict=True):
-        assert results[ticket].ids == alone(lm, Request(prompt, route, max_tokens=9)).ids
+        assert results[ticket].ids == alone(lm, Request(prompt, trajectory, max_tokens=9)).ids
 
 
 def test_submitting_and_cancelling_from_other_threads(lm: LM) -> None:

@@ -56,7 +56,7 @@ def followed(model: LoopedLM, draft: Draft, int8: bool = False) -> tuple[list[in
     from loopformer.inference.fused.speculate import Speculator
 
     weights = quantised(model) if int8 else None
-    speculator = Speculator(model, model.route(2), draft, weights, small())
+    speculator = Speculator(model, model.resolve(2), draft, weights, small())
     first = int(model.head(speculator.prefill(PROMPT[:1]))[:30].argmax())  # what was there before is not seen
     assert len([token for verdict in speculator.follow(first, 2) for token in verdict.tokens]) >= 2
     first = int(model.head(speculator.prefill(PROMPT))[:30].argmax())
@@ -94,7 +94,7 @@ def test_int8_tokens_are_those_of_the_int8_decoder() -> None:
     from loopformer.inference.fused.quantise import quantised
 
     model = model_of("rotary", "trajectory")
-    decoder = Decoder(model, model.route(2), 1, quantised(model), small())
+    decoder = Decoder(model, model.resolve(2), 1, quantised(model), small())
     decoder.ids.copy_(model.head(decoder.prefill([PROMPT]))[:, :30].argmax(-1))
     expected = [*decoder.ids.tolist(), *decoder.greedy(CONTEXT - len(PROMPT))[:, 0].tolist()]
     assert followed(model, Draft(Trajectory.uniform(1), 3), int8=True)[0] == expected
@@ -113,7 +113,7 @@ def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
         followed(model, Draft(Trajectory.uniform(2), 4, passes=1))
     with pytest.raises(LoopformerError, match="fast with a draft is greedy"):
         fast.speculate(lm.need_tokenizer(), lm.requests(["told"], temperature=1.0), Draft(Trajectory.uniform(1)))
-    speculator = Speculator(model, model.route(2), Draft(Trajectory.uniform(1)))
+    speculator = Speculator(model, model.resolve(2), Draft(Trajectory.uniform(1)))
     with pytest.raises(LoopformerError, match="no prompt to follow yet"):
         next(speculator.follow(3, 4))
     with pytest.raises(LoopformerError, match="The prompt is empty"):

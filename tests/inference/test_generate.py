@@ -17,14 +17,14 @@ PROMPTS = ["every pass", "its", "time and step and time", "told"]
 ROUTES = ["1", "4", "2-1-1", "3-1"]
 
 
-def by_hand(lm: LM, prompt: str, route: str, tokens: int) -> list[int]:
+def by_hand(lm: LM, prompt: str, trajectory: str, tokens: int) -> list[int]:
     """Greedy decoding without a cache."""
     assert lm.tokenizer is not None
     ids = lm.tokenizer.encode(prompt)
     count = len(ids)
     for _ in range(tokens):
         with torch.no_grad():
-            logits = lm.model(torch.tensor([ids]), route).logits
+            logits = lm.model(torch.tensor([ids]), trajectory).logits
         assert logits is not None
         ids.append(int(logits[0, -1, : lm.model.config.vocab].argmax()))
         if ids[-1] == lm.tokenizer.eot:
@@ -34,10 +34,10 @@ def by_hand(lm: LM, prompt: str, route: str, tokens: int) -> list[int]:
 
 def test_a_mixed_batch_equals_each_alone_without_a_cache(lm: LM) -> None:
     together = lm.generate(PROMPTS, trajectory=ROUTES, max_tokens=20)
-    for prompt, route, result in zip(PROMPTS, ROUTES, together, strict=True):
-        assert list(result.ids) == by_hand(lm, prompt, route, 20)
-        assert str(result.trajectory) == route
-        assert lm.generate(prompt, trajectory=route, max_tokens=20).text == result.text
+    for prompt, trajectory, result in zip(PROMPTS, ROUTES, together, strict=True):
+        assert list(result.ids) == by_hand(lm, prompt, trajectory, 20)
+        assert str(result.trajectory) == trajectory
+        assert lm.generate(prompt, trajectory=trajectory, max_tokens=20).text == result.text
 
 
 def test_rows_that_end_early_leave_without_disturbing_the_rest(lm: LM) -> None:
@@ -46,10 +46,10 @@ def test_rows_that_end_early_leave_without_disturbing_the_rest(lm: LM) -> None:
         for p, r, m in zip(PROMPTS, ROUTES, (3, 11, 1, 7), strict=True)
     ]
     found = {e.row: e.result for e in generate(lm.model, lm.need_tokenizer(), requests) if e.result}
-    for row, (prompt, route, most) in enumerate(zip(PROMPTS, ROUTES, (3, 11, 1, 7), strict=True)):
+    for row, (prompt, trajectory, most) in enumerate(zip(PROMPTS, ROUTES, (3, 11, 1, 7), strict=True)):
         result = found[row]
         assert result is not None
-        assert list(result.ids) == by_hand(lm, prompt, route, most)
+        assert list(result.ids) == by_hand(lm, prompt, trajectory, most)
 
 
 def test_seeds_decide_and_company_does_not(lm: LM) -> None:
@@ -95,9 +95,9 @@ def test_the_context_is_filled_and_no_further(lm: LM, length: int) -> None:
 def test_scores_are_the_models_own(lm: LM) -> None:
     assert lm.tokenizer is not None
     scores = lm.score(PROMPTS, trajectory=ROUTES)
-    for prompt, route, scored in zip(PROMPTS, ROUTES, scores, strict=True):
+    for prompt, trajectory, scored in zip(PROMPTS, ROUTES, scores, strict=True):
         ids = torch.tensor([lm.tokenizer.encode(prompt)])
-        logits = lm.model(ids, route).logits
+        logits = lm.model(ids, trajectory).logits
         assert logits is not None
         logs = logits[0, :, : lm.model.config.vocab].log_softmax(-1)
         expected = [float(logs[i, ids[0, i + 1]].detach()) for i in range(ids.shape[1] - 1)]

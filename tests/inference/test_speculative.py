@@ -56,16 +56,18 @@ def test_the_context_limit_holds(lm: LM, length: int) -> None:
 def test_sampled_text_follows_the_full_models_distribution(lm: LM) -> None:
     """Two tokens of 4000 texts, sorted into nine bins, against their exact probabilities."""
     rows, vocab, end = 4000, lm.model.config.vocab, lm.need_tokenizer().eot
-    prompt, route = [50, 60, 70], Trajectory.uniform(4)
+    prompt, trajectory = [50, 60, 70], Trajectory.uniform(4)
     sampling = Sampling(temperature=5.0)
-    requests = [Request(tuple(prompt), route, replace(sampling, seed=seed), max_tokens=2) for seed in range(rows)]
+    requests = [
+        Request(tuple(prompt), trajectory, replace(sampling, seed=seed), max_tokens=2) for seed in range(rows)
+    ]
     results, report = speculate(lm.model, lm.need_tokenizer(), requests, Draft(Trajectory.uniform(1), 1))
     assert report.acceptance is not None
     assert 0.2 < report.acceptance < 0.95  # drafts are both kept and thrown away
 
     def exact(texts: list[list[int]]) -> torch.Tensor:
         with torch.no_grad():
-            logits = lm.model(torch.tensor(texts), route).logits
+            logits = lm.model(torch.tensor(texts), trajectory).logits
         assert logits is not None
         return torch.stack([probabilities(row[-1, :vocab], sampling, ()) for row in logits])
 

@@ -39,20 +39,20 @@ def cases(draw: st.DrawFn) -> tuple[ModelConfig, list[str], list[list[int]], int
         time_scale=30.0,
     )
     rows = draw(st.integers(1, 4))
-    grid = [route for budget in range(1, loops + 1) for route in Trajectory.enumerate(loops, budget)]
-    allowed = [route for route in grid if kind not in ("none", "index") or route.is_uniform]
-    routes = [str(draw(st.sampled_from(allowed))) for _ in range(rows)]
+    grid = [trajectory for budget in range(1, loops + 1) for trajectory in Trajectory.enumerate(loops, budget)]
+    allowed = [trajectory for trajectory in grid if kind not in ("none", "index") or trajectory.is_uniform]
+    trajectories = [str(draw(st.sampled_from(allowed))) for _ in range(rows)]
     prompts = [draw(st.lists(st.integers(0, 49), min_size=1, max_size=9)) for _ in range(rows)]
-    return config, routes, prompts, draw(st.integers(0, 10**6))
+    return config, trajectories, prompts, draw(st.integers(0, 10**6))
 
 
 @given(cases())
 def test_cached_rows_equal_their_own_uncached_runs(
     case: tuple[ModelConfig, list[str], list[list[int]], int],
 ) -> None:
-    config, routes, prompts, seed = case
+    config, trajectories, prompts, seed = case
     model = spread(config, seed)
-    cache = model.cache(routes, len(prompts))
+    cache = model.cache(trajectories, len(prompts))
     counts = [len(prompt) for prompt in prompts]
     padded = torch.tensor([prompt + [0] * (max(counts) - len(prompt)) for prompt in prompts])
     hidden = model.extend(padded, cache, counts)
@@ -64,9 +64,9 @@ def test_cached_rows_equal_their_own_uncached_runs(
         for row in range(len(prompts)):
             sequences[row].append(int(new[row]))
             got[row].append(hidden[row, 0])
-    for row, (sequence, route) in enumerate(zip(sequences, routes, strict=True)):
+    for row, (sequence, trajectory) in enumerate(zip(sequences, trajectories, strict=True)):
         with torch.no_grad():
-            expected = model(torch.tensor([sequence]), route).hidden[0, counts[row] - 1 :]
+            expected = model(torch.tensor([sequence]), trajectory).hidden[0, counts[row] - 1 :]
         torch.testing.assert_close(torch.stack(got[row]), expected, atol=1e-4, rtol=1e-4)
     assert cache.lengths == [len(sequence) for sequence in sequences]
 
@@ -75,20 +75,20 @@ def test_cached_rows_equal_their_own_uncached_runs(
 def test_rows_are_selected_in_any_order_and_go_on(
     case: tuple[ModelConfig, list[str], list[list[int]], int], data: st.DataObject
 ) -> None:
-    config, routes, prompts, seed = case
+    config, trajectories, prompts, seed = case
     if data.draw(st.booleans()):  # one trajectory for all, which a cache keeps in another way
-        routes = routes[:1] * len(routes)
+        trajectories = trajectories[:1] * len(trajectories)
     model = spread(config, seed)
     counts = [len(prompt) for prompt in prompts]
     padded = torch.tensor([prompt + [0] * (max(counts) - len(prompt)) for prompt in prompts])
-    cache = model.cache(routes, len(prompts))
+    cache = model.cache(trajectories, len(prompts))
     model.extend(padded, cache, counts)
     chosen = data.draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=5))
     cache = cache.select(chosen)
     hidden = model.extend(torch.tensor([[7, 8]] * len(chosen)), cache)
     for row, old in enumerate(chosen):
         with torch.no_grad():
-            expected = model(torch.tensor([[*prompts[old], 7, 8]]), routes[old]).hidden[0, -2:]
+            expected = model(torch.tensor([[*prompts[old], 7, 8]]), trajectories[old]).hidden[0, -2:]
         torch.testing.assert_close(hidden[row], expected, atol=1e-4, rtol=1e-4)
 
 

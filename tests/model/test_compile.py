@@ -12,18 +12,18 @@ def test_one_graph_per_shape_and_grad_mode(tiny: ModelConfig) -> None:
     counter = CompileCounter()
     model = LoopedLM(tiny)
     ids = torch.randint(tiny.vocab, (2, 12))
-    routes = [route for budget in range(1, 5) for route in Trajectory.enumerate(4, budget)]
-    expected = [model(ids, route).logits for route in routes]
+    trajectories = [trajectory for budget in range(1, 5) for trajectory in Trajectory.enumerate(4, budget)]
+    expected = [model(ids, trajectory).logits for trajectory in trajectories]
     model.compile(backend=counter, fullgraph=True)
-    for route, logits in zip(routes, expected, strict=True):
-        torch.testing.assert_close(model(ids, route).logits, logits)
+    for trajectory, logits in zip(trajectories, expected, strict=True):
+        torch.testing.assert_close(model(ids, trajectory).logits, logits)
     assert counter.frame_count == 1
     with torch.no_grad():
-        for route in routes:
-            model(ids, route)
+        for trajectory in trajectories:
+            model(ids, trajectory)
     assert counter.frame_count == 2
-    for route in routes:
-        model(ids, route).logits.sum().backward()
+    for trajectory in trajectories:
+        model(ids, trajectory).logits.sum().backward()
     assert counter.frame_count == 2
 
 

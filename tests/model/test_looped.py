@@ -29,11 +29,11 @@ def ids_for(config: ModelConfig, rows: int = 2, length: int = 12) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_different_budgets_equal_each_alone(tiny: ModelConfig, kind: Conditioning, positions: str) -> None:
     model = spread(LoopedLM(replace(tiny, conditioning=kind, positions=positions)))  # type: ignore[arg-type]
-    routes = ["4", "1", "2", "3"] if kind in ("none", "index") else ["2-1-1", "1", "4", "1-3"]
+    trajectories = ["4", "1", "2", "3"] if kind in ("none", "index") else ["2-1-1", "1", "4", "1-3"]
     ids = ids_for(tiny, rows=4)
-    together = model(ids, routes, states=True)
-    for row, route in enumerate(routes):
-        alone = model(ids[row : row + 1], route, states=True)
+    together = model(ids, trajectories, states=True)
+    for row, trajectory in enumerate(trajectories):
+        alone = model(ids[row : row + 1], trajectory, states=True)
         torch.testing.assert_close(together.logits[row], alone.logits[0], atol=1e-4, rtol=0)
         torch.testing.assert_close(together.hidden[row], alone.hidden[0], atol=1e-4, rtol=0)
         for step, state in enumerate(alone.states):
@@ -42,14 +42,14 @@ def test_rows_of_different_budgets_equal_each_alone(tiny: ModelConfig, kind: Con
 
 def test_rows_give_the_gradients_of_each_alone(tiny: ModelConfig) -> None:
     model = spread(LoopedLM(tiny))
-    ids, routes = ids_for(tiny, rows=3), ["1", "2-1-1", "4"]
-    model(ids, routes).logits.square().sum().backward()
+    ids, trajectories = ids_for(tiny, rows=3), ["1", "2-1-1", "4"]
+    model(ids, trajectories).logits.square().sum().backward()
     together = {
         name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
     }
     model.zero_grad()
-    for row, route in enumerate(routes):
-        model(ids[row : row + 1], route).logits.square().sum().backward()
+    for row, trajectory in enumerate(trajectories):
+        model(ids[row : row + 1], trajectory).logits.square().sum().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, together[name], atol=1e-2, rtol=1e-4)
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from loopformer import LoopformerError
 from loopformer.config import ObjectiveConfig
-from loopformer.training.batches import pieces, short_route
+from loopformer.training.batches import pieces, short_trajectory
 
 
 @given(
@@ -40,11 +40,11 @@ def test_any_ranks_and_micro_batches_share_the_same_rows(
 
 def test_routes_follow_from_seed_step_and_part() -> None:
     objective = ObjectiveConfig()
-    drawn = [short_route(8, objective, 0, step, part) for step in range(5) for part in range(5)]
-    assert drawn == [short_route(8, objective, 0, step, part) for step in range(5) for part in range(5)]
+    drawn = [short_trajectory(8, objective, 0, step, part) for step in range(5) for part in range(5)]
+    assert drawn == [short_trajectory(8, objective, 0, step, part) for step in range(5) for part in range(5)]
     assert len(set(drawn)) > 10
-    assert drawn != [short_route(8, objective, 1, step, part) for step in range(5) for part in range(5)]
-    assert short_route(8, ObjectiveConfig(short_weight=0, consistency_weight=0), 0, 0, 0) is None
+    assert drawn != [short_trajectory(8, objective, 1, step, part) for step in range(5) for part in range(5)]
+    assert short_trajectory(8, ObjectiveConfig(short_weight=0, consistency_weight=0), 0, 0, 0) is None
 
 
 def test_uneven_shares_are_refused() -> None:

@@ -51,7 +51,7 @@ from loopformer.evaluation.store import weights_hash
 from loopformer.evaluation.text import Ids, Text, read_text
 from loopformer.files import write_atomic
 from loopformer.model import LoopedLM
-from loopformer.model.looped import Route
+from loopformer.model.looped import TrajectoryLike
 from loopformer.trajectory import Trajectory
 
 
@@ -186,7 +186,7 @@ class Dynamics:
     cka_debiased: list[list[Number]]
 
     @property
-    def route(self) -> str:
+    def trajectory_name(self) -> str:
         """The trajectory for people: M = 4, 2-1-1, or rounded steps where they have no short form."""
         if self.trajectory.isdigit():
             return f"M = {self.trajectory}"
@@ -209,7 +209,7 @@ def analyze(
     model: LoopedLM,
     prompts: Prompts,
     name: str,
-    trajectory: Route = None,
+    trajectory: TrajectoryLike = None,
     *,
     states: str = "before",
     progress: Progress | None = None,
@@ -217,15 +217,15 @@ def analyze(
     """Run all prompts along a trajectory (None: the full one) and measure the state after each loop."""
     kind = checked_states(states)
     started = time.perf_counter()
-    route = model.route(trajectory)
+    trajectory = model.resolve(trajectory)
     device = model.tokens.weight.device
     exact = torch.device("cpu") if device.type == "mps" else device  # where float64 exists
-    cka = LinearCKA(route.budget + 1, model.config.width, exact)
+    cka = LinearCKA(trajectory.budget + 1, model.config.width, exact)
     found: list[dict[str, Tensor]] = []
     count, length = prompts.ids.shape
     rows = max(1, _TOKENS // length)
     for start in range(0, count, rows):
-        seen = _states(model, prompts.ids[start : start + rows].to(device), route)  # [S, B, T, D]
+        seen = _states(model, prompts.ids[start : start + rows].to(device), trajectory)  # [S, B, T, D]
         shown = model.final_norm(seen) if kind == "after" else seen
         said = _lens(model, seen)
         found.append(_geometry(shown.to(exact)) | said)
@@ -236,8 +236,8 @@ def analyze(
         model=name,
         shape=f"{model.config.blocks}⊗{model.config.loops}",
         weights=weights_hash(model),
-        trajectory=str(route),
-        depth=[i / route.budget for i in range(route.budget + 1)],
+        trajectory=str(trajectory),
+        depth=[i / trajectory.budget for i in range(trajectory.budget + 1)],
         states=kind,
         text=prompts.text,
         part=prompts.part,
@@ -264,10 +264,10 @@ def checked_states(given: str) -> States:
     raise LoopformerError(f"States are taken before or after the final norm; choose one of them, not {given!r}.")
 
 
-def _states(model: LoopedLM, ids: Tensor, route: Route) -> Tensor:
+def _states(model: LoopedLM, ids: Tensor, trajectory: TrajectoryLike) -> Tensor:
     """ids [B, T] → the embedding and the state after each loop, before the final norm [S, B, T, D]."""
     embedded, _, _ = model.embed(ids)
-    return torch.stack([embedded, *model(ids, route, logits=False, states=True).states])
+    return torch.stack([embedded, *model(ids, trajectory, logits=False, states=True).states])
 
 
 def _geometry(states: Tensor) -> dict[str, Tensor]:

@@ -177,7 +177,7 @@ def draw_cka(results: Sequence[Dynamics], debiased: bool = False) -> "Figure":
 def line_labels(results: Sequence[Dynamics]) -> list[str]:
     """A name for each line: the model, and its trajectory where one model has several."""
     several = len({result.trajectory for result in results}) > 1
-    return [f"{one.model} ({one.shape}{', ' + one.route if several else ''})" for one in results]
+    return [f"{one.model} ({one.shape}{', ' + one.trajectory_name if several else ''})" for one in results]
 
 
 def _fitted(label: str, width: float) -> str:
@@ -246,15 +246,15 @@ def _map(axis: "Axes", matrix: list[list[Number]], side: float) -> Any:
 def _styles(results: Sequence[Dynamics]) -> list[dict[str, Any]]:
     """Colours tell models apart and dashes their trajectories; for one model colours tell trajectories apart."""
     models = list(dict.fromkeys(result.model for result in results))
-    routes = list(dict.fromkeys(result.trajectory for result in results))
+    trajectories = list(dict.fromkeys(result.trajectory for result in results))
     styles = []
     for number, result in enumerate(results):
-        model, route = models.index(result.model), routes.index(result.trajectory)
-        colour = model if len(models) > 1 else route
+        model, trajectory = models.index(result.model), trajectories.index(result.trajectory)
+        colour = model if len(models) > 1 else trajectory
         styles.append(
             {
                 "color": COLOURS[colour % len(COLOURS)],
-                "linestyle": DASHES[route % len(DASHES)],
+                "linestyle": DASHES[trajectory % len(DASHES)],
                 "marker": MARKERS[number % len(MARKERS)],
             }
         )

@@ -78,11 +78,11 @@ def most_int8_rows() -> int:
 
 @torch.no_grad()
 def _naive(model: LoopedLM, budget: int, ids: Tensor, tokens: int) -> Run:
-    route = Trajectory.uniform(budget)
+    trajectory = Trajectory.uniform(budget)
 
     def longer(text: Tensor) -> Tensor:
         """One more token: the whole sequence [B, T] is run, the head on its last place."""
-        return torch.cat([text, _best(model, model(text, route, logits=False, check=False).hidden[:, -1])], 1)
+        return torch.cat([text, _best(model, model(text, trajectory, logits=False, check=False).hidden[:, -1])], 1)
 
     begun = longer(ids)
 

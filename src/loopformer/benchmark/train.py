@@ -75,13 +75,17 @@ def train(
     short = mean_short(config)
     rows: list[Row] = []
     for path in chosen:
-        for route in [short, None] if short is not None and path != "transformers" else [None]:
-            row: Row = {"path": path, "routes": "full and short" if route else "full", "micro_batch": micro_batch}
+        for trajectory in [short, None] if short is not None and path != "transformers" else [None]:
+            row: Row = {
+                "path": path,
+                "routes": "full and short" if trajectory else "full",
+                "micro_batch": micro_batch,
+            }
             row |= dict.fromkeys(FIGURES)
             try:
-                step = make_step(path, config, ids, route, low)
+                step = make_step(path, config, ids, trajectory, low)
                 row |= measure(step, device, low, steps)
-                flops = Cost(config).training_flops(short_budget=route.budget if route else None)
+                flops = Cost(config).training_flops(short_budget=trajectory.budget if trajectory else None)
                 row["tokens_per_second"] = ids[:, 1:].numel() / row["ms"] * 1e3
                 row["tflops"] = row["tokens_per_second"] * flops / 1e12
                 row["mfu"] = row["tflops"] / machine["peak_tflops"] if machine["peak_tflops"] and low else None
@@ -157,8 +161,8 @@ def _naive(config: ModelConfig, ids: Tensor, short: Trajectory | None) -> Step:
     """All logits of both routes, and losses as one would write them down."""
     model, targets = _model(config, ids.device), ids[:, 1:].flatten()
 
-    def loss(route: Trajectory | None) -> tuple[Tensor, Tensor]:
-        out = model(ids[:, :-1], route)
+    def loss(trajectory: Trajectory | None) -> tuple[Tensor, Tensor]:
+        out = model(ids[:, :-1], trajectory)
         assert out.logits is not None
         return F.cross_entropy(out.logits.float().flatten(0, 1), targets), out.hidden
 

@@ -67,7 +67,7 @@ def analyze(
     checked_states(states)
     require(prompts >= 1, f"--prompts must be 1 or more, got {prompts}.")
     names, configs = model_names(model), [find_config(path)[0] for path in model]
-    routes = _routes(budgets, trajectory or [], dict(zip(names, configs, strict=True)))
+    trajectories = _trajectories(budgets, trajectory or [], dict(zip(names, configs, strict=True)))
     context = min(config.context for config in configs)
     tokens = min(_LENGTH, context) if length is None else length
     require(tokens <= context, f"--length {tokens} is above the context of {context} tokens; shorten it.")
@@ -78,9 +78,9 @@ def analyze(
         for path, name in zip(model, names, strict=True):
             lm = load(path).to(where)
             read = read_prompts(source, lm.need_tokenizer(), prompts, tokens, field)
-            for route in routes:
-                progress = partial(report, name if route is None else f"{name} along {route}")
-                results.append(run(lm.model, read, name, route, states=states, progress=progress))
+            for one in trajectories:
+                progress = partial(report, name if one is None else f"{name} along {one}")
+                results.append(run(lm.model, read, name, one, states=states, progress=progress))
     files = write_results(results, out)
     if find_spec("matplotlib"):
         from loopformer.analysis.plots import save_figures
@@ -94,8 +94,8 @@ def analyze(
         _show(results, files)
 
 
-def _routes(
-    budgets: str | None, trajectories: Sequence[str], models: "dict[str, ModelConfig]"
+def _trajectories(
+    budgets: str | None, given: Sequence[str], models: "dict[str, ModelConfig]"
 ) -> "list[Trajectory | None]":
     """What every model is to follow; None is each one's full trajectory. Too long for one of them is refused."""
     from loopformer.config import whole_numbers
@@ -103,14 +103,17 @@ def _routes(
     from loopformer.trajectory import Trajectory, resolve
 
     asked = [] if budgets is None else whole_numbers(budgets, "--budgets")
-    routes = [*(Trajectory.uniform(budget) for budget in asked), *(Trajectory.parse(text) for text in trajectories)]
+    trajectories = [
+        *(Trajectory.uniform(budget) for budget in asked),
+        *(Trajectory.parse(text) for text in given),
+    ]
     for name, config in models.items():
-        for route in routes:
+        for trajectory in trajectories:
             try:
-                resolve(route, config.loops)
+                resolve(trajectory, config.loops)
             except LoopformerError as error:
                 raise LoopformerError(f"{name}: {error}") from error
-    return list(dict.fromkeys(routes)) or [None]
+    return list(dict.fromkeys(trajectories)) or [None]
 
 
 def _check_folder(out: Path) -> None:
@@ -138,7 +141,7 @@ def _show(results: "Sequence[Dynamics]", files: Sequence[Path]) -> None:
     short = {"prompt_entropy": "entropy", "lens_divergence": "lens KL", "lens_agreement": "lens top-1"}
     columns = [short.get(name, name) for name in first.metrics]
     for result in results:
-        console.print(f"{result.model} {result.shape}, {result.route}", style="bold", markup=False)
+        console.print(f"{result.model} {result.shape}, {result.trajectory_name}", style="bold", markup=False)
         table = Table("loop", *columns, "CKA to last", box=None, pad_edge=False)
         for column in table.columns:
             column.justify = "right"

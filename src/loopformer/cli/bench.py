@@ -44,7 +44,7 @@ def decode(
     if budgets is not None:
         chosen = whole_numbers(budgets, "--budgets")
     for budget in chosen:
-        lm.route(budget)
+        lm.resolve(budget)
     lengths = [config.context // 2] if contexts is None else whole_numbers(contexts, "--contexts")
     require(tokens >= 1, f"--tokens must be 1 or more, got {tokens}.")
     require(

@@ -45,12 +45,14 @@ def check(
         require(value is None or tasks is not None or collect is not None, f"{name} goes with --tasks.")
 
 
-def run_tasks(subject: "Subject", routes: "list[Trajectory]", suite: "Suite", batch_tokens: int) -> dict[str, Any]:
+def run_tasks(
+    subject: "Subject", trajectories: "list[Trajectory]", suite: "Suite", batch_tokens: int
+) -> dict[str, Any]:
     """Ask a model all requests along each trajectory and put the numbers together."""
     from loopformer.evaluation.benchmarks import ask, model_facts, results
 
     with shown(_UNIT) as report:
-        runs = ask(subject, suite.queries, routes, batch_tokens, report)
+        runs = ask(subject, suite.queries, trajectories, batch_tokens, report)
     return results(suite, model_facts(subject, runs), runs)
 
 
@@ -73,7 +75,7 @@ def export_requests(file: Path, suite: "Suite") -> None:
 
 
 def score_requests(
-    file: Path, subject: "Subject", routes: "list[Trajectory]", out: Path | None, batch_tokens: int
+    file: Path, subject: "Subject", trajectories: "list[Trajectory]", out: Path | None, batch_tokens: int
 ) -> None:
     """Answer the requests of a file; the harness is not needed."""
     from loopformer.evaluation.benchmarks import ask, model_facts
@@ -82,7 +84,7 @@ def score_requests(
     asked = read_requests(file)
     out = out or file.with_name(f"{file.name.removesuffix('.jsonl')}.answers.jsonl")
     with shown(_UNIT) as report:
-        runs = ask(subject, asked.queries, routes, batch_tokens, report)
+        runs = ask(subject, asked.queries, trajectories, batch_tokens, report)
     write_answers(out, Answers(asked.facts, model_facts(subject, runs), runs))
     typer.echo(
         f"answers along {', '.join(runs)} written to {out}; --aggregate {out} makes numbers of them", err=True
@@ -236,17 +238,17 @@ def eval_(
         if model is None:
             raise LoopformerError("Say which model to evaluate with --model, such as runs/mine.")
         subject = Subject.open(model, device, dtype)
-        routes = subject.routes(budgets, trajectory or (), schedule)
+        trajectories = subject.trajectories(budgets, trajectory or (), schedule)
         if score is not None:
-            eval_tasks.score_requests(score, subject, routes, out, batch_tokens)
+            eval_tasks.score_requests(score, subject, trajectories, out, batch_tokens)
             return
         report |= {"model": model, "weights": subject.weights}
         if text or suite is None:
             protocol = Protocol(window, stride, join, max_tokens)
             texts = text or [own_text(model)]
-            report["perplexity"] = evaluate_texts(subject, texts, routes, protocol, field, batch_tokens)
+            report["perplexity"] = evaluate_texts(subject, texts, trajectories, protocol, field, batch_tokens)
         if suite is not None:
-            report["tasks"] = eval_tasks.run_tasks(subject, routes, suite, batch_tokens)
+            report["tasks"] = eval_tasks.run_tasks(subject, trajectories, suite, batch_tokens)
     except KeyboardInterrupt:
         typer.echo("loopformer: stopped; what is finished is kept, the same command continues.", err=True)
         raise typer.Exit(130) from None
@@ -285,7 +287,7 @@ def own_text(model: str) -> str:
 def evaluate_texts(
     subject: "Subject",
     texts: list[str],
-    routes: "list[Trajectory]",
+    trajectories: "list[Trajectory]",
     protocol: "Protocol",
     field: str,
     batch_tokens: int,
@@ -301,7 +303,7 @@ def evaluate_texts(
             rows += perplexity(
                 subject.model,
                 text,
-                routes,
+                trajectories,
                 protocol,
                 weights=subject.weights,
                 store=subject.store,

@@ -190,7 +190,7 @@ def _stream(
     said = ""
     started = time.perf_counter()
     if draft[0] is not None:
-        plan = Draft(lm.model.route(draft[0]), draft[1])
+        plan = Draft(lm.model.resolve(draft[0]), draft[1])
         _, report = lm.speculate(requests, plan, fast, show, int8)
         extra["draft_acceptance"] = kept = report.acceptance
         said = " nothing was drafted;" if kept is None else f" {kept:.0%} of drafted tokens accepted;"

@@ -59,7 +59,7 @@ def search(
         check_drawing(figure)
     by = by or ("perplexity" if tasks is None else "both")
     subject = Subject.open(model, device, dtype)
-    subject.model.route(budget)  # before anything is read, which may take long
+    subject.model.resolve(budget)  # before anything is read, which may take long
     protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
     protocol.sizes(subject.model.config.context)
     try:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def ask(
     subject: Subject,
     queries: Queries,
-    routes: Sequence[Trajectory],
+    trajectories: Sequence[Trajectory],
     batch_tokens: int = BATCH_TOKENS,
     report: Report | None = None,
     together: bool = False,
@@ -39,20 +39,23 @@ def ask(
     `together` computes what the trajectories share only once; the time of each is then a share of the whole.
     """
     hashes = {task: digest(asked) for task, asked in queries.items()}
-    runs: dict[str, dict[str, Answered]] = {str(route): {} for route in routes}
-    for group in [list(routes)] if together else [[route] for route in routes]:
+    runs: dict[str, dict[str, Answered]] = {str(trajectory): {} for trajectory in trajectories}
+    for group in [list(trajectories)] if together else [[trajectory] for trajectory in trajectories]:
         for task, asked in queries.items():
             keys = {
-                route: {**_key(subject, route, together), "task": task, "requests": hashes[task]} for route in group
+                trajectory: {**_key(subject, trajectory, together), "task": task, "requests": hashes[task]}
+                for trajectory in group
             }
-            kept = {route: subject.store.get(key) for route, key in keys.items()}
-            new = [route for route in keys if kept[route] is None]
+            kept = {trajectory: subject.store.get(key) for trajectory, key in keys.items()}
+            new = [trajectory for trajectory in keys if kept[trajectory] is None]
             if new:
                 found = answer_along(subject.lm, asked, new, batch_tokens, _counter(report, task, new))
-                kept |= {route: subject.store.put(keys[route], asdict(found[route])) for route in new}
-            for route, piece in kept.items():
+                kept |= {
+                    trajectory: subject.store.put(keys[trajectory], asdict(found[trajectory])) for trajectory in new
+                }
+            for trajectory, piece in kept.items():
                 assert piece is not None
-                runs[str(route)][task] = Answered(**piece)
+                runs[str(trajectory)][task] = Answered(**piece)
     return runs
 
 
@@ -99,10 +102,10 @@ def accuracy(
 ) -> Callable[[Sequence[Trajectory]], dict[Trajectory, float]]:
     """A function that scores trajectories: the mean over the tasks, or the paper's average where all are there."""
 
-    def score(routes: Sequence[Trajectory]) -> dict[Trajectory, float]:
-        runs = ask(subject, suite.queries, routes, batch_tokens, report, together=True)
+    def score(trajectories: Sequence[Trajectory]) -> dict[Trajectory, float]:
+        runs = ask(subject, suite.queries, trajectories, batch_tokens, report, together=True)
         rows = results(suite, model_facts(subject, runs), runs)["runs"]
-        return {route: _score_of(row) for route, row in zip(routes, rows, strict=True)}
+        return {trajectory: _score_of(row) for trajectory, row in zip(trajectories, rows, strict=True)}
 
     return score
 
@@ -145,11 +148,11 @@ def _row(suite: Suite, facts: Piece, model: Mapping[str, Any], trajectory: str, 
     }
 
 
-def _key(subject: Subject, route: Trajectory, together: bool) -> Piece:
+def _key(subject: Subject, trajectory: Trajectory, together: bool) -> Piece:
     return {
         "kind": "answers, time shared" if together else "answers",
         **_identity(subject),
-        "trajectory": str(route),
+        "trajectory": str(trajectory),
     }
 
 
@@ -162,9 +165,11 @@ def _identity(subject: Subject) -> Piece:
     }
 
 
-def _counter(report: Report | None, task: str, routes: Sequence[Trajectory]) -> Callable[[int, int], None] | None:
+def _counter(
+    report: Report | None, task: str, trajectories: Sequence[Trajectory]
+) -> Callable[[int, int], None] | None:
     if report is None:
         return None
-    where = f"M={routes[0].budget}" if routes[0].is_uniform else str(routes[0])
-    where = where if len(routes) == 1 else f"{len(routes)} schedules"
+    where = f"M={trajectories[0].budget}" if trajectories[0].is_uniform else str(trajectories[0])
+    where = where if len(trajectories) == 1 else f"{len(trajectories)} schedules"
     return lambda done, total: report(f"{task} {where}", done, total)

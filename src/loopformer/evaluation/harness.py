@@ -38,7 +38,7 @@ from loopformer.evaluation.subject import Subject
 from loopformer.evaluation.tasks import TASKS, Answered, Local, Query, Requests, answer, digest, read_local
 from loopformer.evaluation.text import Report
 from loopformer.lm import LM
-from loopformer.model.looped import Route
+from loopformer.model.looped import TrajectoryLike
 
 try:
     from lm_eval.api import model as api
@@ -61,7 +61,7 @@ class LoopformerLM(api.TemplateLM):  # type: ignore[misc]
         self,
         path: str | LM | None = None,
         budget: int | None = None,
-        trajectory: Route = None,
+        trajectory: TrajectoryLike = None,
         device: str | None = None,
         dtype: str = "float32",
         batch_tokens: int = BATCH_TOKENS,
@@ -77,7 +77,7 @@ class LoopformerLM(api.TemplateLM):  # type: ignore[misc]
         require(budget is None or trajectory is None, "Give a budget or a trajectory, not both.")
         where = "auto" if device in (None, _ITS_DEVICE) else device
         self.lm = path if isinstance(path, LM) else Subject.open(str(path), where, dtype).lm
-        self.route = self.lm.model.route(budget if trajectory is None else trajectory)
+        self.trajectory = self.lm.model.resolve(budget if trajectory is None else trajectory)
         self.batch_tokens = batch_tokens
         self._device = self.lm.model.tokens.weight.device
 
@@ -88,10 +88,10 @@ class LoopformerLM(api.TemplateLM):  # type: ignore[misc]
         """From the command line's model arguments, which come before its own options."""
         return cls(**{**(additional_config or {}), **arg_dict})
 
-    def at(self, trajectory: Route) -> LoopformerLM:
+    def at(self, trajectory: TrajectoryLike) -> LoopformerLM:
         """The same weights along another trajectory or at another budget."""
         other = copy(self)
-        other.route = self.lm.model.route(trajectory)
+        other.trajectory = self.lm.model.resolve(trajectory)
         return other
 
     @property
@@ -123,13 +123,13 @@ class LoopformerLM(api.TemplateLM):  # type: ignore[misc]
                 bar.update(done - bar.n)
 
             queries = [Query(kind, request.args) for request in requests]
-            return answer(self.lm, queries, self.route, self.batch_tokens, count).values
+            return answer(self.lm, queries, self.trajectory, self.batch_tokens, count).values
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         spans = [Span((*before, *scored), len(scored)) for _, before, scored in requests]
-        return loglikelihoods(self.lm.model, spans, self.route, self.batch_tokens).answers
+        return loglikelihoods(self.lm.model, spans, self.trajectory, self.batch_tokens).answers
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes into its results about the model."""
@@ -138,8 +138,8 @@ class LoopformerLM(api.TemplateLM):  # type: ignore[misc]
             "model_num_parameters": sum(one.numel() for one in self.lm.model.parameters()),
             "model_dtype": str(weight.dtype),
             "model_sha": weights_hash(self.lm.model),
-            "trajectory": str(self.route),
-            "budget": self.route.budget,
+            "trajectory": str(self.trajectory),
+            "budget": self.trajectory.budget,
         }
 
 

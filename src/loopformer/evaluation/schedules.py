@@ -85,7 +85,7 @@ def search(
     `tasks` says in plain data what the scorer scores.
     """
     loops = model.config.loops
-    uniform = model.route(budget)
+    uniform = model.resolve(budget)
     require(by in BY, f"Schedules cannot be ranked by {by!r}; {nearest(by, list(BY))}")
     require(by == "accuracy" or text is not None, f"Ranking by {by} needs a text; give --text.")
     require(by == "perplexity" or accuracy is not None, f"Ranking by {by} needs tasks; give --tasks.")
@@ -104,9 +104,11 @@ def search(
         measures.append(_by_text(model, text, protocol, weights, store, batch_tokens, report))
     if accuracy is not None:
         scorer = accuracy
-        measures.append(lambda routes: {route: {"accuracy": one} for route, one in scorer(routes).items()})
+        measures.append(
+            lambda trajectories: {trajectory: {"accuracy": one} for trajectory, one in scorer(trajectories).items()}
+        )
     started = time.perf_counter()
-    measured, method = explore(loops, uniform, lambda routes: _merged(measures, routes), by, limit)
+    measured, method = explore(loops, uniform, lambda trajectories: _merged(measures, trajectories), by, limit)
     described = describe(measured, uniform, by, loops)
     if by != "accuracy" and described["best"]["perplexity"] is None:
         raise RunFailed("No schedule gives a number; the model's weights are damaged or its training diverged.")
@@ -154,8 +156,8 @@ def rank(measured: Measured, by: str) -> list[Trajectory]:
     """Best first; by both: by the mean of the two ranks. What is no number comes last."""
     costs = [_costs(measured, name) for name in ("perplexity", "accuracy") if by in (name, "both")]
     ranks = [_ranks(column) for column in costs]
-    place = {route: statistics.fmean(column[i] for column in ranks) for i, route in enumerate(measured)}
-    return sorted(measured, key=lambda route: (place[route], route.steps))
+    place = {trajectory: statistics.fmean(column[i] for column in ranks) for i, trajectory in enumerate(measured)}
+    return sorted(measured, key=lambda trajectory: (place[trajectory], trajectory.steps))
 
 
 def describe(measured: Measured, uniform: Trajectory, by: str, loops: int) -> Piece:
@@ -164,12 +166,12 @@ def describe(measured: Measured, uniform: Trajectory, by: str, loops: int) -> Pi
     rows = [
         {
             "rank": number,
-            "schedule": in_units(route, loops),
-            "trajectory": str(route),
-            "steps": [float(step) for step in route.steps],
-            **measured[route],
+            "schedule": in_units(trajectory, loops),
+            "trajectory": str(trajectory),
+            "steps": [float(step) for step in trajectory.steps],
+            **measured[trajectory],
         }
-        for number, route in enumerate(order, 1)
+        for number, trajectory in enumerate(order, 1)
     ]
     tenth = math.ceil(len(order) / _TENTH)
     known = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("perplexity", "accuracy")}
@@ -193,11 +195,11 @@ def describe(measured: Measured, uniform: Trajectory, by: str, loops: int) -> Pi
     }
 
 
-def in_units(route: Trajectory, loops: int) -> str:
+def in_units(trajectory: Trajectory, loops: int) -> str:
     """Steps in units of 1/L, such as 4-2-1-1; a schedule beside the grid by its usual name."""
-    units = [step * loops for step in route.steps]
+    units = [step * loops for step in trajectory.steps]
     if any(unit.denominator != 1 for unit in units):
-        return "uniform" if route.is_uniform else str(route)
+        return "uniform" if trajectory.is_uniform else str(trajectory)
     return "-".join(map(str, units))
 
 
@@ -221,23 +223,36 @@ def _by_text(
     """Perplexity of schedules; those with the same first step together, each group kept when it is done."""
     cut = windows(text, protocol, model.config.context)
 
-    def measure(routes: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
-        keys = {route: piece_key("schedule", model, weights, text, protocol, cut, route) for route in routes}
-        found = {route: kept for route in routes if (kept := store.get(keys[route])) is not None}
-        missing = sorted((route for route in routes if route not in found), key=lambda route: route.steps)
-        for _, same in itertools.groupby(missing, key=lambda route: route.steps[0]):
+    def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
+        keys = {
+            trajectory: piece_key("schedule", model, weights, text, protocol, cut, trajectory)
+            for trajectory in trajectories
+        }
+        found = {
+            trajectory: kept for trajectory in trajectories if (kept := store.get(keys[trajectory])) is not None
+        }
+        missing = sorted(
+            (trajectory for trajectory in trajectories if trajectory not in found),
+            key=lambda trajectory: trajectory.steps,
+        )
+        for _, same in itertools.groupby(missing, key=lambda trajectory: trajectory.steps[0]):
             group = list(same)
-            doing = f"schedules {len(found) + 1}-{len(found) + len(group)} of {len(routes)}"
+            doing = f"schedules {len(found) + 1}-{len(found) + len(group)} of {len(trajectories)}"
             sums = likelihoods(model, cut, text.tokenizer.eot, group, batch_tokens, report, doing)
-            found |= {route: store.put(keys[route], summary(sums[route], cut)) for route in group}
+            found |= {
+                trajectory: store.put(keys[trajectory], summary(sums[trajectory], cut)) for trajectory in group
+            }
         return found
 
     return measure
 
 
-def _merged(measures: Sequence[Measure], routes: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
-    columns = [measure(routes) for measure in measures]
-    return {route: {name: value for column in columns for name, value in column[route].items()} for route in routes}
+def _merged(measures: Sequence[Measure], trajectories: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
+    columns = [measure(trajectories) for measure in measures]
+    return {
+        trajectory: {name: value for column in columns for name, value in column[trajectory].items()}
+        for trajectory in trajectories
+    }
 
 
 def _costs(measured: Measured, name: str) -> list[float]:
@@ -260,9 +275,12 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return ranks
 
 
-def _mean_steps(routes: Sequence[Trajectory]) -> list[float]:
+def _mean_steps(trajectories: Sequence[Trajectory]) -> list[float]:
     """The mean step by position, as a share of the whole time."""
-    return [float(sum(steps) / len(routes)) for steps in zip(*(route.steps for route in routes), strict=True)]
+    return [
+        float(sum(steps) / len(trajectories))
+        for steps in zip(*(trajectory.steps for trajectory in trajectories), strict=True)
+    ]
 
 
 def _starts(loops: int, budget: int) -> Iterator[Trajectory]:
@@ -277,9 +295,9 @@ def _starts(loops: int, budget: int) -> Iterator[Trajectory]:
     yield from (Trajectory.sample(loops, rng, budget) for _ in range(_RANDOM_STARTS))
 
 
-def _neighbours(route: Trajectory, loops: int) -> Iterator[Trajectory]:
+def _neighbours(trajectory: Trajectory, loops: int) -> Iterator[Trajectory]:
     """One 1/L moved from one step to another; none for a schedule that is not on the grid."""
-    parts = [step * loops for step in route.steps]
+    parts = [step * loops for step in trajectory.steps]
     if any(part.denominator != 1 for part in parts):
         return
     for giver, taker in itertools.permutations(range(len(parts)), 2):
@@ -319,16 +337,16 @@ def scheduled(
 ) -> Trajectory:
     """The trajectory of a budget: uniform, or the best that is saved."""
     require(schedule in SCHEDULES, f"There is no schedule {schedule!r}; {nearest(schedule, list(SCHEDULES))}")
-    return model.route(budget) if schedule == "uniform" else best_schedule(source, model, budget, weights)
+    return model.resolve(budget) if schedule == "uniform" else best_schedule(source, model, budget, weights)
 
 
 def best_schedule(source: str | Path, model: LoopedLM, budget: int, weights: str | None = None) -> Trajectory:
     """The saved schedule of a budget; where there is only one schedule, that one."""
-    route = model.route(budget)
-    if count_schedules(model.config.loops, route.budget) == 1:
-        return route
-    entry = _entries(Path(source) / FILE).get(str(route.budget))
-    command = f"loopformer search --model {source} --budget {route.budget}"
+    trajectory = model.resolve(budget)
+    if count_schedules(model.config.loops, trajectory.budget) == 1:
+        return trajectory
+    entry = _entries(Path(source) / FILE).get(str(trajectory.budget))
+    command = f"loopformer search --model {source} --budget {trajectory.budget}"
     if entry is None:
         raise LoopformerError(
             f"No best schedule of budget {budget} is saved with {source}; find it with {command}."
@@ -338,7 +356,7 @@ def best_schedule(source: str | Path, model: LoopedLM, budget: int, weights: str
             f"The best schedule of budget {budget} was found for other weights of {source}; find it again with "
             f"{command}."
         )
-    return model.route(str(entry.get("trajectory")))
+    return model.resolve(str(entry.get("trajectory")))
 
 
 def _entries(path: Path) -> dict[str, Any]:

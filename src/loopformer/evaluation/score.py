@@ -54,14 +54,16 @@ class Walker:
     """A model and the trajectories to follow, their modulations computed once for any number of batches."""
 
     @torch.no_grad()
-    def __init__(self, model: LoopedLM, routes: Iterable[Trajectory]) -> None:
+    def __init__(self, model: LoopedLM, trajectories: Iterable[Trajectory]) -> None:
         self.model = model
-        self.routes = sorted(set(routes), key=lambda route: route.steps)  # equal beginnings side by side
+        self.trajectories = sorted(
+            set(trajectories), key=lambda trajectory: trajectory.steps
+        )  # equal beginnings side by side
         self._told: dict[tuple[Fraction, Fraction], Tensor | None] = {}  # (t, Δ) → modulation [1, k, 4, D]
-        for route in self.routes:
-            places = list(zip(route.times, route.steps, strict=True))
+        for trajectory in self.trajectories:
+            places = list(zip(trajectory.times, trajectory.steps, strict=True))
             if not self._told.keys() >= set(places):
-                self._told.update(zip(places, model.passes(route, 1).modulations, strict=True))
+                self._told.update(zip(places, model.passes(trajectory, 1).modulations, strict=True))
 
     @torch.no_grad()
     def walk(self, ids: Tensor) -> Iterator[tuple[Trajectory, Tensor]]:
@@ -75,18 +77,20 @@ class Walker:
         """The same from the state before the first pass [B, T, D]."""
         path: list[Tensor] = [x]  # path[i]: the state after i steps of `before`
         before: tuple[Fraction, ...] = ()
-        for route in self.routes:
-            del path[1 + _common(before, route.steps) :]
-            for number in range(len(path) - 1, len(route)):
-                told = self._told[route.times[number], route.steps[number]]
+        for trajectory in self.trajectories:
+            del path[1 + _common(before, trajectory.steps) :]
+            for number in range(len(path) - 1, len(trajectory)):
+                told = self._told[trajectory.times[number], trajectory.steps[number]]
                 path.append(self.model.stack(path[-1], told, rotary, mask))
-            before = route.steps
-            yield route, self.model.final_norm(path[-1])
+            before = trajectory.steps
+            yield trajectory, self.model.final_norm(path[-1])
 
 
-def shared_passes(routes: Iterable[Trajectory]) -> int:
+def shared_passes(trajectories: Iterable[Trajectory]) -> int:
     """Passes through the stack that these trajectories take together."""
-    return len({route.steps[:length] for route in routes for length in range(1, len(route) + 1)})
+    return len(
+        {trajectory.steps[:length] for trajectory in trajectories for length in range(1, len(trajectory) + 1)}
+    )
 
 
 def _common(one: tuple[Fraction, ...], other: tuple[Fraction, ...]) -> int:
@@ -314,20 +318,20 @@ def _texts(context: str, continuation: str) -> tuple[str, str]:
 def loglikelihoods(
     model: LoopedLM,
     spans: Sequence[Span],
-    route: Trajectory,
+    trajectory: Trajectory,
     batch_tokens: int = BATCH_TOKENS,
     share: bool = True,
     count: Count | None = None,
 ) -> Scored:
     """Score spans along one trajectory; `share` False computes what they have in common again for each."""
-    return loglikelihoods_along(model, spans, [route], batch_tokens, share, count)[route]
+    return loglikelihoods_along(model, spans, [trajectory], batch_tokens, share, count)[trajectory]
 
 
 @torch.no_grad()
 def loglikelihoods_along(
     model: LoopedLM,
     spans: Sequence[Span],
-    routes: Sequence[Trajectory],
+    trajectories: Sequence[Trajectory],
     batch_tokens: int = BATCH_TOKENS,
     share: bool = True,
     count: Count | None = None,
@@ -346,27 +350,30 @@ def loglikelihoods_along(
         pieces = span.windows(limit)
         windows += pieces
         belong += [number] * len(pieces)
-    walker = Walker(model, routes)
-    totals = {route: [0.0] * len(spans) for route in walker.routes}
-    greedy = {route: [True] * len(spans) for route in walker.routes}
+    walker = Walker(model, trajectories)
+    totals = {trajectory: [0.0] * len(spans) for trajectory in walker.trajectories}
+    greedy = {trajectory: [True] * len(spans) for trajectory in walker.trajectories}
     done = 0
     batches = plan(windows, limit, batch_tokens, share)
     for batch in batches:
         with fitting(batch_tokens):
-            for route, hidden in walker.walk_from(*_start(model, batch)):
+            for trajectory, hidden in walker.walk_from(*_start(model, batch)):
                 found = _answers(model, batch, windows, hidden)
                 for (*_, number), (total, first) in zip(batch.questions, found, strict=True):
-                    totals[route][belong[number]] += total
-                    greedy[route][belong[number]] &= first
+                    totals[trajectory][belong[number]] += total
+                    greedy[trajectory][belong[number]] &= first
         done += len(batch.questions)
         if count:
             count(done * len(spans) // len(windows), len(spans))
-    for route, sums in totals.items():
+    for trajectory, sums in totals.items():
         if not all(map(math.isfinite, sums)):
-            raise RunFailed(f"The model's output along {route} is not a number; check its weights and dtype.")
+            raise RunFailed(f"The model's output along {trajectory} is not a number; check its weights and dtype.")
     cut = sum(len(span.tokens) > limit + 1 for span in spans)
     tokens = sum(batch.tokens for batch in batches)
-    return {route: Scored(list(zip(totals[route], greedy[route], strict=True)), tokens, cut) for route in totals}
+    return {
+        trajectory: Scored(list(zip(totals[trajectory], greedy[trajectory], strict=True)), tokens, cut)
+        for trajectory in totals
+    }
 
 
 def _answers(model: LoopedLM, batch: Batch, windows: Sequence[Window], hidden: Tensor) -> list[Answer]:

@@ -103,9 +103,11 @@ def read(
     """Run rows [W, T + 1] along all trajectories; doubts only of those `asked`."""
     walker = Walker(model, [*asked, *others])
     pairs = list(combinations(asked, 2)) if measure == "kl" else [(route, route) for route in asked]
-    losses: dict[Trajectory, list[Tensor]] = {route: [] for route in walker.routes}
+    losses: dict[Trajectory, list[Tensor]] = {route: [] for route in walker.trajectories}
     doubts: dict[tuple[Trajectory, Trajectory], list[Tensor]] = {pair: [] for pair in pairs}
-    step = max(1, _LOGITS // (model.config.vocab_rows * len(walker.routes)))  # tokens whose logits exist at once
+    step = max(
+        1, _LOGITS // (model.config.vocab_rows * len(walker.trajectories))
+    )  # tokens whose logits exist at once
     for start in range(0, len(rows), _ROWS):
         ids = torch.from_numpy(rows[start : start + _ROWS]).to(model.tokens.weight.device)
         model.check(ids[:, :-1])

@@ -42,7 +42,7 @@ class Subject:
     def model(self) -> LoopedLM:
         return self.lm.model
 
-    def routes(
+    def trajectories(
         self, budgets: str | None = None, trajectories: Sequence[str] = (), schedule: str = "uniform"
     ) -> list[Trajectory]:
         """Budgets such as "1,2,4" at uniform or best schedules, and trajectories; 1, L/4, L/2 and L by default."""
@@ -50,4 +50,4 @@ class Subject:
         if budgets is not None:
             numbers = whole_numbers(budgets, "--budgets")
         found = [scheduled(self.source, self.model, number, schedule, self.weights) for number in numbers]
-        return list(dict.fromkeys([*found, *(self.model.route(one) for one in trajectories)]))
+        return list(dict.fromkeys([*found, *(self.model.resolve(one) for one in trajectories)]))

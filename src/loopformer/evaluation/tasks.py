@@ -242,47 +242,52 @@ def digest(queries: Sequence[Query]) -> str:
 def answer(
     lm: LM,
     queries: Sequence[Query],
-    route: Trajectory,
+    trajectory: Trajectory,
     batch_tokens: int = BATCH_TOKENS,
     count: Count | None = None,
 ) -> Answered:
     """Answer requests of any kinds along one trajectory."""
-    return answer_along(lm, queries, [route], batch_tokens, count)[route]
+    return answer_along(lm, queries, [trajectory], batch_tokens, count)[trajectory]
 
 
 def answer_along(
     lm: LM,
     queries: Sequence[Query],
-    routes: Sequence[Trajectory],
+    trajectories: Sequence[Trajectory],
     batch_tokens: int = BATCH_TOKENS,
     count: Count | None = None,
 ) -> dict[Trajectory, Answered]:
     """The same along several, which share what they can; each is said to have taken its share of the time."""
     started = time.perf_counter()
-    values: dict[Trajectory, list[Any]] = {route: [None] * len(queries) for route in routes}
-    tokens, cut = dict.fromkeys(routes, 0), dict.fromkeys(routes, 0)
+    values: dict[Trajectory, list[Any]] = {trajectory: [None] * len(queries) for trajectory in trajectories}
+    tokens, cut = dict.fromkeys(trajectories, 0), dict.fromkeys(trajectories, 0)
     for kind in sorted({query.kind for query in queries}):
         require(kind in KINDS, f"A request of the kind {kind!r} is none that we answer: {', '.join(KINDS)}.")
         places = [place for place, query in enumerate(queries) if query.kind == kind]
         arguments = [queries[place].arguments for place in places]
         if kind == "generate_until":
-            found = {route: _generate(lm, arguments, route, batch_tokens, count) for route in routes}
+            found = {
+                trajectory: _generate(lm, arguments, trajectory, batch_tokens, count) for trajectory in trajectories
+            }
         else:
-            found = _score(lm, kind, arguments, routes, batch_tokens, count)
-        for route, (several, run, short) in found.items():
+            found = _score(lm, kind, arguments, trajectories, batch_tokens, count)
+        for trajectory, (several, run, short) in found.items():
             for place, value in zip(places, several, strict=True):
-                values[route][place] = value
-            tokens[route] += run
-            cut[route] += short
+                values[trajectory][place] = value
+            tokens[trajectory] += run
+            cut[trajectory] += short
     seconds = (time.perf_counter() - started) / max(1, len(values))
-    return {route: Answered(values[route], tokens[route], cut[route], seconds) for route in values}
+    return {
+        trajectory: Answered(values[trajectory], tokens[trajectory], cut[trajectory], seconds)
+        for trajectory in values
+    }
 
 
 def _score(
     lm: LM,
     kind: str,
     arguments: Sequence[Any],
-    routes: Sequence[Trajectory],
+    trajectories: Sequence[Trajectory],
     batch_tokens: int,
     count: Count | None,
 ) -> dict[Trajectory, tuple[list[Any], int, int]]:
@@ -293,14 +298,19 @@ def _score(
         spans = encode_texts(tokenizer, [text for (text,) in arguments])
     else:
         spans = encode_pairs(tokenizer, [(context, continuation) for context, continuation in arguments])
-    scored = loglikelihoods_along(lm.model, spans, routes, batch_tokens, count=count)
+    scored = loglikelihoods_along(lm.model, spans, trajectories, batch_tokens, count=count)
     if rolling:  # a long text is read in parts, nothing of it is lost
-        return {route: ([total for total, _ in one.answers], one.tokens, 0) for route, one in scored.items()}
-    return {route: ([list(pair) for pair in one.answers], one.tokens, one.cut) for route, one in scored.items()}
+        return {
+            trajectory: ([total for total, _ in one.answers], one.tokens, 0) for trajectory, one in scored.items()
+        }
+    return {
+        trajectory: ([list(pair) for pair in one.answers], one.tokens, one.cut)
+        for trajectory, one in scored.items()
+    }
 
 
 def _generate(
-    lm: LM, arguments: Sequence[Any], route: Trajectory, batch_tokens: int, count: Count | None
+    lm: LM, arguments: Sequence[Any], trajectory: Trajectory, batch_tokens: int, count: Count | None
 ) -> tuple[list[Any], int, int]:
     """Texts, prompts of about the same length together."""
     tokenizer, context = lm.need_tokenizer(), lm.model.config.context
@@ -315,7 +325,7 @@ def _generate(
         )
         cut += len(ids) > context - new
         kept = ids[-(context - new) :] or [tokenizer.eot]
-        requests.append(Request(tuple(kept), route, sampling, new, stops))
+        requests.append(Request(tuple(kept), trajectory, sampling, new, stops))
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].prompt))
     rows = max(1, batch_tokens // context)
     texts: list[Any] = [""] * len(requests)

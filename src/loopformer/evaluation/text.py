@@ -68,7 +68,7 @@ from loopformer.evaluation.store import Piece, Store, weights_hash
 from loopformer.inference.decode import padded
 from loopformer.loading.folder import SETTINGS, is_run_folder
 from loopformer.model import LoopedLM
-from loopformer.model.looped import Route
+from loopformer.model.looped import TrajectoryLike
 from loopformer.trajectory import Trajectory
 
 NAMED = ("stdlib", *PRESETS)
@@ -316,7 +316,7 @@ class Likelihood:
 def perplexity(
     model: LoopedLM,
     text: Text,
-    routes: Sequence[Route],
+    trajectories: Sequence[TrajectoryLike],
     protocol: Protocol | None = None,
     *,
     weights: str | None = None,
@@ -331,19 +331,19 @@ def perplexity(
     """
     protocol, store = protocol or Protocol(), store or Store(None)
     cut = windows(text, protocol, model.config.context)
-    wanted = [model.route(route) for route in routes]
+    wanted = [model.resolve(trajectory) for trajectory in trajectories]
     weights = weights or weights_hash(model)
     rows = []
-    for route in wanted:
-        key = piece_key("perplexity", model, weights, text, protocol, cut, route)
+    for trajectory in wanted:
+        key = piece_key("perplexity", model, weights, text, protocol, cut, trajectory)
         kept = store.get(key)
-        value = kept or store.put(key, _timed(model, text, cut, route, batch_tokens, report))
-        rows.append({**_facts(model, text, protocol, cut, route), **value, "reused": kept is not None})
+        value = kept or store.put(key, _timed(model, text, cut, trajectory, batch_tokens, report))
+        rows.append({**_facts(model, text, protocol, cut, trajectory), **value, "reused": kept is not None})
     return rows
 
 
 def piece_key(
-    kind: str, model: LoopedLM, weights: str, text: Text, protocol: Protocol, cut: Cut, route: Trajectory
+    kind: str, model: LoopedLM, weights: str, text: Text, protocol: Protocol, cut: Cut, trajectory: Trajectory
 ) -> dict[str, Any]:
     """Everything that a number depends on."""
     return {
@@ -355,7 +355,7 @@ def piece_key(
         "stride": cut.stride,
         "joined": protocol.join,
         "tokens": cut.tokens,
-        "trajectory": str(route),
+        "trajectory": str(trajectory),
         **_where(model),
     }
 
@@ -377,7 +377,7 @@ def likelihoods(
     model: LoopedLM,
     cut: Cut,
     end: int,
-    routes: Sequence[Trajectory],
+    trajectories: Sequence[Trajectory],
     batch_tokens: int = BATCH_TOKENS,
     report: Report | None = None,
     doing: str = "",
@@ -389,8 +389,8 @@ def likelihoods(
         f"The text has token ids up to {largest} but the model knows {model.config.vocab}; "
         "is this the model's own tokenizer?",
     )
-    walker = Walker(model, routes)
-    sums = {route: Likelihood() for route in walker.routes}
+    walker = Walker(model, trajectories)
+    sums = {trajectory: Likelihood() for trajectory in walker.trajectories}
     done = 0
     for rows in _batches(cut.rows, batch_tokens):
         with fitting(batch_tokens):
@@ -409,30 +409,30 @@ def _add(sums: dict[Trajectory, Likelihood], walker: Walker, rows: list[Row], en
     scored = scored.to(filled.device)
     targets = filled[:, 1:][scored]  # [N]
     ends = (targets == end).cpu()
-    for route, hidden in walker.walk(filled[:, :-1]):
+    for trajectory, hidden in walker.walk(filled[:, :-1]):
         nats = _nats(walker.model, hidden[scored], targets).cpu().double()
-        sums[route].nats += float(nats.sum())
-        sums[route].end_nats += float(nats[ends].sum())
+        sums[trajectory].nats += float(nats.sum())
+        sums[trajectory].end_nats += float(nats[ends].sum())
     return len(targets)
 
 
 def _timed(
-    model: LoopedLM, text: Text, cut: Cut, route: Trajectory, batch_tokens: int, report: Report | None
+    model: LoopedLM, text: Text, cut: Cut, trajectory: Trajectory, batch_tokens: int, report: Report | None
 ) -> Piece:
-    doing = f"{text.name} M={route.budget}" if route.is_uniform else f"{text.name} {route}"
+    doing = f"{text.name} M={trajectory.budget}" if trajectory.is_uniform else f"{text.name} {trajectory}"
     started = time.perf_counter()
-    sums = likelihoods(model, cut, text.tokenizer.eot, [route], batch_tokens, report, doing)
+    sums = likelihoods(model, cut, text.tokenizer.eot, [trajectory], batch_tokens, report, doing)
     seconds = time.perf_counter() - started
-    return {**summary(sums[route], cut), "seconds": seconds, "tokens_per_second": cut.tokens / seconds}
+    return {**summary(sums[trajectory], cut), "seconds": seconds, "tokens_per_second": cut.tokens / seconds}
 
 
-def _facts(model: LoopedLM, text: Text, protocol: Protocol, cut: Cut, route: Trajectory) -> Piece:
+def _facts(model: LoopedLM, text: Text, protocol: Protocol, cut: Cut, trajectory: Trajectory) -> Piece:
     """What was measured, beside the numbers."""
-    facts, flops = text_facts(text, protocol, cut), model.cost.forward_flops(route.budget, cut.window)
+    facts, flops = text_facts(text, protocol, cut), model.cost.forward_flops(trajectory.budget, cut.window)
     return {
         **facts,
-        "budget": route.budget,
-        "trajectory": str(route),
+        "budget": trajectory.budget,
+        "trajectory": str(trajectory),
         "flops_per_token": flops,
         "flops_per_scored_token": flops * facts["forward_tokens"] / cut.tokens,
         **_where(model),

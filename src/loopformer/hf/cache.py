@@ -41,7 +41,7 @@ class CacheSlot:
 @dataclass(frozen=True)
 class _Bound:
     model: ref[LoopedLM]
-    route: Trajectory
+    trajectory: Trajectory
     passes: Passes | None  # the modulations, to be computed once per sequence; None while gradients are wanted
 
 
@@ -50,22 +50,22 @@ def slots(cache: Any, number: int, blocks: int) -> list[CacheSlot]:
     return [CacheSlot(cache, number * blocks + block) for block in range(blocks)]
 
 
-def bind(cache: Any, model: LoopedLM, route: Trajectory, rows: int) -> Passes:
+def bind(cache: Any, model: LoopedLM, trajectory: Trajectory, rows: int) -> Passes:
     """The passes of a route, for a cache (or None) that from now on belongs to it."""
     bound: _Bound | None = getattr(cache, _BOUND, None)
     if cache is not None and cache.get_seq_length() > 0:
         if bound is None or bound.model() is not model:
             raise LoopformerError("This cache was filled by another model; make a new cache.")
-        if bound.route != route:
+        if bound.trajectory != trajectory:
             raise LoopformerError(
-                f"This cache follows {bound.route}, not {route}, and keys of one trajectory mean nothing under "
-                "another; make a new cache."
+                f"This cache follows {bound.trajectory}, not {trajectory}, and keys of one trajectory mean nothing "
+                "under another; make a new cache."
             )
         if bound.passes is not None and not torch.is_grad_enabled():
-            return replace(bound.passes, rows=[rows] * route.budget)
-    passes = model.passes(route, rows)
+            return replace(bound.passes, rows=[rows] * trajectory.budget)
+    passes = model.passes(trajectory, rows)
     if cache is not None:
-        setattr(cache, _BOUND, _Bound(ref(model), route, None if torch.is_grad_enabled() else passes))
+        setattr(cache, _BOUND, _Bound(ref(model), trajectory, None if torch.is_grad_enabled() else passes))
     return passes
 
 

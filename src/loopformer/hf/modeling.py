@@ -36,7 +36,7 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         super().__init__(config)
         self.model = LoopedLM(config.settings) if model is None else model
         self.gradient_checkpointing = False
-        self.route()  # a budget that the model cannot follow is refused here, not at the first token
+        self.resolve()  # a budget that the model cannot follow is refused here, not at the first token
         self.post_init()
 
     @classmethod
@@ -54,12 +54,12 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
             raise FileProblem(f"The weights lack the tensor {missing[0]}; the file is not whole.")
         return (model, info) if output_loading_info else model
 
-    def route(self, budget: int | None = None, trajectory: str | Trajectory | None = None) -> Trajectory:
+    def resolve(self, budget: int | None = None, trajectory: str | Trajectory | None = None) -> Trajectory:
         """What is asked for, else what the config says, else the full trajectory."""
         if budget is None and trajectory is None:
             budget, trajectory = self.config.budget, self.config.trajectory
         require(budget is None or trajectory is None, "Give a budget or a trajectory, not both.")
-        return self.model.route(budget if trajectory is None else trajectory)
+        return self.model.resolve(budget if trajectory is None else trajectory)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
     def forward(
@@ -93,7 +93,7 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         x = self.model.tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if past_key_values is None and _either(use_cache, config.use_cache and not self.training):
             past_key_values = DynamicCache(config=config)
-        passes = bind(past_key_values, self.model, self.route(budget, trajectory), len(x))
+        passes = bind(past_key_values, self.model, self.resolve(budget, trajectory), len(x))
         if position_ids is None:
             position_ids = positions_of(attention_mask, past_key_values, x.shape[1], x.device)
         self._check_context(position_ids)

@@ -64,9 +64,9 @@ def take_all(rows: Sequence[RowState], logits: Tensor) -> list[Event]:
 
 
 def prefill(
-    model: LoopedLM, prompts: Sequence[Sequence[int]], routes: Sequence[Trajectory]
+    model: LoopedLM, prompts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory]
 ) -> tuple[Cache, Tensor]:
     """Run prompts of any lengths: their cache, and the hidden state [B, D] of each one's last token."""
     ids, counts = padded(model, prompts)
-    cache = model.cache(list(routes), len(prompts))
+    cache = model.cache(list(trajectories), len(prompts))
     return cache, ends(model.extend(ids, cache, counts), counts)

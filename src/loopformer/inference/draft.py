@@ -44,8 +44,8 @@ class Draft:
     passes: int | None = None  # stop after so many passes of the trajectory
 
     def __post_init__(self) -> None:
-        route = self.trajectory
-        require(isinstance(route, Trajectory), f"A draft follows a Trajectory, not {route!r}.")
+        trajectory = self.trajectory
+        require(isinstance(trajectory, Trajectory), f"A draft follows a Trajectory, not {trajectory!r}.")
         whole = self.length is None or (is_whole(self.length) and self.length >= 1)
         require(whole, f"A draft needs 1 token or more, a whole number; got {self.length!r}.")
         require(
@@ -85,7 +85,7 @@ def speculate(
 
     `show` gets the events as they come.
     """
-    model.route(draft.trajectory)
+    model.resolve(draft.trajectory)
     rows = [RowState(number, request, tokenizer, model.config) for number, request in enumerate(requests)]
     results: dict[int, Result] = {}
     drafted = accepted = verifications = 0
@@ -99,7 +99,7 @@ def speculate(
     while rows:
         room = min(row.places_left for row in rows)
         wanted = max(row.request.max_tokens - len(row.ids) for row in rows) - 1  # one comes from the verification
-        budget = round(sum(row.route.budget for row in rows) / len(rows))
+        budget = round(sum(row.trajectory.budget for row in rows) / len(rows))
         length = min(draft.length or best_length(model, draft, budget, rate), wanted, max(0, room))
         proposals, beliefs = _draft(model, short, rows, length)
         verdict = _verify(model, full, rows, proposals)

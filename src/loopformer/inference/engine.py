@@ -71,19 +71,19 @@ class Prefixes:
     def tokens(self) -> int:
         return sum(len(prefix.tokens) for prefix in self._kept)
 
-    def find(self, route: Trajectory, prompt: Sequence[int]) -> tuple[RowKeys, int]:
+    def find(self, trajectory: Trajectory, prompt: Sequence[int]) -> tuple[RowKeys, int]:
         """The keys of the prompt that shares the longest beginning, and its length; all but the last token at most,
         since that one's output is what is wanted."""
-        best = max(self._along(route), key=lambda prefix: common(prefix.tokens, prompt), default=None)
+        best = max(self._along(trajectory), key=lambda prefix: common(prefix.tokens, prompt), default=None)
         shared = min(common(best.tokens, prompt), len(prompt) - 1) if best is not None else 0
         if best is None or shared == 0:
-            return RowKeys(route, []), 0
+            return RowKeys(trajectory, []), 0
         self._kept = [prefix for prefix in self._kept if prefix is not best] + [best]
         return best.keys, shared
 
     def keep(self, prompt: Sequence[int], keys: RowKeys) -> None:
         """Remember a prompt, unless nearly all of it is remembered; one that it begins with is then forgotten."""
-        same = self._along(keys.route)
+        same = self._along(keys.trajectory)
         known = max((common(one.tokens, prompt) for one in same), default=0)
         if len(prompt) > self.most_tokens or len(prompt) - known < WORTH_SHARING:
             return
@@ -93,8 +93,8 @@ class Prefixes:
         while self.tokens > self.most_tokens:
             del self._kept[0]
 
-    def _along(self, route: Trajectory) -> list[Prefix]:
-        return [prefix for prefix in self._kept if prefix.keys.route == route]
+    def _along(self, trajectory: Trajectory) -> list[Prefix]:
+        return [prefix for prefix in self._kept if prefix.keys.trajectory == trajectory]
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -109,7 +109,7 @@ class Tag(Protocol):
     """What a row belongs to."""
 
     @property
-    def route(self) -> Trajectory: ...
+    def trajectory(self) -> Trajectory: ...
 
 
 T = TypeVar("T", bound=Tag)
@@ -134,29 +134,31 @@ class Pool(Cache, Generic[T]):
 
     def admit(self, tag: T, table: Tensor | None, kept: RowKeys, length: int) -> int:
         """Take in a row that has run `length` tokens, with its modulations [M, k, 4, D]; its place."""
-        while len(self._kept) < tag.route.budget:
+        while len(self._kept) < tag.trajectory.budget:
             self._take_a_loop(table is not None)
         place = len(self.tags)
         self.tags.append(tag)
         self.lengths.append(0)
-        for budget in sorted({one.route.budget for one in self.tags[:-1]}):  # the shortest routes make room
-            if budget < tag.route.budget:
-                first = next(number for number, one in enumerate(self.tags) if one.route.budget == budget)
+        for budget in sorted({one.trajectory.budget for one in self.tags[:-1]}):  # the shortest routes make room
+            if budget < tag.trajectory.budget:
+                first = next(number for number, one in enumerate(self.tags) if one.trajectory.budget == budget)
                 self._move(first, place)
                 place = first
         self.tags[place] = tag
         self._settle()
         self.write(place, kept, length)
-        for loop, told in enumerate(self._told[: tag.route.budget]):
+        for loop, told in enumerate(self._told[: tag.trajectory.budget]):
             if told is not None and table is not None:
                 told[place] = table[loop]
         return place
 
     def retire(self, place: int) -> None:
         """Let a row go."""
-        mine = self.tags[place].route.budget
-        for budget in sorted({one.route.budget for one in self.tags if one.route.budget <= mine}, reverse=True):
-            last = max(number for number, one in enumerate(self.tags) if one.route.budget == budget)
+        mine = self.tags[place].trajectory.budget
+        for budget in sorted(
+            {one.trajectory.budget for one in self.tags if one.trajectory.budget <= mine}, reverse=True
+        ):
+            last = max(number for number, one in enumerate(self.tags) if one.trajectory.budget == budget)
             if last != place:
                 self._move(last, place)
                 place = last
@@ -169,7 +171,7 @@ class Pool(Cache, Generic[T]):
     def _move(self, source: int, target: int) -> None:
         """Put one row's keys, values, modulations and tag over another's."""
         length = self.lengths[source]
-        for loop in range(self.tags[source].route.budget):
+        for loop in range(self.tags[source].trajectory.budget):
             for pair in self._kept[loop]:
                 for tensor in pair:
                     tensor[target, :, :length] = tensor[source, :, :length]
@@ -180,11 +182,11 @@ class Pool(Cache, Generic[T]):
 
     def _settle(self) -> None:
         """The passes of the rows that are here now."""
-        budgets = [tag.route.budget for tag in self.tags]
+        budgets = [tag.trajectory.budget for tag in self.tags]
         counts = [sum(budget > loop for budget in budgets) for loop in range(max(budgets, default=0))]
         told = [None if (all_ := self._told[loop]) is None else all_[:rows] for loop, rows in enumerate(counts)]
         self.passes = Passes(counts, told, list(range(len(budgets))))
-        self.routes = tuple(tag.route for tag in self.tags)
+        self.trajectories = tuple(tag.trajectory for tag in self.tags)
 
     def _take_a_loop(self, conditioned: bool) -> None:
         self._kept.append(self._empty_loop(self.most, self._blocks))
@@ -261,7 +263,7 @@ class Engine:
 
     def submit(self, request: Request) -> int:
         """Put a request in the queue; its ticket. What is wrong with it is said here, not while others run."""
-        self.model.route(request.trajectory)
+        self.model.resolve(request.trajectory)
         state = RowState(next(self._numbers), request, self._tokenizer, self.model.config)
         with self._door:
             if len(self._waiting) >= self._most_waiting:
@@ -341,7 +343,7 @@ class Engine:
                 beside = (
                     common(other.state.request.prompt, request.prompt)
                     for other in arrivals
-                    if other.state.route == request.trajectory
+                    if other.state.trajectory == request.trajectory
                 )
                 if self._prefixes.most_tokens and max(beside, default=0) >= shared + WORTH_SHARING:
                     break
@@ -351,19 +353,19 @@ class Engine:
 
     def _prefill(self, group: list[Arrival]) -> list[Event]:
         """Run prompts together; those that go on after their first token get a row each."""
-        routes = [arrival.state.route for arrival in group]
+        trajectories = [arrival.state.trajectory for arrival in group]
         ids, counts = padded(self.model, [arrival.rest for arrival in group])
         capacity = max(arrival.shared for arrival in group) + max(counts)
-        cache = self.model.cache(routes, len(group), capacity)
+        cache = self.model.cache(trajectories, len(group), capacity)
         for row, arrival in enumerate(group):
             cache.write(row, arrival.keys, arrival.shared)
         hidden = ends(self.model.extend(ids, cache, counts, check=False), counts)
         events = self._take([arrival.state for arrival in group], hidden)
         for row, (arrival, event) in enumerate(zip(group, events, strict=True)):
-            keys, prompt, route = cache.read(row), arrival.state.request.prompt, routes[row]
+            keys, prompt, trajectory = cache.read(row), arrival.state.request.prompt, trajectories[row]
             self._prefixes.keep(prompt, keys)
             if event.result is None:
-                self._pool.admit(arrival.state, self._table(route), keys, len(prompt))
+                self._pool.admit(arrival.state, self._table(trajectory), keys, len(prompt))
         self.counts.prompt_tokens += sum(counts)
         self.counts.shared_tokens += sum(arrival.shared for arrival in group)
         return events
@@ -372,13 +374,13 @@ class Engine:
         """The next token of each, from the hidden states of their last ones [B, D]."""
         return take_all(states, self.model.head(hidden)[:, : self.model.config.vocab])
 
-    def _table(self, route: Trajectory) -> Tensor | None:
+    def _table(self, trajectory: Trajectory) -> Tensor | None:
         """The modulations of a trajectory, computed once for as long as someone follows it."""
-        if route not in self._tables:
-            followed = {state.route for state in self._pool.tags}
+        if trajectory not in self._tables:
+            followed = {state.trajectory for state in self._pool.tags}
             self._tables = {known: table for known, table in self._tables.items() if known in followed}
-            self._tables[route] = self.model.table(route)
-        return self._tables[route]
+            self._tables[trajectory] = self.model.table(trajectory)
+        return self._tables[trajectory]
 
     def _drop_cancelled(self) -> None:
         with self._door:

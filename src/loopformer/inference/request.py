@@ -180,7 +180,7 @@ class RowState:
         self.random = self._draws.random
 
     @property
-    def route(self) -> Trajectory:
+    def trajectory(self) -> Trajectory:
         return self.request.trajectory
 
     @property
@@ -233,5 +233,5 @@ class RowState:
     def _finish(self, piece: str, reason: Reason) -> Event:
         piece += self.stream.finish()
         ids, logprobs = tuple(self.ids), tuple(self.logprobs)
-        prompt, route = len(self.request.prompt), self.request.trajectory
-        return Event(self.number, piece, Result(self.stream.text, ids, logprobs, reason, prompt, route))
+        prompt, trajectory = len(self.request.prompt), self.request.trajectory
+        return Event(self.number, piece, Result(self.stream.text, ids, logprobs, reason, prompt, trajectory))

@@ -34,7 +34,7 @@ class Score:
 
 
 @torch.no_grad()
-def score(model: LoopedLM, texts: Sequence[Sequence[int]], routes: Sequence[Trajectory]) -> list[Score]:
+def score(model: LoopedLM, texts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory]) -> list[Score]:
     """Score token sequences, each along its own trajectory; as many at once as memory is spent on readily."""
     context = model.config.context
     for ids in texts:
@@ -43,13 +43,15 @@ def score(model: LoopedLM, texts: Sequence[Sequence[int]], routes: Sequence[Traj
     batch = max(1, BATCH_TOKENS // max(map(len, texts), default=1))
     scores: list[Score] = []
     for first in range(0, len(texts), batch):
-        scores += _score_batch(model, texts[first : first + batch], routes[first : first + batch])
+        scores += _score_batch(model, texts[first : first + batch], trajectories[first : first + batch])
     return scores
 
 
-def _score_batch(model: LoopedLM, texts: Sequence[Sequence[int]], routes: Sequence[Trajectory]) -> list[Score]:
+def _score_batch(
+    model: LoopedLM, texts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory]
+) -> list[Score]:
     filled, _ = padded(model, texts)
-    hidden = model(filled, list(routes), logits=False).hidden
+    hidden = model(filled, list(trajectories), logits=False).hidden
     scores = []
     for row, ids in enumerate(texts):
         logits = model.head(hidden[row, : len(ids) - 1])[:, : model.config.vocab].float()

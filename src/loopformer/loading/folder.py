@@ -250,7 +250,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     return from_mapping(ModelConfig, content.get("model"), "model")
 
 
-def default_route(folder: str | Path) -> str | int | None:
+def default_trajectory(folder: str | Path) -> str | int | None:
     """The trajectory or budget that an export names as its default."""
     if not is_model_folder(folder):
         return None

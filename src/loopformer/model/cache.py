@@ -24,12 +24,12 @@ from loopformer.trajectory import Trajectory
 class RowKeys:
     """What is kept of one row along its trajectory: keys and values [H, T, D/H] by loop and block."""
 
-    route: Trajectory
+    trajectory: Trajectory
     pairs: list[list[tuple[Tensor, Tensor]]]
 
     def copy(self) -> "RowKeys":
         """The same in memory of its own."""
-        return RowKeys(self.route, [[(k.clone(), v.clone()) for k, v in loop] for loop in self.pairs])
+        return RowKeys(self.trajectory, [[(k.clone(), v.clone()) for k, v in loop] for loop in self.pairs])
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Cache:
     def __init__(
         self,
         config: ModelConfig,
-        routes: Sequence[Trajectory],
+        trajectories: Sequence[Trajectory],
         passes: Passes,
         capacity: int,
         weight: Tensor,
@@ -80,9 +80,9 @@ class Cache:
         """`weight`, the model's token embedding, says whose cache this is; its device and dtype are the cache's."""
         if not 1 <= capacity <= config.context:
             raise LoopformerError(f"A cache holds 1 to {config.context} tokens (the context), not {capacity}.")
-        self.routes, self.passes, self.capacity, self._weight = tuple(routes), passes, capacity, weight
-        self.lengths = [0] * len(routes)
-        order = range(len(routes)) if passes.order is None else passes.order
+        self.trajectories, self.passes, self.capacity, self._weight = tuple(trajectories), passes, capacity, weight
+        self.lengths = [0] * len(trajectories)
+        order = range(len(trajectories)) if passes.order is None else passes.order
         self._order = torch.tensor(list(order), dtype=torch.long, device=weight.device)
         self._shape = (config.heads, capacity, config.head_width)
         self._kept = [self._empty_loop(rows, config.blocks) for rows in passes.rows]
@@ -140,15 +140,16 @@ class Cache:
     def read(self, row: int) -> RowKeys:
         """What is kept of a row, not copied."""
         place, length = self._place_of(row), self.lengths[row]
-        loops = self._kept[: self.routes[row].budget]
+        loops = self._kept[: self.trajectories[row].budget]
         pairs = [[(keys[place, :, :length], values[place, :, :length]) for keys, values in loop] for loop in loops]
-        return RowKeys(self.routes[row], pairs)
+        return RowKeys(self.trajectories[row], pairs)
 
     def write(self, row: int, kept: RowKeys, length: int) -> None:
         """Let a row begin with the first `length` tokens of another one along the same trajectory."""
-        if kept.route != self.routes[row]:
+        if kept.trajectory != self.trajectories[row]:
             raise LoopformerError(
-                f"Row {row} of this cache follows {self.routes[row]}, not {kept.route}; make a new cache for it."
+                f"Row {row} of this cache follows {self.trajectories[row]}, not {kept.trajectory}; "
+                "make a new cache for it."
             )
         place = self._place_of(row)
         for loop, others in zip(self._kept, kept.pairs, strict=False):
@@ -170,7 +171,7 @@ class Cache:
     def select(self, rows: Sequence[int]) -> "Cache":
         """A cache of some of the rows, in this order; the rest is let go."""
         chosen = copy(self)
-        chosen.routes = tuple(self.routes[row] for row in rows)
+        chosen.trajectories = tuple(self.trajectories[row] for row in rows)
         chosen.lengths = [self.lengths[row] for row in rows]
         places = {int(row): place for place, row in enumerate(self._order)}  # where a row lies in the tensors
         plain = self.passes.order is None
@@ -178,7 +179,7 @@ class Cache:
         kept = kept if plain else sorted(kept)  # longest routes first
         chosen._order = torch.tensor([new for _, new in kept], device=self._order.device)
         index = torch.tensor([place for place, _ in kept], device=self._order.device)
-        deepest = max(route.budget for route in chosen.routes)
+        deepest = max(trajectory.budget for trajectory in chosen.trajectories)
         counts = [int((index < count).sum()) for count in self.passes.rows[:deepest]]
         told = [
             one if one is None or len(one) == 1 else one[index[:count]]

@@ -25,7 +25,7 @@ from loopformer.model.conditioning import Conditioner
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory, resolve
 
-Route = Trajectory | str | int | None
+TrajectoryLike = Trajectory | str | int | None
 Step = Callable[..., Tensor]  # one pass through the stack: its number, x, modulation, rotary, mask
 F_ = TypeVar("F_", bound=Callable[..., Any])
 
@@ -76,7 +76,7 @@ class LoopedLM(nn.Module):
     def forward(
         self,
         ids: Tensor,
-        trajectory: Route | Sequence[Route] = None,
+        trajectory: TrajectoryLike | Sequence[TrajectoryLike] = None,
         *,
         documents: Tensor | None = None,
         logits: bool = True,
@@ -95,7 +95,7 @@ class LoopedLM(nn.Module):
         stack      another way to run a pass than `self.stack`, as training has them
         """
         self.check(ids, documents, check)
-        passes = self.passes(self.routes(trajectory, len(ids), beyond), len(ids))
+        passes = self.passes(self.trajectories(trajectory, len(ids), beyond), len(ids))
         x, rotary, mask = self.embed(ids, documents)
         run = stack or self.stack
         kept: list[Tensor] = []
@@ -128,7 +128,7 @@ class LoopedLM(nn.Module):
 
     def cache(
         self,
-        trajectory: Route | Sequence[Route],
+        trajectory: TrajectoryLike | Sequence[TrajectoryLike],
         rows: int,
         capacity: int | None = None,
         passes: int | None = None,
@@ -137,10 +137,10 @@ class LoopedLM(nn.Module):
 
         With `passes`, every row stops after so many passes of its trajectory.
         """
-        routes = self.routes(trajectory, rows)
-        each = [routes] * rows if isinstance(routes, Trajectory) else routes
+        trajectories = self.trajectories(trajectory, rows)
+        each = [trajectories] * rows if isinstance(trajectories, Trajectory) else trajectories
         with torch.no_grad():
-            followed = self.passes(routes, rows).first(passes)
+            followed = self.passes(trajectories, rows).first(passes)
         return Cache(self.config, each, followed, capacity or self.config.context, self.tokens.weight)
 
     @_not_compiled
@@ -184,18 +184,18 @@ class LoopedLM(nn.Module):
         return table
 
     @_not_compiled
-    def passes(self, routes: Trajectory | list[Trajectory], rows: int) -> Passes:
+    def passes(self, trajectories: Trajectory | list[Trajectory], rows: int) -> Passes:
         """Which rows take part in each pass, and under which modulation."""
-        if isinstance(routes, Trajectory):
-            table = self.table(routes)
-            modulations = [None] * routes.budget if table is None else [row[None] for row in table]
-            return Passes([rows] * routes.budget, modulations, None)
-        tables = {route: self.table(route) for route in set(routes)}
-        order = sorted(range(rows), key=lambda row: -routes[row].budget)
+        if isinstance(trajectories, Trajectory):
+            table = self.table(trajectories)
+            modulations = [None] * trajectories.budget if table is None else [row[None] for row in table]
+            return Passes([rows] * trajectories.budget, modulations, None)
+        tables = {trajectory: self.table(trajectory) for trajectory in set(trajectories)}
+        order = sorted(range(rows), key=lambda row: -trajectories[row].budget)
         counts, mixed = [], []
-        for step in range(routes[order[0]].budget):
-            going = [routes[row] for row in order if routes[row].budget > step]
-            told = [table[step] for route in going if (table := tables[route]) is not None]
+        for step in range(trajectories[order[0]].budget):
+            going = [trajectories[row] for row in order if trajectories[row].budget > step]
+            told = [table[step] for trajectory in going if (table := tables[trajectory]) is not None]
             counts.append(len(going))
             mixed.append(torch.stack(told) if told else None)
         return Passes(counts, mixed, order)
@@ -226,26 +226,26 @@ class LoopedLM(nn.Module):
         return x if back is None else torch.cat([x, *done])[back]
 
     @_not_compiled
-    def routes(
-        self, trajectory: Route | Sequence[Route], rows: int, beyond: bool = False
+    def trajectories(
+        self, trajectory: TrajectoryLike | Sequence[TrajectoryLike], rows: int, beyond: bool = False
     ) -> Trajectory | list[Trajectory]:
         """Resolve what the caller gave into one trajectory, or one per row, that this model can follow."""
         if isinstance(trajectory, str) or not isinstance(trajectory, Sequence):
-            return self.route(trajectory, beyond)
+            return self.resolve(trajectory, beyond)
         if len(trajectory) != rows:
             raise LoopformerError(f"{len(trajectory)} trajectories were given for {rows} rows; give one per row.")
-        each = [self.route(one, beyond) for one in trajectory]
+        each = [self.resolve(one, beyond) for one in trajectory]
         return each[0] if len(set(each)) == 1 else each
 
-    def route(self, trajectory: Route, beyond: bool = False) -> Trajectory:
+    def resolve(self, trajectory: TrajectoryLike, beyond: bool = False) -> Trajectory:
         """Resolve one trajectory and check that this model can follow it."""
-        route = resolve(trajectory, self.config.loops, beyond)
-        if self.config.conditioning in ("none", "index") and not route.is_uniform:
+        trajectory = resolve(trajectory, self.config.loops, beyond)
+        if self.config.conditioning in ("none", "index") and not trajectory.is_uniform:
             raise LoopformerError(
                 f"A model with conditioning {self.config.conditioning!r} is not told its steps, so it can only "
-                f"follow uniform trajectories; use the budget {route.budget} instead of {route}."
+                f"follow uniform trajectories; use the budget {trajectory.budget} instead of {trajectory}."
             )
-        return route
+        return trajectory
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the step, not the loop: one graph serves every budget and schedule."""

@@ -23,7 +23,7 @@ class Piece:
     short_rows: tuple[int, ...]  # counted from `start`
 
 
-def short_route(loops: int, objective: ObjectiveConfig, seed: int, step: int, part: int) -> Trajectory | None:
+def short_trajectory(loops: int, objective: ObjectiveConfig, seed: int, step: int, part: int) -> Trajectory | None:
     """The short route of a part at a step; None where the objective has none."""
     if not objective.elastic:
         return None

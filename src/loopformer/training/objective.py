@@ -64,13 +64,13 @@ class Objective(nn.Module):
         targets: Tensor,
         documents: Tensor | None,
         divisors: Divisors,
-        route: Trajectory | None = None,
+        trajectory: Trajectory | None = None,
         short: Trajectory | None = None,
         short_rows: tuple[int, ...] = (),
     ) -> Losses:
         """inputs, targets [B, T]; all rows follow `route` (None: the full one), `short_rows` also `short`."""
         config, model, stack = self.config, self.model, self._stack()
-        full = self._hidden(inputs, documents, route, stack)  # [B, T, D]
+        full = self._hidden(inputs, documents, trajectory, stack)  # [B, T, D]
         rows = [] if short is None else list(short_rows)
         others = sorted(set(range(len(inputs))) - set(rows))
         # Each part is a sum over its tokens, divided by the whole step's count of tokens.
@@ -128,9 +128,9 @@ class Objective(nn.Module):
         self,
         inputs: Tensor,
         documents: Tensor | None,
-        route: Trajectory | None,
+        trajectory: Trajectory | None,
         stack: Callable[..., Tensor] | None,
     ) -> Tensor:
-        out = self.model(inputs, route, documents=documents, logits=False, check=False, stack=stack)
+        out = self.model(inputs, trajectory, documents=documents, logits=False, check=False, stack=stack)
         hidden: Tensor = out.hidden
         return hidden

@@ -31,7 +31,7 @@ from loopformer.device import device_name, peak_flops
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
 from loopformer.files import read_json
 from loopformer.loading.folder import SETTINGS, STATE, latest_good, load_model, save_tensors
-from loopformer.training.batches import Piece, pieces, short_route
+from loopformer.training.batches import Piece, pieces, short_trajectory
 from loopformer.training.checkpoint import (
     drop_beyond,
     optimizer_tensors,
@@ -242,7 +242,7 @@ class Trainer:
         terms = torch.zeros(3, dtype=torch.float32, device=device)
         flops = 0.0
         for number, (piece, rows) in enumerate(batch):
-            short = short_route(run.model.loops, run.objective, run.training.seed, step, piece.part)
+            short = short_trajectory(run.model.loops, run.objective, run.training.seed, step, piece.part)
             with self.parallel.micro_batch(last=number == len(batch) - 1):
                 with autocast(device, run):
                     losses = self.parallel.module(

@@ -423,7 +423,7 @@ def _obstacle(shared: _Shared, subject: Subject, part: str) -> str:
 
 def _perplexity(shared: _Shared, subject: Subject, report: Report | None) -> list[Piece]:
     asked, tokenizer = shared.asked, subject.lm.need_tokenizer()
-    routes = [subject.model.route(budget) for budget in asked.budgets_of(subject.model.config)]
+    trajectories = [subject.model.resolve(budget) for budget in asked.budgets_of(subject.model.config)]
     rows = []
     for number in range(len(asked.sources)):
         text, context = shared.text(number, tokenizer, report), subject.model.config.context
@@ -434,7 +434,7 @@ def _perplexity(shared: _Shared, subject: Subject, report: Report | None) -> lis
         rows += perplexity(
             subject.model,
             text,
-            routes,
+            trajectories,
             Protocol(max_tokens=asked.max_tokens),
             weights=subject.weights,
             store=subject.store,
@@ -448,8 +448,8 @@ def _tasks(shared: _Shared, subject: Subject, report: Report | None) -> list[Pie
     from loopformer.evaluation.benchmarks import ask, model_facts, results
 
     assert shared.suite is not None
-    routes = [subject.model.route(budget) for budget in shared.asked.budgets_of(subject.model.config)]
-    runs = ask(subject, shared.suite.queries, routes, shared.asked.batch_tokens, report)
+    trajectories = [subject.model.resolve(budget) for budget in shared.asked.budgets_of(subject.model.config)]
+    runs = ask(subject, shared.suite.queries, trajectories, shared.asked.batch_tokens, report)
     found: list[Piece] = results(shared.suite, model_facts(subject, runs), runs)["runs"]
     return found
 
@@ -487,7 +487,7 @@ def _analysis(shared: _Shared, subject: Subject, report: Report | None) -> Piece
         "kind": "dynamics",
         "weights": subject.weights,
         "prompts": prompts.hash,
-        "trajectory": str(model.route(None)),
+        "trajectory": str(model.resolve(None)),
         "states": "before",
         "dtype": str(weight.dtype),
         "device": weight.device.type,

@@ -198,7 +198,7 @@ def stream_adaptive(
         follow = partial(_climbing, Ladder(model), policy, tally)
     else:
         for route in policy.routes:
-            model.route(route)
+            model.resolve(route)
         follow = partial(_chosen, model, policy, tally)
     for number, request in enumerate(requests):
         row = RowState(number, request, tokenizer, model.config)

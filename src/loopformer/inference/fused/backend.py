@@ -74,22 +74,22 @@ class Fast:
         """Whether the kernels can run: on a CUDA device, with Triton installed."""
         return model.tokens.weight.device.type == "cuda" and find_spec("triton") is not None
 
-    def decoder(self, route: Trajectory, rows: int) -> AbstractContextManager[Decoder]:
+    def decoder(self, trajectory: Trajectory, rows: int) -> AbstractContextManager[Decoder]:
         """Lend one for at least so many rows; sizes are powers of two, so that there are few."""
         from loopformer.inference.fused.decoder import Decoder
 
         self._look_at_weights()
         size = 1 << (rows - 1).bit_length()
-        make = partial(Decoder, self.model, route, size, self._weights, self._tuning)
-        return self._decoders.lend((route, size), make)
+        make = partial(Decoder, self.model, trajectory, size, self._weights, self._tuning)
+        return self._decoders.lend((trajectory, size), make)
 
-    def speculator(self, route: Trajectory, draft: Draft) -> AbstractContextManager[Speculator]:
+    def speculator(self, trajectory: Trajectory, draft: Draft) -> AbstractContextManager[Speculator]:
         """Lend one for this trajectory and draft."""
         from loopformer.inference.fused.speculate import Speculator
 
         self._look_at_weights()
-        make = partial(Speculator, self.model, route, draft, self._weights, self._tuning)
-        return self._speculators.lend((route, draft), make)
+        make = partial(Speculator, self.model, trajectory, draft, self._weights, self._tuning)
+        return self._speculators.lend((trajectory, draft), make)
 
     def speculate(
         self,
@@ -102,7 +102,7 @@ class Fast:
         from loopformer.inference.fused.speculate import speculate_one_by_one
 
         return speculate_one_by_one(
-            self.model, lambda route: self.speculator(route, draft), tokenizer, requests, show
+            self.model, lambda trajectory: self.speculator(trajectory, draft), tokenizer, requests, show
         )
 
     @torch.no_grad()
@@ -111,15 +111,15 @@ class Fast:
         from loopformer.inference.fused.decoder import MOST_INT8_ROWS
 
         rows = [RowState(number, request, tokenizer, self.model.config) for number, request in enumerate(requests)]
-        for route in dict.fromkeys(row.route for row in rows):
-            alike = [row for row in rows if row.route == route]
+        for trajectory in dict.fromkeys(row.trajectory for row in rows):
+            alike = [row for row in rows if row.trajectory == trajectory]
             most = MOST_INT8_ROWS if self._int8 else len(alike)
             for start in range(0, len(alike), most):
-                yield from self._run(route, alike[start : start + most])
+                yield from self._run(trajectory, alike[start : start + most])
 
-    def _run(self, route: Trajectory, rows: list[RowState]) -> Iterator[Event]:
+    def _run(self, trajectory: Trajectory, rows: list[RowState]) -> Iterator[Event]:
         with ExitStack() as lent:
-            decoder = lent.enter_context(self.decoder(route, len(rows)))
+            decoder = lent.enter_context(self.decoder(trajectory, len(rows)))
             idle = [[0]] * (decoder.rows - len(rows))
             hidden = decoder.prefill([*(row.request.prompt for row in rows), *idle])
             logits = self.model.head(hidden)[:, : self.model.config.vocab]
@@ -132,7 +132,7 @@ class Fast:
                 if not rows:
                     return
                 if 2 * len(rows) <= decoder.rows:
-                    smaller = lent.enter_context(self.decoder(route, len(rows)))
+                    smaller = lent.enter_context(self.decoder(trajectory, len(rows)))
                     smaller.adopt(decoder, seats)
                     decoder, seats = smaller, list(range(len(rows)))
                 tokens = torch.zeros(decoder.rows, dtype=torch.long)

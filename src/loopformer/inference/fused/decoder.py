@@ -66,7 +66,7 @@ class Decoder:
     def __init__(
         self,
         model: LoopedLM,
-        route: Trajectory,
+        trajectory: Trajectory,
         rows: int,
         weights: Weights | None = None,
         tuning: Tuning | None = None,
@@ -74,8 +74,8 @@ class Decoder:
     ) -> None:
         """`together` is the cache of the one sequence that all rows belong to; without it each is its own."""
         config, like = model.config, model.tokens.weight.detach()
-        self.model, self.route, self.rows = model, model.route(route), rows
-        self.cache = model.cache(self.route, rows) if together is None else together
+        self.model, self.trajectory, self.rows = model, model.resolve(trajectory), rows
+        self.cache = model.cache(self.trajectory, rows) if together is None else together
         self._together = rows if together is not None else 1
         self._weights, self._tuning = weights or plain(model), tuning or Tuning()
         require(
@@ -112,7 +112,7 @@ class Decoder:
             angle[0, 0].contiguous() for angle in rotary_angles(positions, config.head_width, torch.float32)
         )
         with torch.no_grad():
-            table = model.table(self.route)
+            table = model.table(self.trajectory)
         self._table = None if table is None else table.to(like.dtype).contiguous()
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
 
@@ -222,7 +222,7 @@ class Decoder:
             return [Told(*block.unbind()) for loop in self._table for block in loop]
         norms = [(block.norm_1.weight, block.norm_2.weight) for block in self.model.stack.each()]
         each = [Told(None, None, one, two) for one, two in norms if one is not None and two is not None]
-        return each * self.route.budget
+        return each * self.trajectory.budget
 
     def _block_of_few(self, step: int, told: Told) -> None:
         """Five kernels."""

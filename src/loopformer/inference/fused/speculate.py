@@ -49,7 +49,7 @@ class Speculator:
     def __init__(
         self,
         model: LoopedLM,
-        route: Trajectory,
+        trajectory: Trajectory,
         draft: Draft,
         weights: Weights | None = None,
         tuning: Tuning | None = None,
@@ -59,8 +59,8 @@ class Speculator:
         most = (MOST_INT8_ROWS if self._weights.int8 else MOST_TOGETHER) - 1
         what = "int8 weights draft" if self._weights.int8 else "With fast a draft has"
         require((draft.length or 1) <= most, f"{what} at most {most} tokens, got {draft.length}; draft fewer.")
-        self.model, self.route, self.draft, self._tuning = model, model.route(route), draft, tuning
-        self._full, self._short = model.cache(self.route, 1), model.cache(model.route(draft.trajectory), 1)
+        self.model, self.trajectory, self.draft, self._tuning = model, model.resolve(trajectory), draft, tuning
+        self._full, self._short = model.cache(self.trajectory, 1), model.cache(model.resolve(draft.trajectory), 1)
         # Before a draft the context holds a token of the prompt and the one after it.
         self.longest = min(draft.length or LONGEST, most, max(0, self._full.capacity - 2))
         # A draft that was kept whole leaves its last token unrun, so the first pass of the next runs two tokens.
@@ -110,7 +110,7 @@ class Speculator:
 
     def _start(self, length: int, rate: float) -> int:
         """Begin a round after so many tokens; how many it drafts."""
-        drafted = self.draft.length or best_length(self.model, self.draft, self.route.budget, rate)
+        drafted = self.draft.length or best_length(self.model, self.draft, self.trajectory.budget, rate)
         drafted = min(drafted, self.longest)
         room = self._full.capacity - 1 - length
         if drafted > room:  # the last few tokens of a context are not worth compiling for
@@ -169,13 +169,13 @@ class Speculator:
         )
 
     def _drafter(self, rows: int) -> Decoder:
-        route = self.model.route(self.draft.trajectory)
-        return Decoder(self.model, route, rows, self._weights, self._tuning, together=self._short)
+        trajectory = self.model.resolve(self.draft.trajectory)
+        return Decoder(self.model, trajectory, rows, self._weights, self._tuning, together=self._short)
 
     def _verifier(self, rows: int) -> Decoder:
         """One for each number of rows; they share the tokens, their places and the cache."""
         if rows not in self._verifiers:
-            made = Decoder(self.model, self.route, rows, self._weights, self._tuning, together=self._full)
+            made = Decoder(self.model, self.trajectory, rows, self._weights, self._tuning, together=self._full)
             made.ids, made.lengths = self._ids[:rows], self._lengths[:rows]
             self._verifiers[rows] = made
         return self._verifiers[rows]
@@ -199,7 +199,7 @@ def speculate_one_by_one(
     results: list[Result] = []
     drafted = accepted = verifications = 0
     for row in rows:
-        with speculator(row.route) as one:
+        with speculator(row.trajectory) as one:
             event = row.take(model.head(one.prefill(row.request.prompt))[: model.config.vocab])
             show(event)
             verifications += 1  # the prompt's pass, which gave the first token
