@@ -36,8 +36,8 @@ from torch import Tensor
 # All that is used of the package, in one place: names may move, what they do may not.
 from loopformer import LoopedLM, ModelConfig, Trajectory, load
 from loopformer.cli import main
-from loopformer.inference.adaptive import PromptPolicy, TokenPolicy
-from loopformer.inference.speculative import Draft
+from loopformer.inference.adaptive.policy import PromptPolicy, TokenPolicy
+from loopformer.inference.draft import Draft
 
 EXPECTED = Path(__file__).with_name("expected.json")
 # What differs from one run or machine to the next.
