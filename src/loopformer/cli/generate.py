@@ -129,10 +129,10 @@ def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool) -> No
     import torch
 
     from loopformer.device import choose_device
-    from loopformer.inference.fused.backend import Fast
+    from loopformer.inference.fused.backend import DecoderPool
 
     place = choose_device(device)
-    ready = fast and Fast.ready(lm.to(place).model)
+    ready = fast and DecoderPool.ready(lm.to(place).model)
     if fast and not ready:
         typer.echo("--fast changes nothing here: it needs a CUDA device and Triton.", err=True)
     lm.to(place, dtype or (torch.bfloat16 if ready else torch.float32))
@@ -174,7 +174,7 @@ def _stream(
 ) -> None:
     """Run a request, showing its text as it comes; `draft` is a budget or schedule, and a length."""
     from loopformer.inference.draft import Draft
-    from loopformer.inference.fused.backend import Fast
+    from loopformer.inference.fused.backend import DecoderPool
     from loopformer.inference.request import REASONS
 
     results = []
@@ -215,7 +215,7 @@ def _stream(
         return
     sys.stdout.write("\n")
     rate = seconds / len(result.ids) * 1e3
-    included = "prompt and compilation" if fast and Fast.ready(lm.model) else "prompt"
+    included = "prompt and compilation" if fast and DecoderPool.ready(lm.model) else "prompt"
     typer.echo(
         f"[{len(result.ids)} tokens, {rate:.1f} ms each, {included} included;{said} {REASONS[result.reason]}]",
         err=True,

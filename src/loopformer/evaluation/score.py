@@ -43,8 +43,7 @@ from torch import Tensor
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import RunFailed, require
-from loopformer.inference.decode import padded
-from loopformer.inference.engine import common
+from loopformer.inference.decode import common, padded
 from loopformer.model import LoopedLM
 from loopformer.model.block import Rotary
 from loopformer.trajectory import Trajectory

@@ -42,7 +42,7 @@ from typing import Any
 from loopformer.errors import FileProblem, LoopformerError, require
 from loopformer.evaluation.score import BATCH_TOKENS, Count, encode_pairs, encode_texts, loglikelihoods_along
 from loopformer.files import write_atomic
-from loopformer.inference.decode import generate
+from loopformer.inference.engine import generate
 from loopformer.inference.request import Request
 from loopformer.inference.sampling import Sampling
 from loopformer.lm import LM
@@ -334,7 +334,7 @@ def _generate(
         batch = order[start : start + rows]
         for event in generate(lm.model, tokenizer, [requests[number] for number in batch]):
             if event.result is not None:
-                texts[batch[event.row]] = event.result.text
+                texts[batch[event.ticket]] = event.result.text
                 tokens += event.result.prompt_tokens + len(event.result.ids)
         if count:
             count(start + len(batch), len(order))
