@@ -7,7 +7,7 @@ for verdict in speculator.follow(first, count=64): ...       # verdict.tokens: w
 One sequence at a time. A round drafts `length` tokens with decoders along the short trajectory and verifies them as
 that many more rows of a decoder along the full one (decoder.py); the device itself finds out what is kept and where
 the next round begins, and the host reads that once a round. Tokens are those of `Decoder.greedy` along the full
-trajectory, up to rounding: products of several rows round otherwise than those of one, so where the two most likely
+trajectory, up to rounding: matmuls of several rows round otherwise than those of one, so where the two most likely
 tokens are equal but for that, either may be chosen.
 """
 

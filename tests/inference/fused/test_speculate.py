@@ -11,7 +11,7 @@ from loopformer.config import Conditioning
 from loopformer.inference.draft import Draft
 from loopformer.inference.request import RowState
 
-from .models import spread
+from ..models import spread
 
 pytest.importorskip("triton")
 Positions = Literal["learned", "rotary"]
