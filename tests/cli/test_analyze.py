@@ -4,13 +4,10 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from loopformer import LoopedLM, ModelConfig
-from loopformer.data.tokenizer import Tokenizer
-from loopformer.loading import save_model
+from .models import save_small
 
 Run = Callable[..., tuple[int, str, str]]  # exit code, stdout, stderr
 
@@ -18,19 +15,10 @@ Run = Callable[..., tuple[int, str, str]]  # exit code, stdout, stderr
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     """The command, in a folder with two models of different depth, one without a tokenizer, and a text."""
-    tokenizer = Tokenizer.train(["every pass is told its time and its step"] * 9, 280)
-    sizes: dict[str, Any] = {
-        "blocks": 1,
-        "width": 16,
-        "heads": 2,
-        "ffn": 32,
-        "context": 24,
-        "vocab": tokenizer.vocab_size,
-    }
     for name, loops in (("one", 4), ("two", 2), ("mute", 4)):
-        save_model(LoopedLM(ModelConfig(loops=loops, modulator_start="normal", **sizes)), tmp_path / name)
-        if name != "mute":
-            tokenizer.save(tmp_path / name)
+        save_small(
+            tmp_path / name, context=24, loops=loops, with_tokenizer=name != "mute", modulator_start="normal"
+        )
     (tmp_path / "text.txt").write_text("every pass is told its time and its step, " * 40)
     (tmp_path / "short.txt").write_text("no")
     monkeypatch.chdir(tmp_path)
