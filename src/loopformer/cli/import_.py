@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from loopformer.cli.options import Json
+
 
 def import_(
     source: Annotated[str, typer.Argument(help="A .safetensors or .pt file, a Hugging Face folder, or a Hub id.")],
@@ -13,7 +15,7 @@ def import_(
     heads: Annotated[int | None, typer.Option(help="Attention heads, where no config says so.")] = None,
     loops: Annotated[int | None, typer.Option(help="Loops L, where no config says so.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a model that is already there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Import published weights; nothing that comes with them is run.
 
