@@ -1,6 +1,10 @@
 """`loopformer analyze` as a user meets it."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -78,3 +82,20 @@ def test_mistakes_are_one_sentence(run: Run, words: list[str], code: int, said: 
     assert left == code
     assert said in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_control_c_says_that_the_analysis_starts_again(run: Run, tmp_path: Path) -> None:
+    # Tests that run in the background inherit a SIGINT that is ignored; a user at a terminal does not.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from loopformer.cli import main; main()"
+    words = ["analyze", "-m", "one", "--text", "long.txt", "--prompts", "20000", "--out", "deep/out"]
+    (tmp_path / "long.txt").write_text("every pass is told its time and its step, " * 60_000)
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "deep" / "out").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate()
+    assert process.returncode == 130, error
+    assert error == (
+        "loopformer: stopped; an analysis is written when all is measured, the same command starts again.\n"
+    )

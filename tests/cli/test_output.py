@@ -1,10 +1,34 @@
-"""Tables, progress and numbers, as every verb prints them."""
+"""Tables, progress, numbers and Ctrl-C, as in every verb."""
 
+import builtins
 import time
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from loopformer.cli import app
 from loopformer.cli.output import duration, number, print_table, progress
+
+from .process import invoke
+
+# Every verb, with what it cannot do without.
+VERBS = [
+    ["prepare"],
+    ["train", "demo"],
+    ["generate", "Once", "--model", "m"],
+    ["calibrate", "--model", "m", "--mean-budget", "2", "--out", "out"],
+    ["eval"],
+    ["search", "--model", "m", "--budget", "2"],
+    ["analyze", "--model", "m"],
+    ["report", "m", "--out", "out"],
+    ["info"],
+    ["import", "m", "out"],
+    ["export", "m", "out"],
+    ["bench", "decode"],
+    ["bench", "train"],
+    ["bench", "memory"],
+]
 
 
 def test_cells_are_plain_text_and_numbers_stand_to_the_right(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,3 +64,28 @@ def test_numbers_and_durations() -> None:
         "-",
     )
     assert [duration(seconds) for seconds in (8, 90, 5400)] == ["8 s", "1.5 minutes", "1.5 hours"]
+
+
+def test_the_list_of_verbs_is_whole() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    known = {name for name in commands if name != "bench"} | {
+        f"bench {name}" for name in commands["bench"].commands
+    }
+    assert {" ".join(words[: 1 + (words[0] == "bench")]) for words in VERBS} == known
+
+
+@pytest.mark.parametrize("words", VERBS, ids=lambda words: "-".join(words[:2]))
+def test_control_c_is_one_sentence_in_every_verb(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def interrupted(name: str, *rest: Any) -> Any:
+        if name.startswith("loopformer.") and not name.startswith("loopformer.cli"):
+            raise KeyboardInterrupt  # a verb imports what it needs when it runs, which takes a while
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    done = invoke(*words)
+    assert done.exit_code == 130
+    assert done.stderr.startswith("loopformer: stopped; ")
+    assert "the same command" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loopformer.cli.options import Device, Field, Json, OutFolder, Trajectories
-from loopformer.cli.output import make_folder, number, print_files, print_table, progress
+from loopformer.cli.output import make_folder, number, print_files, print_table, progress, stoppable
 
 if TYPE_CHECKING:
     from loopformer.analysis.dynamics import Dynamics
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _LENGTH = 128  # tokens; the same for most models, because entropy depends on it
 
 
+@stoppable("an analysis is written when all is measured, the same command starts again")
 def analyze(
     model: Annotated[
         list[str],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loopformer.cli.options import Device
+from loopformer.cli.output import stoppable
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 
+_KEPT = "nothing is kept but the lines above, the same command starts again"
 _PAPER = "paper/loopformer-3x8"
 Weights = Annotated[str, typer.Option("--model", "-m", help="A preset (random weights), a run or a model folder.")]
 Settings = Annotated[str, typer.Option("--model", "-m", help="A preset, a run or a model folder: its settings.")]
@@ -23,6 +25,7 @@ Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file
 
 
 @bench.command("decode")
+@stoppable(_KEPT)
 def decode(
     model: Weights = _PAPER,
     budgets: Annotated[str | None, typer.Option(help="Loops per token: 1,2,4; by default L, L/2 and L/4.")] = None,
@@ -78,6 +81,7 @@ def decode(
 
 
 @bench.command("train")
+@stoppable(_KEPT)
 def train(
     model: Settings = _PAPER,
     micro_batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 12,
@@ -117,6 +121,7 @@ def train(
 
 
 @bench.command("memory")
+@stoppable(_KEPT)
 def memory(
     model: Settings = _PAPER,
     micro_batches: Annotated[str, typer.Option(help="Sequences at a time: 4,8,12.")] = "12",

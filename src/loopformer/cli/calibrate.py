@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from loopformer.cli.options import TEXT, Device, Json, Model, own_text
-from loopformer.cli.output import make_folder, print_files, print_table, progress
+from loopformer.cli.output import make_folder, print_files, print_table, progress, stoppable
 
 
+@stoppable("a calibration is written when it is finished, the same command starts again")
 def calibrate(
     model: Model,
     mean_budget: Annotated[float, typer.Option(help="The wanted mean budget, 1 to L.")],

@@ -29,7 +29,7 @@ from loopformer.cli.options import (
     Window,
     own_text,
 )
-from loopformer.cli.output import number, print_table, progress, write_json
+from loopformer.cli.output import number, print_table, progress, stoppable, write_json
 
 if TYPE_CHECKING:
     from loopformer.evaluation.harness import Suite
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _FRACTIONS = ("acc", "exact_match")  # metrics that are shown in percent
 
 
+@stoppable("what is finished is kept, the same command continues")
 def eval_(
     model: MaybeModel = None,
     text: Annotated[
@@ -100,31 +101,27 @@ def eval_(
     for name, folder in (("--data", data), ("--include", include)):
         require(folder is None or tasks is not None or collect is not None, f"{name} goes with --tasks.")
     require(out is None or not out.is_dir(), f"--out names a file to write, but {out} is a folder.")
-    try:
-        if collect is not None:
-            _finish({"tasks": _aggregate(collect, data, include)}, out, as_json)
-            return
-        suite = None if tasks is None else load_tasks(tasks, data, include, limit)
-        if export is not None and suite is not None:
-            _export_requests(export, suite)
-            return
-        if model is None:
-            raise LoopformerError("Say which model to evaluate with --model, such as runs/mine.")
-        subject = Subject.open(model, device, dtype)
-        trajectories = subject.trajectories(budgets, trajectory or (), schedule)
-        if score is not None:
-            _score_requests(score, subject, trajectories, out, batch_tokens)
-            return
-        report: dict[str, Any] = {"model": model, "weights": subject.weights}
-        if text or suite is None:
-            protocol = Protocol(window, stride, join, max_tokens)
-            texts = text or [own_text(model)]
-            report["perplexity"] = _perplexity(subject, texts, trajectories, protocol, field, batch_tokens)
-        if suite is not None:
-            report["tasks"] = _accuracy(subject, suite, trajectories, batch_tokens)
-    except KeyboardInterrupt:
-        typer.echo("loopformer: stopped; what is finished is kept, the same command continues.", err=True)
-        raise typer.Exit(130) from None
+    if collect is not None:
+        _finish({"tasks": _aggregate(collect, data, include)}, out, as_json)
+        return
+    suite = None if tasks is None else load_tasks(tasks, data, include, limit)
+    if export is not None and suite is not None:
+        _export_requests(export, suite)
+        return
+    if model is None:
+        raise LoopformerError("Say which model to evaluate with --model, such as runs/mine.")
+    subject = Subject.open(model, device, dtype)
+    trajectories = subject.trajectories(budgets, trajectory or (), schedule)
+    if score is not None:
+        _score_requests(score, subject, trajectories, out, batch_tokens)
+        return
+    report: dict[str, Any] = {"model": model, "weights": subject.weights}
+    if text or suite is None:
+        protocol = Protocol(window, stride, join, max_tokens)
+        texts = text or [own_text(model)]
+        report["perplexity"] = _perplexity(subject, texts, trajectories, protocol, field, batch_tokens)
+    if suite is not None:
+        report["tasks"] = _accuracy(subject, suite, trajectories, batch_tokens)
     _finish(report, out, as_json)
     if not as_json and "perplexity" in report:
         _say_kept(report["perplexity"], subject.store.folder)

@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from loopformer.cli.options import Heads, Json, Loops
+from loopformer.cli.output import stoppable
 
 
+@stoppable("an export is there when it is whole, the same command starts again")
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN", help="A run, a model folder or published weights.")],
     out: Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loopformer.cli.options import Device, Model
-from loopformer.cli.output import number, print_table
+from loopformer.cli.output import number, print_table, stoppable
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from loopformer.lm import LM
 
 
+@stoppable("nothing is kept but the text so far, the same command starts again")
 def generate(
     model: Model,
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; standard input without it.")] = None,

@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from loopformer.cli.options import Json
+from loopformer.cli.output import stoppable
 
 
+@stoppable("a model is there when it is whole, the same command starts again")
 def import_(
     source: Annotated[str, typer.Argument(help="A .safetensors or .pt file, a Hugging Face folder, or a Hub id.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],

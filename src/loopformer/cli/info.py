@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loopformer.cli.options import Heads, Json, Loops
-from loopformer.cli.output import print_table
+from loopformer.cli.output import print_table, stoppable
 
 if TYPE_CHECKING:
     from loopformer.config import ModelConfig
 
 
+@stoppable("nothing is kept, the same command starts again")
 def info(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="A model folder, published weights, or a preset's name.")

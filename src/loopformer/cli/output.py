@@ -11,11 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import typer
 
+P = ParamSpec("P")
 Display = Callable[[str, float, float | None], None]  # what is done, how much of it, of how much (None: not known)
 
 _LINE_SECONDS = 5.0  # between two lines where there is no terminal
@@ -127,3 +129,21 @@ def make_folder(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not os.access(out, os.W_OK):
         raise FileProblem(f"The folder {out} cannot be written to; choose another with --out.")
+
+
+def stoppable(kept: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Decorate a verb: Ctrl-C anywhere in it is one sentence, what is kept and how to go on, and exit code 130."""
+
+    def decorate(verb: Callable[P, None]) -> Callable[P, None]:
+        @wraps(verb)
+        def run(*args: P.args, **options: P.kwargs) -> None:
+            try:
+                verb(*args, **options)
+            except KeyboardInterrupt:
+                after_the_key = "\n" if sys.stderr.isatty() else ""  # a terminal has shown ^C
+                typer.echo(f"{after_the_key}loopformer: stopped; {kept}.", err=True)
+                raise typer.Exit(130) from None
+
+        return run
+
+    return decorate

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loopformer.cli.options import Field, Json, OutFolder
-from loopformer.cli.output import Display, progress
+from loopformer.cli.output import Display, progress, stoppable
 
 if TYPE_CHECKING:
     from loopformer.data.prepare import Progress
 
 
+@stoppable("the same command continues where this one was")
 def prepare(
     sources: Annotated[
         list[str] | None,
@@ -53,24 +54,20 @@ def prepare(
     """
     from loopformer.data.prepare import prepare as run
 
-    try:
-        with progress("MB") as display:
-            index = run(
-                sources or ["stdlib"],
-                out,
-                tokenizer=tokenizer,
-                train_tokenizer=train_tokenizer,
-                val_fraction=val_fraction,
-                train_tokens=train_tokens,
-                val_tokens=val_tokens,
-                field=field,
-                supervised=supervised,
-                workers=workers,
-                report=lambda step: _report(step, display),
-            )
-    except KeyboardInterrupt:
-        typer.echo("loopformer: stopped; the same command continues where this one was.", err=True)
-        raise typer.Exit(130) from None
+    with progress("MB") as display:
+        index = run(
+            sources or ["stdlib"],
+            out,
+            tokenizer=tokenizer,
+            train_tokenizer=train_tokenizer,
+            val_fraction=val_fraction,
+            train_tokens=train_tokens,
+            val_tokens=val_tokens,
+            field=field,
+            supervised=supervised,
+            workers=workers,
+            report=lambda step: _report(step, display),
+        )
     if as_json:
         summary = {key: index[key] for key in ("tokens", "tokenizer", "dtype", "sources")}
         typer.echo(json.dumps({"out": str(out), **summary}))

@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from loopformer.cli.options import TEXT, BatchTokens, Budgets, Device, Dtype, Examples, Field, MaxTokens, TaskData
-from loopformer.cli.output import progress
+from loopformer.cli.output import progress, stoppable
 
 
+@stoppable("what is finished is kept, the same command continues")
 def report(
     models: Annotated[
         list[str], typer.Argument(metavar="RUN...", help="Runs, model folders or published weights.")
@@ -70,13 +71,9 @@ def report(
         batch_tokens=batch_tokens,
     )
     check_folder(out)
-    try:
-        with progress("done") as display:
-            found = collect(asked, display)
-        files = write_report(found, out)
-    except KeyboardInterrupt:
-        typer.echo("loopformer: stopped; what is finished is kept, the same command continues.", err=True)
-        raise typer.Exit(130) from None
+    with progress("done") as display:
+        found = collect(asked, display)
+    files = write_report(found, out)
     for sentence in (gap for part in WHAT for gap in gaps(found, part)):
         typer.echo(f"not in the report: {sentence}", err=True)
     typer.echo(json.dumps([str(file) for file in files]) if as_json else f"{files[0]}")

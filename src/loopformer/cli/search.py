@@ -22,11 +22,12 @@ from loopformer.cli.options import (
     Window,
     own_text,
 )
-from loopformer.cli.output import number, print_table, progress, write_json
+from loopformer.cli.output import number, print_table, progress, stoppable, write_json
 
 _SHOWN = 5  # schedules at each end of the table
 
 
+@stoppable("what is finished is kept, the same command continues")
 def search(
     model: Model,
     budget: Annotated[int, typer.Option(help="Loops M, 1 to L.")],
@@ -73,28 +74,24 @@ def search(
     subject.model.resolve(budget)  # before anything is read, which may take long
     protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
     protocol.sizes(subject.model.config.context)
-    try:
-        suite = None if tasks is None else load_tasks(tasks, data, None, examples)
-        source = None if by == "accuracy" and text is None else text or own_text(model)
-        with progress("done") as report:
-            tokenizer = subject.lm.need_tokenizer()
-            found = run(
-                subject.model,
-                budget,
-                text=None if source is None else read_text(source, tokenizer, field, max_tokens, report),
-                accuracy=None if suite is None else accuracy(subject, suite, batch_tokens, report),
-                tasks=None if suite is None else suite.facts,
-                by=by,
-                limit=limit,
-                protocol=protocol,
-                weights=subject.weights,
-                store=subject.store,
-                batch_tokens=batch_tokens,
-                report=report,
-            )
-    except KeyboardInterrupt:
-        typer.echo("loopformer: stopped; what is finished is kept, the same command continues.", err=True)
-        raise typer.Exit(130) from None
+    suite = None if tasks is None else load_tasks(tasks, data, None, examples)
+    source = None if by == "accuracy" and text is None else text or own_text(model)
+    with progress("done") as report:
+        tokenizer = subject.lm.need_tokenizer()
+        found = run(
+            subject.model,
+            budget,
+            text=None if source is None else read_text(source, tokenizer, field, max_tokens, report),
+            accuracy=None if suite is None else accuracy(subject, suite, batch_tokens, report),
+            tasks=None if suite is None else suite.facts,
+            by=by,
+            limit=limit,
+            protocol=protocol,
+            weights=subject.weights,
+            store=subject.store,
+            batch_tokens=batch_tokens,
+            report=report,
+        )
     ranking = {"model": model, **found}
     if out is not None:
         write_json(out, ranking)

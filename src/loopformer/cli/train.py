@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from loopformer.cli.options import Json
-from loopformer.cli.output import duration
+from loopformer.cli.output import duration, stoppable
 
 
+@stoppable("what was saved is kept, the same command with --resume continues")
 def train(
     config: Annotated[
         str | None, typer.Argument(help="A .yaml file or a preset's name (`loopformer info`).")
