@@ -99,3 +99,4 @@ def test_control_c_says_that_the_analysis_starts_again(run: Run, tmp_path: Path)
     assert error == (
         "loopformer: stopped; an analysis is written when all is measured, the same command starts again.\n"
     )
+    assert not (tmp_path / "deep").exists()

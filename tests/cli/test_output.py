@@ -1,14 +1,16 @@
-"""Tables, progress, numbers and Ctrl-C, as in every verb."""
+"""Tables, progress, numbers, places to write to and Ctrl-C, as in every verb."""
 
 import builtins
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
 from loopformer.cli import app
-from loopformer.cli.output import duration, number, print_table, progress
+from loopformer.cli.output import duration, number, output_file, output_folder, print_table, progress
+from loopformer.errors import LoopformerError
 
 from .process import invoke
 
@@ -89,3 +91,62 @@ def test_control_c_is_one_sentence_in_every_verb(words: list[str], monkeypatch: 
     assert done.stderr.startswith("loopformer: stopped; ")
     assert "the same command" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["analyze", "-m", "m", "--text", "none.txt", "--out", "deep/out"],
+        ["analyze", "-m", "m", "--text", "a.txt", "--prompts", "500", "--out", "deep/out"],
+        ["calibrate", "-m", "m", "--text", "a.txt", "--mean-budget", "9", "--out", "deep/out"],
+        ["report", "m", "--text", "none.txt", "--out", "deep/out"],
+        ["eval", "-m", "m", "--text", "none.txt", "--out", "deep/out.json"],
+        ["eval", "--tasks", "paper", "--data", "none", "--export-requests", "deep/out.jsonl"],
+        ["search", "-m", "m", "--budget", "9", "--text", "a.txt", "--out", "deep/out.json"],
+        ["search", "-m", "m", "--budget", "2", "--text", "none.txt", "--figure", "deep/out.png"],
+        ["export", "m", "deep/out", "--budget", "9"],
+        ["import", "none.pt", "deep/out"],
+        ["prepare", "none.txt", "--out", "deep/out", "--train-tokenizer", "300"],
+        ["train", "demo", "data.path=none", "data.prepare=null", "--out", "deep/out"],
+        ["bench", "decode", "-m", "m", "--paths", "none", "--out", "deep/out.json"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_command_that_failed_leaves_no_empty_folder(
+    words: list[str], model: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(LoopformerError):
+        invoke(*words)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("failure", [LoopformerError, KeyboardInterrupt, SystemExit])
+def test_what_was_there_or_is_not_empty_stays(tmp_path: Path, failure: type[BaseException]) -> None:
+    (tmp_path / "mine").mkdir()
+
+    def fail(out: Path, begun: bool) -> None:
+        with output_folder(out):
+            if begun:
+                (out.parent / "half").touch()
+            raise failure
+
+    for out, begun in ((tmp_path / "mine", False), (tmp_path / "mine" / "deep" / "er", True)):
+        with pytest.raises(failure):
+            fail(out, begun)
+    assert [path.name for path in sorted((tmp_path / "mine").rglob("*"))] == ["deep", "half"]
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(LoopformerError, match="is a file; give a folder with --out"),
+        output_folder(tmp_path / "file"),
+    ):
+        pytest.fail("the work began")
+    with (
+        pytest.raises(LoopformerError, match=r"--figure names a file to write, but .* is a folder"),
+        output_file(tmp_path, "--figure"),
+    ):
+        pytest.fail("the work began")

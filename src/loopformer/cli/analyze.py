@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loopformer.cli.options import Device, Field, Json, OutFolder, Trajectories
-from loopformer.cli.output import make_folder, number, print_files, print_table, progress, stoppable
+from loopformer.cli.output import number, output_folder, print_files, print_table, progress, stoppable
 
 if TYPE_CHECKING:
     from loopformer.analysis.dynamics import Dynamics
@@ -71,16 +71,15 @@ def analyze(
     tokens = min(_LENGTH, context) if length is None else length
     require(tokens <= context, f"--length {tokens} is above the context of {context} tokens; shorten it.")
     place, source = choose_device(device), text or default_text(model[0]) or "stdlib"
-    make_folder(out)
     results: list[Dynamics] = []
-    with progress("prompts") as report:
+    with output_folder(out), progress("prompts") as report:
         for path, name in zip(model, names, strict=True):
             lm = load(path).to(place)
             read = read_prompts(source, lm.need_tokenizer(), prompts, tokens, field)
             for followed in trajectories:
                 doing = name if followed is None else f"{name} along {followed}"
                 results.append(run(lm.model, read, name, followed, states=states, progress=partial(report, doing)))
-    files = write_results(results, out)
+        files = write_results(results, out)
     if find_spec("matplotlib"):
         from loopformer.analysis.plots import save_figures
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loopformer.cli.options import Device
-from loopformer.cli.output import stoppable
+from loopformer.cli.output import output_file, stoppable
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,8 @@ def decode(
             f"{row['tflops']:7.3f} TFLOP/s{mfu}  {bandwidth}{_peak(row)}"
         )
 
-    _finish(measure(lm, numbers, rows, lengths, tokens, int8, ways, say), model, out)
+    with output_file(out):
+        _finish(measure(lm, numbers, rows, lengths, tokens, int8, ways, say), model, out)
 
 
 @bench.command("train")
@@ -117,7 +118,8 @@ def train(
         )
 
     ways = None if paths is None else [path.strip() for path in paths.split(",")]
-    _finish(measure(config_of(model), micro_batch, place, wanted, ways, steps, say), model, out)
+    with output_file(out):
+        _finish(measure(config_of(model), micro_batch, place, wanted, ways, steps, say), model, out)
 
 
 @bench.command("memory")
@@ -142,7 +144,8 @@ def memory(
         typer.echo(f"{row['path']:23s} micro-batch {row['micro_batch']:<4d} {peak}")
 
     sizes = whole_numbers(micro_batches, "--micro-batches")
-    _finish(measure(config_of(model), sizes, choose_device(device), say), model, out)
+    with output_file(out):
+        _finish(measure(config_of(model), sizes, choose_device(device), say), model, out)
 
 
 def _place(device: str, dtype: str | None) -> "tuple[torch.device, str]":

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from loopformer.cli.options import TEXT, Device, Json, Model, own_text
-from loopformer.cli.output import make_folder, print_files, print_table, progress, stoppable
+from loopformer.cli.output import output_folder, print_files, print_table, progress, stoppable
 
 
 @stoppable("a calibration is written when it is finished, the same command starts again")
@@ -58,24 +58,23 @@ def calibrate(
     wanted = Wanted(mean_budget, mode, measure, fill, count, depths, copy_tokens)
     require(windows >= 1, f"--windows must be 1 or more, got {windows}.")
     place, source = choose_device(device), text or own_text(model)
-    make_folder(out)
     started = time.perf_counter()
-    lm = load(model).to(place)
-    context = lm.model.config.context
-    with progress() as report:
+    with output_folder(out), progress() as report:
+        lm = load(model).to(place)
+        context = lm.model.config.context
         read = read_text(source, lm.need_tokenizer(), max_tokens=windows * context, report=report)
         rows = cut(read, context, windows)
         calibrated = run(lm.model, rows, wanted, report)
-    facts = {
-        "model": model,
-        "weights": weights_hash(lm.model),
-        "text": {"name": read.name, "part": read.part, "sha256": read.sha256},
-        "windows": len(rows),
-        "context": context,
-        "seconds": time.perf_counter() - started,
-    }
-    content = plain(calibrated, wanted, facts)
-    files = [save(content, out)]
+        facts = {
+            "model": model,
+            "weights": weights_hash(lm.model),
+            "text": {"name": read.name, "part": read.part, "sha256": read.sha256},
+            "windows": len(rows),
+            "context": context,
+            "seconds": time.perf_counter() - started,
+        }
+        content = plain(calibrated, wanted, facts)
+        files = [save(content, out)]
     picture = draw(content, out)
     if picture is None:
         typer.echo("No picture is drawn without matplotlib; pip install 'loopformer[plot]'.", err=True)

@@ -29,7 +29,7 @@ from loopformer.cli.options import (
     Window,
     own_text,
 )
-from loopformer.cli.output import number, print_table, progress, stoppable, write_json
+from loopformer.cli.output import number, output_file, print_table, progress, stoppable, write_json
 
 if TYPE_CHECKING:
     from loopformer.evaluation.harness import Suite
@@ -100,29 +100,30 @@ def eval_(
     require(limit is None or tasks is not None, "--limit goes with --tasks.")
     for name, folder in (("--data", data), ("--include", include)):
         require(folder is None or tasks is not None or collect is not None, f"{name} goes with --tasks.")
-    require(out is None or not out.is_dir(), f"--out names a file to write, but {out} is a folder.")
-    if collect is not None:
-        _finish({"tasks": _aggregate(collect, data, include)}, out, as_json)
-        return
-    suite = None if tasks is None else load_tasks(tasks, data, include, limit)
-    if export is not None and suite is not None:
-        _export_requests(export, suite)
-        return
-    if model is None:
-        raise LoopformerError("Say which model to evaluate with --model, such as runs/mine.")
-    subject = Subject.open(model, device, dtype)
-    trajectories = subject.trajectories(budgets, trajectory or (), schedule)
-    if score is not None:
-        _score_requests(score, subject, trajectories, out, batch_tokens)
-        return
-    report: dict[str, Any] = {"model": model, "weights": subject.weights}
-    if text or suite is None:
-        protocol = Protocol(window, stride, join, max_tokens)
-        texts = text or [own_text(model)]
-        report["perplexity"] = _perplexity(subject, texts, trajectories, protocol, field, batch_tokens)
-    if suite is not None:
-        report["tasks"] = _accuracy(subject, suite, trajectories, batch_tokens)
-    _finish(report, out, as_json)
+    with output_file(out), output_file(export, "--export-requests"):
+        if collect is not None:
+            _finish({"tasks": _aggregate(collect, data, include)}, out, as_json)
+            return
+        if model is not None and export is None:  # first, since tasks may take long to load
+            subject = Subject.open(model, device, dtype)
+            trajectories = subject.trajectories(budgets, trajectory or (), schedule)
+        suite = None if tasks is None else load_tasks(tasks, data, include, limit)
+        if export is not None and suite is not None:
+            _export_requests(export, suite)
+            return
+        if model is None:
+            raise LoopformerError("Say which model to evaluate with --model, such as runs/mine.")
+        if score is not None:
+            _score_requests(score, subject, trajectories, out, batch_tokens)
+            return
+        report: dict[str, Any] = {"model": model, "weights": subject.weights}
+        if text or suite is None:
+            protocol = Protocol(window, stride, join, max_tokens)
+            texts = text or [own_text(model)]
+            report["perplexity"] = _perplexity(subject, texts, trajectories, protocol, field, batch_tokens)
+        if suite is not None:
+            report["tasks"] = _accuracy(subject, suite, trajectories, batch_tokens)
+        _finish(report, out, as_json)
     if not as_json and "perplexity" in report:
         _say_kept(report["perplexity"], subject.store.folder)
 

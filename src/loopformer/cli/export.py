@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from loopformer.cli.options import Heads, Json, Loops
-from loopformer.cli.output import stoppable
+from loopformer.cli.output import stoppable, tidy
 
 
 @stoppable("an export is there when it is whole, the same command starts again")
@@ -31,15 +31,16 @@ def export(
     """
     from loopformer.hf.export import export as run
 
-    done = run(
-        source,
-        out,
-        self_contained=self_contained,
-        budget=budget,
-        trajectory=trajectory,
-        heads=heads,
-        loops=loops,
-    )
+    with tidy(out):
+        done = run(
+            source,
+            out,
+            self_contained=self_contained,
+            budget=budget,
+            trajectory=trajectory,
+            heads=heads,
+            loops=loops,
+        )
     config, parameters = done.model.config, done.model.cost.parameters.total
     default = done.config.trajectory or done.config.budget or config.loops
     if as_json:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from loopformer.cli.options import Json
-from loopformer.cli.output import stoppable
+from loopformer.cli.output import stoppable, tidy
 
 
 @stoppable("a model is there when it is whole, the same command starts again")
@@ -31,10 +31,11 @@ def import_(
         raise LoopformerError(f"{out} already holds a model; choose another folder or add --force.")
     if out.exists() and not out.is_dir():
         raise LoopformerError(f"{out} is a file; name a folder to write to.")
-    lm = load_official(source, heads, loops)
-    save_model(lm.model, out, source={"imported_from": source})
-    if lm.tokenizer is not None:
-        lm.tokenizer.save(out)
+    with tidy(out):
+        lm = load_official(source, heads, loops)
+        save_model(lm.model, out, source={"imported_from": source})
+        if lm.tokenizer is not None:
+            lm.tokenizer.save(out)
     config = lm.model.config
     if as_json:
         typer.echo(json.dumps({"out": str(out), "parameters": lm.model.cost.parameters.total}))

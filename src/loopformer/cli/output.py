@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -114,21 +114,55 @@ def print_files(files: Iterable[Path]) -> None:
     typer.secho(f"written: {', '.join(map(str, files))}", dim=True)
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Results to a file, whose folder is made."""
-    from loopformer.files import write_atomic
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+# Where results go: checked before the work, and left as it was if nothing came of it.
 
 
-def make_folder(out: Path) -> None:
-    """Before the work, not after it: a folder that can be written to."""
+@contextmanager
+def tidy(out: Path) -> Iterator[None]:
+    """If what is inside fails or is stopped, remove the folders it made for `out` and left empty."""
+    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        for folder in missing:
+            with suppress(OSError):  # it was not made, or something is in it
+                folder.rmdir()
+        raise
+
+
+@contextmanager
+def output_folder(out: Path, option: str = "--out") -> Iterator[None]:
+    """Make a folder for what is written inside, and refuse one that cannot be written to."""
     from loopformer.errors import FileProblem
 
-    out.mkdir(parents=True, exist_ok=True)
-    if not os.access(out, os.W_OK):
-        raise FileProblem(f"The folder {out} cannot be written to; choose another with --out.")
+    if out.exists() and not out.is_dir():
+        raise FileProblem(f"{out} is a file; give a folder with {option}.")
+    with tidy(out):
+        out.mkdir(parents=True, exist_ok=True)
+        if not os.access(out, os.W_OK):
+            raise FileProblem(f"The folder {out} cannot be written to; choose another with {option}.")
+        yield
+
+
+@contextmanager
+def output_file(path: Path | None, option: str = "--out") -> Iterator[None]:
+    """The same for the folder of a file, if one is to be written."""
+    from loopformer.errors import LoopformerError
+
+    if path is None:
+        yield
+        return
+    if path.is_dir():
+        raise LoopformerError(f"{option} names a file to write, but {path} is a folder.")
+    with output_folder(path.parent, option):
+        yield
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Results to a file."""
+    from loopformer.files import write_atomic
+
+    write_atomic(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def stoppable(kept: str) -> Callable[[Callable[P, None]], Callable[P, None]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loopformer.cli.options import Field, Json, OutFolder
-from loopformer.cli.output import Display, progress, stoppable
+from loopformer.cli.output import Display, progress, stoppable, tidy
 
 if TYPE_CHECKING:
     from loopformer.data.prepare import Progress
@@ -54,7 +54,7 @@ def prepare(
     """
     from loopformer.data.prepare import prepare as run
 
-    with progress("MB") as display:
+    with tidy(out), progress("MB") as display:
         index = run(
             sources or ["stdlib"],
             out,

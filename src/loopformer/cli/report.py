@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from loopformer.cli.options import TEXT, BatchTokens, Budgets, Device, Dtype, Examples, Field, MaxTokens, TaskData
-from loopformer.cli.output import progress, stoppable
+from loopformer.cli.output import output_folder, progress, stoppable
 
 
 @stoppable("what is finished is kept, the same command continues")
@@ -70,10 +70,11 @@ def report(
         dtype=dtype,
         batch_tokens=batch_tokens,
     )
-    check_folder(out)
-    with progress("done") as display:
-        found = collect(asked, display)
-    files = write_report(found, out)
+    with output_folder(out):
+        check_folder(out)
+        with progress("done") as display:
+            found = collect(asked, display)
+        files = write_report(found, out)
     for sentence in (gap for part in WHAT for gap in gaps(found, part)):
         typer.echo(f"not in the report: {sentence}", err=True)
     typer.echo(json.dumps([str(file) for file in files]) if as_json else f"{files[0]}")

@@ -22,7 +22,7 @@ from loopformer.cli.options import (
     Window,
     own_text,
 )
-from loopformer.cli.output import number, print_table, progress, stoppable, write_json
+from loopformer.cli.output import number, output_file, print_table, progress, stoppable, write_json
 
 _SHOWN = 5  # schedules at each end of the table
 
@@ -69,42 +69,43 @@ def search(
     require(tasks is not None or (data is None and examples is None), "--data and --examples go with --tasks.")
     if figure is not None:
         check_drawing(figure)
-    by = by or ("perplexity" if tasks is None else "both")
-    subject = Subject.open(model, device, dtype)
-    subject.model.resolve(budget)  # before anything is read, which may take long
-    protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
-    protocol.sizes(subject.model.config.context)
-    suite = None if tasks is None else load_tasks(tasks, data, None, examples)
-    source = None if by == "accuracy" and text is None else text or own_text(model)
-    with progress("done") as report:
-        tokenizer = subject.lm.need_tokenizer()
-        found = run(
-            subject.model,
-            budget,
-            text=None if source is None else read_text(source, tokenizer, field, max_tokens, report),
-            accuracy=None if suite is None else accuracy(subject, suite, batch_tokens, report),
-            tasks=None if suite is None else suite.facts,
-            by=by,
-            limit=limit,
-            protocol=protocol,
-            weights=subject.weights,
-            store=subject.store,
-            batch_tokens=batch_tokens,
-            report=report,
-        )
-    ranking = {"model": model, **found}
-    if out is not None:
-        write_json(out, ranking)
-    if as_json:
-        typer.echo(json.dumps(ranking))
-    else:
-        _show(ranking)
-    if can_save(model):
-        typer.echo(f"best schedule saved in {save_best(model, found)}; use it with --schedule best", err=True)
-    else:
-        typer.echo(f"best schedule not saved: {model} is no folder that can be written", err=True)
-    if figure is not None:
-        typer.echo(f"drawn: {draw_schedules(found, figure)}", err=True)
+    with output_file(out), output_file(figure, "--figure"):
+        by = by or ("perplexity" if tasks is None else "both")
+        subject = Subject.open(model, device, dtype)
+        subject.model.resolve(budget)  # before anything is read, which may take long
+        protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
+        protocol.sizes(subject.model.config.context)
+        suite = None if tasks is None else load_tasks(tasks, data, None, examples)
+        source = None if by == "accuracy" and text is None else text or own_text(model)
+        with progress("done") as report:
+            tokenizer = subject.lm.need_tokenizer()
+            found = run(
+                subject.model,
+                budget,
+                text=None if source is None else read_text(source, tokenizer, field, max_tokens, report),
+                accuracy=None if suite is None else accuracy(subject, suite, batch_tokens, report),
+                tasks=None if suite is None else suite.facts,
+                by=by,
+                limit=limit,
+                protocol=protocol,
+                weights=subject.weights,
+                store=subject.store,
+                batch_tokens=batch_tokens,
+                report=report,
+            )
+        ranking = {"model": model, **found}
+        if out is not None:
+            write_json(out, ranking)
+        if as_json:
+            typer.echo(json.dumps(ranking))
+        else:
+            _show(ranking)
+        if can_save(model):
+            typer.echo(f"best schedule saved in {save_best(model, found)}; use it with --schedule best", err=True)
+        else:
+            typer.echo(f"best schedule not saved: {model} is no folder that can be written", err=True)
+        if figure is not None:
+            typer.echo(f"drawn: {draw_schedules(found, figure)}", err=True)
 
 
 def _show(ranking: dict[str, Any]) -> None:
