@@ -106,8 +106,6 @@ def test_control_c_is_one_sentence_in_every_verb(words: list[str], monkeypatch: 
         ["search", "-m", "m", "--budget", "2", "--text", "none.txt", "--figure", "deep/out.png"],
         ["export", "m", "deep/out", "--budget", "9"],
         ["import", "none.pt", "deep/out"],
-        ["prepare", "none.txt", "--out", "deep/out", "--train-tokenizer", "300"],
-        ["train", "demo", "data.path=none", "data.prepare=null", "--out", "deep/out"],
         ["bench", "decode", "-m", "m", "--paths", "none", "--out", "deep/out.json"],
     ],
     ids=lambda words: words[0],

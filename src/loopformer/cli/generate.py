@@ -108,7 +108,7 @@ def generate(
     # What was found for these weights knows them as they are on disk, before they are cast.
     weights = None if schedule == "uniform" else weights_hash(lm.model)
     policy = None if adaptive is None else read_policy(adaptive, lm.model)
-    _place(lm, device, wanted, fast)
+    fused = _place(lm, device, wanted, fast)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -127,7 +127,7 @@ def generate(
     if schedule != "uniform":
         budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule, weights))
     requests = lm.requests([text], budget, trajectory, **options)
-    _stream(lm, requests, (draft, draft_length), policy, fast, int8, as_json)
+    _stream(lm, requests, (draft, draft_length), policy, fast, int8, fused, as_json)
 
 
 def _standard_input() -> str:
@@ -143,18 +143,19 @@ def _standard_input() -> str:
 # All that this verb uses of the decode paths is below.
 
 
-def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool) -> None:
-    """Move the model to where it will run; where --fast cannot, that is said on stderr."""
+def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool) -> bool:
+    """Move the model to where it will run; whether fused kernels will run it, and if --fast cannot, say so."""
     import torch
 
     from loopformer.device import choose_device
     from loopformer.inference.fused.backend import Fast
 
     place = choose_device(device)
-    ready = fast and Fast.ready(lm.to(place).model)
-    if fast and not ready:
+    fused = fast and Fast.ready(lm.to(place).model)
+    if fast and not fused:
         typer.echo("--fast changes nothing here: it needs a CUDA device and Triton.", err=True)
-    lm.to(place, dtype or (torch.bfloat16 if ready else torch.float32))
+    lm.to(place, dtype or (torch.bfloat16 if fused else torch.float32))
+    return fused
 
 
 def _budget_for(lm: "LM", text: str, max_flops: float | None, max_ms_per_token: float | None) -> int:
@@ -179,11 +180,11 @@ def _stream(
     policy: "Policy | None",
     fast: bool,
     int8: bool,
+    fused: bool,
     as_json: bool,
 ) -> None:
     """Run a request, showing its text as it comes; `draft` is a budget or schedule, and a length."""
     from loopformer.inference.draft import Draft
-    from loopformer.inference.fused.backend import Fast
     from loopformer.inference.request import REASONS
 
     results = []
@@ -224,7 +225,7 @@ def _stream(
         return
     sys.stdout.write("\n")
     rate = seconds / len(result.ids) * 1e3
-    included = "prompt and compilation" if fast and Fast.ready(lm.model) else "prompt"
+    included = "prompt and compilation" if fused else "prompt"
     typer.echo(
         f"[{len(result.ids)} tokens, {rate:.1f} ms each, {included} included;{said} {REASONS[result.reason]}]",
         err=True,

@@ -39,7 +39,7 @@ def progress(unit: str = "tokens") -> Iterator[Display]:
             line = f"{doing}: {_amount(done)} {f'of {_amount(total)} ' if total else ''}{unit}"
             if speed:
                 line += f", {_amount(speed)} {unit}/s"
-                line += f", about {duration((total - done) / speed)} left" if total else ""
+                line += f", about {duration(max(0, total - done) / speed)} left" if total else ""
             typer.echo(line, err=True)
 
         yield show_line

@@ -2,15 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from loopformer.cli.options import Field, Json, OutFolder
-from loopformer.cli.output import Display, progress, stoppable, tidy
-
-if TYPE_CHECKING:
-    from loopformer.data.prepare import Progress
+from loopformer.cli.output import Display, progress, stoppable
 
 
 @stoppable("the same command continues where this one was")
@@ -54,7 +51,7 @@ def prepare(
     """
     from loopformer.data.prepare import prepare as run
 
-    with tidy(out), progress("MB") as display:
+    with progress("MB") as display:
         index = run(
             sources or ["stdlib"],
             out,
@@ -66,7 +63,7 @@ def prepare(
             field=field,
             supervised=supervised,
             workers=workers,
-            report=lambda step: _report(step, display),
+            report=lambda step: _report(display, step.source, step.phase, step.text_bytes / 1e6, step.fraction),
         )
     if as_json:
         summary = {key: index[key] for key in ("tokens", "tokenizer", "dtype", "sources")}
@@ -75,13 +72,12 @@ def prepare(
         _show(out, index)
 
 
-def _report(step: "Progress", display: Display) -> None:
+def _report(display: Display, source: str, phase: str, megabytes: float, fraction: float | None) -> None:
     """How far a source is: tokenizing in megabytes of text, anything else as a line."""
-    if step.phase != "tokenizing":
-        typer.echo(f"{step.source}: {step.phase}", err=True)
-        return
-    done = step.text_bytes / 1e6
-    display(step.source, done, done / step.fraction if step.fraction else None)
+    if phase == "tokenizing":
+        display(source, megabytes, megabytes / fraction if fraction else None)
+    else:
+        typer.echo(f"{source}: {phase}", err=True)
 
 
 def _show(out: Path, index: dict[str, Any]) -> None:

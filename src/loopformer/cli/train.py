@@ -2,14 +2,13 @@
 
 import json
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from loopformer.cli.options import Json
-from loopformer.cli.output import duration, stoppable, tidy
+from loopformer.cli.output import duration, stoppable
 
 
 @stoppable("what was saved is kept, the same command with --resume continues")
@@ -48,8 +47,7 @@ def train(
     def say(sentence: str) -> None:
         typer.echo(sentence, err=True)
 
-    with tidy(folder) if main else nullcontext():
-        result = launch(config, settings, folder, resume, quiet=as_json, say=say)
+    result = launch(config, settings, folder, resume, quiet=as_json, say=say)
     if main:
         if as_json:
             typer.echo(json.dumps(result))
