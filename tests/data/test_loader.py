@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopformer.data.loader import NO_LOSS, Ahead, Loader, validation_windows
+from loopformer.data.loader import NO_LOSS, Loader, Prefetcher, validation_windows
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData
 from loopformer.errors import LoopformerError
@@ -177,7 +177,7 @@ def test_wrong_use(data: TokenData) -> None:
 
 
 def test_order_and_end() -> None:
-    ahead = Ahead(range(100), depth=3)
+    ahead = Prefetcher(range(100), depth=3)
     assert list(ahead) == list(range(100))
     assert list(ahead) == []
 
@@ -187,7 +187,7 @@ def test_error_reaches_the_reader() -> None:
         yield 1
         raise KeyError("lost")
 
-    ahead = Ahead(items())
+    ahead = Prefetcher(items())
     assert next(ahead) == 1
     with pytest.raises(KeyError, match="lost"):
         next(ahead)
@@ -202,7 +202,7 @@ def test_stays_only_so_far_ahead() -> None:
             made.append(number)
             yield number
 
-    ahead = Ahead(items(), depth=2)
+    ahead = Prefetcher(items(), depth=2)
     next(ahead)
     time.sleep(0.2)
     assert len(made) <= 4
@@ -219,7 +219,7 @@ def test_close_ends_the_thread_and_the_generator() -> None:
         finally:
             closed.set()
 
-    ahead = Ahead(items())
+    ahead = Prefetcher(items())
     next(ahead)
     ahead.close()
     ahead.close()
@@ -229,7 +229,7 @@ def test_close_ends_the_thread_and_the_generator() -> None:
 
 def test_forgotten_reader_ends_the_thread() -> None:
     before = threading.active_count()
-    ahead = Ahead(iter(int, 1))
+    ahead = Prefetcher(iter(int, 1))
     next(ahead)
     del ahead
     gc.collect()
@@ -241,4 +241,4 @@ def test_forgotten_reader_ends_the_thread() -> None:
 
 def test_depth() -> None:
     with pytest.raises(LoopformerError, match="depth of 1 or more"):
-        Ahead([], depth=0)
+        Prefetcher([], depth=0)

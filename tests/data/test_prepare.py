@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from loopformer.cli.prepare import prepare as prepare_command
-from loopformer.data.prepare import Progress, prepare
+from loopformer.data.prepare import PrepareProgress, prepare
 from loopformer.data.shards import STATE_FILE, TokenData
 from loopformer.data.splits import Splitter
 from loopformer.data.tokenizer import Tokenizer
@@ -115,7 +115,7 @@ def test_interrupted_anywhere_ends_the_same(
     for stop in stops:
         left = stop
 
-        def report(progress: Progress) -> None:
+        def report(progress: PrepareProgress) -> None:
             nonlocal left
             left -= progress.phase == "tokenizing"
             if not left:
@@ -281,7 +281,7 @@ def test_wrong_input(tmp_path: Path, content: str, options: dict[str, Any], sent
 
 
 def test_two_at_once(tmp_path: Path, corpus: Path) -> None:
-    def report(progress: Progress) -> None:
+    def report(progress: PrepareProgress) -> None:
         with pytest.raises(FileProblem, match="Another process is at work in"):
             prepare([str(corpus)], tmp_path, train_tokenizer=300)
 

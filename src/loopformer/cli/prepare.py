@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 if TYPE_CHECKING:
-    from loopformer.data.prepare import Progress
+    from loopformer.data.prepare import PrepareProgress
 
 _LINE_SECONDS = 5.0  # between two lines where there is no terminal
 
@@ -96,7 +96,7 @@ def _show(out: Path, index: dict[str, Any]) -> None:
 
 
 class _Display(Protocol):
-    def __call__(self, progress: "Progress") -> None: ...
+    def __call__(self, progress: "PrepareProgress") -> None: ...
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def _display() -> Iterator[_Display]:
         tasks: dict[str, TaskID] = {}
         pace = _Pace()
 
-        def show(progress: "Progress") -> None:
+        def show(progress: "PrepareProgress") -> None:
             if progress.source not in tasks:
                 tasks[progress.source] = bars.add_task(progress.source, total=None, speed="")
             if progress.phase != "tokenizing":
@@ -143,7 +143,7 @@ class _Pace:
     def __init__(self) -> None:
         self._first: dict[str, tuple[float, int]] = {}
 
-    def speed(self, progress: "Progress") -> float:
+    def speed(self, progress: "PrepareProgress") -> float:
         now = time.monotonic()
         began, size = self._first.setdefault(progress.source, (now, progress.text_bytes))
         return (progress.text_bytes - size) / (now - began) if now > began else 0.0
@@ -155,7 +155,7 @@ class _Lines:
     def __init__(self) -> None:
         self._pace, self._said = _Pace(), time.monotonic()
 
-    def __call__(self, progress: "Progress") -> None:
+    def __call__(self, progress: "PrepareProgress") -> None:
         if progress.phase != "tokenizing":
             typer.echo(f"{progress.source}: {progress.phase}", err=True)
             return

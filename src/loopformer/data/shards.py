@@ -1,36 +1,22 @@
-"""Numbers on disk: shards of one dtype that grow at the end, and small files that are replaced whole.
+"""A prepared folder on disk: shards of token ids, the index over them, and what reads them.
 
-writer = ShardWriter(folder, "stdlib-train", ".bin", np.uint16, shard_items=1 << 27)
-writer.append(ids); writer.flush()      # on disk, whatever happens next
-writer.finish()                         # [Shard(file="stdlib-train-00000.bin", items=…, sha256=…), …]
+    data = TokenData.open("data/stdlib", "train")
+    data.tokens, data.vocab_size, data.tokenizer.decode(data.sources[0].ids.read(0, 100))
+    data.verify()                           # reads every byte and compares checksums
 
-Shards are cut after exactly `shard_items` numbers, so what is on disk depends only on what was appended.
-A writer that is opened with the `items` and `shards` of an earlier one continues after its last flush.
+    writer = ShardWriter(folder, "stdlib-train", ".bin", np.uint16, shard_items=1 << 27)
+    writer.append(ids); writer.flush()      # on disk, whatever happens next
+    writer.finish()                         # [Shard(file="stdlib-train-00000.bin", items=…, sha256=…), …]
 
-How far a prepared folder has come, on disk: `prepare.state.json` while it is made, `index.json` at the end.
-
-with alone_in(folder):
-    ledger = Ledger(folder, settings)
-    index = ledger.begin()       # the index of a finished folder, or None: go on with ledger.sources
-    ledger.commit()              # after the shards were flushed
-    index = ledger.finish(…)
-
-Both files are replaced whole. The state is written only when what it describes is safe on disk, so it is always
-true; whatever the shards hold beyond it is cut off when the work continues.
-
-A prepared folder, opened: memory-mapped tokens of one split, checked against the index.
-
-data = TokenData.open("data/stdlib", "train")
-data.tokens, data.vocab_size, data.tokenizer.decode(data.sources[0].ids.read(0, 100))
-data.verify()                     # reads every byte and compares checksums
-
-Opening looks at names, sizes and the tokenizer's hash, which is quick for any corpus.
+Shards hold numbers of one dtype and are cut after exactly `shard_items` of them, so what is on disk depends only
+on what was appended. A writer that is opened with the `items` and `shards` of an earlier one continues after its
+last flush. A folder is finished when it has its `index.json`; until then `prepare.state.json` says how far it is.
+Opening looks at names, sizes and the tokenizer's hash, which is quick for any corpus; tokens are memory-mapped.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -47,7 +33,11 @@ import numpy.typing as npt
 from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
-from loopformer.files import blocks_of, sha256_of, writing
+from loopformer.files import DamagedFile, read_json, sha256_of, writing
+
+INDEX_FILE = "index.json"
+STATE_FILE = "prepare.state.json"
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -60,7 +50,7 @@ class Shard:
 
 
 class ShardWriter:
-    """Appends numbers to `STEM-00000.bin`, `STEM-00001.bin`, …; see the module's docstring."""
+    """Appends numbers to `STEM-00000.bin`, `STEM-00001.bin`, …; see the top of this file."""
 
     def __init__(
         self,
@@ -123,7 +113,7 @@ class ShardWriter:
         self._sha = hashlib.sha256()
         with writing(self._path):
             self._stream: BinaryIO = self._path.open("r+b" if self._path.exists() else "w+b")
-            for block in blocks_of(self._stream, size):
+            while size and (block := self._stream.read(min(size, _BLOCK))):
                 self._sha.update(block)
                 size -= len(block)
             if size:
@@ -137,22 +127,12 @@ class ShardWriter:
         self.shards.append(Shard(self._path.name, self._in_shard, self._sha.hexdigest()))
 
 
-INDEX_FILE = "index.json"
-
-
-STATE_FILE = "prepare.state.json"
-
-
 def read_index(path: Path) -> dict[str, Any]:
+    """The index of a finished folder, or the state of an unfinished one."""
     try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise FileProblem(f"{path} cannot be read: {error.strerror or error}.") from error
-    except ValueError as error:
+        return read_json(path)
+    except DamagedFile as error:
         raise damaged_folder(path) from error
-    if not isinstance(found, dict):
-        raise damaged_folder(path)
-    return found
 
 
 def damaged_folder(path: Path) -> FileProblem:
@@ -164,7 +144,7 @@ def is_prepared(folder: Path | str) -> bool:
     return (Path(folder) / INDEX_FILE).is_file()
 
 
-class Sharded:
+class ShardedArray:
     """Several files read as one long array."""
 
     def __init__(self, folder: Path, shards: Sequence[Shard], dtype: npt.DTypeLike) -> None:
@@ -200,8 +180,8 @@ class SourceData:
 
     name: str
     weight: float | None
-    ids: Sharded
-    flags: Sharded | None
+    ids: ShardedArray
+    flags: ShardedArray | None
 
 
 @dataclass(frozen=True)
@@ -229,14 +209,14 @@ class TokenData:
         index = read_index(path)
         try:
             sources = tuple(_sources(folder, index, split))
-            told = index["tokenizer"]
-            data = cls(folder, split, sources, told["vocab_size"], told["end"], _hash(path))
+            described = index["tokenizer"]
+            data = cls(folder, split, sources, described["vocab_size"], described["end"], sha256_of(path))
         except (KeyError, TypeError, AttributeError) as error:
-            raise FileProblem(f"{path} is damaged; delete the folder and prepare it again.") from error
+            raise damaged_folder(path) from error
         if not sources:
             raise FileProblem(f"{folder} has no {split} split; prepare it again with another --val-fraction.")
         tokenizer = folder / TOKENIZER_FILE
-        if not tokenizer.is_file() or _hash(tokenizer) != told["sha256"]:
+        if not tokenizer.is_file() or sha256_of(tokenizer) != described["sha256"]:
             raise FileProblem(
                 f"{tokenizer} is not the tokenizer that made these shards; restore it or prepare the folder again."
             )
@@ -264,8 +244,8 @@ def _sources(folder: Path, index: dict[str, Any], split: str) -> Iterator[Source
         if split in source["splits"]:
             written = source["splits"][split]
             shards, masks = ([Shard(**shard) for shard in written[kind]] for kind in ("shards", "masks"))
-            ids = Sharded(folder, shards, index["dtype"])
-            flags = Sharded(folder, masks, np.uint8) if masks else None
+            ids = ShardedArray(folder, shards, index["dtype"])
+            flags = ShardedArray(folder, masks, np.uint8) if masks else None
             yield SourceData(source["name"], source["weight"], ids, flags)
 
 
@@ -279,7 +259,3 @@ def _map(path: Path, items: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
             "it is cut short or damaged, so copy it again or prepare the folder again."
         )
     return np.memmap(path, dtype=dtype, mode="r")
-
-
-def _hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

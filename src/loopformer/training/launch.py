@@ -12,11 +12,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from loopformer.config import RunConfig, load_run, read_yaml, run_from_mapping, run_to_yaml, with_expected_vocab
+from loopformer.config import RunConfig, load_run, run_from_mapping, run_to_yaml, with_expected_vocab
 from loopformer.data.shards import TokenData, is_prepared
 from loopformer.device import available_bytes
 from loopformer.errors import FileProblem, LoopformerError
-from loopformer.files import alone_in, write_atomic, writing
+from loopformer.files import locked, read_yaml, write_atomic, writing
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, checkpoints
 from loopformer.training.batches import pieces
@@ -67,7 +67,7 @@ def launch(
     out = Path(out)
     run, given = _settings(source, overrides, out, resume)
     ranks = Ranks.start(run.training.device)
-    with alone_in(out) if ranks.main else nullcontext(), out_of_memory_advice():
+    with locked(out) if ranks.main else nullcontext(), out_of_memory_advice():
         before = _stored(out) if resume and checkpoints(out) else None
         if before is not None:
             run = _continued(before, run, given)
@@ -133,7 +133,7 @@ def _stored_file(out: Path) -> Path | None:
 
 def _stored(out: Path) -> RunConfig | None:
     stored = _stored_file(out)
-    return None if stored is None else run_from_mapping(read_yaml(stored, str(stored)))
+    return None if stored is None else run_from_mapping(read_yaml(stored))
 
 
 def _prepare_if_asked(run: RunConfig, say: Callable[[str], None]) -> None:

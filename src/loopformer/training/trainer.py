@@ -25,7 +25,7 @@ import torch
 
 from loopformer.config import RunConfig, run_to_yaml
 from loopformer.config.run import validation_budgets
-from loopformer.data.loader import NO_LOSS, Ahead, Batch, Loader, validation_windows
+from loopformer.data.loader import NO_LOSS, Batch, Loader, Prefetcher, validation_windows
 from loopformer.data.shards import TokenData
 from loopformer.device import device_name, peak_flops
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
@@ -159,8 +159,8 @@ class Trainer:
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         started = time.perf_counter()
         try:
-            with self.reporter, closing(Ahead(self._batches(), depth=2)) as ahead:
-                self._loop(ahead)
+            with self.reporter, closing(Prefetcher(self._batches(), depth=2)) as batches:
+                self._loop(batches)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
