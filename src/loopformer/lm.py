@@ -30,9 +30,8 @@ from loopformer.inference.fused.backend import Fast
 from loopformer.inference.request import Event, Request, Result
 from loopformer.inference.sampling import Sampling
 from loopformer.inference.score import Score, score
-from loopformer.loading import find_model
+from loopformer.loading import find_model, model_folder
 from loopformer.loading.folder import default_trajectory, is_model_folder
-from loopformer.loading.published import model_folder
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 

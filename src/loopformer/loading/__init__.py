@@ -1,7 +1,64 @@
-"""Models on disk: find.py (whatever it is) · folder.py (ours) · runs.py (training runs) · published.py (the
-authors' weights) · tensors.py (reading files safely) · build.py (settings and tensors to a model)."""
+"""Models on disk: folder.py (our own model and run folders) · published.py (the authors' weights).
 
-from loopformer.loading.folder import load_model, save_model
-from loopformer.loading.published import find_config, find_model, from_state_dict, load_published
+model, tokenizer_folder = find_model("runs/demo")     # whatever it is: a run, a model folder, published weights
+config, tokenizer_folder = find_config("runs/demo")   # the same without the weights
+"""
 
-__all__ = ["find_config", "find_model", "from_state_dict", "load_model", "load_published", "save_model"]
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from loopformer.config import ModelConfig
+from loopformer.loading.folder import (
+    TOKENIZER,
+    is_model_folder,
+    is_run_folder,
+    load_model,
+    newest_model,
+    read_config,
+    save_model,
+)
+from loopformer.loading.published import from_state_dict, load_published
+from loopformer.model import LoopedLM
+
+__all__ = [
+    "find_config",
+    "find_model",
+    "from_state_dict",
+    "load_model",
+    "load_published",
+    "model_folder",
+    "save_model",
+]
+
+
+def find_model(
+    source: str | Path, heads: int | None = None, loops: int | None = None
+) -> tuple[LoopedLM, Path | None]:
+    """The model, in fp32 on the CPU, and the folder of its tokenizer where there is one."""
+    folder = model_folder(source)
+    model = load_model(folder) if is_model_folder(folder) else load_published(source, heads, loops)
+    return model, _tokenizer_folder(folder)
+
+
+def find_config(
+    source: str | Path, heads: int | None = None, loops: int | None = None
+) -> tuple[ModelConfig, Path | None]:
+    """The same without the weights, where their sizes are written beside them."""
+    folder = model_folder(source)
+    config = read_config(folder) if is_model_folder(folder) else load_published(source, heads, loops).config
+    return config, _tokenizer_folder(folder)
+
+
+def _tokenizer_folder(folder: Path) -> Path | None:
+    return folder if (folder / TOKENIZER).is_file() else None
+
+
+def model_folder(source: str | Path) -> Path:
+    """The folder that holds the model of a run; anything else as it is."""
+    return newest_model(source, _warn) if is_run_folder(source) else Path(source)
+
+
+def _warn(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
