@@ -201,6 +201,10 @@ def run_from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     for key in settings:
         if key not in known:
             raise LoopformerError(f"Unknown setting {key}; {nearest(str(key), known)}")
+    model = settings.get("model")
+    if isinstance(model, Mapping) and "vocab" not in model and isinstance(rows := model.get("padded_vocab"), int):
+        # The data decides the vocabulary when it is opened; until then it is as large as the rows allow.
+        settings = {**settings, "model": {**model, "vocab": max(1, rows)}}
     sections: dict[str, Any] = {
         name: from_mapping(cls, settings.get(name) or {}, name) for name, cls in SECTIONS.items()
     }
