@@ -60,7 +60,7 @@ def test_padded_rows_wait_for_the_vocabulary_of_the_data(rows: int) -> None:
     run, keys = load_run("demo", [f"model.padded_vocab={rows}"])
     assert run.model.vocab_rows == rows
     assert "model.vocab" not in keys
-    with pytest.raises(LoopformerError, match="padded_vocab 8 is smaller than model.vocab 9"):
+    with pytest.raises(LoopformerError, match=r"padded_vocab 8 is smaller than model.vocab 9"):
         load_run("demo", ["model.padded_vocab=8", "model.vocab=9"])
     with pytest.raises(LoopformerError, match="padded_vocab must be a whole number or null"):
         load_run("demo", ["model.padded_vocab=many"])

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -66,17 +66,28 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder and keep other processes from writing to it; a process that dies lets go of it."""
+    """Make the folder and keep other processes from writing to it; a process that dies lets go of it.
+
+    Work that fails before it has written anything leaves no empty folder behind.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise FileProblem(
-            f"Another process is at work in {folder}; wait for it or choose another --out."
-        ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FileProblem(
+                f"Another process is at work in {folder}; wait for it or choose another --out."
+            ) from error
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):  # the first that is not empty ends it
+                for path in missing:  # from the folder itself outwards
+                    path.rmdir()
+            raise
     finally:
         os.close(descriptor)
 

@@ -57,7 +57,8 @@ class ModelConfig:
         require(self.time_scale > 0, f"model.time_scale must be positive, got {self.time_scale}.")
         require(
             self.padded_vocab is None or self.padded_vocab >= self.vocab,
-            f"model.padded_vocab {self.padded_vocab} is smaller than model.vocab {self.vocab}; raise it, or leave it out.",
+            f"model.padded_vocab {self.padded_vocab} is smaller than model.vocab {self.vocab}; "
+            "raise it, or leave it out.",
         )
 
     @property

@@ -128,7 +128,7 @@ def prepare(
         elif ready is None:
             announce("tokenizer", f"training, {train_tokenizer} ids")
             ready = Tokenizer.train(reader.training_texts(parsed, ledger.sources), train_tokenizer or 0)
-        # Only now, so that a wrong field or a missing file leaves an empty folder and not half a job.
+        # Only now, so that a wrong field or a missing file leaves no folder and not half a job.
         ledger.commit()
         ready.save(ledger.folder)
         for source, state in zip(parsed, ledger.sources, strict=True):
