@@ -7,6 +7,7 @@ import pytest
 
 import loopformer
 from loopformer import LoopformerError
+from loopformer.loading.folder import checkpoints
 from loopformer.training.launch import launch
 
 Small = Callable[..., list[str]]
@@ -29,3 +30,35 @@ def test_a_refused_start_leaves_no_folder(small: Small, tmp_path: Path) -> None:
         with pytest.raises(LoopformerError):
             launch("demo", overrides, tmp_path / "runs" / "mine", quiet=True, say=lambda _: None)
         assert not list(tmp_path.iterdir())
+
+
+def test_damaged_checkpoints_are_set_aside_and_never_deleted(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    launch("demo", small(), run, quiet=True)
+    contents = {}
+    for name in ("step-00000006.damaged", "step-00000006.damaged-2"):
+        newest = checkpoints(run)[-1]
+        (newest / "checksums.json").write_text("{}")
+        contents[name] = (newest / "optimizer" / "optimizer.safetensors").read_bytes()
+        launch(None, [], run, resume=True)
+        assert f"It is kept as {newest.with_name(name)}." in capsys.readouterr().err
+    for name, content in contents.items():
+        assert (run / "checkpoints" / name / "optimizer" / "optimizer.safetensors").read_bytes() == content
+    assert checkpoints(run)[-1].name == "step-00000006"
+
+
+def test_an_unreadable_checkpoint_stops_a_resume(small: Small, tmp_path: Path) -> None:
+    launch("demo", small(), tmp_path / "run", quiet=True)
+    before = checkpoints(tmp_path / "run")
+    sums = before[-1] / "checksums.json"
+    content = sums.read_bytes()
+    sums.unlink()
+    sums.mkdir()  # a name that no one can read a file under
+    with pytest.raises(LoopformerError, match=r"step-00000006 cannot be read .* make it readable"):
+        launch(None, [], tmp_path / "run", resume=True, quiet=True)
+    assert checkpoints(tmp_path / "run") == before
+    sums.rmdir()
+    sums.write_bytes(content)
+    assert launch(None, [], tmp_path / "run", resume=True, quiet=True)["step"] == 6

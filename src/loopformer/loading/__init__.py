@@ -10,8 +10,13 @@ import sys
 from pathlib import Path
 
 from loopformer.config import ModelConfig
+from loopformer.errors import FileProblem
 from loopformer.loading.folder import (
+    CONFIG,
     TOKENIZER,
+    WEIGHTS,
+    damage,
+    is_checkpoint,
     is_model_folder,
     is_run_folder,
     load_model,
@@ -56,8 +61,16 @@ def _tokenizer_folder(folder: Path) -> Path | None:
 
 
 def model_folder(source: str | Path) -> Path:
-    """The folder that holds the model of a run; anything else as it is."""
-    return newest_model(source, _warn) if is_run_folder(source) else Path(source)
+    """The folder that holds the model: of a run its newest whole checkpoint, anything else as it is.
+
+    A checkpoint that is named itself is held against its checksums, too.
+    """
+    path = Path(source)
+    if is_run_folder(path):
+        return newest_model(path, _warn)
+    if is_checkpoint(path) and (wrong := damage(path, (WEIGHTS, CONFIG, TOKENIZER))) is not None:
+        raise FileProblem(f"The checkpoint {path} is damaged ({wrong}); use another one of its run.")
+    return path
 
 
 def _warn(sentence: str) -> None:

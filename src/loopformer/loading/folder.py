@@ -16,7 +16,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,12 @@ from torch import Tensor
 from loopformer.config import ModelConfig, from_mapping
 from loopformer.config.model import FORMAT, VERSION
 from loopformer.errors import FileProblem
-from loopformer.files import read_json, sha256_of
+from loopformer.files import DamagedFile, read_json, sha256_of
 from loopformer.model import LoopedLM
 
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"  # of a model
 FOLDER, CHECKSUMS, STATE, SETTINGS = "checkpoints", "checksums.json", "state.json", "run.yaml"  # of a run
+_STEP = re.compile(r"step-\d+")
 PREFIX = "model."  # what Transformers puts before our names, as its wrapper holds our model under this one
 
 
@@ -160,31 +161,50 @@ def is_run_folder(path: str | Path) -> bool:
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first; unfinished ones are not among them."""
     paths = (run / FOLDER).glob("step-*") if (run / FOLDER).is_dir() else []
-    return sorted(path for path in paths if re.fullmatch(r"step-\d+", path.name))
+    return sorted(path for path in paths if _STEP.fullmatch(path.name))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one of a run's checkpoints, also one that was copied elsewhere."""
+    return (path / CHECKSUMS).exists() or (path.parent.name == FOLDER and _STEP.fullmatch(path.name) is not None)
 
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def problem(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint: None when every file is there and matches its checksum."""
+def damage(checkpoint: Path, names: Sequence[str] | None = None) -> str | None:
+    """What is wrong with a checkpoint, None where every file is there and matches its checksum; or only `names`.
+
+    One that cannot be read, for want of a permission or on a failing disk, is not damaged: that is a FileProblem.
+    """
+    name = CHECKSUMS
     try:
-        sums = read_json(checkpoint / CHECKSUMS)
-    except FileProblem:
-        return f"{CHECKSUMS} is missing or unreadable"
-    for name, expected in sums.items():
-        if not (checkpoint / name).is_file():
+        sums = read_json(checkpoint / name)
+        for name in (WEIGHTS, CONFIG):
+            if name not in sums:
+                return f"{CHECKSUMS} does not list {name}"
+        for name, expected in sums.items():
+            if (names is None or name in names) and sha256_of(checkpoint / name) != expected:
+                return f"{name} does not match its checksum"
+    except DamagedFile:
+        return f"{CHECKSUMS} is damaged"
+    except (OSError, FileProblem) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if isinstance(cause, FileNotFoundError):
             return f"{name} is missing"
-        if sha256_of(checkpoint / name) != expected:
-            return f"{name} does not match its checksum"
+        reason = getattr(cause, "strerror", None) or error
+        raise FileProblem(
+            f"The checkpoint {checkpoint} cannot be read ({name}: {reason}); "
+            "make it readable, or move it away to use an earlier one."
+        ) from error
     return None
 
 
 def latest_good(run: Path, say: Callable[[str], None]) -> Path | None:
     """The newest checkpoint that is whole; damaged ones on the way are named."""
     for path in reversed(checkpoints(run)):
-        wrong = problem(path)
+        wrong = damage(path)
         if wrong is None:
             return path
         say(f"The checkpoint {path} is damaged ({wrong}).")

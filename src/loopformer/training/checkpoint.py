@@ -18,6 +18,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -98,11 +99,14 @@ def _seal(part: Path) -> None:
     sync_folder(part)
 
 
-def drop_beyond(run: Path, step: int) -> None:
-    """Delete checkpoints newer than the one a run goes on from: they are damaged, or it would go on from them."""
+def set_aside_newer(run: Path, step: int) -> list[Path]:
+    """Rename checkpoints newer than the one a run goes on from: they are damaged, and in the way of new ones."""
+    aside = []
     for path in checkpoints(run):
         if step_of(path) > step:
-            shutil.rmtree(path, ignore_errors=True)
+            places = (path.with_name(f"{path.name}.damaged{'' if n == 1 else f'-{n}'}") for n in count(1))
+            aside.append(path.rename(next(place for place in places if not place.exists())))
+    return aside
 
 
 def rotate(run: Path, keep: int, best: int | None) -> None:

@@ -33,10 +33,10 @@ from loopformer.files import read_json
 from loopformer.loading.folder import SETTINGS, STATE, latest_good, load_model, save_tensors
 from loopformer.training.batches import Piece, pieces, short_trajectory
 from loopformer.training.checkpoint import (
-    drop_beyond,
     optimizer_tensors,
     restore_optimizer,
     rotate,
+    set_aside_newer,
     write_checkpoint,
 )
 from loopformer.training.distributed import Parallel, Ranks, whole
@@ -105,7 +105,8 @@ class Trainer:
         for note in notes:
             self.reporter.say(note)
         if checkpoint and ranks.main:
-            drop_beyond(out, self.progress.step)
+            for aside in set_aside_newer(out, self.progress.step):
+                self.reporter.say(f"It is kept as {aside}.")
         if resume:
             self.reporter.say(f"going on from {checkpoint}" if checkpoint else "no checkpoint yet; starting anew")
 
