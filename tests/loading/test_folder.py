@@ -1,21 +1,26 @@
 """Our own folders: a model survives, damage is named, and a run gives its newest whole checkpoint."""
 
 import errno
+import itertools
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import loopformer
 from loopformer import LoopedLM, LoopformerError
 from loopformer.config import ModelConfig
+from loopformer.data.tokenizer import Tokenizer
 from loopformer.files import sha256_of
 from loopformer.loading import load_model, save_model
 from loopformer.loading.folder import checkpoints
+from loopformer.training.checkpoint import rotate
 
 SUMS = "checksums.json"
 
@@ -131,3 +136,40 @@ def test_one_checkpoint_is_checked_as_a_run_is(run: Path, tmp_path: Path) -> Non
             loopformer.load(folder)
     (copy / SUMS).unlink()
     assert step_loaded(copy) == 10, "a model folder without checksums is taken as it is"
+
+
+def test_a_run_loads_while_its_checkpoints_rotate(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer checkpoint comes and the others go at every moment that something is read."""
+    for checkpoint in checkpoints(run):
+        (checkpoint / SUMS).unlink()
+        Tokenizer.train(["text"], 257).save(checkpoint)
+        seal(checkpoint)
+    calls = 0
+
+    def count(open_file: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == moment:
+                older, newest = checkpoints(copy)
+                shutil.copytree(older, newest.with_name("step-00000015"))
+                rotate(copy, keep=1, best=None)
+            return open_file(*arguments, **options)
+
+        return counted
+
+    loaded = []
+    for moment in itertools.count(1):
+        copy = Path(shutil.copytree(run, tmp_path / str(moment)))
+        calls = 0
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "open", count(Path.open))
+            patched.setattr("loopformer.loading.folder.safe_open", count(safe_open))
+            loaded.append(step_loaded(copy))
+        if calls < moment:
+            break
+    assert len(loaded) > 8
+    assert loaded[0] == 5, "the next newest, which is a copy of step 5"
+    assert loaded[-1] == 10, "nothing rotates any more"

@@ -7,7 +7,9 @@ config, tokenizer_folder = find_config("runs/demo")   # the same without the wei
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from loopformer.config import ModelConfig
 from loopformer.errors import FileProblem
@@ -30,6 +32,7 @@ from loopformer.model import LoopedLM
 __all__ = [
     "find_config",
     "find_model",
+    "from_model_folder",
     "from_state_dict",
     "load_model",
     "load_published",
@@ -37,27 +40,49 @@ __all__ = [
     "save_model",
 ]
 
+T = TypeVar("T")
+
 
 def find_model(
     source: str | Path, heads: int | None = None, loops: int | None = None
 ) -> tuple[LoopedLM, Path | None]:
     """The model, in fp32 on the CPU, and the folder of its tokenizer where there is one."""
-    folder = model_folder(source)
-    model = load_model(folder) if is_model_folder(folder) else load_published(source, heads, loops)
-    return model, _tokenizer_folder(folder)
+
+    def read(folder: Path) -> tuple[LoopedLM, Path | None]:
+        model = load_model(folder) if is_model_folder(folder) else load_published(source, heads, loops)
+        return model, _tokenizer_folder(folder)
+
+    return from_model_folder(source, read)
 
 
 def find_config(
     source: str | Path, heads: int | None = None, loops: int | None = None
 ) -> tuple[ModelConfig, Path | None]:
     """The same without the weights, where their sizes are written beside them."""
-    folder = model_folder(source)
-    config = read_config(folder) if is_model_folder(folder) else load_published(source, heads, loops).config
-    return config, _tokenizer_folder(folder)
+
+    def read(folder: Path) -> tuple[ModelConfig, Path | None]:
+        config = read_config(folder) if is_model_folder(folder) else load_published(source, heads, loops).config
+        return config, _tokenizer_folder(folder)
+
+    return from_model_folder(source, read)
 
 
 def _tokenizer_folder(folder: Path) -> Path | None:
     return folder if (folder / TOKENIZER).is_file() else None
+
+
+def from_model_folder(source: str | Path, read: Callable[[Path], T]) -> T:
+    """What `read` makes of the folder that holds the model.
+
+    A run that goes on may rotate its checkpoint away while it is read; then it is the next newest.
+    """
+    while True:
+        folder = model_folder(source)
+        try:
+            return read(folder)
+        except (FileProblem, OSError):
+            if not is_run_folder(source) or folder.is_dir():
+                raise
 
 
 def model_folder(source: str | Path) -> Path:

@@ -203,12 +203,19 @@ def damage(checkpoint: Path, names: Sequence[str] | None = None) -> str | None:
 
 def latest_good(run: Path, say: Callable[[str], None]) -> Path | None:
     """The newest checkpoint that is whole; damaged ones on the way are named."""
-    for path in reversed(checkpoints(run)):
-        wrong = damage(path)
-        if wrong is None:
-            return path
-        say(f"The checkpoint {path} is damaged ({wrong}).")
-    return None
+    named: set[Path] = set()
+    while True:
+        for path in reversed(checkpoints(run)):
+            wrong = damage(path)
+            if wrong is None:
+                return path
+            if not path.is_dir():
+                break  # a run that goes on has rotated it away meanwhile; look again, there is a newer one
+            if path not in named:
+                named.add(path)
+                say(f"The checkpoint {path} is damaged ({wrong}).")
+        else:
+            return None
 
 
 def newest_model(run: str | Path, say: Callable[[str], None]) -> Path:

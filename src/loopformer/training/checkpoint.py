@@ -61,7 +61,7 @@ def write_checkpoint(
         if ranks.main:
             _seal(part)
             if place.exists():
-                shutil.rmtree(place)
+                _remove(place)
             os.rename(part, place)
             sync_folder(place.parent)
 
@@ -113,9 +113,17 @@ def rotate(run: Path, keep: int, best: int | None) -> None:
     """Delete all but the newest `keep` checkpoints and the best one."""
     for path in checkpoints(run)[:-keep]:
         if step_of(path) != best:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
     for path in (run / FOLDER).glob("*.part"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint so that whoever reads it finds it whole or gone, not half of it."""
+    gone = checkpoint.with_name(checkpoint.name + ".old.part")  # rotate clears such names where a crash leaves one
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(checkpoint, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
