@@ -1,8 +1,10 @@
 """Starting and continuing a run: its settings, its data and its folder."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import loopformer
@@ -11,6 +13,10 @@ from loopformer.loading.folder import checkpoints
 from loopformer.training.launch import launch
 
 Small = Callable[..., list[str]]
+
+
+def weights(run: Path) -> bytes:
+    return (checkpoints(run)[-1] / "model.safetensors").read_bytes()
 
 
 def test_padded_rows_are_checked_against_the_datas_vocabulary(small: Small, tmp_path: Path) -> None:
@@ -62,3 +68,21 @@ def test_an_unreadable_checkpoint_stops_a_resume(small: Small, tmp_path: Path) -
     sums.rmdir()
     sums.write_bytes(content)
     assert launch(None, [], tmp_path / "run", resume=True, quiet=True)["step"] == 6
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_rewritten_shards_are_noticed_before_training(
+    split: str, small: Small, corpus: Path, tmp_path: Path
+) -> None:
+    data = Path(shutil.copytree(corpus, tmp_path / "data"))
+    launch("demo", small(data__path=data, training__steps=2), tmp_path / "run", quiet=True)
+    (shard,) = data.glob(f"*-{split}-*.bin")
+    ids = np.fromfile(shard, np.uint16)
+    ((ids + 1) % 300).astype(np.uint16).tofile(shard)
+    before = weights(tmp_path / "run")
+    for resume, out in ((True, tmp_path / "run"), (False, tmp_path / "new")):
+        with pytest.raises(LoopformerError, match=f"{shard.name} has changed since it was made"):
+            launch("demo", small(data__path=data), out, resume=resume, quiet=True)
+    assert weights(tmp_path / "run") == before
+    ids.tofile(shard)
+    assert launch("demo", small(data__path=data), tmp_path / "run", resume=True, quiet=True)["finished"]

@@ -2,7 +2,7 @@
 
     data = TokenData.open("data/stdlib", "train")
     data.tokens, data.vocab_size, data.tokenizer.decode(data.sources[0].ids.read(0, 100))
-    data.verify()                           # reads every byte and compares checksums
+    data.verify()                           # reads every byte and compares checksums; `train` does, once
 
     writer = ShardWriter(folder, "stdlib-train", ".bin", np.uint16, shard_items=1 << 27)
     writer.append(ids); writer.flush()      # on disk, whatever happens next
@@ -17,9 +17,10 @@ Opening looks at names, sizes and the tokenizer's hash, which is quick for any c
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,10 +34,12 @@ import numpy.typing as npt
 from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
-from loopformer.files import DamagedFile, read_json, sha256_of, writing
+from loopformer.files import DamagedFile, read_json, sha256_of, write_atomic, writing
 
 INDEX_FILE = "index.json"
 STATE_FILE = "prepare.state.json"
+VERIFIED_FILE = "verified.json"  # the shards that a run has compared with their checksums
+_MUCH = 1 << 30  # bytes that take a while to read
 _BLOCK = 1 << 20
 
 
@@ -167,12 +170,6 @@ class ShardedArray:
             number += 1
         return np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
 
-    def verify(self) -> None:
-        for shard in self.shards:
-            path = self._folder / shard.file
-            if sha256_of(path) != shard.sha256:
-                raise FileProblem(f"{path} has changed since it was made; prepare the folder again.")
-
 
 @dataclass(frozen=True)
 class SourceData:
@@ -231,12 +228,39 @@ class TokenData:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.folder)
 
-    def verify(self) -> None:
-        """Read everything and compare with the checksums of the index."""
-        for source in self.sources:
-            source.ids.verify()
-            if source.flags is not None:
-                source.flags.verify()
+    def verify(self, *, changed_only: bool = False, say: Callable[[str], None] | None = None) -> None:
+        """Read every shard and compare it with the checksum of the index.
+
+        With `changed_only` a shard is read once, and again only after its size or time has changed: what was read
+        is noted in the folder, where that can be written to. `say` gets a sentence where there is much to read.
+        """
+        note = self.folder / VERIFIED_FILE
+        known = _verified(note) if changed_only else {}
+        arrays = [array for source in self.sources for array in (source.ids, source.flags) if array is not None]
+        marks: dict[Shard, list[Any]] = {}
+        for shard in (shard for array in arrays for shard in array.shards):
+            status = (self.folder / shard.file).stat()
+            marks[shard] = [status.st_size, status.st_mtime_ns, shard.sha256]
+        unknown = [shard for shard, mark in marks.items() if known.get(shard.file) != mark]
+        size = sum(marks[shard][0] for shard in unknown)
+        if say and size >= _MUCH:
+            say(f"comparing {size / 1e9:.1f} GB of shards in {self.folder} with their checksums")
+        for shard in unknown:
+            path = self.folder / shard.file
+            if sha256_of(path) != shard.sha256:
+                raise FileProblem(f"{path} has changed since it was made; prepare the folder again.")
+        if changed_only and unknown:
+            known |= {shard.file: mark for shard, mark in marks.items()}
+            with suppress(FileProblem):  # a folder that is read-only, or not ours
+                write_atomic(note, (json.dumps(known, indent=1) + "\n").encode())
+
+
+def _verified(note: Path) -> dict[str, Any]:
+    """Size, time and checksum of the shards that were found right, by name."""
+    try:
+        return read_json(note)
+    except FileProblem:  # not there yet, or no use
+        return {}
 
 
 def _sources(folder: Path, index: dict[str, Any], split: str) -> Iterator[SourceData]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from loopformer.config import RunConfig, load_run, run_from_mapping, run_to_yaml, with_expected_vocab
 from loopformer.data.shards import TokenData, is_prepared
+from loopformer.data.splits import SPLITS
 from loopformer.device import available_bytes
 from loopformer.errors import FileProblem, LoopformerError
 from loopformer.files import locked, read_yaml, write_atomic, writing
@@ -78,6 +79,10 @@ def launch(
                 _prepare_if_asked(run, say)
             ranks.wait()
             run = settle_run(run, given, TokenData.open(run.data.path, "train"))
+        if ranks.main:
+            for split in SPLITS:
+                TokenData.open(run.data.path, split).verify(changed_only=True, say=say)
+        ranks.wait()
         trainer = Trainer(run, out, ranks, resume, quiet)
         if ranks.main:
             write_atomic(out / SETTINGS, run_to_yaml(run).encode())
