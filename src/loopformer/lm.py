@@ -29,7 +29,7 @@ from loopformer.inference.engine import Engine
 from loopformer.inference.fused.backend import Fast
 from loopformer.inference.request import Event, Request, Result
 from loopformer.inference.sampling import Sampling
-from loopformer.inference.score import Score, score
+from loopformer.inference.score import Score, score_texts
 from loopformer.loading import find_model
 from loopformer.loading.folder import default_trajectory, is_model_folder
 from loopformer.loading.published import model_folder
@@ -170,7 +170,7 @@ class LM:
         if not texts:
             return []
         ids = [self._encode(text) for text in texts]
-        return score(self.model, ids, self.trajectories(len(texts), budget, trajectory))
+        return score_texts(self.model, ids, self.trajectories(len(texts), budget, trajectory))
 
     def engine(self, rows: int = 16, queue: int = 64) -> Engine:
         """Continuous batching: at most `rows` requests run at once, at most `queue` more wait."""

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from loopformer import LM
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
-from loopformer.evaluation.score import Span, encode_pairs
-from loopformer.evaluation.tasks import TASKS, Answered, Query
+from loopformer.evaluation.tasks import TASKS, Answered, Query, encode_pairs
+from loopformer.inference.score import Span
 from loopformer.loading import save_model
 
 from .examples import HUB, LOCAL, write_lines, write_local
@@ -117,7 +117,7 @@ def test_pairs_are_split_as_the_harness_splits_them(tokenizer: Tokenizer, contex
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=60), st.integers(2, 20))
 def test_long_texts_are_cut_as_the_harness_cuts_them(tokens: list[int], limit: int) -> None:
-    windows = Span((100, *tokens), len(tokens)).windows(limit)
+    windows = Span((100, *tokens), len(tokens)).windows(limit, reach_back=True)
     expected = map(make_disjoint_window, get_rolling_token_windows(tokens, 100, limit, context_len=1))
     found = [((*window.inputs, window.targets[-1]), window.targets) for window in windows]
     assert found == [((*before, *scored), tuple(scored)) for before, scored in expected]

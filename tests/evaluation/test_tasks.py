@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from loopformer import LM
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError
-from loopformer.evaluation.score import encode_pairs, encode_texts, loglikelihoods
 from loopformer.evaluation.tasks import (
     PAPER,
     TASKS,
@@ -22,6 +21,8 @@ from loopformer.evaluation.tasks import (
     Requests,
     answer,
     digest,
+    encode_pairs,
+    encode_texts,
     paper_scores,
     read_answers,
     read_local,
@@ -29,6 +30,7 @@ from loopformer.evaluation.tasks import (
     write_answers,
     write_requests,
 )
+from loopformer.inference.score import loglikelihoods
 from loopformer.trajectory import Trajectory
 
 from .examples import HUB, LOCAL, write_lines, write_local
@@ -117,9 +119,10 @@ def test_kinds_may_be_mixed(lm: LM, tokenizer: Tokenizer) -> None:
     found = answer(lm, queries, ROUTE)
     assert found.values[0] == lm.generate("its step", trajectory="2-1-1", max_tokens=4, stops="\n").text
     pairs = encode_pairs(tokenizer, [("its", " step"), ("its", " time")])
-    expected = loglikelihoods(lm.model, pairs, ROUTE).answers
+    expected = loglikelihoods(lm.model, pairs, [ROUTE])[ROUTE].answers
     assert [found.values[1], found.values[3]] == [list(one) for one in expected]
-    ((total, _),) = loglikelihoods(lm.model, encode_texts(tokenizer, [queries[2].arguments[0]]), ROUTE).answers
+    texts = encode_texts(tokenizer, [queries[2].arguments[0]])
+    ((total, _),) = loglikelihoods(lm.model, texts, [ROUTE])[ROUTE].answers
     assert found.values[2] == total
     assert found.cut == 0  # a rolling text is read in parts
     assert found.seconds > 0

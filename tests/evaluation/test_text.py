@@ -24,8 +24,8 @@ from loopformer.data.splits import survey
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError
 from loopformer.evaluation.store import Store
-from loopformer.evaluation.text import Cut, Protocol, Text, default_text, perplexity, read_text, windows
-from loopformer.inference.score import score
+from loopformer.evaluation.text import CutText, Protocol, Text, cut_text, default_text, perplexity, read_text
+from loopformer.inference.score import score_texts
 from loopformer.trajectory import Trajectory
 
 from .small import DOCUMENTS, Scored, by_rule, make_text
@@ -151,11 +151,11 @@ def test_a_run_has_its_own_data(tmp_path: Path, tokenizer: Tokenizer) -> None:
 TOKENIZER = Tokenizer.train(["every pass is told its time and its step"] * 9, 257)
 
 
-def scored(cut: Cut) -> Scored:
+def scored(cut: CutText) -> Scored:
     found: Scored = []
-    for row in cut.rows:
-        ids = row.ids.tolist()
-        found += [(tuple(ids[:place]), ids[place]) for place in range(len(ids) - row.scored, len(ids))]
+    for row in cut.windows:
+        ids = row.tokens
+        found += [(ids[:place], ids[place]) for place in range(len(ids) - row.scored, len(ids))]
     return found
 
 
@@ -174,23 +174,23 @@ def test_each_token_once_given_what_the_rule_says(
     expected = by_rule(text, protocol, 12)
     if len(expected) < window:
         with pytest.raises(LoopformerError, match="fewer than one window"):
-            windows(text, protocol, 12)
+            cut_text(text, protocol, 12)
         return
-    cut = windows(text, protocol, 12)
+    cut = cut_text(text, protocol, 12)
     assert scored(cut) == expected
     targets = [target for _, target in expected]
     assert cut.tokens == len(expected)
     assert cut.ends == targets.count(TOKENIZER.eot)
     assert cut.bytes == TOKENIZER.byte_count(targets)
-    assert all(len(row.ids) - 1 <= window for row in cut.rows)
+    assert all(len(row.inputs) <= window for row in cut.windows)
 
 
 def test_bytes_are_those_of_the_text(tokenizer: Tokenizer) -> None:
     text = make_text(DOCUMENTS, tokenizer)
-    apart = windows(text, Protocol(), 16)
+    apart = cut_text(text, Protocol(), 16)
     assert apart.bytes == sum(len(document.encode()) for document in DOCUMENTS)
     assert (apart.documents, apart.ends) == (5, 0)
-    joined = windows(text, Protocol(join=True), 16)
+    joined = cut_text(text, Protocol(join=True), 16)
     assert joined.bytes == apart.bytes - tokenizer.byte_count([tokenizer.encode(DOCUMENTS[0])[0]])
     assert (joined.documents, joined.ends) == (5, 4)
     assert joined.tokens == apart.tokens - 1 + 4
@@ -199,10 +199,10 @@ def test_bytes_are_those_of_the_text(tokenizer: Tokenizer) -> None:
 def test_a_cut_document_counts_its_part(tokenizer: Tokenizer) -> None:
     text = make_text(DOCUMENTS, tokenizer)
     first = len(text.documents[0])
-    cut = windows(text, Protocol(max_tokens=first + 3), 4)
+    cut = cut_text(text, Protocol(max_tokens=first + 3), 4)
     assert (cut.documents, cut.tokens) == (2, first + 3)
     assert cut.bytes == len(DOCUMENTS[0].encode()) + tokenizer.byte_count(text.documents[1][:3].tolist())
-    at_the_end = windows(text, Protocol(join=True, max_tokens=first), 4)  # the last one scored is an end token
+    at_the_end = cut_text(text, Protocol(join=True, max_tokens=first), 4)  # the last one scored is an end token
     assert (at_the_end.documents, at_the_end.ends) == (1, 1)
 
 
@@ -217,15 +217,15 @@ def test_a_cut_document_counts_its_part(tokenizer: Tokenizer) -> None:
 )
 def test_impossible_windows(text: Text, protocol: Protocol, sentence: str) -> None:
     with pytest.raises(LoopformerError, match=sentence):
-        windows(text, protocol, 16)
+        cut_text(text, protocol, 16)
 
 
 def test_too_little_text(tokenizer: Tokenizer) -> None:
     short = make_text(["time"], tokenizer)
     with pytest.raises(LoopformerError, match=r"test\.txt has \d tokens? to score, fewer than one window of 16"):
-        windows(short, Protocol(), 16)
+        cut_text(short, Protocol(), 16)
     with pytest.raises(LoopformerError, match="has 0 tokens to score"):
-        windows(make_text(["x"], tokenizer), Protocol(window=1, join=True), 16)
+        cut_text(make_text(["x"], tokenizer), Protocol(window=1, join=True), 16)
 
 
 @torch.no_grad()
@@ -276,7 +276,9 @@ def test_a_document_is_scored_as_score_does_after_an_end_token(lm: LM) -> None:
     text = make_text(["every pass is told"], lm.tokenizer)
     ids = [lm.tokenizer.eot, *text.documents[0].tolist()]
     (row,) = perplexity(lm.model, text, ["2-1-1"], Protocol(window=len(ids) - 1))
-    assert row["nats"] == pytest.approx(-score(lm.model, [ids], [Trajectory.parse("2-1-1")])[0].total, rel=1e-6)
+    assert row["nats"] == pytest.approx(
+        -score_texts(lm.model, [ids], [Trajectory.parse("2-1-1")])[0].total, rel=1e-6
+    )
 
 
 @torch.no_grad()

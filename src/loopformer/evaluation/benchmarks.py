@@ -15,11 +15,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from loopformer.errors import FileProblem, require
-from loopformer.evaluation.score import BATCH_TOKENS
 from loopformer.evaluation.store import Piece
 from loopformer.evaluation.subject import Subject
 from loopformer.evaluation.tasks import TASKS, Answered, Answers, Queries, Run, answer_along, digest, paper_scores
 from loopformer.evaluation.text import Report
+from loopformer.inference.score import BATCH_TOKENS
 from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:

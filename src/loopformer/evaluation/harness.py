@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
-from loopformer.evaluation.score import BATCH_TOKENS, Span, loglikelihoods
 from loopformer.evaluation.store import weights_hash
 from loopformer.evaluation.subject import Subject
 from loopformer.evaluation.tasks import TASKS, Answered, Local, Query, Requests, answer, digest, read_local
 from loopformer.evaluation.text import Report
+from loopformer.inference.score import BATCH_TOKENS, Span, loglikelihoods
 from loopformer.lm import LM
 from loopformer.model.looped import TrajectoryLike
 
@@ -129,7 +129,7 @@ class LoopformerLM(api.TemplateLM):  # type: ignore[misc]
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         spans = [Span((*before, *scored), len(scored)) for _, before, scored in requests]
-        return loglikelihoods(self.lm.model, spans, self.trajectory, self.batch_tokens).answers
+        return loglikelihoods(self.lm.model, spans, [self.trajectory], self.batch_tokens)[self.trajectory].answers
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes into its results about the model."""

@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import Any
 
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
-from loopformer.evaluation.score import BATCH_TOKENS, shared_passes
 from loopformer.evaluation.store import Piece, Store, weights_hash
-from loopformer.evaluation.text import Protocol, Report, Text, likelihoods, piece_key, summary, text_facts, windows
+from loopformer.evaluation.text import Protocol, Report, Text, cut_text, likelihoods, piece_key, summary, text_facts
 from loopformer.files import read_json, write_atomic
+from loopformer.inference.score import BATCH_TOKENS, count_passes
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -100,7 +100,7 @@ def search(
     measures: list[Measure] = []
     facts: Piece | None = None
     if text is not None:
-        facts = text_facts(text, protocol, windows(text, protocol, model.config.context))
+        facts = text_facts(text, protocol, cut_text(text, protocol, model.config.context))
         measures.append(_by_text(model, text, protocol, weights, store, batch_tokens, report))
     if accuracy is not None:
         scorer = accuracy
@@ -122,7 +122,7 @@ def search(
         "text": facts,
         "tasks": tasks,
         # through the stack, for a batch of the text or of a task's requests
-        "passes": {"shared": shared_passes(measured), "separate": budget * len(measured)}
+        "passes": {"shared": count_passes(measured), "separate": budget * len(measured)}
         if method == "all"
         else None,
         "seconds": time.perf_counter() - started,
@@ -221,7 +221,7 @@ def _by_text(
     report: Report | None,
 ) -> Measure:
     """Perplexity of schedules; those with the same first step together, each group kept when it is done."""
-    cut = windows(text, protocol, model.config.context)
+    cut = cut_text(text, protocol, model.config.context)
 
     def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
         keys = {

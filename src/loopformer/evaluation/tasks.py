@@ -39,12 +39,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, require
-from loopformer.evaluation.score import BATCH_TOKENS, Count, encode_pairs, encode_texts, loglikelihoods_along
 from loopformer.files import write_atomic
 from loopformer.inference.decode import generate
 from loopformer.inference.request import Request
 from loopformer.inference.sampling import Sampling
+from loopformer.inference.score import BATCH_TOKENS, Count, Span, loglikelihoods
 from loopformer.lm import LM
 from loopformer.trajectory import Trajectory
 
@@ -283,6 +284,36 @@ def answer_along(
     }
 
 
+def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Span]:
+    """Contexts and their continuations as tokens, exactly as lm-evaluation-harness splits them.
+
+    Spaces at the end of a context belong to the continuation; both are tokenized together and the context's own
+    number of tokens is taken off. An empty context is the end token.
+    """
+    splits = [(context.rstrip(), context + continuation) for context, continuation in pairs]
+    texts = list({text for split in splits for text in split})
+    ids = dict(zip(texts, tokenizer.encode_batch(texts), strict=True))
+    spans = []
+    for (context, continuation), (head, whole) in zip(pairs, splits, strict=True):
+        before, scored = ids[head], ids[whole][len(ids[head]) :]
+        if not before:
+            before, scored = (
+                (scored[:1], scored[1:]) if scored[:1] == [tokenizer.eot] else ([tokenizer.eot], scored)
+            )
+        if not scored:
+            raise LoopformerError(
+                f"The continuation {continuation[:40]!r} adds no token to its context {context[-40:]!r}; "
+                "the task cannot be scored with this tokenizer."
+            )
+        spans.append(Span((*before, *scored), len(scored)))
+    return spans
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Span]:
+    """Whole texts, scored from their first token on, which follows the end token."""
+    return [Span((tokenizer.eot, *ids), len(ids)) for ids in tokenizer.encode_batch(texts)]
+
+
 def _score(
     lm: LM,
     kind: str,
@@ -298,7 +329,7 @@ def _score(
         spans = encode_texts(tokenizer, [text for (text,) in arguments])
     else:
         spans = encode_pairs(tokenizer, [(context, continuation) for context, continuation in arguments])
-    scored = loglikelihoods_along(lm.model, spans, trajectories, batch_tokens, count=count)
+    scored = loglikelihoods(lm.model, spans, trajectories, batch_tokens, count=count)
     if rolling:  # a long text is read in parts, nothing of it is lost
         return {
             trajectory: ([total for total, _ in one.answers], one.tokens, 0) for trajectory, one in scored.items()

@@ -61,11 +61,11 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import DTYPES, choose_device, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
 from loopformer.evaluation.schedules import count_schedules, search
-from loopformer.evaluation.score import BATCH_TOKENS
 from loopformer.evaluation.store import Piece
 from loopformer.evaluation.subject import Subject
 from loopformer.evaluation.text import Protocol, Report, Text, default_text, perplexity, read_text
 from loopformer.files import read_json
+from loopformer.inference.score import BATCH_TOKENS
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, STATE, is_run_folder, newest_model, step_of
 from loopformer.model.cost import Cost
