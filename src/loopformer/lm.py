@@ -165,12 +165,13 @@ class LM:
         return self._fast[int8]
 
     def score(self, texts: Sequence[str], budget: Budget = None, trajectory: Schedule = None) -> list[Score]:
-        """Log-probabilities of texts, token by token."""
+        """Log-probabilities of texts, token by token; the first follows an end token, as in `loopformer eval`."""
         require(not isinstance(texts, str), "score takes a list of texts; put the one text in brackets.")
         if not texts:
             return []
         ids = [self._encode(text) for text in texts]
-        return score_texts(self.model, ids, self.trajectories(len(texts), budget, trajectory))
+        trajectories = self.trajectories(len(texts), budget, trajectory)
+        return score_texts(self.model, ids, trajectories, self.need_tokenizer().eot)
 
     def engine(self, rows: int = 16, queue: int = 64) -> Engine:
         """Continuous batching: at most `rows` requests run at once, at most `queue` more wait."""

@@ -143,7 +143,7 @@ def test_simple_evaluate_and_another_budget(lm: LM, tmp_path: Path) -> None:
     assert ours.at(1).lm is ours.lm  # no weights are loaded again
     ids = tuple(lm.need_tokenizer().encode("its step"))
     expected = lm.score(["its step"], trajectory="2-1-1")[0].logprobs[-1]
-    ((total, _),) = ours._loglikelihood_tokens([(None, [*ids[:-1]], [ids[-1]])])
+    ((total, _),) = ours._loglikelihood_tokens([(None, [lm.need_tokenizer().eot, *ids[:-1]], [ids[-1]])])
     assert total == pytest.approx(expected, abs=1e-5)
 
 

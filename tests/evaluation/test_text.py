@@ -274,11 +274,10 @@ def test_batches_change_nothing(lm: LM, text: Text, batch_tokens: int) -> None:
 def test_a_document_is_scored_as_score_does_after_an_end_token(lm: LM) -> None:
     assert lm.tokenizer is not None
     text = make_text(["every pass is told"], lm.tokenizer)
-    ids = [lm.tokenizer.eot, *text.documents[0].tolist()]
-    (row,) = perplexity(lm.model, text, ["2-1-1"], Protocol(window=len(ids) - 1))
-    assert row["nats"] == pytest.approx(
-        -score_texts(lm.model, [ids], [Trajectory.parse("2-1-1")])[0].total, rel=1e-6
-    )
+    ids = text.documents[0].tolist()
+    (row,) = perplexity(lm.model, text, ["2-1-1"], Protocol(window=len(ids)))
+    (scored,) = score_texts(lm.model, [ids], [Trajectory.parse("2-1-1")], lm.tokenizer.eot)
+    assert row["nats"] == pytest.approx(-scored.total, rel=1e-6)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +15,7 @@ from loopformer import LM, LoopedLM, ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.evaluation.tasks import encode_pairs, encode_texts
+from loopformer.evaluation.text import Text, perplexity
 from loopformer.inference.score import (
     BATCH_TOKENS,
     Answer,
@@ -322,18 +324,34 @@ def test_scores_are_the_models_own(lm: LM) -> None:
     assert lm.tokenizer is not None
     scores = lm.score(PROMPTS, trajectory=ROUTES)
     for prompt, trajectory, scored in zip(PROMPTS, ROUTES, scores, strict=True):
-        ids = torch.tensor([lm.tokenizer.encode(prompt)])
+        ids = torch.tensor([[lm.tokenizer.eot, *lm.tokenizer.encode(prompt)]])
         logits = lm.model(ids, trajectory).logits
         assert logits is not None
         logs = logits[0, :, : lm.model.config.vocab].log_softmax(-1)
         expected = [float(logs[i, ids[0, i + 1]].detach()) for i in range(ids.shape[1] - 1)]
+        assert scored.ids == tuple(ids[0, 1:].tolist())
         assert scored.logprobs == pytest.approx(expected, abs=1e-4)
-        if expected:
-            assert scored.perplexity == pytest.approx(math.exp(-sum(expected) / len(expected)), rel=1e-3)
+        assert scored.perplexity == pytest.approx(math.exp(-sum(expected) / len(expected)), rel=1e-3)
     result = lm.generate("every pass", max_tokens=6, budget=2)
-    whole = [*lm.tokenizer.encode("every pass"), *result.ids]
-    (scored,) = score_texts(lm.model, [whole], [Trajectory.uniform(2)])
+    (first, *others) = [*lm.tokenizer.encode("every pass"), *result.ids]
+    (scored,) = score_texts(lm.model, [others], [Trajectory.uniform(2)], end=first)
     assert scored.logprobs[-6:] == pytest.approx(result.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("trajectory", ["1", "2-1-1"])
+def test_score_and_eval_have_one_definition(lm: LM, trajectory: str) -> None:
+    tokenizer, context = lm.need_tokenizer(), lm.model.config.context
+    ids = tokenizer.encode("its time and its step, every pass is told its time")[:context]
+    text = tokenizer.decode(ids)
+    assert tokenizer.encode(text) == ids
+    assert len(ids) == context  # the longest text that can be scored
+    document = Text("a text", "all of it", (np.array(ids, np.int64),), "0", tokenizer)
+    (row,) = perplexity(lm.model, document, [trajectory])
+    (scored,) = lm.score([text], trajectory=trajectory)
+    assert len(scored.logprobs) == row["tokens"] == context
+    assert scored.perplexity == pytest.approx(row["perplexity"], rel=1e-5)
+    with pytest.raises(LoopformerError, match=f"but the context is {context}; shorten it"):
+        lm.score([text + " its"], trajectory=trajectory)
 
 
 def test_many_texts_are_scored_a_few_at_a_time(lm: LM) -> None:

@@ -311,7 +311,7 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Span]:
     """Whole texts, scored from their first token on, which follows the end token."""
-    return [Span((tokenizer.eot, *ids), len(ids)) for ids in tokenizer.encode_batch(texts)]
+    return [Span.text(ids, tokenizer.eot) for ids in tokenizer.encode_batch(texts)]
 
 
 def _score(

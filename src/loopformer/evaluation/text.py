@@ -236,7 +236,7 @@ def cut_text(text: Text, protocol: Protocol, context: int) -> CutText:
         left = text.tokens if limit is None else limit
         for ids in text.documents:
             if left > 0:
-                spans.append(Span((end, *ids[:left].tolist()), min(left, len(ids))))
+                spans.append(Span.text(ids[:left].tolist(), end))
                 left -= len(ids)
     tokens = sum(span.scored for span in spans)
     require(

@@ -59,6 +59,11 @@ class Span:
     tokens: Tokens
     scored: int
 
+    @classmethod
+    def text(cls, ids: Sequence[int], end: int) -> Span:
+        """A whole text: its first token is scored given an end token, every other given those before it."""
+        return cls((end, *ids), len(ids))
+
     @property
     def inputs(self) -> Tokens:
         """What the model runs; its last `scored` outputs are those of the targets."""
@@ -383,33 +388,34 @@ def loglikelihoods(
 
 @dataclass(frozen=True)
 class Score:
-    """Log-probabilities of a text's tokens, each given those before it; the first token has none."""
+    """Log-probabilities of a text's tokens: the first one's after an end token, the others' given those before."""
 
     ids: Tokens
-    logprobs: tuple[float, ...]  # of ids[1:]
+    logprobs: tuple[float, ...]  # one for each id
 
     @property
     def total(self) -> float:
         return sum(self.logprobs)
 
     @property
-    def perplexity(self) -> float | None:
-        """None for a text of one token."""
-        return math.exp(-self.total / len(self.logprobs)) if self.logprobs else None
+    def perplexity(self) -> float:
+        return math.exp(-self.total / len(self.logprobs))
 
 
-def score_texts(model: LoopedLM, texts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory]) -> list[Score]:
-    """Score token sequences that fit the context, each along its own trajectory."""
+def score_texts(
+    model: LoopedLM, texts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory], end: int
+) -> list[Score]:
+    """Score texts that fit the context, each after the `end` token and along its own trajectory."""
     context = model.config.context
     for ids in texts:
         if not ids:
             raise LoopformerError("A text to score is empty; give at least one character.")
-        if len(ids) > context:
+        if len(ids) > context:  # the end token takes the place of the last one, which is no input
             raise LoopformerError(f"A text has {len(ids)} tokens but the context is {context}; shorten it.")
     logprobs: list[tuple[float, ...]] = [()] * len(texts)
     for trajectory in dict.fromkeys(trajectories):
-        same = [n for n, own in enumerate(trajectories) if own == trajectory and len(texts[n]) > 1]
-        spans = [Span(tuple(texts[number]), len(texts[number]) - 1) for number in same]
+        same = [number for number, own in enumerate(trajectories) if own == trajectory]
+        spans = [Span.text(texts[number], end) for number in same]
         for batch in score_spans(model, spans, [trajectory]):
             values, _ = batch.along[trajectory]
             for place, part in zip(batch.spans, torch.split(values, batch.sizes), strict=True):
