@@ -213,6 +213,44 @@ def test_saved_schedules_are_used_and_merged(lm: LM, text: Text, tmp_path: Path)
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_better_schedule_stays(lm: LM, text: Text, tmp_path: Path) -> None:
+    found = search(lm.model, 2, text=text)
+    assert save_best(tmp_path, found) == (tmp_path / FILE, None)
+    whole = (tmp_path / FILE).read_bytes()
+
+    def other(tokens: int, perplexity: float, **more: Any) -> dict[str, Any]:
+        best = {**found["worst"], "perplexity": perplexity}
+        return {**found, "best": best, "text": {**found["text"], "tokens": tokens}, **more}
+
+    reached, tokens = found["best"]["perplexity"], found["text"]["tokens"]
+    for less in (other(tokens, reached * 1.01), other(tokens - 1, reached * 1.01), other(tokens - 1, reached / 2)):
+        path, better = save_best(tmp_path, less)
+        assert better is not None
+        assert (
+            f"has a better one of budget 2, {found['best']['trajectory']}, measured on {tokens:,} tokens" in better
+        )
+        assert path.read_bytes() == whole
+    more_text, as_much = other(tokens + 1, reached * 1.01), other(tokens, reached / 2)
+    for replaces in (more_text, as_much, other(1, 9e9, weights="other"), other(1, 9e9, by="both")):
+        (tmp_path / FILE).write_bytes(whole)
+        assert save_best(tmp_path, replaces) == (tmp_path / FILE, None)
+        saved = json.loads((tmp_path / FILE).read_text())["2"]
+        assert saved["trajectory"] == found["worst"]["trajectory"] != found["best"]["trajectory"]
+
+
+@pytest.mark.parametrize(("perplexity", "accuracy", "stays"), [(9, 0.4, True), (9, 0.6, False), (7, 0.6, False)])
+def test_by_both_the_better_one_is_better_in_both(
+    lm: LM, text: Text, tmp_path: Path, perplexity: float, accuracy: float, stays: bool
+) -> None:
+    both: dict[str, Any] = {"accuracy": lambda some: dict.fromkeys(some, 0.5), "tasks": {"names": ["copa"]}}
+    found = search(lm.model, 2, text=text, by="both", **both)
+    save_best(tmp_path, {**found, "best": {**found["best"], "perplexity": 8, "accuracy": 0.5}})
+    _, better = save_best(
+        tmp_path, {**found, "best": {**found["best"], "perplexity": perplexity, "accuracy": accuracy}}
+    )
+    assert (better is not None) == stays
+
+
 def test_the_only_schedule_needs_no_search(lm: LM, tmp_path: Path) -> None:
     assert scheduled(tmp_path, lm.model, 1, "best") == Trajectory.uniform(1)
     assert scheduled(tmp_path, lm.model, 4, "best") == Trajectory.uniform(4)

@@ -92,7 +92,9 @@ def search(
     else:
         show_search(found)
     if can_save(model):
-        typer.echo(f"best schedule saved in {save_best(model, found)}; use it with --schedule best", err=True)
+        path, better = save_best(model, found)
+        saved = f"saved in {path}; use it with --schedule best" if better is None else f"not saved: {better}"
+        typer.echo(f"best schedule {saved}", err=True)
     else:
         typer.echo(f"best schedule not saved: {model} is no folder that can be written", err=True)
     if figure is not None:

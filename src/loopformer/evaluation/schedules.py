@@ -255,7 +255,7 @@ def _merged(measures: Sequence[Measure], trajectories: Sequence[Trajectory]) -> 
     }
 
 
-def _costs(measured: Measured, name: str) -> list[float]:
+def _costs(measured: Mapping[Any, Mapping[str, Any]], name: str) -> list[float]:
     """Lower is better; what is no number is worst."""
     values = [row.get(name) for row in measured.values()]
     sign = -1.0 if name == "accuracy" else 1.0
@@ -318,18 +318,45 @@ def can_save(source: str | Path) -> bool:
     return Path(source).is_dir() and os.access(source, os.W_OK)
 
 
-def save_best(source: str | Path, found: Piece) -> Path:
-    """Write the best schedule of a search; those of other budgets stay."""
-    path = Path(source) / FILE
+def save_best(source: str | Path, found: Piece) -> tuple[Path, str | None]:
+    """Write the best schedule of a search, unless a better one is there; the file, and then why not.
+
+    Those of other budgets stay. A schedule is better if it was found for the same weights and ranked by the same
+    measure, on more text, or on as much with a better result: what less text says counts for less.
+    """
+    path, budget = Path(source) / FILE, str(found["budget"])
     saved = _entries(path)
     text = found["text"] and {name: found["text"][name] for name in ("text", "sha256", "tokens")}
     numbers = {name: found["best"][name] for name in ("perplexity", "accuracy") if name in found["best"]}
     facts = {name: found[name] for name in ("by", "method", "measured", "weights")}
     facts |= {"text": text, "tasks": found["tasks"] and found["tasks"]["names"]}
-    saved[str(found["budget"])] = {"trajectory": found["best"]["trajectory"], **numbers, **facts}
+    entry = {"trajectory": found["best"]["trajectory"], **numbers, **facts}
+    before = saved.get(budget)
+    if before is not None and _is_better(before, entry):
+        return path, (
+            f"{path} has a better one of budget {budget}, {before['trajectory']}, measured on {_tokens(before):,} "
+            "tokens; measure on more text, or delete its entry there"
+        )
+    saved[budget] = entry
     ordered = dict(sorted(saved.items(), key=lambda pair: int(pair[0])))
     write_atomic(path, (json.dumps(ordered, indent=1, ensure_ascii=False) + "\n").encode())
-    return path
+    return path, None
+
+
+def _is_better(before: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
+    """Whether the entry that is there says more, or the same amount with a better result."""
+    if any(before.get(name) != entry[name] for name in ("weights", "by", "tasks")):
+        return False
+    if _tokens(before) != _tokens(entry):
+        return _tokens(before) > _tokens(entry)
+    names = [name for name in ("perplexity", "accuracy") if entry["by"] in (name, "both")]
+    costs = [_costs({0: before, 1: entry}, name) for name in names]
+    return all(old <= new for old, new in costs) and any(old < new for old, new in costs)
+
+
+def _tokens(entry: Mapping[str, Any]) -> int:
+    """Tokens of text that a saved schedule was measured on; none where it was found by tasks alone."""
+    return int((entry.get("text") or {}).get("tokens", 0))
 
 
 def scheduled(
