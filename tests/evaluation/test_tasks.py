@@ -104,7 +104,7 @@ ROUTE = Trajectory.parse("2-1-1")
 
 
 def _text(lm: LM, prompt: str, **settings: Any) -> str:
-    (value,) = answer(lm, [Query("generate_until", (prompt, settings))], ROUTE).values
+    (value,) = answer(lm, [Query("generate_until", (prompt, settings))], [ROUTE])[ROUTE].values
     assert isinstance(value, str)
     return value
 
@@ -116,7 +116,7 @@ def test_kinds_may_be_mixed(lm: LM, tokenizer: Tokenizer) -> None:
         Query("loglikelihood_rolling", ("every pass is told its time " * 3,)),
         Query("loglikelihood", ("its", " time")),
     ]
-    found = answer(lm, queries, ROUTE)
+    found = answer(lm, queries, [ROUTE])[ROUTE]
     assert found.values[0] == lm.generate("its step", trajectory="2-1-1", max_tokens=4, stops="\n").text
     pairs = encode_pairs(tokenizer, [("its", " step"), ("its", " time")])
     expected = loglikelihoods(lm.model, pairs, [ROUTE])[ROUTE].answers
@@ -145,7 +145,7 @@ def test_long_prompts_lose_their_beginning(lm: LM) -> None:
     prompt = "every pass is told its time and its step"
     query = Query("generate_until", (prompt, {"until": [], "max_gen_toks": 6}))
     kept = lm.need_tokenizer().decode(lm.need_tokenizer().encode(prompt)[-10:])
-    found = answer(lm, [query], ROUTE)
+    found = answer(lm, [query], [ROUTE])[ROUTE]
     assert found.values == [lm.generate(kept, trajectory="2-1-1", max_tokens=6).text]
     assert found.cut == 1
 
@@ -155,8 +155,8 @@ def test_a_batch_gives_what_each_would_alone(lm: LM) -> None:
         Query("generate_until", (prompt, {"until": ["t"], "max_gen_toks": 5}))
         for prompt in ("its", "every pass is", "日本語", "its step")
     ]
-    alone = [answer(lm, [query], ROUTE).values[0] for query in queries]
-    assert answer(lm, queries, ROUTE, batch_tokens=32).values == alone
+    alone = [answer(lm, [query], [ROUTE])[ROUTE].values[0] for query in queries]
+    assert answer(lm, queries, [ROUTE], batch_tokens=32)[ROUTE].values == alone
 
 
 def test_the_hash_follows_the_requests() -> None:
@@ -174,7 +174,7 @@ def test_what_cannot_be_generated_is_one_sentence(lm: LM) -> None:
     with pytest.raises(LoopformerError, match="sets guidance for generation"):
         _text(lm, "its", max_gen_toks=4, guidance=1)
     with pytest.raises(LoopformerError, match="none that we answer"):
-        answer(lm, [Query("multiply", ("a",))], ROUTE)
+        answer(lm, [Query("multiply", ("a",))], [ROUTE])
 
 
 def _requests(texts: list[str]) -> Requests:

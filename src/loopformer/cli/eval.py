@@ -12,8 +12,8 @@ import typer
 from loopformer.cli.output import shown
 
 if TYPE_CHECKING:
+    from loopformer.evaluation.benchmarks import LoadedModel
     from loopformer.evaluation.harness import Suite
-    from loopformer.evaluation.subject import Subject
     from loopformer.evaluation.text import Protocol
     from loopformer.trajectory import Trajectory
 
@@ -46,7 +46,7 @@ def check(
 
 
 def run_tasks(
-    subject: "Subject", trajectories: "list[Trajectory]", suite: "Suite", batch_tokens: int
+    subject: "LoadedModel", trajectories: "list[Trajectory]", suite: "Suite", batch_tokens: int
 ) -> dict[str, Any]:
     """Ask a model all requests along each trajectory and put the numbers together."""
     from loopformer.evaluation.benchmarks import ask, model_facts, results
@@ -75,7 +75,7 @@ def export_requests(file: Path, suite: "Suite") -> None:
 
 
 def score_requests(
-    file: Path, subject: "Subject", trajectories: "list[Trajectory]", out: Path | None, batch_tokens: int
+    file: Path, subject: "LoadedModel", trajectories: "list[Trajectory]", out: Path | None, batch_tokens: int
 ) -> None:
     """Answer the requests of a file; the harness is not needed."""
     from loopformer.evaluation.benchmarks import ask, model_facts
@@ -220,7 +220,7 @@ def eval_(
     """
     from loopformer.cli import eval as eval_tasks
     from loopformer.errors import LoopformerError, require
-    from loopformer.evaluation.subject import Subject
+    from loopformer.evaluation.benchmarks import LoadedModel
     from loopformer.evaluation.text import Protocol
 
     eval_tasks.check(tasks, data, include, limit, export, score, collect)
@@ -237,7 +237,7 @@ def eval_(
             return
         if model is None:
             raise LoopformerError("Say which model to evaluate with --model, such as runs/mine.")
-        subject = Subject.open(model, device, dtype)
+        subject = LoadedModel.open(model, device, dtype)
         trajectories = subject.trajectories(budgets, trajectory or (), schedule)
         if score is not None:
             eval_tasks.score_requests(score, subject, trajectories, out, batch_tokens)
@@ -285,7 +285,7 @@ def own_text(model: str) -> str:
 
 
 def evaluate_texts(
-    subject: "Subject",
+    subject: "LoadedModel",
     texts: list[str],
     trajectories: "list[Trajectory]",
     protocol: "Protocol",
@@ -351,7 +351,7 @@ def describe_text(row: dict[str, Any]) -> str:
     )
 
 
-def say_kept(rows: list[dict[str, Any]], subject: "Subject") -> None:
+def say_kept(rows: list[dict[str, Any]], subject: "LoadedModel") -> None:
     """Where finished pieces are, and how many came from there, on stderr."""
     if subject.store.folder is None:
         typer.echo("not kept: neither the model's folder nor the user's cache can be written", err=True)

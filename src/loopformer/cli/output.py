@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from loopformer.evaluation.text import Report
+    from loopformer.evaluation.text import ReportProgress
 
 
 _LINE_SECONDS = 5.0
 
 
 @contextmanager
-def shown(unit: str = "tokens") -> "Iterator[Report]":
+def shown(unit: str = "tokens") -> "Iterator[ReportProgress]":
     """A function to call with what is being done, how much of it is done, and of how much."""
     if not sys.stderr.isatty():
         yield _lines(unit)
@@ -39,7 +39,7 @@ def shown(unit: str = "tokens") -> "Iterator[Report]":
         yield report
 
 
-def _lines(unit: str) -> "Report":
+def _lines(unit: str) -> "ReportProgress":
     said = time.monotonic()
 
     def report(doing: str, done: int, total: int | None) -> None:

@@ -47,10 +47,9 @@ def search(
     from loopformer.analysis.plots import check_drawing, draw_schedules
     from loopformer.cli.eval import load_tasks
     from loopformer.errors import require
-    from loopformer.evaluation.benchmarks import accuracy
+    from loopformer.evaluation.benchmarks import LoadedModel, accuracy
     from loopformer.evaluation.schedules import can_save, save_best
     from loopformer.evaluation.schedules import search as run
-    from loopformer.evaluation.subject import Subject
     from loopformer.evaluation.text import Protocol, read_text
     from loopformer.files import write_atomic
 
@@ -58,7 +57,7 @@ def search(
     if figure is not None:
         check_drawing(figure)
     by = by or ("perplexity" if tasks is None else "both")
-    subject = Subject.open(model, device, dtype)
+    subject = LoadedModel.open(model, device, dtype)
     subject.model.resolve(budget)  # before anything is read, which may take long
     protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
     protocol.sizes(subject.model.config.context)

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.errors import require
-from loopformer.evaluation.text import Ids, Report, Text
+from loopformer.evaluation.text import Ids, ReportProgress, Text
 from loopformer.inference.adaptive.ladder import Ladder, LadderCache, Tally, head_flops, pass_flops
 from loopformer.inference.adaptive.policy import LOOK_BACK, Policy, PromptPolicy, TokenPolicy, climb, doubt
 from loopformer.inference.score import Span, TrajectoryTree, head_chunks
@@ -99,7 +99,7 @@ def read(
     asked: Sequence[Trajectory],
     others: Sequence[Trajectory],
     measure: str,
-    report: Report | None = None,
+    report: ReportProgress | None = None,
 ) -> Readings:
     """Run rows [W, T + 1] along all trajectories; doubts only of those `asked`."""
     tree = TrajectoryTree(model, [*asked, *others])

@@ -56,7 +56,7 @@ from loopformer.trajectory import Trajectory
 
 NAMED = ("stdlib", *PRESETS)
 Ids = npt.NDArray[np.int64]
-Report = Callable[[str, int, int | None], None]  # what is done, how much of it, of how much (None: not known)
+ReportProgress = Callable[[str, int, int | None], None]  # what is done, how much, of how much (None: unknown)
 
 _BATCH = 4 << 20  # characters tokenized at a time
 
@@ -81,7 +81,7 @@ def read_text(
     tokenizer: Tokenizer,
     field: str = "text",
     max_tokens: int | None = None,
-    report: Report | None = None,
+    report: ReportProgress | None = None,
 ) -> Text:
     """Read a source to its end, or until there are more than `max_tokens` tokens."""
     require(max_tokens is None or max_tokens >= 1, f"--max-tokens must be 1 or more, got {max_tokens}.")
@@ -273,7 +273,7 @@ def perplexity(
     weights: str | None = None,
     store: Store | None = None,
     batch_tokens: int = BATCH_TOKENS,
-    report: Report | None = None,
+    report: ReportProgress | None = None,
 ) -> list[Piece]:
     """One plain row of results per trajectory, in the order given.
 
@@ -314,7 +314,7 @@ def likelihoods(
     end: int,
     trajectories: Sequence[Trajectory],
     batch_tokens: int = BATCH_TOKENS,
-    report: Report | None = None,
+    report: ReportProgress | None = None,
     doing: str = "",
 ) -> dict[Trajectory, Likelihood]:
     """Sums over all windows along each trajectory; equal first steps are computed once for all of them."""
