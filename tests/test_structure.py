@@ -21,8 +21,8 @@ ORDER = [
     "model",
     "data",
     "loading",
-    "training",
     "inference",
+    "training",
     "lm",
 ]
 ORDER += ["evaluation", "lm_eval", "analysis", "benchmark", "hf", "serving", "cli"]

@@ -26,7 +26,7 @@ from loopformer.inference.engine import Engine, complete, generate, speculate
 from loopformer.inference.fused.backend import DecoderPool, FusedBackend
 from loopformer.inference.request import Event, Request, Result
 from loopformer.inference.sampling import Sampling
-from loopformer.inference.score import Score, score
+from loopformer.inference.score import Score, score_texts
 from loopformer.loading import find_model, from_model_folder, load_model
 from loopformer.loading.folder import TOKENIZER, default_trajectory, is_model_folder
 from loopformer.model import LoopedLM
@@ -217,13 +217,14 @@ class LM:
         return FusedBackend(self._decoders[int8], draft)
 
     def score(self, texts: Sequence[str], budget: Budget = None, trajectory: Schedule = None) -> list[Score]:
-        """Log-probabilities of texts, token by token."""
+        """Log-probabilities of texts, token by token; the first follows an end token, as in `loopformer eval`."""
         if isinstance(texts, str):
             raise LoopformerError("score takes a list of texts; put the one text in brackets.")
         if not texts:
             return []
         ids = [self._encode(text) for text in texts]
-        return score(self.model, ids, self.trajectories(len(texts), budget, trajectory))
+        trajectories = self.trajectories(len(texts), budget, trajectory)
+        return score_texts(self.model, ids, trajectories, self.need_tokenizer().eot)
 
     def engine(self, rows: int = 16, queue: int = 64, draft: Draft | None = None) -> Engine:
         """Continuous batching: at most `rows` requests run at once, at most `queue` more wait."""

@@ -11,7 +11,6 @@ from loopformer.errors import RunFailed
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import generate
 from loopformer.inference.request import Request
-from loopformer.inference.score import BATCH_TOKENS, score
 
 PROMPTS = ["every pass", "its", "time and step and time", "told"]
 ROUTES = ["1", "4", "2-1-1", "3-1"]
@@ -90,36 +89,6 @@ def test_the_context_is_filled_and_no_further(lm: LM, length: int) -> None:
     request = Request(tuple(range(40, 40 + length)), Trajectory.uniform(4), max_tokens=500)
     (result,) = (event.result for event in generate(lm.model, lm.need_tokenizer(), [request]) if event.result)
     assert (result.reason, len(result.ids)) == ("context", 64 - length + 1)
-
-
-def test_scores_are_the_models_own(lm: LM) -> None:
-    assert lm.tokenizer is not None
-    scores = lm.score(PROMPTS, trajectory=ROUTES)
-    for prompt, trajectory, scored in zip(PROMPTS, ROUTES, scores, strict=True):
-        ids = torch.tensor([lm.tokenizer.encode(prompt)])
-        logits = lm.model(ids, trajectory).logits
-        assert logits is not None
-        logs = logits[0, :, : lm.model.config.vocab].log_softmax(-1)
-        expected = [float(logs[i, ids[0, i + 1]].detach()) for i in range(ids.shape[1] - 1)]
-        assert scored.logprobs == pytest.approx(expected, abs=1e-4)
-        if expected:
-            assert scored.perplexity == pytest.approx(math.exp(-sum(expected) / len(expected)), rel=1e-3)
-    result = lm.generate("every pass", max_tokens=6, budget=2)
-    whole = [*lm.tokenizer.encode("every pass"), *result.ids]
-    (scored,) = score(lm.model, [whole], [Trajectory.uniform(2)])
-    assert scored.logprobs[-6:] == pytest.approx(result.logprobs, abs=1e-3)
-
-
-def test_many_texts_are_scored_a_few_at_a_time(lm: LM) -> None:
-    seen: list[int] = []
-    hook = lm.model.stack.register_forward_hook(
-        lambda module, inputs, output: seen.append(inputs[0][..., 0].numel())
-    )
-    scores = lm.score(["its time", "told"] * BATCH_TOKENS, budget=1)
-    hook.remove()
-    assert max(seen) <= BATCH_TOKENS
-    assert len(scores) == 2 * BATCH_TOKENS
-    assert scores[-1].logprobs == pytest.approx(lm.score(["told"], budget=1)[0].logprobs, abs=1e-4)
 
 
 def test_mistakes_are_one_clear_sentence(lm: LM) -> None:

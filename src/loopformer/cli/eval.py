@@ -32,8 +32,8 @@ from loopformer.cli.options import (
 from loopformer.cli.output import number, output_file, print_table, progress, stoppable, write_json
 
 if TYPE_CHECKING:
+    from loopformer.evaluation.benchmarks import LoadedModel
     from loopformer.evaluation.harness import Suite
-    from loopformer.evaluation.subject import Subject
     from loopformer.evaluation.text import Protocol
     from loopformer.trajectory import Trajectory
 
@@ -87,7 +87,7 @@ def eval_(
     loopformer eval --model runs/mine --tasks paper --data data/eval --limit 50
     """
     from loopformer.errors import LoopformerError, require
-    from loopformer.evaluation.subject import Subject
+    from loopformer.evaluation.benchmarks import LoadedModel
     from loopformer.evaluation.text import Protocol
 
     steps = (export, score, collect)
@@ -105,7 +105,7 @@ def eval_(
             _finish({"tasks": _aggregate(collect, data, include)}, out, as_json)
             return
         if model is not None and export is None:  # first, since tasks may take long to load
-            subject = Subject.open(model, device, dtype)
+            subject = LoadedModel.open(model, device, dtype)
             trajectories = subject.trajectories(budgets, trajectory or (), schedule)
         suite = None if tasks is None else load_tasks(tasks, data, include, limit)
         if export is not None and suite is not None:
@@ -132,7 +132,7 @@ def eval_(
 
 
 def _perplexity(
-    subject: "Subject",
+    subject: "LoadedModel",
     texts: Sequence[str],
     trajectories: "list[Trajectory]",
     protocol: "Protocol",
@@ -170,7 +170,7 @@ def load_tasks(tasks: str, data: Path | None, include: Path | None, limit: int |
 
 
 def _accuracy(
-    subject: "Subject", suite: "Suite", trajectories: "list[Trajectory]", batch_tokens: int
+    subject: "LoadedModel", suite: "Suite", trajectories: "list[Trajectory]", batch_tokens: int
 ) -> dict[str, Any]:
     """Ask a model all requests along each trajectory and put the numbers together."""
     from loopformer.evaluation.benchmarks import ask, model_facts, results
@@ -193,7 +193,7 @@ def _export_requests(file: Path, suite: "Suite") -> None:
 
 
 def _score_requests(
-    file: Path, subject: "Subject", trajectories: "list[Trajectory]", out: Path | None, batch_tokens: int
+    file: Path, subject: "LoadedModel", trajectories: "list[Trajectory]", out: Path | None, batch_tokens: int
 ) -> None:
     """Answer the requests of a file; the harness is not needed."""
     from loopformer.evaluation.benchmarks import ask, model_facts

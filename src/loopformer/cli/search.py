@@ -60,10 +60,9 @@ def search(
     """
     from loopformer.analysis.plots import check_drawing, draw_schedules
     from loopformer.errors import require
-    from loopformer.evaluation.benchmarks import accuracy
+    from loopformer.evaluation.benchmarks import LoadedModel, accuracy
     from loopformer.evaluation.schedules import can_save, save_best
     from loopformer.evaluation.schedules import search as run
-    from loopformer.evaluation.subject import Subject
     from loopformer.evaluation.text import Protocol, read_text
 
     require(tasks is not None or (data is None and examples is None), "--data and --examples go with --tasks.")
@@ -71,7 +70,7 @@ def search(
         check_drawing(figure)
     with output_file(out), output_file(figure, "--figure"):
         by = by or ("perplexity" if tasks is None else "both")
-        subject = Subject.open(model, device, dtype)
+        subject = LoadedModel.open(model, device, dtype)
         subject.model.resolve(budget)  # before anything is read, which may take long
         protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
         protocol.sizes(subject.model.config.context)
@@ -101,7 +100,9 @@ def search(
         else:
             _show(ranking)
         if can_save(model):
-            typer.echo(f"best schedule saved in {save_best(model, found)}; use it with --schedule best", err=True)
+            path, better = save_best(model, found)
+            saved = f"saved in {path}; use it with --schedule best" if better is None else f"not saved: {better}"
+            typer.echo(f"best schedule {saved}", err=True)
         else:
             typer.echo(f"best schedule not saved: {model} is no folder that can be written", err=True)
         if figure is not None:

@@ -42,7 +42,7 @@ from loopformer.evaluation.simulate import (
     read,
 )
 from loopformer.evaluation.store import weights_hash
-from loopformer.evaluation.text import Ids, Report
+from loopformer.evaluation.text import Ids, ReportProgress
 from loopformer.files import write_atomic
 from loopformer.inference.adaptive.ladder import Ladder, check_fill, rung
 from loopformer.inference.adaptive.policy import Policy, check_measure, policy_from
@@ -143,7 +143,7 @@ class _Tried:
         return self.outcome.loss
 
 
-def calibrate(model: LoopedLM, rows: Ids, wanted: Wanted, report: Report | None = None) -> Calibrated:
+def calibrate(model: LoopedLM, rows: Ids, wanted: Wanted, report: ReportProgress | None = None) -> Calibrated:
     """Pick the policy for rows [W, T + 1] of text."""
     loops, half = model.config.loops, len(rows) // 2
     lists = _lists(loops, wanted)
@@ -235,7 +235,7 @@ def _try(
     options: Sequence[tuple[Routes, Thresholds]],
     count: str,
     doing: str,
-    report: Report | None,
+    report: ReportProgress | None,
 ) -> list[_Tried]:
     """What each policy comes to on a text."""
     tried, tokens = list[_Tried](), text.windows * text.length

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -95,6 +95,7 @@ class Parallel:
             stack.set_reshard_after_backward(False)  # the next loop of the same backward needs it again
             # The root unit holds the rest: the tied embedding is used first and last of all.
             fully_shard(objective, mesh=mesh, reshard_after_forward=False)
+            register_fsdp_forward_method(objective, "logprobs")  # validation's way in gathers the weights too
         elif ranks.world > 1:
             on = None if ranks.device.type == "cpu" else [ranks.device]
             self.module = DistributedDataParallel(objective, device_ids=on)
@@ -115,11 +116,6 @@ class Parallel:
         stack = self.objective.model.stack
         if isinstance(stack, FSDPModule):
             stack.reshard()
-
-    @property
-    def evaluated(self) -> nn.Module:
-        """What to call without gradients: FSDP must be entered through its root."""
-        return self.module if self.sharded else self.objective
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -60,12 +60,13 @@ from loopformer.config.run import validation_budgets
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import DTYPES, choose_device, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
+from loopformer.evaluation.benchmarks import LoadedModel
 from loopformer.evaluation.schedules import count_schedules, search
-from loopformer.evaluation.score import BATCH_TOKENS
 from loopformer.evaluation.store import Piece
-from loopformer.evaluation.subject import Subject
-from loopformer.evaluation.text import Protocol, Report, Text, default_text, perplexity, read_text
+from loopformer.evaluation.text import Protocol, Text, default_text, perplexity, read_text
+from loopformer.evaluation.text import ReportProgress as Report
 from loopformer.files import read_json
+from loopformer.inference.score import BATCH_TOKENS
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, STATE, is_run_folder, newest_model, step_of
 from loopformer.model.cost import Cost
@@ -364,12 +365,12 @@ class _Shared:
 def _model(shared: _Shared, source: str, name: str, report: Report | None) -> Piece:
     """All parts of one model, and why some of them are missing."""
     asked = shared.asked
-    subject = Subject.open(source, asked.device, asked.dtype)
+    subject = LoadedModel.open(source, asked.device, asked.dtype)
     found, missing = _facts(subject, name), dict[str, str]()
     found["training"] = training_facts(source)
     if found["training"] is None:
         missing["training"] = "A model without a run says nothing about its training."
-    parts: dict[str, Callable[[_Shared, Subject, Report | None], Any]] = {
+    parts: dict[str, Callable[[_Shared, LoadedModel, Report | None], Any]] = {
         "perplexity": _perplexity,
         "tasks": _tasks,
         "search": _search,
@@ -384,7 +385,7 @@ def _model(shared: _Shared, source: str, name: str, report: Report | None) -> Pi
     return {**found, "missing": missing}
 
 
-def _facts(subject: Subject, name: str) -> Piece:
+def _facts(subject: LoadedModel, name: str) -> Piece:
     """What the model is and costs."""
     config, cost = subject.model.config, subject.model.cost
     parameters = cost.parameters
@@ -410,7 +411,7 @@ def _facts(subject: Subject, name: str) -> Piece:
     }
 
 
-def _obstacle(shared: _Shared, subject: Subject, part: str) -> str:
+def _obstacle(shared: _Shared, subject: LoadedModel, part: str) -> str:
     """Why a part is not even begun."""
     if part in shared.asked.skip:
         return f"Left out, as asked for with --skip {part}."
@@ -421,7 +422,7 @@ def _obstacle(shared: _Shared, subject: Subject, part: str) -> str:
     return _NO_TEXT if part != "tasks" and not shared.asked.sources else ""
 
 
-def _perplexity(shared: _Shared, subject: Subject, report: Report | None) -> list[Piece]:
+def _perplexity(shared: _Shared, subject: LoadedModel, report: Report | None) -> list[Piece]:
     asked, tokenizer = shared.asked, subject.lm.need_tokenizer()
     trajectories = [subject.model.resolve(budget) for budget in asked.budgets_of(subject.model.config)]
     rows = []
@@ -444,7 +445,7 @@ def _perplexity(shared: _Shared, subject: Subject, report: Report | None) -> lis
     return rows
 
 
-def _tasks(shared: _Shared, subject: Subject, report: Report | None) -> list[Piece]:
+def _tasks(shared: _Shared, subject: LoadedModel, report: Report | None) -> list[Piece]:
     from loopformer.evaluation.benchmarks import ask, model_facts, results
 
     assert shared.suite is not None
@@ -454,7 +455,7 @@ def _tasks(shared: _Shared, subject: Subject, report: Report | None) -> list[Pie
     return found
 
 
-def _search(shared: _Shared, subject: Subject, report: Report | None) -> Piece:
+def _search(shared: _Shared, subject: LoadedModel, report: Report | None) -> Piece:
     from loopformer.evaluation.benchmarks import accuracy
 
     asked, loops = shared.asked, subject.model.config.loops
@@ -479,7 +480,7 @@ def _search(shared: _Shared, subject: Subject, report: Report | None) -> Piece:
     )
 
 
-def _analysis(shared: _Shared, subject: Subject, report: Report | None) -> Piece:
+def _analysis(shared: _Shared, subject: LoadedModel, report: Report | None) -> Piece:
     """Representation dynamics along the full trajectory; kept like the others."""
     prompts, model = shared.chosen(subject.lm.need_tokenizer()), subject.model
     weight = model.tokens.weight
