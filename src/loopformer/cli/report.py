@@ -50,11 +50,12 @@ def report(
 
     Example: loopformer report runs/elastic runs/fixed --out report --text news=news.jsonl --data data/eval
     """
-    from loopformer.analysis.report.collect import Asked, collect, read_budgets, read_skip, read_texts
-    from loopformer.analysis.report.content import WHAT, gaps
-    from loopformer.analysis.report.folder import check_folder, write_report
+    from loopformer.analysis.report.collect import ReportRequest, collect, read_budgets, read_skip, read_texts
+    from loopformer.analysis.report.content import PART_NAMES, gaps
+    from loopformer.analysis.report.page import check_folder, write_report
+    from loopformer.analysis.results import ReportResults
 
-    asked = Asked(
+    request = ReportRequest(
         tuple(models),
         texts=read_texts(text or []),
         tasks=tasks,
@@ -74,11 +75,12 @@ def report(
     check_folder(out)
     try:
         with shown("done") as progress:
-            found = collect(asked, progress)
+            found = collect(request, progress)
         files = write_report(found, out)
     except KeyboardInterrupt:
         typer.echo("loopformer: stopped; what is finished is kept, the same command continues.", err=True)
         raise typer.Exit(130) from None
-    for sentence in (one for part in WHAT for one in gaps(found, part)):
+    results = ReportResults.from_json(found)
+    for sentence in (sentence for part in PART_NAMES for sentence in gaps(results, part)):
         typer.echo(f"not in the report: {sentence}", err=True)
     typer.echo(json.dumps([str(file) for file in files]) if as_json else f"{files[0]}")
