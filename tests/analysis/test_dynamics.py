@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,25 @@ def test_results_name_what_they_are_of_and_come_back(lm: LM, prompts: Prompts, t
     files[0].write_text("{}")
     with pytest.raises(FileProblem, match="no result of loopformer analyze"):
         read_results(files[0])
+
+
+def test_results_that_cannot_all_be_written_leave_nothing(
+    lm: LM, prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [analyze(lm.model, prompts, "mine", 1)]
+
+    def full_disk(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full_disk)
+        with pytest.raises(FileProblem, match="No space left"):
+            write_results(found, tmp_path / "new" / "analysis")
+    assert not list(tmp_path.iterdir())
+    broken: dict[str, Any] = {"cka": None}
+    with pytest.raises(AttributeError):
+        write_results(found, tmp_path / "new", broken)
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_prompt_has_no_spread(lm: LM, prompts: Prompts) -> None:

@@ -2,7 +2,11 @@
 
 import csv
 import io
+import itertools
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loopformer.analysis.report import page as page_module
 from loopformer.analysis.report.content import (
     NO_FIGURES,
     PART_NAMES,
@@ -234,15 +239,63 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileProblem, match="is a file"):
         check_folder(tmp_path / "full" / "thesis.txt")
     check_folder(tmp_path / "new" / "deep")
+    assert not (tmp_path / "new").exists(), "a folder is made when there is something to put into it"
 
 
 @drawn
-def test_a_report_that_was_stopped_while_written_is_known_as_ours(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     broken = make_report(make_model("one"))
     broken["models"][0]["analysis"] = {"damaged": True}
     with pytest.raises((KeyError, TypeError)):
-        write_report(broken, tmp_path)
+        write_report(broken, tmp_path / "new" / "out")
+    assert not list(tmp_path.iterdir())
     check_folder(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_report_that_is_stopped_while_written_is_the_old_one_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(page_module, "available", lambda: False)
+    old, new = (make_report(make_model(name)) for name in ("old", "new"))
+    for stop in (1, 2, 7, 10):
+        out = tmp_path / str(stop)
+        with _stopped(monkeypatch, call, stop), pytest.raises(KeyboardInterrupt):
+            write_report(old, out / "deep")
+        if call == "fsync":  # while files were written aside
+            assert not out.exists()
+        write_report(old, out / "deep")
+        before = _contents(out)
+        with _stopped(monkeypatch, call, stop), pytest.raises(KeyboardInterrupt):
+            write_report(new, out / "deep")
+        assert (_contents(out) == before) == (call == "fsync")
+        check_folder(out / "deep")
+        write_report(new, tmp_path / "whole")
+        assert call == "fsync" or _contents(out / "deep") == _contents(tmp_path / "whole")
+
+
+def test_what_a_killed_process_left_aside_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "report.json.tmp").write_text("{")
+    check_folder(tmp_path)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def _stopped(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> Iterator[None]:
+    """Ctrl-C at the so many-th call of a function of `os`, which is once."""
+    real, calls = getattr(os, name), itertools.count(1)
+
+    def function(*args: Any) -> None:
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, function)
+        yield
 
 
 @drawn

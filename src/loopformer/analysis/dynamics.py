@@ -36,7 +36,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.evaluation.store import weights_hash
 from loopformer.evaluation.text import Ids, Text, read_text
-from loopformer.files import write_atomic
+from loopformer.files import write_together
 from loopformer.model import LoopedLM
 from loopformer.model.looped import TrajectoryLike
 from loopformer.plots import rendered
@@ -213,7 +213,7 @@ def to_json(results: Sequence[Dynamics]) -> dict[str, Any]:
 def write_results(
     results: Sequence[Dynamics], folder: Path, figures: Mapping[str, Figure] | None = None
 ) -> list[Path]:
-    """Write everything, figures by name as .png and .svg; each file whole or not at all."""
+    """Write everything, figures by name as .png and .svg; all files or, where something fails before, none."""
     metrics = [
         (result.model, result.shape, result.trajectory, result.states, loop, depth, name, mean, std)
         for result in results
@@ -234,9 +234,7 @@ def write_results(
     }
     for name, figure in (figures or {}).items():
         contents |= {name + ending: rendered(figure, ending) for ending in (".png", ".svg")}
-    for name, content in contents.items():
-        write_atomic(folder / name, content)
-    return [folder / name for name in contents]
+    return write_together(folder, contents)
 
 
 def read_results(path: Path) -> list[Dynamics]:

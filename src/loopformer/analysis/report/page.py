@@ -3,8 +3,9 @@
     check_folder(out)                  # before the work: is it free, or an earlier report?
     files = write_report(found, out)   # found: what collect.collect returned
 
-The pages are the templates page.html.j2 and page.md.j2, filled with what content.py composes.
-An earlier report in the folder is replaced; of it only the files that it lists are removed.
+The pages are the templates page.html.j2 and page.md.j2, filled with what content.py composes. Everything is made
+before the first file is written. An earlier report in the folder is replaced; of it only the files that it lists
+are removed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from loopformer.analysis.report.content import Page, compose, schedule_name
 from loopformer.analysis.report.tables import CHANCE_AVERAGE
 from loopformer.analysis.results import REPORT_FORMAT, Entry, ReportResults, entries
 from loopformer.errors import FileProblem
-from loopformer.files import write_atomic
+from loopformer.files import write_together
 from loopformer.plots import Line, Panel, available, line_figure, rendered, wide
 
 if TYPE_CHECKING:
@@ -39,13 +40,14 @@ _MOST_LABELLED = 3  # models; the budgets beside the points of more cover one an
 
 
 def check_folder(out: Path) -> None:
-    """Make the folder, or refuse it: something else is in it, or it cannot be written."""
-    if out.exists() and not out.is_dir():
-        raise FileProblem(f"{out} is a file; give a folder with --out.")
-    out.mkdir(parents=True, exist_ok=True)
-    if not os.access(out, os.W_OK):
+    """Refuse a folder that something else is in, or that cannot be written; it is made when there is a report."""
+    there = next(path for path in (out, *out.parents) if path.exists())
+    if not there.is_dir():
+        raise FileProblem(f"{there} is a file; give a folder with --out.")
+    if not os.access(there, os.W_OK):
         raise FileProblem(f"The folder {out} cannot be written to; choose another with --out.")
-    if any(out.iterdir()) and _earlier_files(out) is None:
+    left = [path for path in out.iterdir() if path.suffix != ".tmp"] if out.is_dir() else []
+    if left and _earlier_files(out) is None:
         raise FileProblem(f"The folder {out} is not empty and holds no report of ours; choose another with --out.")
 
 
@@ -53,7 +55,6 @@ def write_report(found: Mapping[str, Any], out: Path) -> list[Path]:
     """Draw the figures and write everything; the files, report.html first."""
     check_folder(out)
     earlier = _earlier_files(out) or []
-    _write_json(found, earlier, out)  # first, so that a report that was stopped here is known as ours
     results = ReportResults.from_json(found)
     figures = draw_figures(results) if available() else {}
     pictures = {name: rendered(figure, ".png", _DPI) for name, figure in figures.items()}
@@ -65,18 +66,11 @@ def write_report(found: Mapping[str, Any], out: Path) -> list[Path]:
     }
     for name, figure in figures.items():
         contents |= {f"{FIGURES}/{name}.png": pictures[name], f"{FIGURES}/{name}.svg": rendered(figure, ".svg")}
-    for name, content in contents.items():
-        (out / name).parent.mkdir(exist_ok=True)
-        write_atomic(out / name, content)
-    _write_json(found, list(contents), out)
+    plain = json.dumps({**found, "files": list(contents)}, indent=1, ensure_ascii=False) + "\n"
+    write_together(out, {REPORT: plain.encode(), **contents})  # the list first: by it a report is known as ours
     _remove(out, [name for name in earlier if name not in contents])
     html, markdown, *others = contents
     return [out / name for name in (html, markdown, REPORT, *others)]
-
-
-def _write_json(found: Mapping[str, Any], files: list[Any], out: Path) -> None:
-    plain = json.dumps({**found, "files": files}, indent=1, ensure_ascii=False)
-    write_atomic(out / REPORT, (plain + "\n").encode())
 
 
 def _earlier_files(out: Path) -> list[Any] | None:
