@@ -141,8 +141,9 @@ def line_figure(
         if legend is not None:
             _shared_legend(figure, axes.flat, legend)
         else:
-            for axis in axes.flat[: len(panels)]:
-                axis.legend(frameon=False)
+            for axis in axes.flat:
+                if axis.get_lines():
+                    axis.legend(frameon=False)
     return figure
 
 

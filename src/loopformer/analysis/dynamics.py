@@ -20,7 +20,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +31,17 @@ import torch
 from torch import Tensor
 
 from loopformer.analysis.metrics import LinearCKA, anisotropy, curvature, lens, movement, prompt_entropy
-from loopformer.analysis.results import DEFINITIONS, STATES, Dynamics, Number, Series, States
+from loopformer.analysis.results import (
+    DEFINITIONS,
+    STATES,
+    Cells,
+    Dynamics,
+    Number,
+    Series,
+    States,
+    cka_rows,
+    metric_rows,
+)
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.evaluation.store import weights_hash
@@ -214,23 +224,10 @@ def write_results(
     results: Sequence[Dynamics], folder: Path, figures: Mapping[str, Figure] | None = None
 ) -> list[Path]:
     """Write everything, figures by name as .png and .svg; all files or, where something fails before, none."""
-    metrics = [
-        (result.model, result.shape, result.trajectory, result.states, loop, depth, name, mean, std)
-        for result in results
-        for name, series in result.metrics.items()
-        for loop, (depth, mean, std) in enumerate(zip(result.depth, series.mean, series.std, strict=True))
-    ]
-    similarity = [
-        (result.model, result.shape, result.trajectory, result.states, i, j, plain, debiased)
-        for result in results
-        for i, (row, debiased_row) in enumerate(zip(result.cka, result.cka_debiased, strict=True))
-        for j, (plain, debiased) in enumerate(zip(row, debiased_row, strict=True))
-    ]
-    which = ("model", "shape", "trajectory", "states")
     contents = {
         FILE: (json.dumps(to_json(results), indent=1, ensure_ascii=False) + "\n").encode(),
-        METRICS: _csv((*which, "loop", "depth", "metric", "mean", "std"), metrics),
-        CKA: _csv((*which, "loop_i", "loop_j", "cka", "cka_debiased"), similarity),
+        METRICS: _csv(metric_rows(results)),
+        CKA: _csv(cka_rows(results)),
     }
     for name, figure in (figures or {}).items():
         contents |= {name + ending: rendered(figure, ending) for ending in (".png", ".svg")}
@@ -248,10 +245,11 @@ def read_results(path: Path) -> list[Dynamics]:
         raise FileProblem(f"{path} is no result of loopformer analyze; make it again.") from error
 
 
-def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> bytes:
+def _csv(rows: Iterator[Cells]) -> bytes:
     """An empty cell is a value that has no meaning."""
+    first = next(rows)
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
+    writer = csv.DictWriter(text, list(first), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows([first, *rows])
     return text.getvalue().encode()

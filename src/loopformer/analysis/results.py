@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -25,6 +25,7 @@ from loopformer.trajectory import Trajectory
 States = Literal["before", "after"]
 STATES: tuple[States, ...] = get_args(States)
 Number = float | None  # None where a value has no meaning
+Cells = Mapping[str, str | float | None]  # of a row of a table, by column
 REPORT_FORMAT = "loopformer-report"  # by which a report.json is known
 
 DEFINITIONS = {
@@ -112,6 +113,27 @@ class Dynamics:
     def from_json(cls, plain: Mapping[str, Any]) -> Dynamics:
         metrics = {name: Series(**series) for name, series in plain["metrics"].items()}
         return cls(**{**plain, "metrics": metrics})
+
+
+def metric_rows(results: Sequence[Dynamics]) -> Iterator[Cells]:
+    """One row for each result, metric and loop."""
+    for result in results:
+        for metric, series in result.metrics.items():
+            for loop, (depth, mean, std) in enumerate(zip(result.depth, series.mean, series.std, strict=True)):
+                measured: Cells = {"loop": loop, "depth": depth, "metric": metric, "mean": mean, "std": std}
+                yield {**_which_states(result), **measured}
+
+
+def cka_rows(results: Sequence[Dynamics]) -> Iterator[Cells]:
+    """One row for each result and two states of it."""
+    for result in results:
+        for i, (row, debiased_row) in enumerate(zip(result.cka, result.cka_debiased, strict=True)):
+            for j, (plain, debiased) in enumerate(zip(row, debiased_row, strict=True)):
+                yield {**_which_states(result), "loop_i": i, "loop_j": j, "cka": plain, "cka_debiased": debiased}
+
+
+def _which_states(result: Dynamics) -> dict[str, str]:
+    return {name: getattr(result, name) for name in ("model", "shape", "trajectory", "states")}
 
 
 @dataclass(frozen=True)
@@ -427,7 +449,7 @@ class Entry:
 def score_columns(results: ReportResults) -> list[ScoreColumn]:
     """The columns of scores."""
     if results.is_paper:
-        from loopformer.evaluation.tasks import PAPER  # here, so that a page is made without PyTorch
+        from loopformer.evaluation.tasks import PAPER  # here, because it loads PyTorch, which no other page needs
 
         return [
             ScoreColumn(key, _SHORT.get(key, benchmark.label), benchmark.label, True, benchmark.tasks)

@@ -183,9 +183,9 @@ def _short(results: ReportResults) -> list[Block]:
     for model in results.models:
         own = [row for row in rows if row.model == model.name]
         parts = [_perplexity_ends(own, name, f"perplexity on {name}") for name in results.texts]
-        said = [part for part in [*parts, _average_ends(own, "average accuracy")] if part]
-        if said:
-            items.append(f"{model.name}: {'; '.join(said)}.")
+        known = [part for part in [*parts, _average_ends(own, "average accuracy")] if part]
+        if known:
+            items.append(f"{model.name}: {'; '.join(known)}.")
     if not items:
         return ["No perplexity and no benchmark was measured; the costs below follow from the models' sizes."]
     blocks: list[Block] = [Items(items)]
@@ -213,8 +213,8 @@ def _ends(points: Iterable[tuple[int, Number]], what: str, show: Callable[[float
     if not known:
         return ""
     (first, low), (last, high) = known[0], known[-1]
-    said = f"{what} {show(high)} at M = {last}"
-    return said if len(known) == 1 else f"{said} ({show(low)} at M = {first})"
+    at_last = f"{what} {show(high)} at M = {last}"
+    return at_last if len(known) == 1 else f"{at_last} ({show(low)} at M = {first})"
 
 
 def _shallow(results: ReportResults) -> list[Block]:
@@ -271,8 +271,8 @@ def _compute(results: ReportResults, drawn: Collection[str]) -> list[Block]:
 
 
 def _curves_in_words(ends: Sequence[str]) -> str:
-    said = "; ".join(end for end in ends if end)
-    return f"Line chart against FLOPs per token; the table above has every point. {said}."
+    known = "; ".join(end for end in ends if end)
+    return f"Line chart against FLOPs per token; the table above has every point. {known}."
 
 
 def _matched(results: ReportResults) -> list[Block]:
@@ -303,7 +303,7 @@ def _schedules(results: ReportResults, drawn: Collection[str]) -> list[Block]:
 def _search_in_words(name: str, search: SearchResults) -> str:
     best, worst, uniform = search.best, search.worst, search.uniform
     count = f"all {search.measured}" if search.method == "all" else f"{search.measured} along a beam"
-    said = (
+    paragraph = (
         f"{name}, M = {search.budget} of L = {search.loops}: of the schedules ({count}), ranked by "
         f"{search.by} on {search.tokens:,} tokens of {search.text}, the best is "
         f"{best.schedule} with {perplexity(best.perplexity)}, the worst {worst.schedule} with "
@@ -311,11 +311,11 @@ def _search_in_words(name: str, search: SearchResults) -> str:
         f"with {perplexity(uniform.perplexity)}."
     )
     if search.rank_correlation is not None:
-        said += (
+        paragraph += (
             f" Rank correlation of perplexity and accuracy: {search.rank_correlation:.2f} "
             "(1: the better the one, the better the other)."
         )
-    return said
+    return paragraph
 
 
 def _states(results: ReportResults, drawn: Collection[str]) -> list[Block]:
@@ -366,10 +366,10 @@ def _training(results: ReportResults) -> list[Block]:
     for model in results.models:
         if model.training_overhead is not None:
             costs = f"C_io = {counted(model.io_flops)}FLOP, C₁ = {counted(model.loop_flops)}FLOP per token"
-            said = f"{costs} forward, L = {model.settings.loops}: ratio {model.training_overhead:.3f}."
-            models_by_cost.setdefault(said, []).append(model.name)
+            ratio = f"{costs} forward, L = {model.settings.loops}: ratio {model.training_overhead:.3f}."
+            models_by_cost.setdefault(ratio, []).append(model.name)
     if models_by_cost:
-        blocks.append(Items([f"{listed(names)}: {said}" for said, names in models_by_cost.items()]))
+        blocks.append(Items([f"{listed(names)}: {ratio}" for ratio, names in models_by_cost.items()]))
     if table := training_table(results):
         blocks.append(table)
     blocks += [_clock_in_words(cost) for cost in training_costs(results) if cost.objective == "elastic"]
@@ -501,24 +501,24 @@ def _benchmark_protocol(results: ReportResults) -> list[Block]:
     suite = results.suite
     assert suite is not None  # where scores are, tasks are
     limit = "All examples" if suite.limit is None else f"The first {suite.limit:,} examples of each task"
-    said = (
+    paragraph = (
         f"{limit}, zero-shot, with the prompts, choices and metrics of lm-evaluation-harness {suite.harness}. "
         "acc_norm divides the log-likelihood of a choice by its length. A request that is longer than the context "
         "loses its beginning; the table counts these."
     )
     if results.is_paper:
-        said += " The average is over ten benchmarks; ARC is the mean of its two tasks."
-    return [said, task_table(results), *([Items(suite.notes)] if suite.notes else [])]
+        paragraph += " The average is over ten benchmarks; ARC is the mean of its two tasks."
+    return [paragraph, task_table(results), *([Items(suite.notes)] if suite.notes else [])]
 
 
 def _state_protocol(results: ReportResults) -> list[Block]:
     first = results.dynamics[0]
     hashes = list(dict.fromkeys(result.tokens_sha256 for result in results.dynamics))
-    said = (
+    paragraph = (
         f"{first.prompts} prompts of {first.length} tokens from {first.documents} documents of "
         f"{first.text} ({first.part}); sha256 of the tokens {short_hash(hashes[0])}. Along the full trajectory "
         "of each model, states before the final norm; geometry and CKA in float64."
     )
     if len(hashes) > 1:
-        said += " The models have different tokenizers, so their prompts are not the same tokens."
-    return [said, Items([f"{name.replace('_', ' ')}: {DEFINITIONS[name]}." for name in _METRICS])]
+        paragraph += " The models have different tokenizers, so their prompts are not the same tokens."
+    return [paragraph, Items([f"{name.replace('_', ' ')}: {DEFINITIONS[name]}." for name in _METRICS])]

@@ -1,7 +1,7 @@
 """A report on disk: report.html, report.md, report.json, tables/*.csv and figures/*.png, *.svg.
 
     check_folder(out)                  # before the work: is it free, or an earlier report?
-    files = write_report(found, out)   # found: what collect.collect returned
+    files = write_report(plain, out)   # plain: what collect.collect returned
 
 The pages are the templates page.html.j2 and page.md.j2, filled with what content.py composes. Everything is made
 before the first file is written. An earlier report in the folder is replaced; of it only the files that it lists
@@ -51,11 +51,11 @@ def check_folder(out: Path) -> None:
         raise FileProblem(f"The folder {out} is not empty and holds no report of ours; choose another with --out.")
 
 
-def write_report(found: Mapping[str, Any], out: Path) -> list[Path]:
+def write_report(plain: Mapping[str, Any], out: Path) -> list[Path]:
     """Draw the figures and write everything; the files, report.html first."""
     check_folder(out)
     earlier = _earlier_files(out) or []
-    results = ReportResults.from_json(found)
+    results = ReportResults.from_json(plain)
     figures = draw_figures(results) if available() else {}
     pictures = {name: rendered(figure, ".png", _DPI) for name, figure in figures.items()}
     page = compose(results, pictures.keys())
@@ -66,8 +66,8 @@ def write_report(found: Mapping[str, Any], out: Path) -> list[Path]:
     }
     for name, figure in figures.items():
         contents |= {f"{FIGURES}/{name}.png": pictures[name], f"{FIGURES}/{name}.svg": rendered(figure, ".svg")}
-    plain = json.dumps({**found, "files": list(contents)}, indent=1, ensure_ascii=False) + "\n"
-    write_together(out, {REPORT: plain.encode(), **contents})  # the list first: by it a report is known as ours
+    stored = json.dumps({**plain, "files": list(contents)}, indent=1, ensure_ascii=False) + "\n"
+    write_together(out, {REPORT: stored.encode(), **contents})  # the list first: by it a report is known as ours
     _remove(out, [name for name in earlier if name not in contents])
     html, markdown, *others = contents
     return [out / name for name in (html, markdown, REPORT, *others)]

@@ -22,12 +22,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from loopformer.analysis.results import (
-    Dynamics,
+    Cells,
     Entry,
     ReportResults,
     ScoreColumn,
     TrainingFacts,
+    cka_rows,
     entries,
+    metric_rows,
     score_columns,
 )
 
@@ -49,8 +51,6 @@ CHANCE = {
     "winogrande": 1 / 2,
 }
 CHANCE_AVERAGE = sum(CHANCE.values()) / len(CHANCE)
-
-Cells = Mapping[str, str | float | None]  # of one row, by the keys of the columns
 
 
 # What a table is.
@@ -267,10 +267,10 @@ def _average(results: ReportResults, best: Callable[[Sequence[float]], float] | 
     return [Column("average", "average, %", percent, best=best), Column("average_error", "± std. error", percent)]
 
 
-def _score_columns(columns: Sequence[ScoreColumn]) -> list[Column]:
+def _score_columns(scores: Sequence[ScoreColumn]) -> list[Column]:
     plain = "{:.4g}".format
-    shown = [Column(f"score:{one.key}", one.label, percent if one.share else plain) for one in columns]
-    return shown + [Column(f"error:{one.key}", f"{one.label}, error", hidden=True) for one in columns]
+    shown = [Column(f"score:{score.key}", score.label, percent if score.share else plain) for score in scores]
+    return shown + [Column(f"error:{score.key}", f"{score.label}, error", hidden=True) for score in scores]
 
 
 @dataclass(frozen=True)
@@ -472,9 +472,9 @@ def figure_tables(results: ReportResults) -> list[Table]:
     tables = []
     if results.dynamics:
         model = ("model", "shape", "trajectory")
-        metrics = _metric_rows(results.dynamics)
+        metrics = metric_rows(results.dynamics)
         tables.append(_raw_table("metrics", (*model, "loop", "depth", "metric", "mean", "std"), metrics))
-        similarity = _cka_rows(results.dynamics)
+        similarity = cka_rows(results.dynamics)
         tables.append(_raw_table("cka", (*model, "loop_i", "loop_j", "cka", "cka_debiased"), similarity))
     schedules = [
         {"model": model.name, "budget": model.search.budget, **asdict(row)}
@@ -486,22 +486,6 @@ def figure_tables(results: ReportResults) -> list[Table]:
         names = ("model", "budget", "rank", "schedule", "trajectory", "perplexity", "bits_per_byte", "accuracy")
         tables.append(_raw_table("schedules", names, schedules))
     return tables
-
-
-def _metric_rows(results: Sequence[Dynamics]) -> Iterator[Cells]:
-    for result in results:
-        which = {"model": result.model, "shape": result.shape, "trajectory": result.trajectory}
-        for metric, series in result.metrics.items():
-            for loop, (depth, mean, std) in enumerate(zip(result.depth, series.mean, series.std, strict=True)):
-                yield {**which, "loop": loop, "depth": depth, "metric": metric, "mean": mean, "std": std}
-
-
-def _cka_rows(results: Sequence[Dynamics]) -> Iterator[Cells]:
-    for result in results:
-        which = {"model": result.model, "shape": result.shape, "trajectory": result.trajectory}
-        for i, (row, debiased_row) in enumerate(zip(result.cka, result.cka_debiased, strict=True)):
-            for j, (plain, debiased) in enumerate(zip(row, debiased_row, strict=True)):
-                yield {**which, "loop_i": i, "loop_j": j, "cka": plain, "cka_debiased": debiased}
 
 
 def _raw_table(name: str, keys: Sequence[str], rows: Iterable[Cells]) -> Table:
