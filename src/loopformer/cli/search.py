@@ -58,12 +58,14 @@ def search(
 
     Example: loopformer search --model runs/mine --budget 4 --text news.jsonl --figure schedules.png
     """
-    from loopformer.analysis.plots import check_drawing, draw_schedules
+    from loopformer.analysis.figures import search_figure
+    from loopformer.analysis.results import SearchResults
     from loopformer.errors import require
     from loopformer.evaluation.benchmarks import LoadedModel, accuracy
     from loopformer.evaluation.schedules import can_save, save_best
     from loopformer.evaluation.schedules import search as run
     from loopformer.evaluation.text import Protocol, read_text
+    from loopformer.plots import check_drawing, save
 
     require(tasks is not None or (data is None and examples is None), "--data and --examples go with --tasks.")
     if figure is not None:
@@ -106,7 +108,7 @@ def search(
         else:
             typer.echo(f"best schedule not saved: {model} is no folder that can be written", err=True)
         if figure is not None:
-            typer.echo(f"drawn: {draw_schedules(found, figure)}", err=True)
+            typer.echo(f"drawn: {save(search_figure(SearchResults.from_json(found)), figure)}", err=True)
 
 
 def _show(ranking: dict[str, Any]) -> None:
