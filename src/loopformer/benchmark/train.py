@@ -34,8 +34,8 @@ from loopformer.device import synchronise as wait
 from loopformer.errors import nearest, require
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
-from loopformer.training.fused.ops import Numbers
 from loopformer.training.fused.passes import obstacle
+from loopformer.training.fused.types import Numbers
 from loopformer.training.objective import Divisors, Objective
 from loopformer.trajectory import Trajectory
 

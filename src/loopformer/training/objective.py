@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from loopformer.config import ObjectiveConfig
 from loopformer.data.loader import NO_LOSS
 from loopformer.model import LoopedLM
-from loopformer.training.fused.ops import Numbers
 from loopformer.training.fused.passes import FusedStack
+from loopformer.training.fused.types import Numbers
 from loopformer.training.head_loss import LossWeights, head_losses
 from loopformer.trajectory import Trajectory
 

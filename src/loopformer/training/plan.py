@@ -16,7 +16,7 @@ from loopformer.config import RunConfig
 from loopformer.device import device_name, peak_flops
 from loopformer.model.cost import Cost
 from loopformer.training.batches import largest_piece
-from loopformer.training.fused.ops import TOGETHER
+from loopformer.training.fused.passes import TOGETHER
 
 COMMON_SHARE = 0.4  # of the peak, on a GPU
 

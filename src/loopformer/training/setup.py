@@ -24,8 +24,8 @@ from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.loading import find_config, find_model
 from loopformer.model import LoopedLM
 from loopformer.training.distributed import Ranks
-from loopformer.training.fused.ops import Numbers
 from loopformer.training.fused.passes import obstacle
+from loopformer.training.fused.types import Numbers
 from loopformer.training.objective import Divisors, Objective
 from loopformer.training.plan import estimated_micro_batch, memory_bytes, micro_batches
 from loopformer.trajectory import Trajectory

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from loopformer import LoopedLM, Trajectory
 from loopformer.config import ModelConfig, ObjectiveConfig
-from loopformer.training.fused.ops import Numbers
 from loopformer.training.fused.passes import FusedStack
+from loopformer.training.fused.types import Numbers
 from loopformer.training.objective import Divisors, Objective
 
 PLAIN = Numbers(torch.float32)

@@ -18,8 +18,6 @@ Launches of the kernels, with the signatures of elementwise.py.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -27,13 +25,11 @@ from torch import Tensor
 
 from loopformer.data.loader import NO_LOSS
 from loopformer.model.block import EPSILON
-from loopformer.training.fused import ops as products
-from loopformer.training.fused.ops import FP8, LEAST_GELU, MOST_SLOPE, Gated, Norm, Numbers, Rows, Sums
+from loopformer.training.fused import types
+from loopformer.training.fused.types import FP8, LEAST_GELU, MOST_SLOPE, Gated, Norm, Numbers, Rows, Sums
 
-LARGEST_FP8 = tl.constexpr(products.LARGEST_FP8)
-
-
-SMALLEST_SCALE = tl.constexpr(products.SMALLEST_SCALE)
+LARGEST_FP8 = tl.constexpr(types.LARGEST_FP8)
+SMALLEST_SCALE = tl.constexpr(types.SMALLEST_SCALE)
 
 
 @triton.jit
@@ -400,16 +396,20 @@ def residual_backward(
     return new_dx, Rows(h), Rows(dchange) if plain else Rows(None, dchange8, scales)
 
 
-def quantised(parts: Sequence[Tensor]) -> Rows:
-    parts = [part.contiguous() for part in parts]
-    tokens, width = parts[0].shape
-    values8 = parts[0].new_empty(tokens, len(parts) * width, dtype=FP8)
-    scales = parts[0].new_empty(tokens, 1, dtype=torch.float32)
-    quantise_kernel[(tokens,)](*(parts * 3)[:3], values8, scales, width, PARTS=len(parts), BLOCK=PIECE, num_warps=4)
+def quantised(*parts: Tensor) -> Rows:
+    matrices = [part.contiguous() for part in parts]
+    tokens, width = matrices[0].shape
+    values8 = matrices[0].new_empty(tokens, len(matrices) * width, dtype=FP8)
+    scales = matrices[0].new_empty(tokens, 1, dtype=torch.float32)
+    quantise_kernel[(tokens,)](
+        *(matrices * 3)[:3], values8, scales, width, PARTS=len(matrices), BLOCK=PIECE, num_warps=4
+    )
     return Rows(None, values8, scales)
 
 
-def columns(parts: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> Tensor:
+def columns(*several: Rows) -> tuple[Tensor, Tensor]:
+    parts = [rows.scaled for rows in several]
+    scale = torch.cat([scales for _, scales in parts]).amax()
     total, width = sum(len(values) for values, _ in parts), parts[0][0].shape[1]
     turned = parts[0][0].new_empty(width, total)
     start = 0
@@ -419,7 +419,7 @@ def columns(parts: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> Tensor:
             values, scales, scale, turned[:, start:], rows, width, total, TILE=TILE, num_warps=4
         )
         start += rows
-    return turned
+    return turned, scale
 
 
 def _fp8_rows(like: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:

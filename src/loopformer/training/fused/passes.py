@@ -25,20 +25,22 @@ from torch.autograd.function import once_differentiable
 from loopformer.config import ModelConfig
 from loopformer.model.block import Attention, Rotary, Stack
 from loopformer.training.fused.ops import (
-    Gated,
-    Norm,
-    Numbers,
-    Product,
-    Rows,
-    Sums,
     add_change,
+    add_product,
+    columns,
     gelu_backward,
     gelu_forward,
+    multiply_fp8,
     norm_forward,
+    quantised,
     residual_backward,
+    rows_of,
+    scaled_product,
 )
+from loopformer.training.fused.types import Gated, Norm, Numbers, Rows, Sums
 
 LEAST_CAPABILITY_FOR_FP8 = (8, 9)
+TOGETHER = 4  # passes whose parts of a weight's gradient are one fp8 product; a product cannot add to what is there
 
 
 def obstacle(config: ModelConfig, device: torch.device, fp8: bool) -> str | None:
@@ -57,6 +59,50 @@ def obstacle(config: ModelConfig, device: torch.device, fp8: bool) -> str | None
 
 
 GATE_1, GATE_2, GAIN_1, GAIN_2 = range(4)  # of a block's table [4, D]
+
+
+class Product:
+    """x ↦ x · weightᵀ with weight [out, in], and its two gradients."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype, fp8: bool, frozen: bool = False) -> None:
+        self.fp8, self.frozen = fp8, frozen
+        self._grad: Tensor | None = None
+        self._waiting: list[tuple[Rows, Rows]] = []
+        if fp8:
+            self._forth, self._back = quantised(weight), quantised(weight.t())
+        else:
+            self._weight = weight.to(dtype)
+
+    def __call__(self, rows: Rows) -> Tensor:
+        return scaled_product(rows, self._forth) if self.fp8 else rows.values @ self._weight.t()
+
+    def back(self, dy: Rows) -> Tensor:
+        return scaled_product(dy, self._back) if self.fp8 else dy.values @ self._weight
+
+    def learn(self, dy: Rows, rows: Rows) -> None:
+        """Add dyᵀ · rows to the weight's gradient: at once, or in fp8 with those of the next passes."""
+        if self.frozen:
+            return
+        if not self.fp8:
+            self._grad = add_product(self._grad, dy.values.t(), rows.values)
+            return
+        self._waiting.append((dy, rows))
+        if len(self._waiting) == TOGETHER:
+            self._settle()
+
+    def gradient(self) -> Tensor | None:
+        """The weight's gradient [out, in] in fp32, once; None where nothing was learnt."""
+        if self._waiting:
+            self._settle()
+        found, self._grad = self._grad, None
+        return found
+
+    def _settle(self) -> None:
+        lefts, rights = zip(*self._waiting, strict=True)
+        (left, left_scale), (right, right_scale) = columns(*lefts), columns(*rights)
+        found = multiply_fp8(left, right.t(), left_scale, right_scale, torch.float32)
+        self._grad = found if self._grad is None else self._grad.add_(found)
+        self._waiting = []
 
 
 class FusedStack:
@@ -186,7 +232,7 @@ def _forward(
         ):
             x_1, inverse_1, h_1 = norm_forward(x, change, gate, told[GAIN_1], numbers)
             qkv, mixed = _attend(block.attention, qkv_of(h_1).view(*shape[:2], -1), rotary, mask)
-            mixed_rows = numbers.rows(mixed.detach().flatten(0, 1))
+            mixed_rows = rows_of(numbers, mixed.detach().flatten(0, 1))
             change_1 = out_of(mixed_rows)
             x_2, inverse_2, h_2 = norm_forward(x_1, change_1, told[GATE_1], told[GAIN_2], numbers)
             u = up_of(h_2)
@@ -229,7 +275,7 @@ def _backward(fused: FusedStack, kept: list[_Kept], table: Tensor, dout: Tensor)
         up_of.learn(du, now.factors[2] if now.factors else h_2)
         dmixed = out_of.back(dchange).view_as(now.mixed)
         out_of.learn(dchange, now.factors[1] if now.factors else Rows(now.mixed.detach().flatten(0, 1)))
-        into = numbers.rows(*(part.flatten(0, 1) for part in torch.autograd.grad(now.mixed, now.qkv, dmixed)))
+        into = rows_of(numbers, *(part.flatten(0, 1) for part in torch.autograd.grad(now.mixed, now.qkv, dmixed)))
         norm = Norm(qkv_of.back(into), now.x_1, now.inverse_1, told[GAIN_1], (number, GAIN_1))
         dx, h_1, dchange = residual_backward(dx, norm, added.pop(), sums, numbers)
         qkv_of.learn(into, now.factors[0] if now.factors else h_1)

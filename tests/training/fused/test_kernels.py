@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from loopformer.training.fused import ops as elementwise
-from loopformer.training.fused.ops import Gated, Norm, Numbers, Rows, Sums, add_product, columns, quantised
+from loopformer.training.fused.ops import add_product, columns, quantised
+from loopformer.training.fused.types import Gated, Norm, Numbers, Rows, Sums
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -110,17 +111,17 @@ def test_residual_backward(numbers: Numbers, which: str) -> None:
 def test_quantised() -> None:
     values = draw(TOKENS, FFN)
     values[3] = 0
-    same(launch.quantised([there(values)]), quantised([values]))
+    same(launch.quantised(there(values)), quantised(values))
     parts = [draw(TOKENS, WIDTH, seed=seed) for seed in range(3)]
-    same(launch.quantised([there(part) for part in parts]), quantised([torch.cat(parts, dim=1)]))
+    same(launch.quantised(*map(there, parts)), quantised(torch.cat(parts, dim=1)))
 
 
 @pytest.mark.skipif(len(NUMBERS) == 1, reason="needs a GPU")
 def test_columns_lose_nothing() -> None:
     """But for what is far below the largest value of all rows."""
     sizes = torch.logspace(-2, 2, TOKENS)[:, None]
-    several = [quantised([draw(TOKENS, FFN, seed=seed) * sizes]) for seed in range(2)]
-    turned, scale = columns([Rows(None, *(there(part) for part in rows.scaled)) for rows in several])
+    several = [quantised(draw(TOKENS, FFN, seed=seed) * sizes) for seed in range(2)]
+    turned, scale = columns(*(Rows(None, *(there(part) for part in rows.scaled)) for rows in several))
     meant = torch.cat([values.float() * scales for values, scales in (rows.scaled for rows in several)]).t()
     found = turned.cpu().float() * scale.cpu()
     large = meant.abs() > 2.0**-6 * scale.cpu()
