@@ -35,7 +35,7 @@ from loopformer.errors import nearest, require
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
 from loopformer.training.fused.passes import obstacle
-from loopformer.training.fused.types import Numbers
+from loopformer.training.fused.types import Precision
 from loopformer.training.objective import Divisors, Objective
 from loopformer.trajectory import Trajectory
 
@@ -119,11 +119,11 @@ def make_step(
         return _naive(config, ids, short)
     if path == "transformers":
         return _transformers(config, ids)
-    numbers = Numbers(torch.bfloat16 if low else torch.float32, path == "fused fp8")
+    precision = Precision(torch.bfloat16 if low else torch.float32, path == "fused fp8")
     model = _model(config, ids.device)
     if path == "compiled":
         model.compile()
-    fused = numbers if path.startswith("fused") else None
+    fused = precision if path.startswith("fused") else None
     objective, tokens = Objective(model, ObjectiveConfig(), recompute, fused), float(ids[:, 1:].numel())
     rows = tuple(range(len(ids))) if short is not None else ()
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.data.loader import NO_LOSS
-from loopformer.training.fused.ops import add_product
+from loopformer.training.fused.ops import add_matmul
 
 FUSED_CHUNKS = 4  # the fused kernel holds one copy of the logits where the plain path holds four
 
@@ -133,7 +133,7 @@ def _fused(
     losses = cross_entropy_(logits, targets, scale if grad_weight is not None else None)
     if grad_weight is not None and grad_hidden is not None:
         grad_hidden[part] = logits @ head
-        add_product(grad_weight, logits.t(), inputs)
+        add_matmul(grad_weight, logits.t(), inputs)
     return losses.sum()
 
 

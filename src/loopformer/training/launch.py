@@ -23,7 +23,7 @@ from loopformer.training.batches import pieces
 from loopformer.training.distributed import Ranks
 from loopformer.training.plan import estimated_micro_batch, make_plan
 from loopformer.training.reporting import draw_curves
-from loopformer.training.setup import check_given, fused_numbers, out_of_memory_advice, settle_run
+from loopformer.training.setup import check_given, fused_precision, out_of_memory_advice, settle_run
 from loopformer.training.trainer import Trainer
 
 # Settings that may change when a run goes on; any other would make it another run.
@@ -102,7 +102,7 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     elif run.init_from is not None:
         run = dataclasses.replace(run, model=find_config(run.init_from)[0])
     ranks = Ranks.start(run.training.device)
-    fused = fused_numbers(run, ranks) is not None
+    fused = fused_precision(run, ranks) is not None
     if isinstance(run.training.micro_batch, int):
         micro = run.training.micro_batch
     else:

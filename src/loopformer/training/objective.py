@@ -20,7 +20,7 @@ from loopformer.config import ObjectiveConfig
 from loopformer.data.loader import NO_LOSS
 from loopformer.model import LoopedLM
 from loopformer.training.fused.passes import FusedStack
-from loopformer.training.fused.types import Numbers
+from loopformer.training.fused.types import Precision
 from loopformer.training.head_loss import LossWeights, head_losses
 from loopformer.trajectory import Trajectory
 
@@ -49,7 +49,7 @@ class Objective(nn.Module):
         model: LoopedLM,
         config: ObjectiveConfig,
         checkpoint_loops: bool = False,
-        fused: Numbers | None = None,
+        fused: Precision | None = None,
     ) -> None:
         """`fused` runs passes through training/fused; `checkpoint_loops` keeps only the state between passes."""
         super().__init__()

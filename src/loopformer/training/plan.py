@@ -16,7 +16,7 @@ from loopformer.config import RunConfig
 from loopformer.device import device_name, peak_flops
 from loopformer.model.cost import Cost
 from loopformer.training.batches import largest_piece
-from loopformer.training.fused.passes import TOGETHER
+from loopformer.training.fused.passes import FP8_PASSES_PER_GRADIENT
 
 COMMON_SHARE = 0.4  # of the peak, on a GPU
 
@@ -94,7 +94,7 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1, fused: bool =
         factors = (3 * config.width + config.ffn) * fp8
         per_block = 8 * config.width + size * ((6 + turned) * config.width + config.ffn) + factors
         # Both factors of the weight gradients of some passes; without recomputing, backward has freed more by then.
-        waiting = (TOGETHER - 1) * config.blocks * (8 * config.width + 2 * config.ffn) * fp8
+        waiting = (FP8_PASSES_PER_GRADIENT - 1) * config.blocks * (8 * config.width + 2 * config.ffn) * fp8
     passes = config.loops + (config.loops - 1) * run.objective.short_fraction * run.objective.elastic
     if training.checkpoint_loops:
         per_token = passes * 4 * config.width + config.blocks * per_block + waiting

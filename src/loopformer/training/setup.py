@@ -25,7 +25,7 @@ from loopformer.loading import find_config, find_model
 from loopformer.model import LoopedLM
 from loopformer.training.distributed import Ranks
 from loopformer.training.fused.passes import obstacle
-from loopformer.training.fused.types import Numbers
+from loopformer.training.fused.types import Precision
 from loopformer.training.objective import Divisors, Objective
 from loopformer.training.plan import estimated_micro_batch, memory_bytes, micro_batches
 from loopformer.trajectory import Trajectory
@@ -97,20 +97,20 @@ def make_model(run: RunConfig) -> LoopedLM:
     return LoopedLM(run.model)
 
 
-def fused_numbers(run: RunConfig, ranks: Ranks) -> Numbers | None:
+def fused_precision(run: RunConfig, ranks: Ranks) -> Precision | None:
     """What the products of fused passes are made of; None where passes are not fused."""
     training, kind = run.training, ranks.device.type
     fp8 = training.dtype == "float8"
-    numbers = Numbers(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
+    precision = Precision(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
     why = obstacle(run.model, ranks.device, fp8)
     if ranks.world > 1 and training.sharded:
         why = "with training.strategy=fsdp weights are gathered inside the stack; use ddp"
     if training.fused is True or fp8:
         require(training.fused is not False, "training.dtype=float8 needs training.fused; set it to true or auto.")
         require(why is None, f"{'float8' if fp8 else 'training.fused'} cannot be used: {why}.")
-        return numbers
+        return precision
     wanted = training.fused == "auto" and kind == "cuda" and training.dtype != "float32"
-    return numbers if wanted and why is None else None
+    return precision if wanted and why is None else None
 
 
 def compile_step(run: RunConfig, model: LoopedLM, device: torch.device, fused: bool) -> None:

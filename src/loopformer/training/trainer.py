@@ -47,7 +47,7 @@ from loopformer.training.setup import (
     autocast,
     choose_micro_batch,
     compile_step,
-    fused_numbers,
+    fused_precision,
     learning_rate,
     make_model,
     make_optimizer,
@@ -82,7 +82,7 @@ class Trainer:
         self.run, self.out, self.ranks = run, out, ranks
         training = run.training
         self.stop_signal: int | None = None
-        fused = fused_numbers(run, ranks)  # refused before anything is written
+        fused = fused_precision(run, ranks)  # refused before anything is written
         if training.threads is not None:
             torch.set_num_threads(training.threads)
         torch.set_float32_matmul_precision("highest" if training.dtype == "float32" else "high")

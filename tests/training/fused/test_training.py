@@ -12,7 +12,7 @@ from loopformer.loading.folder import checkpoints
 from loopformer.training.distributed import Ranks
 from loopformer.training.launch import launch
 from loopformer.training.reporting import read_metrics
-from loopformer.training.setup import fused_numbers
+from loopformer.training.setup import fused_precision
 
 Small = Callable[..., list[str]]
 
@@ -54,21 +54,21 @@ def test_what_is_refused_leaves_nothing_behind(small: Small, tmp_path: Path) -> 
     assert launch("demo", small(), tmp_path / "run", quiet=True)["finished"]
 
 
-def numbers(device: str, world: int = 1, *overrides: str) -> object:
+def precision(device: str, world: int = 1, *overrides: str) -> object:
     ranks = Ranks(0, world, torch.device(device))
-    return fused_numbers(load_run("demo", list(overrides))[0], ranks)
+    return fused_precision(load_run("demo", list(overrides))[0], ranks)
 
 
 def test_auto_is_for_gpus_and_what_cannot_be_is_said() -> None:
-    assert numbers("cpu", 1, "training.dtype=bfloat16") is None
-    assert numbers("cuda", 1, "training.dtype=float32") is None
-    assert numbers("cpu", 1, "training.fused=true") is not None
-    assert numbers("cpu", 1, "training.dtype=float8") is not None
+    assert precision("cpu", 1, "training.dtype=bfloat16") is None
+    assert precision("cuda", 1, "training.dtype=float32") is None
+    assert precision("cpu", 1, "training.fused=true") is not None
+    assert precision("cpu", 1, "training.dtype=float8") is not None
     with pytest.raises(LoopformerError, match=r"float8 needs training\.fused"):
-        numbers("cpu", 1, "training.dtype=float8", "training.fused=false")
+        precision("cpu", 1, "training.dtype=float8", "training.fused=false")
     with pytest.raises(LoopformerError, match="multiples of 16"):
-        numbers("cpu", 1, "training.dtype=float8", "model.ffn=200")
+        precision("cpu", 1, "training.dtype=float8", "model.ffn=200")
     with pytest.raises(LoopformerError, match="use ddp"):
-        numbers("cpu", 2, "training.fused=true", "training.strategy=fsdp")
+        precision("cpu", 2, "training.fused=true", "training.strategy=fsdp")
     with pytest.raises(LoopformerError, match="not on mps"):
-        numbers("mps", 1, "training.fused=true")
+        precision("mps", 1, "training.fused=true")

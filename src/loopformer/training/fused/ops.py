@@ -1,9 +1,9 @@
 """What fused passes compute: in PyTorch anywhere, by one Triton kernel each on a GPU (kernels.py).
 
-    x, inverse_rms, h = norm_forward(x, change, gate, gain, numbers)
+    x, inverse_rms, h = norm_forward(x, change, gate, gain, precision)
 
-The PyTorch versions say what the kernels compute; tests hold one against the other. `kernel_on_gpu` chooses between
-them, here and nowhere else, so that everything imports without Triton.
+The PyTorch versions say what the kernels compute; tests hold one against the other. `kernel_on_gpu` chooses
+between them, here and nowhere else, so that everything imports without Triton.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from loopformer.training.fused.types import (
     LEAST_GELU,
     MOST_SLOPE,
     SMALLEST_SCALE,
-    Gated,
-    Norm,
-    Numbers,
-    Rows,
-    Sums,
+    GateBackward,
+    ModulationGradient,
+    NormBackward,
+    Operand,
+    Precision,
 )
 
 P = ParamSpec("P")
@@ -51,15 +51,15 @@ def kernel_on_gpu(twin: Callable[P, R]) -> Callable[P, R]:
     return chosen
 
 
-def rows_of(numbers: Numbers, *parts: Tensor) -> Rows:
-    """Values as products take them: one matrix, or three side by side."""
-    if numbers.fp8:
-        return quantised(*parts)
-    return Rows(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1))
+def operand(precision: Precision, *parts: Tensor) -> Operand:
+    """One matrix, or three side by side, as matmuls take them."""
+    if precision.fp8:
+        return quantise(*parts)
+    return Operand(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1))
 
 
-def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left · right in fp32, in place; on a GPU low-precision factors are summed into it as they are."""
+def add_matmul(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total + left · right in fp32, in place; on a GPU low-precision operands are summed into it as they are."""
     if left.is_cuda and left.dtype != torch.float32:
         if total is None:
             return torch.mm(left, right, out_dtype=torch.float32)
@@ -69,38 +69,38 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 @kernel_on_gpu
-def quantised(*parts: Tensor) -> Rows:
+def quantise(*parts: Tensor) -> Operand:
     """One matrix [N, K] in fp8, or three side by side."""
     values = torch.cat(parts, dim=-1)
     return in_fp8(values, values.abs().amax(1))
 
 
 @kernel_on_gpu
-def columns(*several: Rows) -> tuple[Tensor, Tensor]:
-    """fp8 rows of several passes turned round and put side by side [K, all N], under one scale."""
-    parts = [rows.scaled for rows in several]
+def transposed(*operands: Operand) -> tuple[Tensor, Tensor]:
+    """fp8 operands [N, K] of several passes, transposed and put side by side [K, all N], under one scale."""
+    parts = [rows.scaled for rows in operands]
     scale = torch.cat([scales for _, scales in parts]).amax()
     values = torch.cat([values.float() * scales for values, scales in parts])
     return to_fp8(values, scale).t().contiguous(), scale
 
 
-def in_fp8(values: Tensor, bounds: Tensor) -> Rows:
-    """Rows whose values lie within these bounds [N]."""
+def in_fp8(values: Tensor, bounds: Tensor) -> Operand:
+    """Values [N, K] in fp8; each row lies within its bound [N]."""
     scales = torch.exp2(torch.ceil(torch.log2((bounds.float() / LARGEST_FP8).clamp(min=SMALLEST_SCALE))))[:, None]
-    return Rows(None, to_fp8(values, scales), scales)
+    return Operand(None, to_fp8(values, scales), scales)
 
 
 def to_fp8(values: Tensor, scales: Tensor) -> Tensor:
     return (values.float() / scales).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
 
 
-def scaled_product(rows: Rows, weight: Rows) -> Tensor:
-    """rows · weightᵀ of fp8 values in bf16."""
+def matmul_fp8(rows: Operand, weight: Operand) -> Tensor:
+    """rows · weightᵀ of fp8 operands [N, K] and [M, K], in bf16."""
     (left, left_scales), (right, right_scales) = rows.scaled, weight.scaled
-    return multiply_fp8(left, right.t(), left_scales, right_scales.t(), torch.bfloat16)
+    return scaled_matmul(left, right.t(), left_scales, right_scales.t(), torch.bfloat16)
 
 
-def multiply_fp8(
+def scaled_matmul(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """left · right of fp8 values. What is wanted in fp32 is a long sum: not for the fast accumulator's 14 bits."""
@@ -119,14 +119,14 @@ def multiply_fp8(
 
 @kernel_on_gpu
 def norm_forward(
-    x: Tensor, change: Tensor | None, gate: Tensor | None, gain: Tensor, numbers: Numbers
-) -> tuple[Tensor, Tensor, Rows]:
-    """x + gate · change, the inverse of its rms [N], and it divided by the rms times gain, for a product."""
+    x: Tensor, change: Tensor | None, gate: Tensor | None, gain: Tensor, precision: Precision
+) -> tuple[Tensor, Tensor, Operand]:
+    """x + gate · change, the inverse of its rms [N], and it divided by the rms times gain, for a matmul."""
     if change is not None and gate is not None:
         x = x + gate * change.float()
     inverse = (x.square().mean(-1) + EPSILON).rsqrt()
     out = x * inverse[:, None] * gain
-    return x, inverse, _rows(out, numbers, out.abs().amax(1))
+    return x, inverse, _operand(out, precision, out.abs().amax(1))
 
 
 @kernel_on_gpu
@@ -136,44 +136,48 @@ def add_change(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:
 
 
 @kernel_on_gpu
-def gelu_forward(u: Tensor, numbers: Numbers) -> Rows:
-    return _rows(F.gelu(u.float()), numbers, u.amax(1).clamp(min=LEAST_GELU))  # it lies below its argument
+def gelu_forward(u: Tensor, precision: Precision) -> Operand:
+    return _operand(F.gelu(u.float()), precision, u.amax(1).clamp(min=LEAST_GELU))  # it lies below its argument
 
 
 @kernel_on_gpu
-def gelu_backward(u: Tensor, da: Tensor, numbers: Numbers) -> tuple[Rows, Rows]:
+def gelu_backward(u: Tensor, da: Tensor, precision: Precision) -> tuple[Operand, Operand]:
     """gelu(u) once more, if it is plain, and the gradient of u. `da` may be written over."""
     wide = u.float()
     below = 0.5 * (1 + torch.erf(wide / math.sqrt(2)))
     density = torch.exp(-0.5 * wide * wide) / math.sqrt(2 * math.pi)
     du = da.float() * (below + wide * density)
     bounds = MOST_SLOPE * da.float().abs().amax(1)
-    return Rows((wide * below).to(numbers.dtype)), _rows(du, numbers, bounds)
+    return Operand((wide * below).to(precision.dtype)), _operand(du, precision, bounds)
 
 
 @kernel_on_gpu
 def residual_backward(
-    dx: Tensor, norm: Norm | None, gated: Gated | None, sums: Sums, numbers: Numbers
-) -> tuple[Tensor, Rows, Rows]:
+    dx: Tensor,
+    norm: NormBackward | None,
+    gated: GateBackward | None,
+    sums: ModulationGradient,
+    precision: Precision,
+) -> tuple[Tensor, Operand, Operand]:
     """Back through a norm into the residual stream's gradient, then on to the change that was added before it.
 
     Gives the stream's gradient, the norm's output once more, if it is plain, and the change's gradient; those of
     gain and gate are added to `sums`. Where there is no norm or no change, what stands for it means nothing.
     """
-    h = dchange = Rows(dx)
+    h = dchange = Operand(dx)
     if norm is not None:
         above, normed = norm.dh.float(), norm.x * norm.inverse[:, None]
         sums.partial[0, norm.at[0], norm.at[1]] += (above * normed).sum(0)
         above = above * norm.gain
         dx = dx + norm.inverse[:, None] * (above - normed * (above * normed).mean(-1, keepdim=True))
-        h = Rows((normed * norm.gain).to(numbers.dtype))
+        h = Operand((normed * norm.gain).to(precision.dtype))
     if gated is not None:
         sums.partial[0, gated.at[0], gated.at[1]] += (dx * gated.change.float()).sum(0)
         through = dx * gated.gate
-        dchange = _rows(through, numbers, through.abs().amax(1))
+        dchange = _operand(through, precision, through.abs().amax(1))
     return dx, h, dchange
 
 
-def _rows(values: Tensor, numbers: Numbers, bounds: Tensor) -> Rows:
-    """Values as products take them, rows within these bounds [N]."""
-    return in_fp8(values, bounds) if numbers.fp8 else Rows(values.to(numbers.dtype))
+def _operand(values: Tensor, precision: Precision, bounds: Tensor) -> Operand:
+    """Values [N, K] as matmuls take them; each row lies within its bound [N]."""
+    return in_fp8(values, bounds) if precision.fp8 else Operand(values.to(precision.dtype))

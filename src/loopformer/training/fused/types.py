@@ -1,7 +1,7 @@
 """What the fused operations pass to one another, in PyTorch (ops.py) as in Triton (kernels.py).
 
-Rows are tokens [N, D]; the residual stream and all gains and gates are fp32, what goes into products is `Numbers`.
-In fp8 (e4m3) every row has a scale; scales are powers of two.
+Rows are tokens [N, D]. The residual stream, gains and gates are fp32; what goes into matmuls has a `Precision`.
+In fp8 (e4m3) every row of an operand has a scale of its own, a power of two.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ LEAST_GELU = 0.17  # gelu(u) >= -0.17
 MOST_SLOPE = 1.13  # |gelu'(u)| <= 1.129
 PROGRAMS_PER_CORE = 4  # that share the rows of a backward pass
 
-Place = tuple[int, int]  # of a gain or gate in the table: its block, and which of the four
+TableIndex = tuple[int, int]  # of a gain or gate in the table [k, 4, D]: its block, and which of the four
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What products are made of: a dtype, and whether their factors are fp8."""
+class Precision:
+    """What matmuls run in: a dtype, and whether their operands are quantised to fp8."""
 
     dtype: torch.dtype
     fp8: bool = False
 
 
-class Rows(NamedTuple):
-    """Activations [N, K] as products take them: plain, or in fp8 with a scale per row."""
+class Operand(NamedTuple):
+    """A matrix [N, K] as matmuls take it: plain, or in fp8 with a scale per row."""
 
     plain: Tensor | None = None
     fp8: Tensor | None = None
-    scales: Tensor | None = None  # [N, 1] in fp32: fp8 · scales is what was meant
+    scales: Tensor | None = None  # [N, 1] in fp32: the matrix is fp8 · scales
 
     @property
     def is_cuda(self) -> bool:
-        return (self.fp8 if self.plain is None else self.plain).is_cuda  # type: ignore[union-attr]
+        return self.scaled[0].is_cuda if self.plain is None else self.plain.is_cuda
 
     @property
     def values(self) -> Tensor:
@@ -54,13 +54,13 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Where the gradients of gains and gates are summed, by each program for itself: [programs, k, 4, D]."""
+class ModulationGradient:
+    """The gradients of gains and gates, summed by each program of a kernel for itself: [programs, k, 4, D]."""
 
     partial: Tensor
 
     @classmethod
-    def like(cls, table: Tensor, tokens: int) -> Sums:
+    def like(cls, table: Tensor, tokens: int) -> ModulationGradient:
         if not table.is_cuda:
             return cls(table.new_zeros(1, *table.shape))
         cores = torch.cuda.get_device_properties(table.device).multi_processor_count
@@ -72,20 +72,20 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Norm:
-    """A norm on the way back: the gradient of its output, its input, the inverse rms [N], its gain and where."""
+class NormBackward:
+    """What a norm's backward needs: its output's gradient, its input, the inverse rms [N], its gain and where."""
 
     dh: Tensor
     x: Tensor
     inverse: Tensor
     gain: Tensor
-    at: Place
+    at: TableIndex
 
 
 @dataclass(frozen=True)
-class Gated:
-    """A change that was added to the residual stream through a gate, and where the gate is."""
+class GateBackward:
+    """What the backward of x + gate · change needs: the change that was added, its gate and where that is."""
 
     change: Tensor
     gate: Tensor
-    at: Place
+    at: TableIndex
