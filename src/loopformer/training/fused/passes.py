@@ -277,10 +277,11 @@ def _backward(fused: FusedStack, saved: list[_SavedBlock], table: Tensor, dout: 
         dx, h_2, dchange = residual_backward(dx, norm, gated, sums, precision)
         up_linear.add_weight_gradient(du, block.operands[2] if block.operands else h_2)
         dmixed = out_linear.input_gradient(dchange).view_as(block.mixed)
-        mixed = block.operands[1] if block.operands else Operand(block.mixed.detach().flatten(0, 1))
-        out_linear.add_weight_gradient(dchange, mixed)
-        dq_dk_dv = torch.autograd.grad(block.mixed, block.qkv, dmixed)
-        dqkv = operand(precision, *(part.flatten(0, 1) for part in dq_dk_dv))
+        out_linear.add_weight_gradient(
+            dchange, block.operands[1] if block.operands else Operand(block.mixed.detach().flatten(0, 1))
+        )
+        # Not given a name: the three gradients would live as long as it, beside what they are joined into.
+        dqkv = operand(precision, *(d.flatten(0, 1) for d in torch.autograd.grad(block.mixed, block.qkv, dmixed)))
         norm = NormBackward(
             qkv_linear.input_gradient(dqkv), block.x_1, block.inverse_1, modulation[GAIN_1], (number, GAIN_1)
         )
