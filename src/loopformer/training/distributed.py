@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from loopformer.device import choose_device
-from loopformer.training.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -83,16 +82,16 @@ class Ranks:
 class Parallel:
     """An objective on one rank of many; gradients are averaged over the ranks after each last micro-batch."""
 
-    def __init__(self, objective: Objective, ranks: Ranks, sharded: bool) -> None:
-        self.ranks = ranks
-        self.objective = objective
+    def __init__(self, objective: nn.Module, stack: nn.Module, ranks: Ranks, sharded: bool) -> None:
+        """`stack` is the shared part of the objective's model."""
+        self.ranks, self.objective, self.stack = ranks, objective, stack
         self.sharded = ranks.world > 1 and sharded
         self.module: nn.Module = objective
         if self.sharded:
             # Named, since the default is a GPU wherever there is one, also for ranks that train on the CPU.
             mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-            stack = fully_shard(objective.model.stack, mesh=mesh, reshard_after_forward=False)
-            stack.set_reshard_after_backward(False)  # the next loop of the same backward needs it again
+            sharded_stack = fully_shard(stack, mesh=mesh, reshard_after_forward=False)
+            sharded_stack.set_reshard_after_backward(False)  # the next loop of the same backward needs it again
             # The root unit holds the rest: the tied embedding is used first and last of all.
             fully_shard(objective, mesh=mesh, reshard_after_forward=False)
         elif ranks.world > 1:
@@ -112,9 +111,8 @@ class Parallel:
 
     def before_update(self) -> None:
         """Let go of gathered weights: the optimizer changes the shards, and the next forward gathers them anew."""
-        stack = self.objective.model.stack
-        if isinstance(stack, FSDPModule):
-            stack.reshard()
+        if isinstance(self.stack, FSDPModule):
+            self.stack.reshard()
 
     @property
     def evaluated(self) -> nn.Module:

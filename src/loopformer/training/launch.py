@@ -6,16 +6,27 @@ launch(None, [], out="runs/demo", resume=True)       # with the run's own settin
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from loopformer.config import RunConfig, load_run, read_yaml, run_from_mapping, run_to_yaml, with_expected_vocab
+import torch
+
+from loopformer.config import (
+    ModelConfig,
+    RunConfig,
+    load_run,
+    read_yaml,
+    run_from_mapping,
+    run_to_yaml,
+    with_expected_vocab,
+)
 from loopformer.data.shards import TokenData, is_prepared
+from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import available_bytes
-from loopformer.errors import FileProblem, LoopformerError
+from loopformer.errors import FileProblem, LoopformerError, RunFailed
 from loopformer.files import alone_in, write_atomic, writing
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, checkpoints
@@ -23,7 +34,7 @@ from loopformer.training.batches import pieces
 from loopformer.training.distributed import Ranks
 from loopformer.training.plan import estimated_micro_batch, make_plan
 from loopformer.training.reporting import draw_curves
-from loopformer.training.setup import check_given, fused_precision, out_of_memory_advice, settle_run
+from loopformer.training.setup import fused_precision
 from loopformer.training.trainer import Trainer
 
 # Settings that may change when a run goes on; any other would make it another run.
@@ -100,7 +111,7 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
         data = TokenData.open(run.data.path, "train")
         run, tokens = settle_run(run, given, data), data.tokens
     elif run.init_from is not None:
-        run = dataclasses.replace(run, model=find_config(run.init_from)[0])
+        run = replace(run, model=find_config(run.init_from)[0])
     ranks = Ranks.start(run.training.device)
     fused = fused_precision(run, ranks) is not None
     if isinstance(run.training.micro_batch, int):
@@ -112,7 +123,7 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     ranks.close()
     if not tokens:
         made["epochs"] = None
-    return {"plan": made, "settings": dataclasses.asdict(run)}
+    return {"plan": made, "settings": asdict(run)}
 
 
 def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: bool) -> tuple[RunConfig, set[str]]:
@@ -146,12 +157,51 @@ def _prepare_if_asked(run: RunConfig, say: Callable[[str], None]) -> None:
     prepare([run.data.prepare], run.data.path, train_tokenizer=run.data.train_tokenizer)
 
 
+def settle_run(run: RunConfig, given: set[str], data: TokenData) -> RunConfig:
+    """Fill in what the data and the starting model decide: the vocabulary, or all model settings."""
+    if run.init_from is not None:
+        model, tokenizer = find_config(run.init_from)
+        _check_same_tokenizer(tokenizer, model, data)
+        check_given(run.model, model, given)
+        run = replace(run, model=model)
+    elif "model.vocab" not in given:
+        run = replace(run, model=replace(run.model, vocab=data.vocab_size))
+    if run.model.vocab < data.vocab_size:
+        raise LoopformerError(
+            f"The data's tokenizer has {data.vocab_size} tokens but model.vocab is {run.model.vocab}; "
+            "leave model.vocab out."
+        )
+    return run
+
+
+def _check_same_tokenizer(folder: Path | None, model: ModelConfig, data: TokenData) -> None:
+    if folder is None and data.vocab_size != model.vocab:
+        raise LoopformerError(
+            f"The starting model has {model.vocab} tokens and no tokenizer beside it, the data's tokenizer has "
+            f"{data.vocab_size}; prepare the data with the model's own tokenizer."
+        )
+    if folder is not None and Tokenizer.load(folder).hash != data.tokenizer.hash:
+        raise LoopformerError(
+            f"The data in {data.folder} was made with another tokenizer than the model in {folder}; "
+            f"prepare it again with --tokenizer {folder / 'tokenizer.json'}."
+        )
+
+
+def check_given(asked: ModelConfig, found: ModelConfig, given: set[str]) -> None:
+    for name in sorted(given):
+        section, _, key = name.partition(".")
+        if section == "model" and getattr(asked, key) != getattr(found, key):
+            raise LoopformerError(
+                f"{name} is {getattr(asked, key)} but the starting model has {getattr(found, key)}; leave it out."
+            )
+
+
 def _continued(stored: RunConfig, asked: RunConfig, given: set[str]) -> RunConfig:
     """The settings to go on with: the asked ones, where they do not make it another run."""
     # The data and the starting model decided some of the model's settings; only what the user wrote can differ.
     check_given(asked.model, stored.model, given)
-    asked = dataclasses.replace(asked, model=stored.model)
-    before, now = dataclasses.asdict(stored), dataclasses.asdict(asked)
+    asked = replace(asked, model=stored.model)
+    before, now = asdict(stored), asdict(asked)
     for section, values in before.items():
         for key, value in values.items() if isinstance(values, dict) else [("", values)]:
             other = now[section][key] if key else now[section]
@@ -161,3 +211,17 @@ def _continued(stored: RunConfig, asked: RunConfig, given: set[str]) -> RunConfi
                     f"This run was started with {name} = {value}, not {other}; leave it so, or start a new run."
                 )
     return asked
+
+
+@contextmanager
+def out_of_memory_advice() -> Iterator[None]:
+    """Turn running out of memory, on a GPU or the CPU, into a sentence that says what to do."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+            raise RunFailed(
+                "The device ran out of memory; lower training.micro_batch (or set it to auto), set "
+                "training.checkpoint_loops=true, or lower objective.chunk, then --resume: checkpoints are safe."
+            ) from error
+        raise

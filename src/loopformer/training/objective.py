@@ -9,14 +9,16 @@ Both routes, head and loss are one module's forward, so that data-parallel wrapp
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from loopformer.config import ObjectiveConfig
+from loopformer.config import ObjectiveConfig, RunConfig
 from loopformer.data.loader import NO_LOSS
 from loopformer.model import LoopedLM
 from loopformer.training.fused.passes import FusedStack
@@ -134,3 +136,10 @@ class Objective(nn.Module):
         out = self.model(inputs, trajectory, documents=documents, logits=False, check=False, stack=stack)
         hidden: Tensor = out.hidden
         return hidden
+
+
+def autocast(device: torch.device, run: RunConfig) -> Any:
+    """bf16 products over fp32 weights, or nothing."""
+    if run.training.dtype == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)

@@ -17,7 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from loopformer.config import RunConfig
+from loopformer.device import peak_flops
 from loopformer.errors import LoopformerError
 from loopformer.files import write_atomic, writing
 
@@ -132,6 +135,53 @@ class _WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class SpeedMeter:
+    """Speed since the last reading, without the time that validation and saving take."""
+
+    def __init__(self, run: RunConfig, device: torch.device, world: int) -> None:
+        self._tokens_per_step = run.training.batch * run.model.context
+        self._device, self._world, self._peak = device, world, peak_flops(device)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps, self._flops, self._since = 0, 0.0, time.perf_counter()
+        self._away = 0.0
+        self._last = self._since
+
+    def add(self, flops: float) -> None:
+        self._steps += 1
+        self._flops += flops
+        self._last = time.perf_counter()
+
+    def skip(self) -> None:
+        """What happened since the last step was not training."""
+        now = time.perf_counter()
+        self._away += now - self._last
+        self._last = now
+
+    def read(self) -> dict[str, float | None]:
+        seconds = max(1e-9, time.perf_counter() - self._since - self._away)
+        flops = self._flops / seconds / self._world
+        memory = torch.cuda.max_memory_allocated() / 2**30 if self._device.type == "cuda" else _peak_rss()
+        values = {
+            "tokens_per_second": self._steps * self._tokens_per_step / seconds,
+            "tflops_per_device": flops / 1e12,
+            "mfu": flops / self._peak if self._peak else None,
+            "peak_memory_gib": memory,
+        }
+        self._reset()
+        return values
+
+
+def _peak_rss() -> float | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import math
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -27,7 +26,7 @@ from loopformer.config import RunConfig, run_to_yaml
 from loopformer.config.run import validation_budgets
 from loopformer.data.loader import NO_LOSS, Ahead, Batch, Loader, validation_windows
 from loopformer.data.shards import TokenData
-from loopformer.device import device_name, peak_flops
+from loopformer.device import device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
 from loopformer.files import read_json
 from loopformer.loading.folder import SETTINGS, STATE, latest_good, load_model, save_tensors
@@ -40,18 +39,11 @@ from loopformer.training.checkpoint import (
     write_checkpoint,
 )
 from loopformer.training.distributed import Parallel, Ranks, whole
-from loopformer.training.objective import Divisors, Objective
+from loopformer.training.objective import Divisors, Objective, autocast
+from loopformer.training.optimizer import learning_rate, make_optimizer
 from loopformer.training.plan import training_flops_per_token
-from loopformer.training.reporting import Reporter
-from loopformer.training.setup import (
-    autocast,
-    choose_micro_batch,
-    compile_step,
-    fused_precision,
-    learning_rate,
-    make_model,
-    make_optimizer,
-)
+from loopformer.training.reporting import Reporter, SpeedMeter
+from loopformer.training.setup import choose_micro_batch, compile_step, fused_precision, make_model
 from loopformer.training.validation import validate
 
 
@@ -121,7 +113,7 @@ class Trainer:
             in_step=training.sharded,
         )
         compile_step(run, model, ranks.device, fused is not None)
-        self.parallel = Parallel(objective, ranks, training.sharded)
+        self.parallel = Parallel(objective, model.stack, ranks, training.sharded)
         self.model = model
         on_gpu = ranks.device.type == "cuda"
         self.optimizer = make_optimizer(model, training, fused=on_gpu)
@@ -191,7 +183,7 @@ class Trainer:
 
     def _loop(self, batches: Iterator[list[tuple[Piece, Batch]]]) -> None:
         training, progress = self.run.training, self.progress
-        meter = _Meter(self.run, self.ranks)
+        meter = SpeedMeter(self.run, self.ranks.device, self.ranks.world)
         for batch in batches:
             step = progress.step + 1
             terms, norm, rate, flops = self._step(step, batch)
@@ -311,50 +303,3 @@ class Trainer:
         write_checkpoint(self.out, progress.step, fill, moments, self.ranks, self.parallel.sharded)
         if self.ranks.main:
             rotate(self.out, self.run.training.keep, progress.best_step)
-
-
-class _Meter:
-    """Speed since the last reading, without the time that validation and saving take."""
-
-    def __init__(self, run: RunConfig, ranks: Ranks) -> None:
-        self._tokens_per_step = run.training.batch * run.model.context
-        self._ranks, self._peak = ranks, peak_flops(ranks.device)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._steps, self._flops, self._since = 0, 0.0, time.perf_counter()
-        self._away = 0.0
-        self._last = self._since
-
-    def add(self, flops: float) -> None:
-        self._steps += 1
-        self._flops += flops
-        self._last = time.perf_counter()
-
-    def skip(self) -> None:
-        """What happened since the last step was not training."""
-        now = time.perf_counter()
-        self._away += now - self._last
-        self._last = now
-
-    def read(self) -> dict[str, float | None]:
-        seconds = max(1e-9, time.perf_counter() - self._since - self._away)
-        flops = self._flops / seconds / self._ranks.world
-        memory = torch.cuda.max_memory_allocated() / 2**30 if self._ranks.device.type == "cuda" else _peak_rss()
-        values = {
-            "tokens_per_second": self._steps * self._tokens_per_step / seconds,
-            "tflops_per_device": flops / 1e12,
-            "mfu": flops / self._peak if self._peak else None,
-            "peak_memory_gib": memory,
-        }
-        self._reset()
-        return values
-
-
-def _peak_rss() -> float | None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -221,7 +221,7 @@ def gelu_backward_kernel(u, da, a, du, du8, scales, F, SLOPE: tl.constexpr, BLOC
 
 @triton.jit
 def quantise_kernel(first, second, third, values8, scales, K, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Operand [K] of one matrix, or of three side by side."""
+    """Rows [K] of one matrix, or of three side by side."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
