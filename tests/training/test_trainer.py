@@ -85,7 +85,7 @@ def test_a_signal_saves_at_the_step_border(small: Small, tmp_path: Path, monkeyp
     taken = Trainer._update
 
     def interrupted(self: Trainer, norm: torch.Tensor) -> bool:
-        if self.progress.step == 2:
+        if self.state.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return taken(self, norm)
 
@@ -124,7 +124,7 @@ def test_non_finite_steps_are_skipped_counted_and_end_the_run(
     bad: set[int] = {1}
 
     def sometimes(self: Trainer, norm: torch.Tensor) -> bool:
-        return taken(self, norm * math.nan if self.progress.step in bad else norm)
+        return taken(self, norm * math.nan if self.state.step in bad else norm)
 
     monkeypatch.setattr(Trainer, "_update", sometimes)
     launch("demo", small(), tmp_path / "once", quiet=True)

@@ -16,7 +16,7 @@ from loopformer.training.distributed import Ranks
 from loopformer.training.fused.passes import obstacle
 from loopformer.training.fused.types import Precision
 from loopformer.training.objective import Divisors, Objective, autocast
-from loopformer.training.plan import estimated_micro_batch, memory_bytes, micro_batches
+from loopformer.training.plan import estimated_micro_batch, memory_bytes, micro_batch_sizes
 from loopformer.trajectory import Trajectory
 
 
@@ -29,7 +29,7 @@ def make_model(run: RunConfig) -> LoopedLM:
 
 
 def fused_precision(run: RunConfig, ranks: Ranks) -> Precision | None:
-    """What the products of fused passes are made of; None where passes are not fused."""
+    """What the matmuls of fused passes run in; None where passes are not fused."""
     training, kind = run.training, ranks.device.type
     fp8 = training.dtype == "float8"
     precision = Precision(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
@@ -52,7 +52,7 @@ def compile_step(run: RunConfig, model: LoopedLM, device: torch.device, fused: b
 
 def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: Callable[[str], None]) -> int:
     """The largest micro-batch that fits: tried on a GPU, estimated elsewhere."""
-    sizes, fused = micro_batches(run, ranks.world), objective.fused is not None
+    sizes, fused = micro_batch_sizes(run, ranks.world), objective.fused is not None
     if ranks.device.type != "cuda":
         chosen = estimated_micro_batch(run, 0.6 * available_bytes(ranks.device), ranks.world, fused)
     else:
