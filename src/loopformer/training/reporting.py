@@ -244,9 +244,9 @@ def draw_curves(run: Path) -> str | None:
         return None
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
     steps = [record["step"] for record in train]
-    left.plot(steps, [record["loss_full"] for record in train], label="full trajectory")
+    left.plot(steps, [record["loss_full"] for record in train], label="full route")
     if any(record["loss_short"] for record in train):
-        left.plot(steps, [record["loss_short"] for record in train], label="short trajectories", alpha=0.7)
+        left.plot(steps, [record["loss_short"] for record in train], label="short routes", alpha=0.7)
     left.set(xlabel="optimizer step", ylabel="cross-entropy", title="training")
     left.legend()
     for name in _budgets(tested):
