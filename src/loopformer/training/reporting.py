@@ -1,9 +1,11 @@
 """What a run says while it trains: metrics.jsonl always, a live line on a terminal, plain lines elsewhere.
 
+    reporter.record("train", step, {"loss_full": 3.2})
+    read_metrics(Path("runs/mine"))        # [{"kind": "train", "step": 10, "loss_full": 3.2, …}, …]
+    draw_curves(Path("runs/mine"))         # curves.png: training losses, validation perplexity by budget
+
 `metrics.jsonl` has one JSON object per record; TensorBoard and Weights & Biases get the same numbers when asked.
 After a resume, records beyond the checkpoint are dropped, so the file reads as if nothing had happened.
-
-The picture of a run: training losses and validation perplexity by budget, `curves.png`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 
 from loopformer.config import RunConfig
 from loopformer.device import peak_flops
-from loopformer.errors import LoopformerError
+from loopformer.errors import FileProblem, LoopformerError
 from loopformer.files import write_atomic, writing
 
 METRICS = "metrics.jsonl"
@@ -185,20 +187,34 @@ def _peak_rss() -> float | None:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """All whole records of a run; a last line cut by a crash is left out."""
-    records = []
+    """All whole records of a run. Lines that are none are left out: one cut by a crash, or damaged on the disk."""
     path = run / METRICS
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+    if not path.is_file():
+        return []
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise FileProblem(f"{path} cannot be read: {error.strerror or error}.") from error
+    return [record for line in lines if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """A record as `Reporter.record` writes it: its kind, its step, numbers and nulls."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):  # a wrong encoding is a ValueError
+        return None
+    if not isinstance(record, dict) or record.get("kind") not in ("train", "validation"):
+        return None
+    numbers = all(
+        value is None or isinstance(value, int | float) for name, value in record.items() if name != "kind"
+    )
+    return record if numbers and isinstance(record.get("step"), int) else None
 
 
 def _drop_after(path: Path, step: int) -> None:
     if path.is_file():
-        kept = [record for record in read_metrics(path.parent) if record.get("step", step + 1) <= step]
+        kept = [record for record in read_metrics(path.parent) if record["step"] <= step]
         write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
 
@@ -238,7 +254,7 @@ def draw_curves(run: Path) -> str | None:
     except ImportError:
         return None
     records = read_metrics(run)
-    train = [record for record in records if record["kind"] == "train"]
+    train = [record for record in records if {"loss_full", "loss_short"} <= record.keys()]
     tested = [record for record in records if record["kind"] == "validation"]
     if not train:
         return None
