@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from loopformer.config import preset_names
 from loopformer.data.prepare import prepare
 from loopformer.loading import save_model
 from loopformer.loading.folder import checkpoints, write_safetensors
+from loopformer.training import checkpoint, trainer
 from loopformer.training.launch import launch, plan
 from loopformer.training.reporting import read_metrics
 from loopformer.training.trainer import Trainer
@@ -147,8 +149,6 @@ def test_real_infinities_are_skipped(small: Small, tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_last_good_checkpoint(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from loopformer.training import checkpoint
-
     whole = write_safetensors
 
     def no_space(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -328,3 +328,65 @@ def test_data_that_changed_is_noticed(small: Small, corpus: Path, tmp_path: Path
     with pytest.raises(LoopformerError, match="not what this run was trained on"):
         launch("demo", small(data__path=tmp_path / "other"), tmp_path / "run", resume=True, quiet=True)
     assert launch(None, [], tmp_path / "run", resume=True, quiet=True)["finished"]
+
+
+def fail(error: BaseException) -> Callable[..., None]:
+    def failing(*arguments: object, **options: object) -> None:
+        raise error
+
+    return failing
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"training__dtype": "float8", "training__fused": "false"},
+        {"model__context": 90_000},
+        {"model__vocab": 10},
+        {"training__tensorboard": "true", "training__wandb": "tests"},  # the second is not there
+    ],
+)
+def test_what_is_refused_leaves_no_folder(
+    settings: dict[str, object], small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(LoopformerError):
+        launch("demo", small(**settings), tmp_path / "runs" / "mine", quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("too large"), KeyboardInterrupt()])
+def test_what_fails_before_the_first_step_leaves_no_folder(
+    error: BaseException, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "choose_micro_batch", fail(error))
+    with pytest.raises((LoopformerError, KeyboardInterrupt)):
+        launch("demo", small(training__micro_batch="auto"), tmp_path / "runs" / "mine", quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_was_there_stays(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(LoopformerError):
+        launch("demo", small(model__vocab=10), tmp_path / "mine", quiet=True)
+    assert (tmp_path / "mine").is_dir()
+
+
+def test_what_runs_out_of_memory_in_its_first_step_can_go_on(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", fail(torch.OutOfMemoryError("too large")))
+        with pytest.raises(LoopformerError, match=r"lower training\.micro_batch .* then --resume"):
+            launch("demo", small(), tmp_path / "run", quiet=True)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "run.yaml"]
+    assert launch(None, [], tmp_path / "run", resume=True, quiet=True)["finished"]
+
+
+def test_a_first_checkpoint_that_fails_leaves_no_folder_for_them(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "write_safetensors", fail(OSError(28, "No space left on device")))
+    with pytest.raises(LoopformerError, match="there is no earlier one"):
+        launch("demo", small(), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "checkpoints").exists()

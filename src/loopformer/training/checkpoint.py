@@ -18,6 +18,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -74,6 +75,8 @@ def write_checkpoint(
         if ranks.any(trouble is not None):
             if ranks.main:
                 shutil.rmtree(part, ignore_errors=True)
+                with suppress(OSError):  # it holds the earlier ones
+                    part.parent.rmdir()
             kept = checkpoints(run)
             last = f"the last good one is {kept[-1]}" if kept else "there is no earlier one"
             reason = " ".join(str(trouble or "on another rank").split())

@@ -11,7 +11,7 @@ A run that goes on keeps the settings it was started with, but for those in `FRE
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,13 @@ from loopformer.config import (
     load_run,
     read_yaml,
     run_from_mapping,
-    run_to_yaml,
     with_expected_vocab,
 )
 from loopformer.data.shards import TokenData, is_prepared
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import available_bytes
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
-from loopformer.files import alone_in, write_atomic, writing
+from loopformer.files import alone_in, writing
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, checkpoints
 from loopformer.training.batches import micro_batches
@@ -82,7 +81,7 @@ def launch(
     out = Path(out)
     run, written = _settings(source, overrides, out, resume)
     ranks = Ranks.start(run.training.device)
-    with alone_in(out) if ranks.main else nullcontext(), out_of_memory_advice():
+    with _run_folder(out) if ranks.main else nullcontext(), out_of_memory_advice():
         stored = _stored_file(out) if resume and checkpoints(out) else None
         if stored is not None:
             run = _continued(run_from_mapping(read_yaml(stored, str(stored))), run, written)
@@ -93,10 +92,7 @@ def launch(
                 _prepare_if_asked(run, say)
             ranks.wait()
             run = settle_run(run, written, TokenData.open(run.data.path, "train"))
-        trainer = Trainer(run, out, ranks, resume, quiet)
-        if ranks.main:
-            write_atomic(out / SETTINGS, run_to_yaml(run).encode())
-        result = trainer.train()
+        result = Trainer(run, out, ranks, resume, quiet).train()
         if ranks.main:
             with writing(out):
                 result["curves"] = draw_curves(out)
@@ -212,6 +208,20 @@ def _continued(stored: RunConfig, wanted: RunConfig, written: set[str]) -> RunCo
                     f"This run was started with {name} = {value}, not {other}; leave it so, or start a new run."
                 )
     return wanted
+
+
+@contextmanager
+def _run_folder(out: Path) -> Iterator[None]:
+    """The run's folder for this process alone; a failure leaves no folder that was made for it and is empty."""
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        with alone_in(out):
+            yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):  # it holds something
+                folder.rmdir()
+        raise
 
 
 @contextmanager

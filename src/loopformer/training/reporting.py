@@ -15,6 +15,7 @@ import math
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,24 +31,22 @@ METRICS = "metrics.jsonl"
 
 
 class Reporter:
-    """Records and shows metrics; on ranks other than the main one it does nothing."""
+    """Records and shows metrics; on ranks other than the main one it does nothing.
+
+    It writes from `with reporter:` on, so that a run which cannot start leaves nothing behind; it speaks before.
+    """
 
     def __init__(self, run: RunConfig, out: Path, active: bool, first_step: int, quiet: bool = False) -> None:
         self.active, self.steps = active, run.training.steps
-        self._writers: list[Any] = []
+        self._path, self._quiet = out / METRICS, quiet
+        self._writers: list[_TensorBoard | _WandB] = []
         self._bar: Any = None
         self._started, self._first = time.perf_counter(), first_step
-        if not active:
-            return
-        _drop_after(out / METRICS, first_step)
-        with writing(out / METRICS):
-            self._file = (out / METRICS).open("a", encoding="utf-8")
-        if run.training.tensorboard:
+        if active and run.training.tensorboard:
             self._writers.append(_TensorBoard(out, first_step))
-        if run.training.wandb is not None:
+        if active and run.training.wandb is not None:
             self._writers.append(_WandB(run.training.wandb, out))
-        self._quiet = quiet
-        if sys.stderr.isatty() and not quiet:
+        if active and sys.stderr.isatty() and not quiet:
             self._bar = _bar(self.steps, first_step)
 
     def say(self, sentence: str) -> None:
@@ -64,7 +63,7 @@ class Reporter:
         if not self.active:
             return
         finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
-        with writing(Path(self._file.name)):
+        with writing(self._path):
             self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
             self._file.flush()
         for writer in self._writers:
@@ -91,6 +90,12 @@ class Reporter:
             self.say(f"step {step}/{self.steps}  {text}  {_clock(left)} left")
 
     def __enter__(self) -> Reporter:
+        if self.active:
+            _drop_after(self._path, self._first)
+            with writing(self._path):
+                self._file = self._path.open("a", encoding="utf-8")
+        for writer in self._writers:
+            writer.open()
         if self._bar is not None:
             self._bar.start()
         return self
@@ -113,7 +118,10 @@ class _TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise LoopformerError("TensorBoard is not installed; run: pip install 'loopformer[log]'.") from error
-        self._writer: Any = SummaryWriter(str(out / "tensorboard"), purge_step=first_step + 1)
+        self._open = partial(SummaryWriter, str(out / "tensorboard"), purge_step=first_step + 1)
+
+    def open(self) -> None:
+        self._writer: Any = self._open()
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -130,7 +138,10 @@ class _WandB:
             import wandb
         except ImportError as error:
             raise LoopformerError("wandb is not installed; run: pip install 'loopformer[log]'.") from error
-        self._run: Any = wandb.init(project=project, dir=str(out), name=out.name)
+        self._open = partial(wandb.init, project=project, dir=str(out), name=out.name)
+
+    def open(self) -> None:
+        self._run: Any = self._open()
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         self._run.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)

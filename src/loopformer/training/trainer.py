@@ -29,7 +29,7 @@ from loopformer.data.loader import NO_LOSS, Ahead, Batch, Loader, validation_win
 from loopformer.data.shards import TokenData
 from loopformer.device import device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
-from loopformer.files import read_json
+from loopformer.files import read_json, write_atomic
 from loopformer.loading.folder import SETTINGS, STATE, latest_good, load_model, save_tensors
 from loopformer.training.batches import MicroBatch, micro_batches, short_trajectory
 from loopformer.training.checkpoint import (
@@ -154,6 +154,8 @@ class Trainer:
         started = time.perf_counter()
         try:
             with self.reporter, closing(Ahead(self._batches(), depth=2)) as ahead:
+                if self.ranks.main:
+                    write_atomic(self.out / SETTINGS, run_to_yaml(self.run).encode())
                 self._loop(ahead)
         finally:
             for number, handler in handlers.items():
