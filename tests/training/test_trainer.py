@@ -272,6 +272,7 @@ def test_supervised_examples_train_on_their_responses_only(small: Small, corpus:
 def test_weights_and_biases_gets_the_records_offline(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     launch("demo", small(training__wandb="tests"), tmp_path / "run", quiet=True)
