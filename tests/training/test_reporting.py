@@ -1,13 +1,16 @@
 """metrics.jsonl: what is whole in it is read, whatever else is there."""
 
 import json
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from loopformer.training.launch import launch
 from loopformer.training.reporting import METRICS, read_metrics
+
+from .runs import Small
 
 ODD = {
     "a byte that is no text": b'{"kind": "train", "step": 2, "loss_\xff": 1.0}\n',
@@ -24,7 +27,7 @@ ODD = {
 }
 
 
-def lossy(run: Path) -> list[tuple[object, ...]]:
+def losses(run: Path) -> list[tuple[object, ...]]:
     return [(record["kind"], record["step"], record.get("loss_full")) for record in read_metrics(run)]
 
 
@@ -36,17 +39,25 @@ def test_odd_lines_are_left_out_and_the_records_after_them_stay(odd: bytes, tmp_
     assert read_metrics(tmp_path) == records[:2]
 
 
-def test_a_run_goes_on_over_odd_lines_and_keeps_its_records(
-    small: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_run_goes_on_over_odd_lines_and_keeps_its_records(small: Small, tmp_path: Path) -> None:
     run = tmp_path / "run"
     launch("demo", small(training__steps=4), run, quiet=True)
-    before = lossy(run)
+    before = losses(run)
     lines = (run / METRICS).read_bytes().splitlines(keepends=True)
     no_losses = b'{"kind": "train", "step": 9}\n'  # beyond the checkpoint, and a picture can do without
     (run / METRICS).write_bytes(lines[0] + b"".join(ODD.values()) + b"".join(lines[1:]) + no_losses)
     result = launch("demo", small(), run, resume=True, quiet=True)
     assert Path(result["curves"]).is_file()
-    assert lossy(run)[: len(before)] == before
-    assert [step for kind, step, _ in lossy(run) if kind == "train"] == [1, 2, 3, 4, 5, 6]
+    assert losses(run)[: len(before)] == before
+    assert [step for kind, step, _ in losses(run) if kind == "train"] == [1, 2, 3, 4, 5, 6]
     assert all(json.loads(line) for line in (run / METRICS).read_text().splitlines())
+
+
+def test_what_reports_need_does_not_bring_the_trainer() -> None:
+    program = """
+import sys
+import loopformer.training.plan, loopformer.training.reporting
+assert "loopformer.training.trainer" not in sys.modules
+assert "loopformer.training.setup" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

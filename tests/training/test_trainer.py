@@ -3,8 +3,11 @@
 import json
 import math
 import os
+import random
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,12 +25,9 @@ from loopformer.training.launch import launch, plan
 from loopformer.training.reporting import read_metrics
 from loopformer.training.trainer import Trainer
 
-Small = Callable[..., list[str]]
+from .runs import Small, go_back, training_losses, weights
+
 PAPER = [name for name in preset_names() if name.startswith("paper/") and "x" not in name.rpartition("-")[2]]
-
-
-def weights(run: Path) -> bytes:
-    return (checkpoints(run)[-1] / "model.safetensors").read_bytes()
 
 
 def silent(sentence: str) -> None:
@@ -39,7 +39,7 @@ def test_every_model_of_the_paper_trains(preset: str, small: Small, tmp_path: Pa
     extra = {"model__blocks": 1, "training__steps": 3, "training__save_every": 3}
     result = launch(preset, small(**extra), tmp_path / "run", quiet=True)
     assert result["finished"]
-    losses = [record["loss_full"] for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
+    losses = training_losses(tmp_path / "run")
     assert len(losses) == 3
     assert losses[-1] < losses[0]
 
@@ -73,9 +73,7 @@ def test_a_run_is_whole_and_loads(small: Small, tmp_path: Path) -> None:
 def test_resuming_is_the_same_as_never_stopping(small: Small, tmp_path: Path) -> None:
     launch("demo", small(), tmp_path / "whole", quiet=True)
     launch("demo", small(), tmp_path / "cut", quiet=True)
-    for path in checkpoints(tmp_path / "cut"):
-        if int(path.name[-2:]) > 2:
-            os.rename(path, tmp_path / f"gone-{path.name}")
+    go_back(tmp_path / "cut", 2)
     launch(None, [], tmp_path / "cut", resume=True, quiet=True)
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
     kept = [{k: r[k] for k in r if "loss" in k or k == "step"} for r in read_metrics(tmp_path / "cut")]
@@ -216,7 +214,7 @@ def test_micro_batches_and_route_parts_train_the_same_model(small: Small, tmp_pa
     for number, micro in enumerate((1, 4)):
         run = tmp_path / str(number)
         launch("demo", small(training__micro_batch=micro, objective__route_draws=2), run, quiet=True)
-        losses.append([record["loss_full"] for record in read_metrics(run) if record["kind"] == "train"])
+        losses.append(training_losses(run))
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
@@ -245,9 +243,7 @@ def test_document_borders_are_kept_and_change_the_loss(small: Small, corpus: Pat
     for documents in ("false", "true"):
         overrides = small(data__path=tmp_path / "data", data__documents=documents)
         launch("demo", overrides, tmp_path / documents, quiet=True)
-        losses.append(
-            [record["loss_full"] for record in read_metrics(tmp_path / documents) if record["kind"] == "train"]
-        )
+        losses.append(training_losses(tmp_path / documents))
     assert losses[0] != losses[1]
     assert all(math.isfinite(loss) for loss in losses[1])
 
@@ -264,7 +260,7 @@ def test_supervised_examples_train_on_their_responses_only(small: Small, corpus:
     overrides = small(data__path=tmp_path / "data", training__learning_rate=1e-2, training__steps=40)
     tuning = [*overrides, f"init_from={tmp_path / 'first'}"]
     launch("demo", [word for word in tuning if not word.startswith("model.")], tmp_path / "run", quiet=True)
-    losses = [record["loss_full"] for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
+    losses = training_losses(tmp_path / "run")
     # the response is always the same; prompts, which are not, count for nothing
     assert losses[-1] < 0.5 * losses[0]
 
@@ -391,3 +387,47 @@ def test_a_first_checkpoint_that_fails_leaves_no_folder_for_them(
     with pytest.raises(LoopformerError, match="there is no earlier one"):
         launch("demo", small(), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+KILLS = 6
+
+
+def start_in_a_process(out: Path, overrides: list[str]) -> subprocess.Popen[bytes]:
+    words = [
+        sys.executable,
+        "-m",
+        "loopformer",
+        "train",
+        "demo",
+        *overrides,
+        "--out",
+        str(out),
+        "--resume",
+        "--json",
+    ]
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+def test_sigkill_at_random_moments_changes_no_bit(small: Small, tmp_path: Path) -> None:
+    """The weights at the end are those of a run that was never touched."""
+    overrides = small(training__steps=400, training__save_every=3, training__validate_every=50, training__keep=2)
+    launch("demo", overrides, tmp_path / "whole", quiet=True)
+    rng, out = random.Random(0), tmp_path / "killed"
+    reached: list[int] = []
+    for _ in range(KILLS):
+        process = start_in_a_process(out, overrides)
+        before = len(reached) and reached[-1]
+        while process.poll() is None:  # until it has taken a few steps of its own
+            now = checkpoints(out)
+            if now and int(now[-1].name[5:]) > before:
+                break
+            time.sleep(0.02)
+        time.sleep(rng.random() * 0.25)  # anywhere: in a step, in a save, in validation
+        assert process.poll() is None, "it finished before it could be killed; give it more steps"
+        process.kill()
+        process.wait()
+        reached.append(int(checkpoints(out)[-1].name[5:]))
+    assert start_in_a_process(out, overrides).wait() == 0
+    assert sorted(set(reached)) == reached, "every start went further than the one before"
+    assert weights(out) == weights(tmp_path / "whole")

@@ -119,14 +119,14 @@ def rotate(run: Path, keep: int, best: int | None) -> None:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """AdamW's moments by parameter name; made as zeros where no step was taken yet."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
         for moment in MOMENTS:
             if moment not in state:
                 state[moment] = torch.zeros_like(parameter)
-            found[f"{moment}.{name}"] = state[moment]
-    return found
+            tensors[f"{moment}.{name}"] = state[moment]
+    return tensors
 
 
 def restore_optimizer(

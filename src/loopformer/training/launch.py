@@ -81,7 +81,7 @@ def launch(
     out = Path(out)
     run, written = _settings(source, overrides, out, resume)
     ranks = Ranks.start(run.training.device)
-    with _run_folder(out) if ranks.main else nullcontext(), out_of_memory_advice():
+    with _run_folder(out) if ranks.main else nullcontext(), _out_of_memory_advice():
         stored = _stored_file(out) if resume and checkpoints(out) else None
         if stored is not None:
             run = _continued(run_from_mapping(read_yaml(stored, str(stored))), run, written)
@@ -91,7 +91,7 @@ def launch(
             if ranks.main:
                 _prepare_if_asked(run, say)
             ranks.wait()
-            run = settle_run(run, written, TokenData.open(run.data.path, "train"))
+            run = _settle_run(run, written, TokenData.open(run.data.path, "train"))
         result = Trainer(run, out, ranks, resume, quiet).train()
         if ranks.main:
             with writing(out):
@@ -109,7 +109,7 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     tokens = 0
     if is_prepared(run.data.path):
         data = TokenData.open(run.data.path, "train")
-        run, tokens = settle_run(run, written, data), data.tokens
+        run, tokens = _settle_run(run, written, data), data.tokens
     elif run.init_from is not None:
         run = replace(run, model=find_config(run.init_from)[0])
     ranks = Ranks.start(run.training.device)
@@ -153,7 +153,7 @@ def _prepare_if_asked(run: RunConfig, say: Callable[[str], None]) -> None:
     prepare([run.data.prepare], run.data.path, train_tokenizer=run.data.train_tokenizer)
 
 
-def settle_run(run: RunConfig, written: set[str], data: TokenData) -> RunConfig:
+def _settle_run(run: RunConfig, written: set[str], data: TokenData) -> RunConfig:
     """Fill in what the data and the starting model decide: the vocabulary, or all model settings."""
     if run.init_from is not None:
         model, tokenizer = find_config(run.init_from)
@@ -225,7 +225,7 @@ def _run_folder(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def out_of_memory_advice() -> Iterator[None]:
+def _out_of_memory_advice() -> Iterator[None]:
     """Turn running out of memory, on a GPU or the CPU, into a sentence that says what to do."""
     try:
         yield

@@ -177,9 +177,7 @@ class Trainer:
 
     def _batches(self) -> Iterator[StepBatch]:
         for step in range(self.state.step, self.run.training.steps):
-            yield [
-                (part, self._pinned(self.loader.batch(step, part.start, part.stop))) for part in self.micro_batches
-            ]
+            yield [(cut, self._pinned(self.loader.batch(step, cut.start, cut.stop))) for cut in self.micro_batches]
 
     def _pinned(self, batch: Batch) -> Batch:
         if self.ranks.device.type != "cuda":
@@ -239,8 +237,8 @@ class Trainer:
         divisors = self._divisors(batch)
         terms = torch.zeros(3, dtype=torch.float32, device=device)
         flops = 0.0
-        for number, (part, rows) in enumerate(batch):
-            short = short_trajectory(run.model.loops, run.objective, run.training.seed, step, part.part)
+        for number, (micro_batch, rows) in enumerate(batch):
+            short = short_trajectory(run.model.loops, run.objective, run.training.seed, step, micro_batch.part)
             with self.parallel.micro_batch(last=number == len(batch) - 1):
                 with autocast(device, run):
                     losses = self.parallel.module(
@@ -250,7 +248,7 @@ class Trainer:
                         divisors,
                         None,
                         short,
-                        part.short_rows,
+                        micro_batch.short_rows,
                     )
                 (losses.total * self.ranks.world).backward()  # the wrappers average over ranks, we sum
             terms += losses.terms
@@ -262,10 +260,10 @@ class Trainer:
 
     def _divisors(self, batch: StepBatch) -> Divisors:
         counts = torch.zeros(2)
-        for part, rows in batch:
+        for micro_batch, rows in batch:
             counted = (rows.targets != NO_LOSS).sum(1)
             counts[0] += counted.sum()
-            counts[1] += counted[list(part.short_rows)].sum()
+            counts[1] += counted[list(micro_batch.short_rows)].sum()
         full, short = self.ranks.sum(counts.to(self.ranks.device)).tolist()
         return Divisors(max(1.0, full), max(1.0, short))
 

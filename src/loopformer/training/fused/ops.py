@@ -64,8 +64,8 @@ def add_matmul(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
         if total is None:
             return torch.mm(left, right, out_dtype=torch.float32)
         return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    found = left.float() @ right.float()
-    return found if total is None else total.add_(found)
+    result = left.float() @ right.float()
+    return result if total is None else total.add_(result)
 
 
 @kernel_on_gpu

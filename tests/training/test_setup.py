@@ -1,6 +1,5 @@
 """Runs whose passes are fused: the same training, and a sentence where they cannot be."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,17 +7,12 @@ import torch
 
 from loopformer import LoopformerError
 from loopformer.config import load_run
-from loopformer.loading.folder import checkpoints
 from loopformer.training.distributed import Ranks
 from loopformer.training.launch import launch
-from loopformer.training.reporting import read_metrics
 from loopformer.training.setup import fused_precision
 
-Small = Callable[..., list[str]]
-
-
-def losses(run: Path) -> list[float]:
-    return [record["loss_full"] for record in read_metrics(run) if record["kind"] == "train"]
+from .runs import Small, go_back
+from .runs import training_losses as losses
 
 
 def test_a_fused_run_trains_what_a_plain_one_does(small: Small, tmp_path: Path) -> None:
@@ -30,9 +24,7 @@ def test_a_fused_run_trains_what_a_plain_one_does(small: Small, tmp_path: Path) 
 def test_a_plain_run_goes_on_fused(small: Small, tmp_path: Path) -> None:
     launch("demo", small(), tmp_path / "whole", quiet=True)
     launch("demo", small(), tmp_path / "cut", quiet=True)
-    for path in checkpoints(tmp_path / "cut"):
-        if int(path.name[-2:]) > 2:
-            path.rename(tmp_path / f"gone-{path.name}")
+    go_back(tmp_path / "cut", 2)
     launch(None, ["training.fused=true"], tmp_path / "cut", resume=True, quiet=True)
     assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "whole"), abs=2e-5)
 
