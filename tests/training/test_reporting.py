@@ -58,6 +58,6 @@ def test_what_reports_need_does_not_bring_the_trainer() -> None:
 import sys
 import loopformer.training.plan, loopformer.training.reporting
 assert "loopformer.training.trainer" not in sys.modules
-assert "loopformer.training.setup" not in sys.modules
+assert "loopformer.training.objective" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -37,8 +37,7 @@ from loopformer.training.batches import micro_batches
 from loopformer.training.distributed import Ranks
 from loopformer.training.plan import estimated_micro_batch, make_plan
 from loopformer.training.reporting import draw_curves
-from loopformer.training.setup import fused_precision
-from loopformer.training.trainer import Trainer
+from loopformer.training.trainer import Trainer, fused_precision
 
 # Settings that may change when a run goes on; any other would make it another run.
 FREE = {
