@@ -31,7 +31,7 @@ from loopformer.benchmark.machine import Measurement, best_of, describe, free_me
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError, nearest
 from loopformer.inference.decode import prefill
-from loopformer.inference.fused.backend import Fast
+from loopformer.inference.fused.backend import DecoderPool
 from loopformer.inference.fused.quantise import quantised
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
@@ -48,7 +48,7 @@ FIGURES = ("ms_per_step", "tokens_per_second", "tflops", "mfu", "gb_per_second",
 def absent(model: LoopedLM, paths: Sequence[str]) -> dict[str, str]:
     """Those of the paths that cannot run here, each with what it needs."""
     needs = {}
-    if not Fast.ready(model):
+    if not DecoderPool.ready(model):
         needs["fused"] = "it needs a CUDA device and Triton"
     if find_spec("transformers") is None:
         needs["transformers"] = "it needs Transformers: pip install 'loopformer[hf]'"

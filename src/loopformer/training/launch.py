@@ -11,26 +11,20 @@ A run that goes on keeps the settings it was started with, but for those in `FRE
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from loopformer.config import (
-    ModelConfig,
-    RunConfig,
-    load_run,
-    read_yaml,
-    run_from_mapping,
-    with_expected_vocab,
-)
+from loopformer.config import ModelConfig, RunConfig, load_run, run_from_mapping, with_expected_vocab
 from loopformer.data.shards import TokenData, is_prepared
+from loopformer.data.splits import SPLITS
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import available_bytes
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
-from loopformer.files import alone_in, writing
+from loopformer.files import locked, read_yaml, writing
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, checkpoints
 from loopformer.training.batches import micro_batches
@@ -80,10 +74,10 @@ def launch(
     out = Path(out)
     run, written = _settings(source, overrides, out, resume)
     ranks = Ranks.start(run.training.device)
-    with _run_folder(out) if ranks.main else nullcontext(), _out_of_memory_advice():
+    with locked(out) if ranks.main else nullcontext(), _out_of_memory_advice():
         stored = _stored_file(out) if resume and checkpoints(out) else None
         if stored is not None:
-            run = _continued(run_from_mapping(read_yaml(stored, str(stored))), run, written)
+            run = _continued(run_from_mapping(read_yaml(stored)), run, written)
         elif checkpoints(out):
             raise LoopformerError(f"{out} already holds a run; add --resume to go on, or choose another --out.")
         else:
@@ -91,6 +85,10 @@ def launch(
                 _prepare_if_asked(run, say)
             ranks.wait()
             run = _settle_run(run, written, TokenData.open(run.data.path, "train"))
+        if ranks.main:
+            for split in SPLITS:
+                TokenData.open(run.data.path, split).verify(changed_only=True, say=say)
+        ranks.wait()
         result = Trainer(run, out, ranks, resume, quiet).train()
         if ranks.main:
             with writing(out):
@@ -207,20 +205,6 @@ def _continued(stored: RunConfig, wanted: RunConfig, written: set[str]) -> RunCo
                     f"This run was started with {name} = {value}, not {other}; leave it so, or start a new run."
                 )
     return wanted
-
-
-@contextmanager
-def _run_folder(out: Path) -> Iterator[None]:
-    """The run's folder for this process alone; a failure leaves no folder that was made for it and is empty."""
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
-    try:
-        with alone_in(out):
-            yield
-    except BaseException:
-        for folder in made:
-            with suppress(OSError):  # it holds something
-                folder.rmdir()
-        raise
 
 
 @contextmanager

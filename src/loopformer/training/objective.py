@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from loopformer.config import ObjectiveConfig, RunConfig
 from loopformer.data.loader import NO_LOSS
+from loopformer.inference.score import token_logprobs
 from loopformer.model import LoopedLM
 from loopformer.training.fused.passes import FusedStack
 from loopformer.training.fused.types import Precision
@@ -118,6 +119,12 @@ class Objective(nn.Module):
                 [sums.full / divisors.full, sums.short / divisors.short, distance.detach() / divisors.short]
             )
         return Losses(total, terms)
+
+    def logprobs(self, inputs: Tensor, targets: Tensor, documents: Tensor | None, trajectory: Trajectory) -> Tensor:
+        """log p of the counted targets [N], as `loopformer eval` computes it: padding rows are no tokens."""
+        hidden = self._hidden(inputs, documents, trajectory, self._stack())  # [B, T, D]
+        counted = targets != NO_LOSS
+        return token_logprobs(self.model, hidden[counted], targets[counted])[0]
 
     def _stack(self) -> Callable[..., Tensor] | None:
         """How passes are run: once per call, so that all of them share what is prepared."""

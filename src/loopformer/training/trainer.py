@@ -26,7 +26,7 @@ import torch
 
 from loopformer.config import RunConfig, run_to_yaml
 from loopformer.config.run import validation_budgets
-from loopformer.data.loader import NO_LOSS, Ahead, Batch, Loader, validation_windows
+from loopformer.data.loader import NO_LOSS, Batch, Loader, Prefetcher, validation_windows
 from loopformer.data.shards import TokenData
 from loopformer.device import available_bytes, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
@@ -36,10 +36,10 @@ from loopformer.loading.folder import SETTINGS, STATE, latest_good, load_model, 
 from loopformer.model import LoopedLM
 from loopformer.training.batches import MicroBatch, micro_batches, short_trajectory
 from loopformer.training.checkpoint import (
-    drop_beyond,
     optimizer_tensors,
     restore_optimizer,
     rotate,
+    set_aside_newer,
     write_checkpoint,
 )
 from loopformer.training.distributed import Parallel, Ranks, whole
@@ -110,7 +110,8 @@ class Trainer:
         for note in notes:
             self.reporter.say(note)
         if checkpoint and ranks.main:
-            drop_beyond(out, self.state.step)
+            for aside in set_aside_newer(out, self.state.step):
+                self.reporter.say(f"It is kept as {aside}.")
         if resume:
             self.reporter.say(f"going on from {checkpoint}" if checkpoint else "no checkpoint yet; starting anew")
 
@@ -126,7 +127,7 @@ class Trainer:
             in_step=training.sharded,
         )
         compile_step(run, model, ranks.device, fused is not None)
-        self.parallel = Parallel(objective, model.stack, ranks, training.sharded)
+        self.parallel = Parallel(objective, ranks, training.sharded)
         self.model = model
         on_gpu = ranks.device.type == "cuda"
         self.optimizer = make_optimizer(model, training, fused=on_gpu)
@@ -163,10 +164,10 @@ class Trainer:
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         started = time.perf_counter()
         try:
-            with self.reporter, closing(Ahead(self._batches(), depth=2)) as ahead:
+            with self.reporter, closing(Prefetcher(self._batches(), depth=2)) as batches:
                 if self.ranks.main:
                     write_atomic(self.out / SETTINGS, run_to_yaml(self.run).encode())
-                self._loop(ahead)
+                self._loop(batches)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -1,0 +1,133 @@
+"""Opening a prepared folder: reads across shards, and every kind of damage is one sentence with the file's name."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loopformer.data.shards import TokenData
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import FileProblem
+from loopformer.files import sha256_of
+
+
+@pytest.fixture
+def folder(tmp_path: Path, prepared: Path) -> Path:
+    return Path(shutil.copytree(prepared, tmp_path / "copy"))
+
+
+@given(start=st.integers(0, 4000), length=st.integers(0, 2500))
+def test_reads_cross_shards(prepared: Path, start: int, length: int) -> None:
+    shards = sorted(prepared.glob("news-train-*.bin"))
+    stream = np.concatenate([np.fromfile(path, np.uint16) for path in shards])
+    assert len(shards) > 2
+    ids = TokenData.open(prepared).sources[0].ids
+    assert np.array_equal(ids.read(start, start + length), stream[start : start + length])
+
+
+def test_what_it_tells(folder: Path, prepared: Path) -> None:
+    data = TokenData.open(folder)
+    index = json.loads((folder / "index.json").read_text())
+    assert data.tokens == index["tokens"]["train"]
+    assert data.vocab_size == data.tokenizer.vocab_size
+    assert data.eot == data.tokenizer.eot
+    assert data.index_hash == TokenData.open(prepared).index_hash
+    data.verify()
+
+
+def test_no_index(folder: Path) -> None:
+    (folder / "index.json").unlink()
+    with pytest.raises(FileProblem, match=r"index.json is missing; make the folder with loopformer prepare"):
+        TokenData.open(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"sources": [{}]}'])
+def test_damaged_index(folder: Path, content: str) -> None:
+    (folder / "index.json").write_text(content)
+    with pytest.raises(FileProblem, match=r"index.json is damaged"):
+        TokenData.open(folder)
+
+
+def test_truncated_shard(folder: Path) -> None:
+    shard = folder / "news-train-00001.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(FileProblem, match=r"news-train-00001.bin has 1998 bytes instead of 2000"):
+        TokenData.open(folder)
+
+
+def test_missing_shard(folder: Path) -> None:
+    (folder / "news-train-00001.bin").unlink()
+    with pytest.raises(FileProblem, match=r"news-train-00001.bin is missing"):
+        TokenData.open(folder)
+
+
+def test_changed_shard(folder: Path) -> None:
+    shard = folder / "news-val-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[5] ^= 1
+    shard.write_bytes(content)
+    data = TokenData.open(folder, "val")
+    with pytest.raises(FileProblem, match=r"news-val-00000.bin has changed"):
+        data.verify()
+    TokenData.open(folder).verify()
+
+
+def test_shards_are_read_once_per_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def counted(path: Path) -> str:
+        if path.suffix == ".bin":
+            read.append(path.name)
+        return sha256_of(path)
+
+    monkeypatch.setattr("loopformer.data.shards.sha256_of", counted)
+    names = sorted(path.name for path in folder.glob("news-train-*.bin"))
+    shard = folder / names[1]
+    TokenData.open(folder).verify(changed_only=True)
+    TokenData.open(folder).verify(changed_only=True)
+    assert read == names
+    os.utime(shard, ns=(7, 7))
+    TokenData.open(folder).verify(changed_only=True)
+    TokenData.open(folder).verify(changed_only=True)
+    assert read == [*names, shard.name]
+    TokenData.open(folder).verify()
+    assert read == [*names, shard.name, *names], "asked for all, it reads all"
+    content = bytearray(shard.read_bytes())
+    content[5] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(FileProblem, match=rf"{shard.name} has changed since it was made"):
+        TokenData.open(folder).verify(changed_only=True)
+
+
+@pytest.mark.parametrize("note", ["{", "[]", '{"news-train-00000.bin": 3}', None])
+def test_a_note_that_is_no_use_is_no_error(folder: Path, note: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if note is None:  # a folder that cannot be written to; file permissions do not stop every user
+
+        def refuse(path: Path, content: bytes) -> None:
+            raise FileProblem("read-only")
+
+        monkeypatch.setattr("loopformer.data.shards.write_atomic", refuse)
+    else:
+        (folder / "verified.json").write_text(note)
+    TokenData.open(folder).verify(changed_only=True)
+    TokenData.open(folder).verify(changed_only=True)
+    assert (folder / "verified.json").exists() == (note is not None)
+
+
+def test_other_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    Tokenizer.train(["something else"], 300).save(folder)
+    with pytest.raises(FileProblem, match=r"tokenizer.json is not the tokenizer that made these shards"):
+        TokenData.open(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(FileProblem, match=r"tokenizer.json is not the tokenizer"):
+        TokenData.open(folder)
+
+
+def test_unknown_split(folder: Path) -> None:
+    with pytest.raises(FileProblem, match="has no test split"):
+        TokenData.open(folder, "test")
