@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from loopformer.device import choose_device
-from loopformer.training.objective import Objective
+
+if TYPE_CHECKING:  # Ranks are for those who know nothing of an objective
+    from loopformer.training.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,7 @@ class Parallel:
     """An objective on one rank of many; gradients are averaged over the ranks after each last micro-batch."""
 
     def __init__(self, objective: Objective, ranks: Ranks, sharded: bool) -> None:
-        self.ranks = ranks
-        self.objective = objective
+        self.ranks, self.objective = ranks, objective
         self.sharded = ranks.world > 1 and sharded
         self.module: nn.Module = objective
         if self.sharded:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from loopformer.config import RunConfig
 from loopformer.data.loader import NO_LOSS, Batch, Windows
 from loopformer.training.distributed import Parallel
-from loopformer.training.setup import autocast
+from loopformer.training.objective import autocast
 from loopformer.trajectory import Trajectory
 
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from loopformer import LoopformerError
 from loopformer.config import ObjectiveConfig
-from loopformer.training.batches import pieces, short_trajectory
+from loopformer.training.batches import micro_batches, short_trajectory
 
 
 @given(
@@ -22,17 +22,17 @@ def test_any_ranks_and_micro_batches_share_the_same_rows(
     objective = ObjectiveConfig(route_draws=draws, short_fraction=fraction)
     rows: dict[int, tuple[int, bool]] = {}
     for rank in range(world):
-        mine = pieces(batch, micro, objective, rank, world, in_step)
-        assert sum(piece.stop - piece.start for piece in mine) == batch // world
-        for piece in mine:
-            assert piece.stop - piece.start <= micro
-            for row in range(piece.start, piece.stop):
+        mine = micro_batches(batch, micro, objective, rank, world, in_step)
+        assert sum(micro_batch.stop - micro_batch.start for micro_batch in mine) == batch // world
+        for micro_batch in mine:
+            assert micro_batch.stop - micro_batch.start <= micro
+            for row in range(micro_batch.start, micro_batch.stop):
                 assert row not in rows
-                rows[row] = (piece.part, row - piece.start in piece.short_rows)
+                rows[row] = (micro_batch.part, row - micro_batch.start in micro_batch.short_rows)
     alone = {
-        row: (piece.part, row - piece.start in piece.short_rows)
-        for piece in pieces(batch, batch, objective)
-        for row in range(piece.start, piece.stop)
+        row: (micro_batch.part, row - micro_batch.start in micro_batch.short_rows)
+        for micro_batch in micro_batches(batch, batch, objective)
+        for row in range(micro_batch.start, micro_batch.stop)
     }
     assert rows == alone
     assert len(rows) == batch
@@ -49,7 +49,7 @@ def test_routes_follow_from_seed_step_and_part() -> None:
 
 def test_uneven_shares_are_refused() -> None:
     with pytest.raises(LoopformerError, match="shared evenly by 3 ranks"):
-        pieces(8, 2, ObjectiveConfig(route_draws=2), 0, 3)
+        micro_batches(8, 2, ObjectiveConfig(route_draws=2), 0, 3)
     with pytest.raises(LoopformerError, match=r"12 rows of each of the 40 parts .* by 8 ranks"):
-        pieces(480, 2, ObjectiveConfig(route_draws=40), 0, 8, in_step=True)
-    assert {len(pieces(480, 12, ObjectiveConfig(route_draws=40), rank, 8)) for rank in range(8)} == {5}
+        micro_batches(480, 2, ObjectiveConfig(route_draws=40), 0, 8, in_step=True)
+    assert {len(micro_batches(480, 12, ObjectiveConfig(route_draws=40), rank, 8)) for rank in range(8)} == {5}
