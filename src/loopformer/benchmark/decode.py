@@ -36,7 +36,7 @@ from loopformer.benchmark.machine import best_of, describe, empty
 from loopformer.config import ModelConfig
 from loopformer.errors import nearest, require
 from loopformer.inference.decode import prefill
-from loopformer.inference.fused.backend import Fast
+from loopformer.inference.fused.backend import DecoderPool
 from loopformer.inference.fused.quantise import quantised
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
@@ -50,7 +50,7 @@ Path = Callable[[LoopedLM, int, Tensor, int], Run]
 def absent(model: LoopedLM, paths: Sequence[str]) -> dict[str, str]:
     """Those of the paths that cannot run here, each with what it needs."""
     needs = {}
-    if not Fast.ready(model):
+    if not DecoderPool.ready(model):
         needs["fused"] = "it needs a CUDA device and Triton"
     if find_spec("transformers") is None:
         needs["transformers"] = "it needs Transformers: pip install 'loopformer[hf]'"

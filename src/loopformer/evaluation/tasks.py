@@ -333,7 +333,7 @@ def _generate(
         batch = order[start : start + rows]
         for event in lm.events([requests[number] for number in batch]):
             if event.result is not None:
-                texts[batch[event.row]] = event.result.text
+                texts[batch[event.ticket]] = event.result.text
                 tokens += event.result.prompt_tokens + len(event.result.ids)
         if count:
             count(start + len(batch), len(order))

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from loopformer import LM, LoopformerError, Trajectory
-from loopformer.inference.draft import Draft, Report, best_length, speculate, updated_rate
+from loopformer.inference.draft import Draft, DraftReport, best_length, updated_rate
+from loopformer.inference.engine import speculate
 from loopformer.inference.request import Request, Result
-from loopformer.inference.sampling import Sampling, probabilities
+from loopformer.inference.sampling import Draw, Sampling, log_probabilities
 
 PROMPTS = ["every pass", "its", "time and step and time", "told"]
 ROUTES = ["4", "4", "2-1-1", "3-1"]
 
 
-def run(lm: LM, draft: Draft, tokens: int = 20) -> tuple[list[Result], Report]:
+def run(lm: LM, draft: Draft, tokens: int = 20) -> tuple[list[Result], DraftReport]:
     return speculate(
         lm.model, lm.need_tokenizer(), lm.requests(PROMPTS, trajectory=ROUTES, max_tokens=tokens), draft
     )
@@ -43,7 +44,7 @@ def test_drafting_along_the_full_trajectory_is_always_right_and_saves_passes(lm:
     results, report = speculate(lm.model, lm.need_tokenizer(), requests, Draft(Trajectory.uniform(4), 6))
     assert report.acceptance is not None
     assert report.acceptance > 0.9  # all that was drafted, but for the tokens beyond a request's end
-    assert report.verifications <= sum(-(-len(result.ids) // 7) for result in results)
+    assert report.verifications <= sum(1 + -(-(len(result.ids) - 1) // 7) for result in results)  # 1: the prompt
 
 
 @pytest.mark.parametrize("length", [60, 62, 64])
@@ -59,7 +60,7 @@ def test_sampled_text_follows_the_full_models_distribution(lm: LM) -> None:
     prompt, trajectory = [50, 60, 70], Trajectory.uniform(4)
     sampling = Sampling(temperature=5.0)
     requests = [
-        Request(tuple(prompt), trajectory, replace(sampling, seed=seed), max_tokens=2) for seed in range(rows)
+        Request(tuple(prompt), trajectory, replace(sampling, seed=seed), max_tokens=3) for seed in range(rows)
     ]
     results, report = speculate(lm.model, lm.need_tokenizer(), requests, Draft(Trajectory.uniform(1), 1))
     assert report.acceptance is not None
@@ -69,11 +70,11 @@ def test_sampled_text_follows_the_full_models_distribution(lm: LM) -> None:
         with torch.no_grad():
             logits = lm.model(torch.tensor(texts), trajectory).logits
         assert logits is not None
-        return torch.stack([probabilities(row[-1, :vocab], sampling, ()) for row in logits])
+        return log_probabilities(logits[:, -1, :vocab], [Draw(sampling)] * len(logits)).exp()
 
     first = exact([prompt])[0]
     second = exact([[*prompt, token] for token in range(vocab)])
-    bins = Counter((result.ids[0] % 3, result.ids[-1] % 3) for result in results)
+    bins = Counter((result.ids[0] % 3, result.ids[:2][-1] % 3) for result in results)
     expected: defaultdict[tuple[int, int], float] = defaultdict(float)
     for one in range(vocab):
         for two in range(vocab) if one != end else (end,):
@@ -83,13 +84,21 @@ def test_sampled_text_follows_the_full_models_distribution(lm: LM) -> None:
     assert chi < 30  # 8 degrees of freedom; passed by chance once in 5,000
 
 
+def test_sampled_text_is_the_same_with_and_without_a_draft(lm: LM) -> None:
+    options: dict[str, Any] = {"trajectory": ROUTES, "max_tokens": 24, "temperature": 1.5, "top_p": 0.9}
+    options |= {"repetition_penalty": 1.2, "seed": 5}
+    plain = lm.generate(PROMPTS, **options)
+    for draft in (Draft(Trajectory.uniform(1), 3), Draft(Trajectory.uniform(1), None)):
+        assert [result.ids for result in lm.generate(PROMPTS, draft=draft, **options)] == [r.ids for r in plain]
+
+
 def test_the_length_adapts_to_acceptance(lm: LM) -> None:
     draft = Draft(Trajectory.uniform(1), None)
-    lengths = [best_length(lm.model, draft, 4, rate) for rate in (0.0, 0.5, 0.9, 0.99)]
+    lengths = [best_length(lm.model.cost, draft, 4, rate) for rate in (0.0, 0.5, 0.9, 0.99)]
     assert lengths == sorted(lengths)
     assert lengths[0] == 1
     assert lengths[-1] > 3
-    assert best_length(lm.model, draft, 1, 0.9) == 1  # a draft that costs as much as what it saves
+    assert best_length(lm.model.cost, draft, 1, 0.9) == 1  # a draft that costs as much as what it saves
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.8, 0.95])

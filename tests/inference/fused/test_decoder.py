@@ -9,7 +9,7 @@ import torch
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig
 from loopformer.config import Conditioning
 
-from .models import spread
+from ..models import spread
 
 pytest.importorskip("triton")
 Positions = Literal["learned", "rotary"]

@@ -24,7 +24,7 @@ from loopformer.inference.adaptive.policy import (
     policy_from,
 )
 
-from .models import spread
+from ..models import spread
 
 PROMPTS = ["every pass", "its", "time and step and time"]
 NEVER, ALWAYS = -1.0, 1e9  # thresholds that no doubt, or every doubt, is at or below

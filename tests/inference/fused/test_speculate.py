@@ -9,8 +9,9 @@ import torch
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.config import Conditioning
 from loopformer.inference.draft import Draft
+from loopformer.inference.request import RowState
 
-from .models import spread
+from ..models import spread
 
 pytest.importorskip("triton")
 Positions = Literal["learned", "rotary"]
@@ -101,18 +102,19 @@ def test_int8_tokens_are_those_of_the_int8_decoder() -> None:
 
 
 def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
-    from loopformer.inference.fused.backend import Fast
+    from loopformer.inference.fused.backend import DecoderPool, FusedBackend
     from loopformer.inference.fused.speculate import Speculator
 
-    model, fast = model_of("learned", "none"), Fast(lm.model)
+    model, backend = model_of("learned", "none"), FusedBackend(DecoderPool(lm.model), Draft(Trajectory.uniform(1)))
     with pytest.raises(LoopformerError, match="at most 15 tokens, got 16"):
         followed(model, Draft(Trajectory.uniform(1), 16))
     with pytest.raises(LoopformerError, match="int8 weights draft at most 3 tokens, got 4"):
         followed(model, Draft(Trajectory.uniform(1), 4), int8=True)
     with pytest.raises(LoopformerError, match="leave its passes out"):
         followed(model, Draft(Trajectory.uniform(2), 4, passes=1))
+    row = RowState.start(0, lm.requests(["told"], temperature=1.0)[0], lm.need_tokenizer(), lm.model.config)
     with pytest.raises(LoopformerError, match="fast with a draft is greedy"):
-        fast.speculate(lm.need_tokenizer(), lm.requests(["told"], temperature=1.0), Draft(Trajectory.uniform(1)))
+        backend.prefill([row])
     speculator = Speculator(model, model.resolve(2), Draft(Trajectory.uniform(1)))
     with pytest.raises(LoopformerError, match="no prompt to follow yet"):
         next(speculator.follow(3, 4))

@@ -5,7 +5,7 @@ The kernels run on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
 
 import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +15,9 @@ from torch import nn
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.adaptive.policy import TokenPolicy
-from loopformer.inference.decode import generate
 from loopformer.inference.draft import Draft
-from loopformer.inference.fused.backend import MOST_KEPT, Fast, Shelf
+from loopformer.inference.engine import generate, speculate
+from loopformer.inference.fused.backend import MOST_KEPT, DecoderPool, FusedBackend, LendingPool
 from loopformer.inference.request import Event, Request, Result
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -26,22 +26,23 @@ FULL = Trajectory.uniform(2)
 
 
 def test_nothing_is_lent_twice_and_the_last_few_are_kept() -> None:
-    shelf: Shelf[list[str]] = Shelf()
-    with shelf.lend("a", list) as one, shelf.lend("a", list) as other:
+    pool: LendingPool[list[str]] = LendingPool()
+    with pool.lend("a", list) as one, pool.lend("a", list) as other:
         assert one is not other
-    with shelf.lend("a", list) as again:
+    with pool.lend("a", list) as again:
         assert again is one or again is other
     for number in range(2 * MOST_KEPT):
-        with shelf.lend(number, list):
+        with pool.lend(number, list):
             pass
-    assert [key for key, _ in shelf.free] == list(range(MOST_KEPT, 2 * MOST_KEPT))
-    with pytest.raises(ValueError, match="on purpose"), shelf.lend("b", list):
+    assert [key for key, _ in pool.free] == list(range(MOST_KEPT, 2 * MOST_KEPT))
+    with pytest.raises(ValueError, match="on purpose"), pool.lend("b", list):
         raise ValueError("on purpose")
-    assert shelf.free[-1][0] == "b"
+    assert pool.free[-1][0] == "b"
 
 
 def test_what_fast_cannot_do_is_said(lm: LM) -> None:
     policy, draft = TokenPolicy((1, 2, 4), (0.5, 0.5)), Draft(Trajectory.uniform(1))
+    untyped: Any = lm
     mistakes: list[tuple[Any, str]] = [
         (lambda: lm.generate("told", fast=True, adaptive=policy), "adaptive goes without fast"),
         (lambda: lm.generate("told", int8=True, adaptive=policy), "adaptive goes without fast"),
@@ -49,8 +50,8 @@ def test_what_fast_cannot_do_is_said(lm: LM) -> None:
         (lambda: lm.stream("told", int8=True), "int8 goes with fast"),
         (lambda: lm.generate("told", fast=True, int8=True), "int8 needs a CUDA device and Triton"),
         (lambda: lm.generate("told", fast=True, int8=True, draft=draft), "int8 needs a CUDA device and Triton"),
-        (lambda: lm.stream("told", draft=draft), "stream takes no draft; generate does"),
-        (lambda: lm.stream("told", adaptive=policy), "stream takes no adaptive; generate does"),
+        (lambda: untyped.stream("told", draft=draft), "stream takes no draft; generate does"),
+        (lambda: untyped.stream("told", adaptive=policy), "stream takes no adaptive; generate does"),
         (lambda: lm.generate(["a", "b"], budget=[4, 1], draft=draft), "gains nothing for a text at budget 1"),
     ]
     for call, said in mistakes:
@@ -77,14 +78,18 @@ def model(tokenizer: Tokenizer) -> LoopedLM:
     return model.eval().to(DEVICE)
 
 
-def quick(model: LoopedLM, int8: bool = False) -> Fast:
+def quick(model: LoopedLM, int8: bool = False) -> DecoderPool:
     """In few programs, which the interpreter runs one after the other."""
     from loopformer.inference.fused.decoder import Tuning
 
     if not INTERPRETED:
-        return Fast(model, int8)
+        return DecoderPool(model, int8)
     few = dict.fromkeys(("qkv", "out", "up", "down", "head"), 128)
-    return Fast(model, int8, Tuning(rows=few, piece=32, splits=2, block_n=8))
+    return DecoderPool(model, int8, Tuning(rows=few, piece=32, splits=2, block_n=8))
+
+
+def fused(decoders: DecoderPool, tokenizer: Tokenizer, requests: list[Request]) -> Iterator[Event]:
+    return generate(decoders.model, tokenizer, requests, FusedBackend(decoders))
 
 
 def asked(count: int, tokens: int) -> list[Request]:
@@ -92,7 +97,7 @@ def asked(count: int, tokens: int) -> list[Request]:
 
 
 def results(events: Iterable[Event]) -> list[Result]:
-    found = {event.row: event.result for event in events if event.result is not None}
+    found = {event.ticket: event.result for event in events if event.result is not None}
     return [found[row] for row in sorted(found)]
 
 
@@ -102,12 +107,13 @@ def test_texts_at_once_do_not_meet(model: LoopedLM, tokenizer: Tokenizer) -> Non
     expected = [result.ids for result in results(generate(model, tokenizer, requests))]
     fast = quick(model)
     for _ in range(2):  # with decoders that were used before, too
-        runs = [fast.generate(tokenizer, [request]) for request in requests]
+        runs = [fused(fast, tokenizer, [request]) for request in requests]
         one, other = zip(*zip(*runs, strict=True), strict=True)  # a token of each in turn
         assert [results(one)[0].ids, results(other)[0].ids] == expected
     assert len(fast._decoders.free) == 2
     draft = Draft(Trajectory.uniform(1), 2)
-    (drafted,), report = fast.speculate(tokenizer, requests[:1], draft)
+    backend = FusedBackend(fast, draft)
+    (drafted,), report = speculate(model, tokenizer, requests[:1], draft, backend=backend)
     assert drafted.ids == expected[0]
     assert 1 < report.verifications <= report.tokens
 
@@ -115,12 +121,12 @@ def test_texts_at_once_do_not_meet(model: LoopedLM, tokenizer: Tokenizer) -> Non
 @pytest.mark.cuda
 def test_other_weights_need_other_decoders(model: LoopedLM, tokenizer: Tokenizer) -> None:
     fast, requests = quick(model, int8=True), asked(1, 3)
-    (first,) = results(fast.generate(tokenizer, requests))
+    (first,) = results(fused(fast, tokenizer, requests))
     with torch.no_grad():
         for parameter in model.stack.parameters():
             parameter.mul_(-1.5)
-    (changed,) = results(fast.generate(tokenizer, requests))
-    (expected,) = results(quick(model, int8=True).generate(tokenizer, requests))
+    (changed,) = results(fused(fast, tokenizer, requests))
+    (expected,) = results(fused(quick(model, int8=True), tokenizer, requests))
     assert changed.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert changed.logprobs != pytest.approx(first.logprobs, abs=1e-2)
 
@@ -130,10 +136,10 @@ def test_more_texts_than_int8_takes_run_in_groups(model: LoopedLM, tokenizer: To
     from loopformer.inference.fused.decoder import MOST_INT8_ROWS
 
     fast, requests = quick(model, int8=True), asked(MOST_INT8_ROWS + 1, 2)
-    together = results(fast.generate(tokenizer, requests))
+    together = results(fused(fast, tokenizer, requests))
     assert len(together) == MOST_INT8_ROWS + 1
     for number in (0, MOST_INT8_ROWS):
-        (alone,) = results(fast.generate(tokenizer, [requests[number]]))
+        (alone,) = results(fused(fast, tokenizer, [requests[number]]))
         assert together[number].logprobs == pytest.approx(alone.logprobs, abs=1e-3)
 
 
