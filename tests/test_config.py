@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from loopformer import LoopformerError
-from loopformer.config import ModelConfig, from_mapping, load_preset, preset_names
+from loopformer.config import ModelConfig, from_mapping, load_preset, load_run, preset_names
 from loopformer.model import LoopedLM
 
 FAMILIES = ("base-loop", "tmlt", "loopformer")
@@ -53,3 +53,14 @@ def test_wrong_settings_are_named(change: dict[str, Any], said: str) -> None:
 def test_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(LoopformerError, match="did you mean paper/loopformer-3x8"):
         load_preset("paper/loopformer-3x9")
+
+
+@pytest.mark.parametrize("rows", [256, 2112, 60_000])
+def test_padded_rows_wait_for_the_vocabulary_of_the_data(rows: int) -> None:
+    run, keys = load_run("demo", [f"model.padded_vocab={rows}"])
+    assert run.model.vocab_rows == rows
+    assert "model.vocab" not in keys
+    with pytest.raises(LoopformerError, match=r"padded_vocab 8 is smaller than model.vocab 9"):
+        load_run("demo", ["model.padded_vocab=8", "model.vocab=9"])
+    with pytest.raises(LoopformerError, match="padded_vocab must be a whole number or null"):
+        load_run("demo", ["model.padded_vocab=many"])

@@ -17,6 +17,7 @@ ORDER = [
     "files",
     "device",
     "trajectory",
+    "plots",
     "config",
     "model",
     "data",

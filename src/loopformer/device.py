@@ -6,7 +6,10 @@ from pathlib import Path
 
 import torch
 
-from loopformer.errors import LoopformerError, nearest, require
+from loopformer.errors import LoopformerError, nearest
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PEAK_BF16_TFLOPS = {"H200": 989, "H100": 989, "GH200": 989, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165}
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
@@ -26,12 +29,10 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank) if device.type == "cuda" and device.index is None else device
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 def dtype_of(name: str) -> torch.dtype:
     """The dtype that a user names."""
-    require(name in DTYPES, f"There is no dtype {name!r}; {nearest(name, list(DTYPES))}")
+    if name not in DTYPES:
+        raise LoopformerError(f"There is no dtype {name!r}; {nearest(name, list(DTYPES))}")
     return DTYPES[name]
 
 
@@ -39,9 +40,6 @@ def synchronise(device: torch.device) -> None:
     """Until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-PEAK_BF16_TFLOPS = {"H200": 989, "H100": 989, "GH200": 989, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165}
 
 
 def available_bytes(device: torch.device) -> float:

@@ -1,8 +1,10 @@
-"""What a user can get wrong. The command line prints the sentence and exits with `exit_code`.
+"""What a user can get wrong: one sentence that says what is wrong and what to do.
 
-Settings as dataclasses: built from plain data, checked against their annotations.
+    require(steps >= 1, f"training.steps must be 1 or more, got {steps}.")
+    raise FileProblem(f"There is no file {path}; check the path.")
 
-An unknown key, a wrong type or an impossible value is one clear sentence that names the key.
+The command line prints the sentence and exits with the error's `exit_code`. A sentence that is costly to build,
+such as one with `nearest(…)`, is raised with `if`, since `require` builds it also where nothing is wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ class RunFailed(LoopformerError):
 
 
 class FileProblem(LoopformerError):
-    """A file or folder that is missing, damaged or not what it should be."""
+    """A file or folder that is missing, unreadable, damaged or not what it should be."""
 
     exit_code = 1
 

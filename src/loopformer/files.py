@@ -1,4 +1,11 @@
-"""Files that are replaced whole, checksums, locks, JSON: what every part of the package writes and reads with."""
+"""Files that are replaced whole, locks, checksums, and JSON and YAML read within limits.
+
+    write_atomic(path, content)          # a reader sees the old content or the new, also after a crash
+    with locked(folder): ...             # make the folder, keep other processes from writing to it
+    read_json(path); read_yaml(path)     # a mapping, or one sentence about the file
+
+What is wrong with a file is a `FileProblem`; where it can be read and its content is wrong, a `DamagedFile`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +13,22 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+import yaml
 
 from loopformer.errors import FileProblem
 
 _BLOCK = 1 << 20
+_LARGEST = 64 << 20  # bytes of JSON or YAML; ours have some kilobytes
+
+
+class DamagedFile(FileProblem):
+    """A file that can be read and does not hold what it should."""
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -28,6 +43,44 @@ def write_atomic(path: Path, content: bytes) -> None:
         sync_folder(path.parent)
 
 
+def write_together(folder: Path, contents: dict[str, bytes]) -> list[Path]:
+    """Replace several files of a folder: all are written aside, then put in place one right after another.
+
+    Whatever fails or interrupts the writing leaves the folder as it was, and no folder where there was none.
+    """
+    made, temporaries = list[Path](), dict[Path, Path]()
+    try:
+        with writing(folder):
+            for name, content in contents.items():
+                path = folder / name
+                for parent in reversed([one for one in (path.parent, *path.parent.parents) if not one.exists()]):
+                    made.append(parent)
+                    parent.mkdir()
+                temporaries[path] = path.with_name(path.name + ".tmp")
+                with temporaries[path].open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+    except BaseException:
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
+        for parent in reversed(made):
+            with suppress(OSError):
+                parent.rmdir()
+        raise
+    with writing(folder):
+        try:
+            for path, temporary in temporaries.items():
+                os.replace(temporary, path)
+        finally:  # all is on disk, so an interruption that comes now finds it finished
+            for path, temporary in temporaries.items():
+                if temporary.exists():
+                    os.replace(temporary, path)
+        for parent in {path.parent for path in temporaries}:
+            sync_folder(parent)
+    return list(temporaries)
+
+
 def sync_folder(folder: Path) -> None:
     """Make new and removed names in a folder survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -35,14 +88,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for block in iter(lambda: file.read(_BLOCK), b""):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 @contextmanager
@@ -57,34 +102,68 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def blocks_of(file: BinaryIO, size: int) -> Iterator[bytes]:
-    while size and (block := file.read(min(size, _BLOCK))):
-        yield block
-        size -= len(block)
-
-
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Make the folder and keep other processes from writing to it; a process that dies lets go of it."""
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder and keep other processes from writing to it; a process that dies lets go of it.
+
+    Work that fails before it has written anything leaves no empty folder behind.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise FileProblem(
-            f"Another process is at work in {folder}; wait for it or choose another --out."
-        ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FileProblem(
+                f"Another process is at work in {folder}; wait for it or choose another --out."
+            ) from error
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):  # the first that is not empty ends it
+                for path in missing:  # from the folder itself outwards
+                    path.rmdir()
+            raise
     finally:
         os.close(descriptor)
 
 
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file."""
+    return _read_mapping(path, str(path), "JSON", json.loads)
+
+
+def read_yaml(file: Traversable | Path, name: str | None = None) -> dict[str, Any]:
+    """The YAML mapping of a file, which errors call by `name`."""
+    return _read_mapping(file, name or str(file), "YAML", yaml.safe_load)
+
+
+def _read_mapping(
+    file: Traversable | Path, name: str, language: str, parse: Callable[[str], Any]
+) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise FileProblem(f"{path} is not readable JSON ({error}).") from error
+        with file.open("rb") as stream:
+            content = stream.read(_LARGEST + 1)
+    except OSError as error:
+        raise FileProblem(f"{name} cannot be read: {error.strerror or error}.") from error
+    if len(content) > _LARGEST:
+        raise DamagedFile(f"{name} is larger than {_LARGEST >> 20} MB, too large for settings or an index.")
+    try:
+        value = parse(content.decode())
+    except (ValueError, yaml.YAMLError, RecursionError) as error:  # a wrong encoding is a ValueError
+        reason = " ".join(str(error).split())
+        raise DamagedFile(f"{name} is not readable {language} ({reason}).") from error
     if not isinstance(value, dict):
-        raise FileProblem(f"{path} must hold a JSON object.")
+        wanted = "a JSON object" if language == "JSON" else "a mapping of settings such as 'model:'"
+        raise DamagedFile(f"{name} must hold {wanted}.")
     return value

@@ -27,9 +27,8 @@ from loopformer.inference.fused.backend import DecoderPool, FusedBackend
 from loopformer.inference.request import Event, Request, Result
 from loopformer.inference.sampling import Sampling
 from loopformer.inference.score import Score, score_texts
-from loopformer.loading import find_model
-from loopformer.loading.folder import default_trajectory, is_model_folder
-from loopformer.loading.published import model_folder
+from loopformer.loading import find_model, from_model_folder, load_model
+from loopformer.loading.folder import TOKENIZER, default_trajectory, is_model_folder
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -277,11 +276,16 @@ class LM:
 
 def load(source: str | Path) -> LM:
     """Load a run, a model folder of ours or the authors' weights (file, folder or Hub id), fp32 on the CPU."""
-    folder = model_folder(source)  # checks a run's checksums, so it is looked for once
-    lm = _lm(*find_model(folder if is_model_folder(folder) else source))
-    trajectory = default_trajectory(folder)
-    lm.default = None if trajectory is None else lm.model.resolve(trajectory)
-    return lm
+
+    def read(folder: Path) -> LM:
+        if not is_model_folder(folder):
+            return load_official(source)
+        lm = _lm(load_model(folder), folder if (folder / TOKENIZER).is_file() else None)
+        trajectory = default_trajectory(folder)
+        lm.default = None if trajectory is None else lm.model.resolve(trajectory)
+        return lm
+
+    return from_model_folder(source, read)
 
 
 def load_official(source: str | Path, heads: int | None = None, loops: int | None = None) -> LM:

@@ -1,7 +1,10 @@
-"""Batches: the right tokens, every window once, the same rows however the batch is cut."""
+"""Batches: the right tokens, every window once, the same rows however the batch is cut; and items read ahead."""
 
+import gc
 import itertools
 import threading
+import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopformer.data.loader import NO_LOSS, Loader, validation_windows
+from loopformer.data.loader import NO_LOSS, Loader, Prefetcher, validation_windows
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData
 from loopformer.errors import LoopformerError
@@ -171,3 +174,71 @@ def test_wrong_use(data: TokenData) -> None:
         Loader(data, 0, 1)
     with pytest.raises(LoopformerError, match="1 window or more"):
         validation_windows(data, 8, limit=0)
+
+
+def test_order_and_end() -> None:
+    ahead = Prefetcher(range(100), depth=3)
+    assert list(ahead) == list(range(100))
+    assert list(ahead) == []
+
+
+def test_error_reaches_the_reader() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise KeyError("lost")
+
+    ahead = Prefetcher(items())
+    assert next(ahead) == 1
+    with pytest.raises(KeyError, match="lost"):
+        next(ahead)
+    assert list(ahead) == []
+
+
+def test_stays_only_so_far_ahead() -> None:
+    made = []
+
+    def items() -> Iterator[int]:
+        for number in range(100):
+            made.append(number)
+            yield number
+
+    ahead = Prefetcher(items(), depth=2)
+    next(ahead)
+    time.sleep(0.2)
+    assert len(made) <= 4
+    ahead.close()
+
+
+def test_close_ends_the_thread_and_the_generator() -> None:
+    closed = threading.Event()
+
+    def items() -> Iterator[int]:
+        try:
+            while True:
+                yield 0
+        finally:
+            closed.set()
+
+    ahead = Prefetcher(items())
+    next(ahead)
+    ahead.close()
+    ahead.close()
+    assert closed.is_set()
+    assert list(ahead) == []
+
+
+def test_forgotten_reader_ends_the_thread() -> None:
+    before = threading.active_count()
+    ahead = Prefetcher(iter(int, 1))
+    next(ahead)
+    del ahead
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_depth() -> None:
+    with pytest.raises(LoopformerError, match="depth of 1 or more"):
+        Prefetcher([], depth=0)

@@ -1,4 +1,4 @@
-"""What prepare writes, and that no crash, full disk or change of batch size can change a byte of it."""
+"""What prepare writes, that no crash, full disk or batch size can change a byte of it, and its command."""
 
 import json
 import os
@@ -14,10 +14,13 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from loopformer.data.prepare import Progress, prepare
+from loopformer.cli.prepare import prepare as prepare_command
+from loopformer.data.prepare import PrepareProgress, prepare
 from loopformer.data.shards import STATE_FILE, TokenData
 from loopformer.data.splits import Splitter
 from loopformer.data.tokenizer import Tokenizer
@@ -112,7 +115,7 @@ def test_interrupted_anywhere_ends_the_same(
     for stop in stops:
         left = stop
 
-        def report(progress: Progress) -> None:
+        def report(progress: PrepareProgress) -> None:
             nonlocal left
             left -= progress.phase == "tokenizing"
             if not left:
@@ -274,11 +277,11 @@ def test_wrong_input(tmp_path: Path, content: str, options: dict[str, Any], sent
     with pytest.raises(LoopformerError, match=sentence) as caught:
         prepare([str(path)], tmp_path / "out", **options)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists() or not os.listdir(tmp_path / "out"), "the mistake can be corrected"
+    assert not (tmp_path / "out").exists(), "the mistake can be corrected"
 
 
 def test_two_at_once(tmp_path: Path, corpus: Path) -> None:
-    def report(progress: Progress) -> None:
+    def report(progress: PrepareProgress) -> None:
         with pytest.raises(FileProblem, match="Another process is at work in"):
             prepare([str(corpus)], tmp_path, train_tokenizer=300)
 
@@ -297,3 +300,46 @@ def test_missing_corpus(tmp_path: Path) -> None:
     with pytest.raises(FileProblem, match="There is no file or folder"):
         prepare([str(tmp_path / "nothing.txt")], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+app = typer.Typer()
+app.command()(prepare_command)
+
+
+def test_prepare_prints_what_it_made(tmp_path: Path, corpus: Path) -> None:
+    arguments = [str(corpus), "--out", str(tmp_path), "--train-tokenizer", "300", "--val-fraction", "0.1"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0
+    assert "training and" in result.stdout
+    data = TokenData.open(tmp_path)
+    told = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert told["tokens"]["train"] == data.tokens
+    assert told["tokenizer"]["vocab_size"] == 300
+    assert told["sources"][0]["name"] == "news"
+
+
+def test_a_mistake_is_our_error(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [str(tmp_path / "nothing.txt"), "--out", str(tmp_path)])
+    assert isinstance(result.exception, LoopformerError)
+
+
+@pytest.mark.parametrize("moment", ["beginning", "tokenizing"])
+def test_control_c_then_continue(tmp_path: Path, moment: str) -> None:
+    corpus, out = tmp_path / "corpus.txt", tmp_path / "out"
+    corpus.write_text("\n\n".join(document(n, 2) * 10 for n in range(1500)), encoding="utf-8")
+    # Tests that run in the background inherit a SIGINT that is ignored; a user at a terminal does not.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import typer; "
+    code += "from loopformer.cli.prepare import prepare; typer.run(prepare)"
+    command = [sys.executable, "-c", code, str(corpus), "--out", str(out), "--train-tokenizer", "300"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    awaited = out if moment == "beginning" else out / "corpus-train-00000.bin"
+    while not awaited.exists() and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130, errors
+    assert "the same command continues" in errors
+    assert "Traceback" not in errors
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "training and" in done.stdout
+    TokenData.open(out).verify()

@@ -1,14 +1,28 @@
+"""Our own folders: a model survives, damage is named, and a run gives its newest whole checkpoint."""
+
+import errno
+import itertools
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import loopformer
 from loopformer import LoopedLM, LoopformerError
 from loopformer.config import ModelConfig
+from loopformer.data.tokenizer import Tokenizer
 from loopformer.files import sha256_of
 from loopformer.loading import load_model, save_model
+from loopformer.loading.folder import checkpoints
+from loopformer.training.checkpoint import rotate
+
+SUMS = "checksums.json"
 
 
 def test_a_model_survives_its_folder(tiny: ModelConfig, tmp_path: Path) -> None:
@@ -48,16 +62,114 @@ def test_a_failed_save_leaves_the_old_model(tiny: ModelConfig, tmp_path: Path) -
     assert (folder / "model.safetensors").read_bytes() == before
 
 
-def test_a_run_is_looked_through_once(
-    tiny: ModelConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Checksums of large checkpoints take time, and a damaged one is named once."""
+def seal(checkpoint: Path) -> Path:
+    sums = {path.name: sha256_of(path) for path in checkpoint.iterdir()}
+    (checkpoint / SUMS).write_text(json.dumps(sums))
+    return checkpoint
+
+
+@pytest.fixture
+def run(tiny: ModelConfig, tmp_path: Path) -> Path:
+    """A run with checkpoints of steps 5 and 10, whose weights say so."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.yaml").write_text("model: {}\n")
     for step in (5, 10):
-        checkpoint = tmp_path / "checkpoints" / f"step-{step:08d}"
-        save_model(LoopedLM(tiny), checkpoint)
-        sums = {path.name: sha256_of(path) for path in checkpoint.iterdir()}
-        (checkpoint / "checksums.json").write_text(json.dumps(sums))
-    (tmp_path / "run.yaml").write_text("model: {}\n")
-    (checkpoint / "model.safetensors").write_bytes(b"half")
-    loopformer.load(tmp_path)
+        model = LoopedLM(tiny)
+        torch.nn.init.constant_(model.tokens.weight, step)
+        seal(save_model(model, tmp_path / "run" / "checkpoints" / f"step-{step:08d}"))
+    return tmp_path / "run"
+
+
+def step_loaded(source: Path) -> int:
+    return int(loopformer.load(source).model.tokens.weight[0, 0])
+
+
+def test_a_run_is_looked_through_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Checksums of large checkpoints take time, and a damaged one is named once."""
+    (checkpoints(run)[-1] / "model.safetensors").write_bytes(b"half")
+    loopformer.load(run)
     assert capsys.readouterr().err.count("step-00000010 is damaged") == 1
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"config.json": "0"}', '{"model.safetensors": 3}', None])
+def test_checksums_that_say_nothing_make_no_checkpoint_whole(
+    run: Path, content: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = checkpoints(run)[-1]
+    (newest / SUMS).unlink()
+    if content is not None:
+        (newest / SUMS).write_text(content)
+    assert step_loaded(run) == 5
+    assert "step-00000010 is damaged (checksums.json " in capsys.readouterr().err
+    with pytest.raises(LoopformerError, match=r"step-00000010 is damaged \(checksums.json .*; use another"):
+        loopformer.load(newest)
+
+
+@pytest.mark.parametrize("name", [SUMS, "model.safetensors"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_checkpoint_that_cannot_be_read_is_not_damaged(
+    run: Path, name: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def refuse(self: Path, *arguments: Any, **options: Any) -> Any:
+        if self.name == name and "step-00000010" in str(self):
+            raise OSError(number, os.strerror(number))
+        return opened(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    for source in (run, checkpoints(run)[-1]):
+        said = rf"step-00000010 cannot be read \({name}: {os.strerror(number)}\); make it readable"
+        with pytest.raises(LoopformerError, match=said):
+            loopformer.load(source)
+
+
+def test_one_checkpoint_is_checked_as_a_run_is(run: Path, tmp_path: Path) -> None:
+    older, newest = checkpoints(run)
+    assert step_loaded(older) == 5
+    copy = shutil.copytree(newest, tmp_path / "copy")
+    weights = bytearray((newest / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    for folder in (newest, copy):
+        (folder / "model.safetensors").write_bytes(weights)
+        with pytest.raises(LoopformerError, match=r"damaged \(model.safetensors does not match its checksum\)"):
+            loopformer.load(folder)
+    (copy / SUMS).unlink()
+    assert step_loaded(copy) == 10, "a model folder without checksums is taken as it is"
+
+
+def test_a_run_loads_while_its_checkpoints_rotate(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer checkpoint comes and the others go at every moment that something is read."""
+    for checkpoint in checkpoints(run):
+        (checkpoint / SUMS).unlink()
+        Tokenizer.train(["text"], 257).save(checkpoint)
+        seal(checkpoint)
+    calls = 0
+
+    def count(open_file: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == moment:
+                older, newest = checkpoints(copy)
+                shutil.copytree(older, newest.with_name("step-00000015"))
+                rotate(copy, keep=1, best=None)
+            return open_file(*arguments, **options)
+
+        return counted
+
+    loaded = []
+    for moment in itertools.count(1):
+        copy = Path(shutil.copytree(run, tmp_path / str(moment)))
+        calls = 0
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "open", count(Path.open))
+            patched.setattr("loopformer.loading.folder.safe_open", count(safe_open))
+            loaded.append(step_loaded(copy))
+        if calls < moment:
+            break
+    assert len(loaded) > 8
+    assert loaded[0] == 5, "the next newest, which is a copy of step 5"
+    assert loaded[-1] == 10, "nothing rotates any more"

@@ -28,12 +28,12 @@ def weights(kind: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parity_with_the_authors_code(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    tensors, facts = read_safetensors(REFERENCE / f"{kind}.safetensors")
-    model = from_state_dict(weights(kind), heads=facts["n_head"], loops=LOOPS)
+    tensors, settings = read_safetensors(REFERENCE / f"{kind}.safetensors")
+    model = from_state_dict(weights(kind), heads=settings["n_head"], loops=LOOPS)
     assert model.config.conditioning == KINDS[kind]
     assert model.config.loops == (1 if kind == "base" else LOOPS)
     ids, worst = tensors["input_ids"], 0.0
-    for run, steps in facts["runs"].items():
+    for run, steps in settings["runs"].items():
         with torch.no_grad():
             out = model(ids, Trajectory(steps) if isinstance(steps, list) else steps)
         logits = out.logits
@@ -43,7 +43,7 @@ def test_parity_with_the_authors_code(kind: str, capsys: pytest.CaptureFixture[s
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         assert float(loss) == pytest.approx(float(tensors[f"expect.{run}.loss"]), abs=1e-5)
     with capsys.disabled():
-        print(f"\nparity {kind}: largest absolute difference {worst:.2e} over {len(facts['runs'])} runs")
+        print(f"\nparity {kind}: largest absolute difference {worst:.2e} over {len(settings['runs'])} runs")
     assert worst < 1e-4
 
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,7 @@ from loopformer.cli.options import Device, Field, Json, OutFolder, Trajectories
 from loopformer.cli.output import number, output_folder, print_files, print_table, progress, stoppable
 
 if TYPE_CHECKING:
-    from loopformer.analysis.dynamics import Dynamics
+    from loopformer.analysis.results import Dynamics
     from loopformer.config import ModelConfig
     from loopformer.trajectory import Trajectory
 
@@ -56,12 +55,15 @@ def analyze(
     Example: loopformer analyze --model runs/demo/elastic --model runs/demo/fixed --out analysis
     """
     from loopformer.analysis.dynamics import analyze as run
-    from loopformer.analysis.dynamics import checked_states, model_names, read_prompts, to_json, write_results
+    from loopformer.analysis.dynamics import checked_states, read_prompts, to_json, write_results
+    from loopformer.analysis.figures import state_figures
+    from loopformer.analysis.results import model_names
     from loopformer.device import choose_device
     from loopformer.errors import require
     from loopformer.evaluation.text import default_text
     from loopformer.lm import load
     from loopformer.loading import find_config
+    from loopformer.plots import available
 
     checked_states(states)
     require(prompts >= 1, f"--prompts must be 1 or more, got {prompts}.")
@@ -79,12 +81,8 @@ def analyze(
             for followed in trajectories:
                 doing = name if followed is None else f"{name} along {followed}"
                 results.append(run(lm.model, read, name, followed, states=states, progress=partial(report, doing)))
-        files = write_results(results, out)
-    if find_spec("matplotlib"):
-        from loopformer.analysis.plots import save_figures
-
-        files += save_figures(results, out, debiased)
-    else:
+        files = write_results(results, out, state_figures(results, debiased) if available() else None)
+    if not available():
         typer.echo("No figures are drawn without matplotlib; pip install 'loopformer[plot]'.", err=True)
     if as_json:
         typer.echo(json.dumps({**to_json(results), "files": [str(file) for file in files]}))

@@ -49,11 +49,12 @@ def report(
 
     Example: loopformer report runs/elastic runs/fixed --out report --text news=news.jsonl --data data/eval
     """
-    from loopformer.analysis.report.collect import Asked, collect, read_budgets, read_skip, read_texts
-    from loopformer.analysis.report.content import WHAT, gaps
-    from loopformer.analysis.report.folder import check_folder, write_report
+    from loopformer.analysis.report.collect import ReportRequest, collect, read_budgets, read_skip, read_texts
+    from loopformer.analysis.report.content import PART_NAMES, gaps
+    from loopformer.analysis.report.page import check_folder, write_report
+    from loopformer.analysis.results import ReportResults
 
-    asked = Asked(
+    request = ReportRequest(
         tuple(models),
         texts=read_texts(text or []),
         tasks=tasks,
@@ -73,8 +74,9 @@ def report(
     with output_folder(out):
         check_folder(out)
         with progress("done") as display:
-            found = collect(asked, display)
+            found = collect(request, display)
         files = write_report(found, out)
-    for sentence in (gap for part in WHAT for gap in gaps(found, part)):
+    results = ReportResults.from_json(found)
+    for sentence in (gap for part in PART_NAMES for gap in gaps(results, part)):
         typer.echo(f"not in the report: {sentence}", err=True)
     typer.echo(json.dumps([str(file) for file in files]) if as_json else f"{files[0]}")

@@ -58,37 +58,39 @@ def search(
 
     Example: loopformer search --model runs/mine --budget 4 --text news.jsonl --figure schedules.png
     """
-    from loopformer.analysis.plots import check_drawing, draw_schedules
+    from loopformer.analysis.figures import search_figure
+    from loopformer.analysis.results import SearchResults
     from loopformer.errors import require
     from loopformer.evaluation.benchmarks import LoadedModel, accuracy
     from loopformer.evaluation.schedules import can_save, save_best
     from loopformer.evaluation.schedules import search as run
     from loopformer.evaluation.text import Protocol, read_text
+    from loopformer.plots import check_drawing, save
 
     require(tasks is not None or (data is None and examples is None), "--data and --examples go with --tasks.")
     if figure is not None:
         check_drawing(figure)
     with output_file(out), output_file(figure, "--figure"):
         by = by or ("perplexity" if tasks is None else "both")
-        loaded = LoadedModel.open(model, device, dtype)
-        loaded.model.resolve(budget)  # before anything is read, which may take long
+        subject = LoadedModel.open(model, device, dtype)
+        subject.model.resolve(budget)  # before anything is read, which may take long
         protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
-        protocol.sizes(loaded.model.config.context)
+        protocol.sizes(subject.model.config.context)
         suite = None if tasks is None else load_tasks(tasks, data, None, examples)
         source = None if by == "accuracy" and text is None else text or own_text(model)
         with progress("done") as report:
-            tokenizer = loaded.lm.need_tokenizer()
+            tokenizer = subject.lm.need_tokenizer()
             found = run(
-                loaded.model,
+                subject.model,
                 budget,
                 text=None if source is None else read_text(source, tokenizer, field, max_tokens, report),
-                accuracy=None if suite is None else accuracy(loaded, suite, batch_tokens, report),
+                accuracy=None if suite is None else accuracy(subject, suite, batch_tokens, report),
                 tasks=None if suite is None else suite.facts,
                 by=by,
                 limit=limit,
                 protocol=protocol,
-                weights=loaded.weights,
-                store=loaded.store,
+                weights=subject.weights,
+                store=subject.store,
                 batch_tokens=batch_tokens,
                 report=report,
             )
@@ -106,7 +108,7 @@ def search(
         else:
             typer.echo(f"best schedule not saved: {model} is no folder that can be written", err=True)
         if figure is not None:
-            typer.echo(f"drawn: {draw_schedules(found, figure)}", err=True)
+            typer.echo(f"drawn: {save(search_figure(SearchResults.from_json(found)), figure)}", err=True)
 
 
 def _show(ranking: dict[str, Any]) -> None:

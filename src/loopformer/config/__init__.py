@@ -1,4 +1,4 @@
-"""Settings: model.py (the family) · run.py (a whole run) · schema.py (checking) · presets.py (what ships with us).
+"""Settings: model.py (the family, and how settings are checked) · run.py (a whole run, presets).
 
 ModelConfig()                                       # the paper's LoopFormer 3⊗8
 from_mapping(ModelConfig, {"blocks": 2}, "model")   # from plain data, checked
@@ -14,7 +14,6 @@ from loopformer.config.run import (
     load_preset,
     load_run,
     preset_names,
-    read_yaml,
     run_from_mapping,
     run_to_yaml,
     with_expected_vocab,
@@ -32,7 +31,6 @@ __all__ = [
     "load_preset",
     "load_run",
     "preset_names",
-    "read_yaml",
     "run_from_mapping",
     "run_to_yaml",
     "whole_numbers",

@@ -1,8 +1,10 @@
-"""Settings as dataclasses: built from plain data, checked against their annotations.
+"""What a model is: the settings of the whole family k⊗L, and how settings of any kind are checked.
 
-An unknown key, a wrong type or an impossible value is one clear sentence that names the key.
+    ModelConfig(blocks=2, loops=4)
+    from_mapping(ModelConfig, {"blocks": 2, "loops": 4}, "model")
 
-What a model is: the settings of the whole family, k⊗L.
+Settings are frozen dataclasses, checked against their annotations. An unknown key, a wrong type or an impossible
+value is one sentence that names the key.
 """
 
 from __future__ import annotations
@@ -17,16 +19,56 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from loopformer.errors import LoopformerError, nearest, require
 
 T = TypeVar("T")
+Conditioning = Literal["none", "index", "time", "step", "trajectory"]
+FORMAT, VERSION = "loopformer-model", 1  # how the config.json of a model folder says that it is ours
 
 
-def whole_numbers(given: str, option: str) -> list[int]:
-    """Numbers of 1 or more in an option's text, such as 1,2,4."""
-    try:
-        found = [int(part) for part in given.split(",")]
-    except ValueError:
-        found = [0]
-    require(min(found) >= 1, f"{option} takes whole numbers of 1 or more, such as 1,2,4, not {given!r}.")
-    return found
+@dataclass(frozen=True)
+class ModelConfig:
+    """Any model of the family, k⊗L. The defaults are the paper's LoopFormer 3⊗8."""
+
+    conditioning: Conditioning = "trajectory"  # what a pass is told: nothing, its index, t, Δ, or (t, Δ)
+    blocks: int = 3  # k, blocks in the shared stack
+    loops: int = 8  # L, passes of the longest trajectory
+    width: int = 2048  # d
+    heads: int = 32
+    ffn: int = 5120
+    context: int = 1024
+    vocab: int = 50257  # ids the model accepts
+    padded_vocab: int | None = None  # rows of the embedding; None: `vocab` rounded up to a multiple of 64
+    positions: Literal["learned", "rotary"] = "learned"
+    modulator_start: Literal["zero", "normal", "one"] = "zero"
+    time_scale: float = 1.0  # multiplies t and Δ before their Fourier features
+    residual_init: Literal["blocks", "depth"] = "blocks"  # residual projections start at 0.02/√(2k) or /√(2kL)
+
+    def __post_init__(self) -> None:
+        check_types(self, "model")
+        for name in ("blocks", "loops", "width", "heads", "ffn", "context", "vocab"):
+            require(getattr(self, name) >= 1, f"model.{name} must be 1 or more, got {getattr(self, name)}.")
+        require(
+            self.width % self.heads == 0,
+            f"model.width {self.width} must be a multiple of model.heads {self.heads}.",
+        )
+        if self.positions == "rotary":
+            require(
+                self.width // self.heads % 2 == 0,
+                "Rotary positions need an even width/heads; change model.heads.",
+            )
+        require(self.time_scale > 0, f"model.time_scale must be positive, got {self.time_scale}.")
+        require(
+            self.padded_vocab is None or self.padded_vocab >= self.vocab,
+            f"model.padded_vocab {self.padded_vocab} is smaller than model.vocab {self.vocab}; "
+            "raise it, or leave it out.",
+        )
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and width of the logits."""
+        return self.padded_vocab if self.padded_vocab is not None else -(-self.vocab // 64) * 64
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
 
 
 def from_mapping(cls: type[T], values: Any, where: str) -> T:
@@ -87,54 +129,11 @@ def _describe(hint: Any) -> str:
     )
 
 
-FORMAT, VERSION = "loopformer-model", 1  # how the config.json of a model folder says that it is ours
-
-
-Conditioning = Literal["none", "index", "time", "step", "trajectory"]
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Any model of the family, k⊗L. The defaults are the paper's LoopFormer 3⊗8."""
-
-    conditioning: Conditioning = "trajectory"  # what a pass is told: nothing, its index, t, Δ, or (t, Δ)
-    blocks: int = 3  # k, blocks in the shared stack
-    loops: int = 8  # L, passes of the longest trajectory
-    width: int = 2048  # d
-    heads: int = 32
-    ffn: int = 5120
-    context: int = 1024
-    vocab: int = 50257  # ids the model accepts
-    padded_vocab: int | None = None  # rows of the embedding; None: `vocab` rounded up to a multiple of 64
-    positions: Literal["learned", "rotary"] = "learned"
-    modulator_start: Literal["zero", "normal", "one"] = "zero"
-    time_scale: float = 1.0  # multiplies t and Δ before their Fourier features
-    residual_init: Literal["blocks", "depth"] = "blocks"  # residual projections start at 0.02/√(2k) or /√(2kL)
-
-    def __post_init__(self) -> None:
-        check_types(self, "model")
-        for name in ("blocks", "loops", "width", "heads", "ffn", "context", "vocab"):
-            require(getattr(self, name) >= 1, f"model.{name} must be 1 or more, got {getattr(self, name)}.")
-        require(
-            self.width % self.heads == 0,
-            f"model.width {self.width} must be a multiple of model.heads {self.heads}.",
-        )
-        if self.positions == "rotary":
-            require(
-                self.width // self.heads % 2 == 0,
-                "Rotary positions need an even width/heads; change model.heads.",
-            )
-        require(self.time_scale > 0, f"model.time_scale must be positive, got {self.time_scale}.")
-        require(
-            self.padded_vocab is None or self.padded_vocab >= self.vocab,
-            f"model.padded_vocab {self.padded_vocab} is smaller than model.vocab {self.vocab}.",
-        )
-
-    @property
-    def vocab_rows(self) -> int:
-        """Rows of the embedding and width of the logits."""
-        return self.padded_vocab if self.padded_vocab is not None else -(-self.vocab // 64) * 64
-
-    @property
-    def head_width(self) -> int:
-        return self.width // self.heads
+def whole_numbers(text: str, option: str) -> list[int]:
+    """The numbers of 1 or more in an option's text, such as 1,2,4."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    require(min(numbers) >= 1, f"{option} takes whole numbers of 1 or more, such as 1,2,4, not {text!r}.")
+    return numbers

@@ -1,14 +1,9 @@
-"""The presets that ship with the package, YAML in `loopformer/presets`.
+"""What a run is: one validated tree of model, data, objective and training, and the presets that ship with us.
 
-load_preset("paper/loopformer-1x24")   # a preset, at one of the sizes its file lists
-
-What a run is: one validated tree of model, data, objective and training.
-
-    run = load_run("demo", ["training.steps=100", "data.path=data/mine"])
+    run, keys = load_run("demo", ["training.steps=100", "data.path=data/mine"])
+    load_preset("paper/loopformer-1x24")     # plain data: a preset, at one of the sizes that its file lists
 
 The defaults are the paper's recipe. A preset or a YAML file gives some keys, `key=value` overrides others.
-
-Validation loss at several budgets, each rank its share, with nothing drawn from any random generator.
 """
 
 from __future__ import annotations
@@ -25,59 +20,7 @@ import yaml
 
 from loopformer.config.model import ModelConfig, check_types, from_mapping
 from loopformer.errors import FileProblem, LoopformerError, nearest, require
-
-
-def preset_names() -> list[str]:
-    """Every preset that ships with the package, each of its sizes included."""
-    names: list[str] = []
-    for name, file in _preset_files().items():
-        names.append(name)
-        names += [f"{name}-{size}" for size in read_yaml(file, name).get("sizes", [])]
-    return names
-
-
-def load_preset(name: str) -> dict[str, Any]:
-    """The settings of a preset by name, plain data: `demo`, `paper/loopformer`, `paper/loopformer-1x24`."""
-    files = _preset_files()
-    if name in files:
-        settings = read_yaml(files[name], name)
-        settings.pop("sizes", None)
-        return settings
-    family, _, size = name.rpartition("-")
-    if family in files:
-        settings = read_yaml(files[family], name)
-        if size in settings.pop("sizes", []):
-            blocks, loops = map(int, size.split("x"))
-            settings["model"] |= {"blocks": blocks, "loops": loops}
-            return settings
-    raise LoopformerError(
-        f"There is no preset {name!r}; {nearest(name, preset_names(), '`loopformer info` lists them.')}"
-    )
-
-
-def _preset_files() -> dict[str, Traversable]:
-    root = resources.files("loopformer") / "presets"
-
-    def walk(folder: Traversable, prefix: str) -> dict[str, Traversable]:
-        found: dict[str, Traversable] = {}
-        for entry in sorted(folder.iterdir(), key=lambda item: item.name):
-            if entry.is_dir():
-                found |= walk(entry, f"{prefix}{entry.name}/")
-            elif entry.name.endswith(".yaml"):
-                found[prefix + entry.name.removesuffix(".yaml")] = entry
-        return found
-
-    return walk(root, "")
-
-
-def read_yaml(file: Traversable | Path, name: str) -> dict[str, Any]:
-    try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise FileProblem(f"{name} is not readable YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(settings, dict):
-        raise FileProblem(f"{name} must hold a mapping of settings such as 'model:'.")
-    return settings
+from loopformer.files import read_yaml
 
 
 @dataclass(frozen=True)
@@ -95,14 +38,14 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """CE(full) + short_weight · CE(short) + consistency_weight · consistency, stop-gradient on the full route."""
+    """CE(full) + short_weight · CE(short) + consistency_weight · consistency, stop-gradient on the full one."""
 
     short_weight: float = 0.1  # λ₁
     consistency_weight: float = 0.1  # λ₂
     consistency: Literal["hidden", "logits", "distribution"] = "hidden"
     sampler: Literal["compositions", "sequential", "uniform", "continuous"] = "compositions"
-    route_draws: int = 1  # equal parts of the global batch, each with a short route of its own
-    short_fraction: float = 1.0  # share of the rows that also take the short route
+    route_draws: int = 1  # equal parts of the global batch, each with a short trajectory of its own
+    short_fraction: float = 1.0  # share of the rows that also follow the short trajectory
     chunk: int = 1024  # tokens whose logits exist at a time
 
     def __post_init__(self) -> None:
@@ -115,7 +58,7 @@ class ObjectiveConfig:
 
     @property
     def elastic(self) -> bool:
-        """Whether a short route is taken at all."""
+        """Whether a short trajectory is followed at all."""
         return self.short_weight > 0 or self.consistency_weight > 0
 
 
@@ -133,7 +76,7 @@ class TrainingConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
-    dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"  # of products; float8: of the stack's
+    dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"  # of matmuls; float8: of the stack's
     device: str = "auto"
     fused: bool | Literal["auto"] = "auto"  # passes through training/fused; auto: on CUDA below fp32
     compile: bool | Literal["auto"] = "auto"  # the step, not the loop; auto: on CUDA where it is not fused
@@ -152,7 +95,7 @@ class TrainingConfig:
 
     @property
     def sharded(self) -> bool:
-        """Whether several ranks share the weights, and so must follow the same route at the same time."""
+        """Whether several ranks share the weights, and so must follow the same trajectory at the same time."""
         return self.strategy == "fsdp"
 
     def __post_init__(self) -> None:
@@ -202,15 +145,21 @@ class RunConfig:
         )
         require(
             not self.objective.elastic or self.model.loops >= 2,
-            "A model of one loop has no shorter route; set objective.short_weight and consistency_weight to 0.",
+            "A model of one loop has no shorter trajectory; "
+            "set objective.short_weight and consistency_weight to 0.",
         )
         require(
             not self.objective.elastic
             or self.objective.sampler == "uniform"
             or self.model.conditioning not in ("none", "index"),
-            f"A model with conditioning {self.model.conditioning!r} only follows uniform routes; "
+            f"A model with conditioning {self.model.conditioning!r} only follows uniform trajectories; "
             "set objective.sampler to uniform.",
         )
+
+
+def validation_budgets(loops: int) -> list[int]:
+    """1, L/4, L/2 and L."""
+    return sorted({1, max(1, loops // 4), max(1, loops // 2), loops})
 
 
 SECTIONS: dict[str, type[Any]] = {
@@ -223,27 +172,25 @@ SECTIONS: dict[str, type[Any]] = {
 
 def load_run(source: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, set[str]]:
     """A run's settings from a preset's name or a YAML file, and the dotted keys that the user wrote themselves."""
-    path = Path(source)
+    path, keys = Path(source), {override.partition("=")[0] for override in overrides}
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise FileProblem(f"There is no config file {path}; check the path, or name a preset.")
-        settings = read_yaml(path, str(path))
+        settings = read_yaml(path)
+        sections = {name: section for name, section in settings.items() if isinstance(section, Mapping)}
+        keys |= {f"{name}.{key}" for name, section in sections.items() for key in section}
     elif str(source) in preset_names() or not path.exists():
         settings = load_preset(str(source))
     else:
         raise LoopformerError(f"{source} is neither a preset nor a .yaml file.")
-    given = {override.partition("=")[0] for override in overrides}
-    if path.suffix in (".yaml", ".yml"):
-        sections = {name: section for name, section in settings.items() if isinstance(section, Mapping)}
-        given |= {f"{name}.{key}" for name, section in sections.items() for key in section}
     for override in overrides:
         _apply(settings, override)
-    return run_from_mapping(settings), given
+    return run_from_mapping(settings), keys
 
 
-def with_expected_vocab(run: RunConfig, given: set[str]) -> RunConfig:
+def with_expected_vocab(run: RunConfig, keys: set[str]) -> RunConfig:
     """Where the data is still to be prepared, its tokenizer's size is the model's vocabulary."""
-    if run.data.train_tokenizer is None or "model.vocab" in given:
+    if run.data.train_tokenizer is None or "model.vocab" in keys:
         return run
     return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=run.data.train_tokenizer))
 
@@ -252,7 +199,12 @@ def run_from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     """The validated tree from plain data."""
     known = [*SECTIONS, "init_from", "sizes"]  # sizes: what a preset's file offers, no setting of a run
     for key in settings:
-        require(key in known, f"Unknown setting {key}; {nearest(str(key), known)}")
+        if key not in known:
+            raise LoopformerError(f"Unknown setting {key}; {nearest(str(key), known)}")
+    model = settings.get("model")
+    if isinstance(model, Mapping) and "vocab" not in model and isinstance(rows := model.get("padded_vocab"), int):
+        # The data decides the vocabulary when it is opened; until then it is as large as the rows allow.
+        settings = {**settings, "model": {**model, "vocab": max(1, rows)}}
     sections: dict[str, Any] = {
         name: from_mapping(cls, settings.get(name) or {}, name) for name, cls in SECTIONS.items()
     }
@@ -275,7 +227,7 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     section, dot, key = name.partition(".")
     if section not in SECTIONS or not dot:
         keys = [f"{s}.{f.name}" for s, cls in SECTIONS.items() for f in dataclasses.fields(cls)]
-        full = next((one for one in keys if one.endswith(f".{name}")), None)
+        full = next((key for key in keys if key.endswith(f".{name}")), None)
         hint = f"did you mean {full}?" if full else nearest(name, keys, f"sections are {', '.join(SECTIONS)}.")
         raise LoopformerError(f"Unknown setting {name}; {hint}")
     try:
@@ -288,6 +240,44 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     settings[section][key] = value
 
 
-def validation_budgets(loops: int) -> list[int]:
-    """1, L/4, L/2 and L."""
-    return sorted({1, max(1, loops // 4), max(1, loops // 2), loops})
+def preset_names() -> list[str]:
+    """Every preset that ships with the package, each of its sizes included."""
+    names: list[str] = []
+    for name, file in _preset_files().items():
+        names.append(name)
+        names += [f"{name}-{size}" for size in read_yaml(file, name).get("sizes", [])]
+    return names
+
+
+def load_preset(name: str) -> dict[str, Any]:
+    """The settings of a preset by name, plain data: `demo`, `paper/loopformer`, `paper/loopformer-1x24`."""
+    files = _preset_files()
+    if name in files:
+        settings = read_yaml(files[name], name)
+        settings.pop("sizes", None)
+        return settings
+    family, _, size = name.rpartition("-")
+    if family in files:
+        settings = read_yaml(files[family], name)
+        if size in settings.pop("sizes", []):
+            blocks, loops = map(int, size.split("x"))
+            settings["model"] |= {"blocks": blocks, "loops": loops}
+            return settings
+    raise LoopformerError(
+        f"There is no preset {name!r}; {nearest(name, preset_names(), '`loopformer info` lists them.')}"
+    )
+
+
+def _preset_files() -> dict[str, Traversable]:
+    root = resources.files("loopformer") / "presets"
+
+    def below(folder: Traversable, prefix: str) -> dict[str, Traversable]:
+        files: dict[str, Traversable] = {}
+        for entry in sorted(folder.iterdir(), key=lambda item: item.name):
+            if entry.is_dir():
+                files |= below(entry, f"{prefix}{entry.name}/")
+            elif entry.name.endswith(".yaml"):
+                files[prefix + entry.name.removesuffix(".yaml")] = entry
+        return files
+
+    return below(root, "")

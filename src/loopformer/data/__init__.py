@@ -1,7 +1,7 @@
 """From text to batches: `loopformer prepare` writes token shards, the loader reads them in a fixed order.
 
 from loopformer.data.prepare import prepare         # text → shards
-from loopformer.data.tokens import TokenData        # shards → memory-mapped tokens
+from loopformer.data.shards import TokenData        # shards → memory-mapped tokens
 from loopformer.data.loader import Loader           # tokens → batches
 from loopformer.data.tokenizer import Tokenizer     # text ↔ ids
 """

@@ -1,27 +1,18 @@
-"""The embedded corpus: the prose of the Python standard library, found on every machine, about 2 MB.
+"""Where text comes from: named sources, files, folders, globs and Hugging Face datasets, each with a weight.
 
-for document in stdlib_documents(): ...
+    parse_sources(["stdlib"])                                      # the embedded default
+    parse_sources(["books/*.txt=2", "news.jsonl.zst=1"])           # a mixture
+    parse_sources(["hf:HuggingFaceFW/fineweb-edu:sample-10BT"])    # hf:DATASET[:config][:split], also a folder
+    parse_sources(["pile"])                                        # a preset: pile, fineweb-edu, openwebtext
 
-One document per module, its docstrings in the order of the source, each docstring once in the whole corpus;
-then one per topic of `help()`. The modules are parsed, never imported. What comes out depends on the Python
-version; the order does not depend on the machine.
+A source is a list of parts (files) that can each be read from any record on; that is what makes an interrupted
+job continue. A dataset of the Hub is streamed in an order that a broken connection does not disturb: the stream
+is opened again at the record it had reached, so nothing is lost and nothing comes twice.
 
-Hugging Face datasets as a stream of records, in an order that a broken connection does not disturb.
-
-read_dataset("HuggingFaceFW/fineweb-edu", "sample-10BT", "train", skip=0)
-
-The same code reads a local dataset folder. When the connection breaks, the stream is opened again at the
-record it had reached, so nothing is lost and nothing comes twice.
-
-Where text comes from: named sources, files, folders, globs and Hugging Face datasets, each with a weight.
-
-parse_sources(["stdlib"])                                      # the embedded default
-parse_sources(["books/*.txt=2", "news.jsonl.zst=1"])           # a mixture
-parse_sources(["hf:HuggingFaceFW/fineweb-edu:sample-10BT"])    # hf:DATASET[:config][:split], also a folder
-parse_sources(["pile"])                                        # a preset: pile, fineweb-edu, openwebtext
-
-A source is a list of parts (files) that can each be read from any record on; that is what makes an
-interrupted job continue.
+The embedded corpus is the prose of the Python standard library, found on every machine, about 2 MB: one document
+per module, its docstrings in the order of the source, each docstring once in the whole corpus; then one per topic
+of `help()`. The modules are parsed, never imported. What comes out depends on the Python version, not on the
+machine.
 """
 
 from __future__ import annotations
@@ -46,60 +37,13 @@ from typing import Any, NamedTuple, TypeVar
 from loopformer.data.formats import FORMATS, PACKINGS, Meter, Record, format_of, need, read_records
 from loopformer.errors import FileProblem, LoopformerError
 
-_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
-
-
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-def stdlib_documents() -> list[str]:
-    root = Path(sysconfig.get_path("stdlib"))
-    seen: set[str] = set()
-    documents = []
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        if _LEFT_OUT.isdisjoint(path.relative_to(root).parts):
-            fresh = [text for text in dict.fromkeys(_docstrings(path)) if text not in seen]
-            seen.update(fresh)
-            if fresh:
-                documents.append("\n\n".join(fresh) + "\n")
-    return documents + list(dict.fromkeys(_topics(root / "pydoc_data" / "topics.py")))
-
-
-def _parse(path: Path) -> ast.Module | None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old escapes in other people's strings
-            return ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, OSError):
-        return None
-
-
-def _docstrings(path: Path) -> Iterator[str]:
-    tree = _parse(path)
-    if tree is None:
-        return
-    nodes = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
-    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
-        text = ast.get_docstring(node)
-        if text and text.strip():
-            yield text.strip()
-
-
-def _topics(path: Path) -> Iterator[str]:
-    tree = _parse(path)
-    for statement in tree.body if tree else []:
-        if isinstance(statement, ast.Assign):
-            topics = ast.literal_eval(statement.value)
-            yield from (topics[name].strip() + "\n" for name in sorted(topics))
-
-
 T = TypeVar("T")
-
-
-_WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # seconds before each new attempt
-
-
+DEFAULT_VAL_FRACTION = 0.01
+_STDLIB_VAL_FRACTION = 0.05  # of 2 MB; less would measure noise
+_WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # seconds before each new attempt to reach the Hub
 _NETWORK = ("httpx", "httpx2", "httpcore", "aiohttp", "requests", "urllib3", "fsspec", "huggingface_hub")
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
@@ -123,76 +67,6 @@ PRESETS = {
     "fineweb-edu": Preset("HuggingFaceFW/fineweb-edu", "sample-10BT", 0.002, 9_500_000_000),
     "openwebtext": Preset("Skylion007/openwebtext", "", 0.002, 8_900_000_000),
 }
-
-
-def read_dataset(dataset: str, config: str, split: str, skip: int = 0) -> Iterator[Record]:
-    """The records of a dataset by id, or of a local dataset folder, from number `skip` on."""
-    return reconnecting(lambda done: _open(dataset, config, split, done), skip, f"hf:{dataset}")
-
-
-def reconnecting(
-    open_at: Callable[[int], Iterator[T]],
-    skip: int,
-    name: str,
-    waits: tuple[float, ...] = _WAITS,
-) -> Iterator[T]:
-    """The items of `open_at(skip)`; when the network fails, opened again at the item after the last one.
-
-    Where not even the first item comes there is nothing to wait for, and that is an error at once.
-    """
-    attempt, reached = 0, False
-    while True:
-        try:
-            for item in open_at(skip):
-                yield item
-                skip += 1
-                attempt, reached = 0, True
-            return
-        except Exception as error:
-            if not _is_network(error):
-                raise
-            if not reached or attempt == len(waits):
-                raise FileProblem(
-                    f"{name} cannot be reached ({_first_line(error)}); "
-                    "start again when the connection is back, it continues."
-                ) from error
-            time.sleep(waits[attempt])
-            attempt += 1
-
-
-def _open(dataset: str, config: str, split: str, skip: int) -> Iterator[Record]:
-    datasets = need("datasets", "A Hugging Face dataset")
-    try:
-        stream = _stream(datasets, dataset, config, split)
-    except datasets.exceptions.DatasetNotFoundError as error:
-        raise LoopformerError(f"There is no dataset {dataset!r} that you may read; check its id.") from error
-    except (ValueError, KeyError, FileNotFoundError) as error:
-        raise LoopformerError(f"hf:{dataset} cannot be opened: {_first_line(error)}") from error
-    yield from (stream.skip(skip) if skip else stream)
-
-
-def _stream(datasets: Any, dataset: str, config: str, split: str) -> Any:
-    folder = Path(dataset)
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():  # by save_to_disk
-        saved = datasets.load_from_disk(dataset)
-        return (saved[split] if isinstance(saved, dict) else saved).to_iterable_dataset()
-    return datasets.load_dataset(dataset, config or None, split=split, streaming=True)
-
-
-def _is_network(error: BaseException) -> bool:
-    if isinstance(error, FileNotFoundError | PermissionError | LoopformerError):
-        return False
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _NETWORK
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-DEFAULT_VAL_FRACTION = 0.01
-
-
-_STDLIB_VAL_FRACTION = 0.05  # of 2 MB; less would measure noise
 
 
 class Position(NamedTuple):
@@ -329,13 +203,13 @@ def _files(place: str) -> tuple[Path, list[Path]]:
             raise FileProblem(f"{place} has an unknown ending; prepare reads {known}.")
         return path.parent, [path]
     if path.is_dir():
-        root, found = path, list(path.rglob("*"))
+        root, entries = path, list(path.rglob("*"))
     elif glob.has_magic(place):
-        found = [Path(name) for name in glob.glob(place, recursive=True)]
-        root = Path(os.path.commonpath([path.parent for path in found])) if found else Path()
+        entries = [Path(name) for name in glob.glob(place, recursive=True)]
+        root = Path(os.path.commonpath([path.parent for path in entries])) if entries else Path()
     else:
         raise FileProblem(f"There is no file or folder {place}; named sources are stdlib, {', '.join(PRESETS)}.")
-    paths = sorted(path for path in found if path.is_file() and format_of(path))
+    paths = sorted(path for path in entries if path.is_file() and format_of(path))
     if not paths:
         raise FileProblem(f"{place} holds no file that prepare reads; it reads {known}.")
     return root, paths
@@ -365,3 +239,108 @@ def _unused(name: str, taken: list[str]) -> str:
     return next(
         new for new in itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2))) if new not in taken
     )
+
+
+def read_dataset(dataset: str, config: str, split: str, skip: int = 0) -> Iterator[Record]:
+    """The records of a dataset by id, or of a local dataset folder, from number `skip` on."""
+    return reconnecting(lambda done: _open(dataset, config, split, done), skip, f"hf:{dataset}")
+
+
+def reconnecting(
+    open_at: Callable[[int], Iterator[T]],
+    skip: int,
+    name: str,
+    waits: tuple[float, ...] = _WAITS,
+) -> Iterator[T]:
+    """The items of `open_at(skip)`; when the network fails, opened again at the item after the last one.
+
+    Where not even the first item comes there is nothing to wait for, and that is an error at once.
+    """
+    attempt, reached = 0, False
+    while True:
+        try:
+            for item in open_at(skip):
+                yield item
+                skip += 1
+                attempt, reached = 0, True
+            return
+        except Exception as error:
+            if not _is_network(error):
+                raise
+            if not reached or attempt == len(waits):
+                raise FileProblem(
+                    f"{name} cannot be reached ({_first_line(error)}); "
+                    "start again when the connection is back, it continues."
+                ) from error
+            time.sleep(waits[attempt])
+            attempt += 1
+
+
+def _open(dataset: str, config: str, split: str, skip: int) -> Iterator[Record]:
+    datasets = need("datasets", "A Hugging Face dataset")
+    try:
+        stream = _stream(datasets, dataset, config, split)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise LoopformerError(f"There is no dataset {dataset!r} that you may read; check its id.") from error
+    except (ValueError, KeyError, FileNotFoundError) as error:
+        raise LoopformerError(f"hf:{dataset} cannot be opened: {_first_line(error)}") from error
+    yield from (stream.skip(skip) if skip else stream)
+
+
+def _stream(datasets: Any, dataset: str, config: str, split: str) -> Any:
+    folder = Path(dataset)
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():  # by save_to_disk
+        saved = datasets.load_from_disk(dataset)
+        return (saved[split] if isinstance(saved, dict) else saved).to_iterable_dataset()
+    return datasets.load_dataset(dataset, config or None, split=split, streaming=True)
+
+
+def _is_network(error: BaseException) -> bool:
+    if isinstance(error, FileNotFoundError | PermissionError | LoopformerError):
+        return False
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _NETWORK
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def stdlib_documents() -> list[str]:
+    root = Path(sysconfig.get_path("stdlib"))
+    seen: set[str] = set()
+    documents = []
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        if _LEFT_OUT.isdisjoint(path.relative_to(root).parts):
+            fresh = [text for text in dict.fromkeys(_docstrings(path)) if text not in seen]
+            seen.update(fresh)
+            if fresh:
+                documents.append("\n\n".join(fresh) + "\n")
+    return documents + list(dict.fromkeys(_topics(root / "pydoc_data" / "topics.py")))
+
+
+def _parse(path: Path) -> ast.Module | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old escapes in other people's strings
+            return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return None
+
+
+def _docstrings(path: Path) -> Iterator[str]:
+    tree = _parse(path)
+    if tree is None:
+        return
+    nodes = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
+    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
+        text = ast.get_docstring(node)
+        if text and text.strip():
+            yield text.strip()
+
+
+def _topics(path: Path) -> Iterator[str]:
+    tree = _parse(path)
+    for statement in tree.body if tree else []:
+        if isinstance(statement, ast.Assign):
+            topics = ast.literal_eval(statement.value)
+            yield from (topics[name].strip() + "\n" for name in sorted(topics))

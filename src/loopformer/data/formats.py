@@ -1,6 +1,6 @@
 """Records out of files: .txt .md (one document), .jsonl and .parquet, each also .gz .xz .zst.
 
-for record in read_records(Path("news.jsonl.zst"), field="text", skip=1000): record["text"]
+    for record in read_records(Path("news.jsonl.zst"), field="text", skip=1000): record["text"]
 
 Everything streams: a text file of any size comes in documents of at most a million characters, cut at
 paragraph borders. A record is a mapping; `skip` leaves out the first records without parsing them.
@@ -27,17 +27,9 @@ from loopformer.data.splits import LONGEST, cut
 from loopformer.errors import FileProblem, LoopformerError
 
 Record = dict[str, Any]
-
-
 FORMATS = (".txt", ".md", ".jsonl", ".parquet")
-
-
 PACKINGS = (".gz", ".xz", ".zst")
-
-
 _BUFFER = 1 << 20
-
-
 _ROWS = 256  # rows of a parquet file in memory at a time
 
 
@@ -158,6 +150,8 @@ def _seekable(stream: IO[bytes]) -> IO[bytes]:
 
 
 class _Counted(io.FileIO):
+    """A file that counts what is read of it."""
+
     def __init__(self, path: Path, meter: Meter) -> None:
         super().__init__(path)
         self._meter = meter

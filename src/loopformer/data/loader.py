@@ -1,20 +1,16 @@
-"""Prepare the next items in a thread while the current one is in use.
+"""Batches in a fixed global order, the same for any number of ranks, from any step on at once.
 
-with closing(Ahead(batches(), depth=2)) as ahead:
-    for batch in ahead: ...
-
-Order is kept, an error in the thread is raised again where the items are used, and the thread ends when the
-items do, when `close` is called, or when the `Ahead` is forgotten.
-
-Batches in a fixed global order, the same for any number of ranks, from any step on at once.
-
-loader = Loader(TokenData.open("data/stdlib"), context=1024, batch=480, seed=0)
-loader.batch(step=7)                       # the whole global batch
-loader.batch(step=7, start=0, stop=240)    # the rows of one of two ranks
-with closing(loader.prefetch(first_step=7)) as batches: next(batches)
+    loader = Loader(TokenData.open("data/stdlib"), context=1024, batch=480, seed=0)
+    loader.batch(step=7)                       # the whole global batch
+    loader.batch(step=7, start=0, stop=240)    # the rows of one of two ranks
+    with closing(loader.prefetch(first_step=7)) as batches: next(batches)
 
 A sample is a window of context + 1 tokens; windows of a source follow one another without overlap (each target
 is the next window's first input). Which window comes when is arithmetic: order.py.
+
+A `Prefetcher` makes the next items in a thread while the current one is in use. Order is kept, an error in the
+thread is raised again where the items are used, and the thread ends when the items do, when `close` is called, or
+when the prefetcher is forgotten.
 """
 
 from __future__ import annotations
@@ -39,73 +35,7 @@ from loopformer.errors import LoopformerError
 if TYPE_CHECKING:
     import torch
 
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _End:
-    error: BaseException | None = None
-
-
-class Ahead(Iterator[T], Generic[T]):
-    """An iterator over `items` that stays up to `depth` of them ahead of its reader."""
-
-    def __init__(self, items: Iterable[T], depth: int = 2) -> None:
-        if depth < 1:
-            raise LoopformerError(f"Prefetching needs a depth of 1 or more, got {depth}.")
-        self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
-        self._stop = threading.Event()
-        self._over = False
-        # The thread must not hold `self`, or a forgotten Ahead would never be collected and stopped.
-        self._thread = threading.Thread(target=_fill, args=(items, self._queue, self._stop), daemon=True)
-        weakref.finalize(self, self._stop.set)
-        self._thread.start()
-
-    def __next__(self) -> T:
-        if self._over:
-            raise StopIteration
-        item = self._queue.get()
-        if not isinstance(item, _End):
-            return item
-        self._over = True
-        if item.error is not None:
-            raise item.error
-        raise StopIteration
-
-    def close(self) -> None:
-        """Stop the thread and wait for it a little; calling twice does no harm."""
-        self._over = True
-        self._stop.set()
-        self._thread.join(timeout=5)  # it may hang in a network call; it is a daemon
-
-
-def _fill(items: Iterable[T], out: queue.Queue[T | _End], stop: threading.Event) -> None:
-    try:
-        iterator = iter(items)
-        try:
-            for item in iterator:
-                if not _put(item, out, stop):
-                    return
-        finally:
-            if close := getattr(iterator, "close", None):  # a generator still has files open
-                close()
-        _put(_End(), out, stop)
-    except BaseException as error:
-        _put(_End(error), out, stop)
-
-
-def _put(item: T | _End, out: queue.Queue[T | _End], stop: threading.Event) -> bool:
-    """Wait for room; False when the reader has gone."""
-    while not stop.is_set():
-        try:
-            out.put(item, timeout=0.1)
-            return True
-        except queue.Full:
-            continue
-    return False
-
-
 NO_LOSS = -100  # what torch's cross-entropy leaves out
 
 
@@ -174,6 +104,20 @@ class Windows:
         return ids, np.where(ids == self._data.eot, LOSS | LAST, LOSS)
 
 
+def validation_windows(data: TokenData, context: int, limit: int | None = None, documents: bool = False) -> Windows:
+    """The windows of a split in their own order; at most `limit`, spread evenly over all of them."""
+    if limit is not None and limit < 1:
+        raise LoopformerError(f"Validation needs 1 window or more, got {limit}.")
+    return Windows(data, context, documents, limit)
+
+
+def _too_short(what: str, tokens: int, context: int) -> LoopformerError:
+    return LoopformerError(
+        f"The {what} has {tokens} tokens, too few for a window of {context} + 1; "
+        "prepare more text, raise --val-fraction or lower the context."
+    )
+
+
 class Loader:
     """Training batches by step number. Sources with weights are mixed; without, they are one big source."""
 
@@ -209,9 +153,9 @@ class Loader:
 
     def prefetch(
         self, first_step: int = 0, start: int = 0, stop: int | None = None, depth: int = 2
-    ) -> Ahead[Batch]:
+    ) -> Prefetcher[Batch]:
         """Batches from `first_step` on without end, made in a thread; close it when done."""
-        return Ahead((self.batch(step, start, stop) for step in count(first_step)), depth)
+        return Prefetcher((self.batch(step, start, stop) for step in count(first_step)), depth)
 
     def epochs(self, step: int) -> dict[str, float]:
         """How often each source has been gone through before a step."""
@@ -225,15 +169,66 @@ class Loader:
         return step * self.batch_size / self.samples
 
 
-def _too_short(what: str, tokens: int, context: int) -> LoopformerError:
-    return LoopformerError(
-        f"The {what} has {tokens} tokens, too few for a window of {context} + 1; "
-        "prepare more text, raise --val-fraction or lower the context."
-    )
+@dataclass(frozen=True)
+class _End:
+    """After the last item; with what went wrong, if something did."""
+
+    error: BaseException | None = None
 
 
-def validation_windows(data: TokenData, context: int, limit: int | None = None, documents: bool = False) -> Windows:
-    """The windows of a split in their own order; at most `limit`, spread evenly over all of them."""
-    if limit is not None and limit < 1:
-        raise LoopformerError(f"Validation needs 1 window or more, got {limit}.")
-    return Windows(data, context, documents, limit)
+class Prefetcher(Iterator[T], Generic[T]):
+    """An iterator over `items` that stays up to `depth` of them ahead of its reader."""
+
+    def __init__(self, items: Iterable[T], depth: int = 2) -> None:
+        if depth < 1:
+            raise LoopformerError(f"Prefetching needs a depth of 1 or more, got {depth}.")
+        self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._over = False
+        # The thread must not hold `self`, or a forgotten prefetcher would never be collected and stopped.
+        self._thread = threading.Thread(target=_fill, args=(items, self._queue, self._stop), daemon=True)
+        weakref.finalize(self, self._stop.set)
+        self._thread.start()
+
+    def __next__(self) -> T:
+        if self._over:
+            raise StopIteration
+        item = self._queue.get()
+        if not isinstance(item, _End):
+            return item
+        self._over = True
+        if item.error is not None:
+            raise item.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop the thread and wait for it a little; calling twice does no harm."""
+        self._over = True
+        self._stop.set()
+        self._thread.join(timeout=5)  # it may hang in a network call; it is a daemon
+
+
+def _fill(items: Iterable[T], out: queue.Queue[T | _End], stop: threading.Event) -> None:
+    try:
+        iterator = iter(items)
+        try:
+            for item in iterator:
+                if not _put(item, out, stop):
+                    return
+        finally:
+            if close := getattr(iterator, "close", None):  # a generator still has files open
+                close()
+        _put(_End(), out, stop)
+    except BaseException as error:
+        _put(_End(error), out, stop)
+
+
+def _put(item: T | _End, out: queue.Queue[T | _End], stop: threading.Event) -> bool:
+    """Wait for room; False when the reader has gone."""
+    while not stop.is_set():
+        try:
+            out.put(item, timeout=0.1)
+            return True
+        except queue.Full:
+            continue
+    return False

@@ -1,10 +1,10 @@
 """Which sample comes at which position: arithmetic, not arrays.
 
-order = Order(seed=0, sizes=(1000, 50), weights=(3, 1))
-order.locate(np.arange(480))      # source, sample and epoch of each position
+    order = Order(seed=0, sizes=(1000, 50), weights=(3, 1))
+    order.locate(np.arange(480))      # source, sample and epoch of each position
 
 Within a source each epoch is its own random permutation of all samples: a Feistel network on the next power of
-four, walked until it lands inside. A mixture repeats a block of positions in which each source has its share,
+four, repeated until it lands inside. A mixture repeats a block of positions in which each source has its share,
 every block shuffled in its own way. So any position costs the same, nothing is stored, and resuming or cutting
 a batch among ranks cannot change the order.
 """
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from loopformer.errors import LoopformerError
 
-Numbers = npt.NDArray[np.uint64]
+UInt64s = npt.NDArray[np.uint64]
 
 BLOCK = 4096  # positions in which a mixture's shares are exact, rounded to whole samples
 _ROUNDS = 6
@@ -82,7 +82,7 @@ class Order:
         return [block * share + int(count) for share, count in zip(self.shares, counts, strict=True)]
 
 
-def permute(index: Numbers, size: int, key: Numbers) -> Numbers:
+def permute(index: UInt64s, size: int, key: UInt64s) -> UInt64s:
     """A bijection of 0 … size-1 for each key."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = [_mix(key + np.uint64(number)) for number in range(_ROUNDS)]
@@ -105,7 +105,7 @@ def shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def _feistel(value: Numbers, half: int, keys: Sequence[Numbers]) -> Numbers:
+def _feistel(value: UInt64s, half: int, keys: Sequence[UInt64s]) -> UInt64s:
     """A bijection of 0 … 4^half-1: each round mixes one half with a hash of the other."""
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = value >> shift, value & mask
@@ -114,12 +114,12 @@ def _feistel(value: Numbers, half: int, keys: Sequence[Numbers]) -> Numbers:
     return (left << shift) | right
 
 
-def _key(seed: int, stream: int, number: Numbers) -> Numbers:
+def _key(seed: int, stream: int, number: UInt64s) -> UInt64s:
     start = _mix(np.array([seed % 2**64], dtype=np.uint64)) + np.uint64(stream)
     return _mix(_mix(start) + number)
 
 
-def _mix(value: Numbers) -> Numbers:
+def _mix(value: UInt64s) -> UInt64s:
     """SplitMix64's step: 64 bits in, 64 well mixed bits out, wrapping on purpose."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

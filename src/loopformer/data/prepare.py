@@ -1,25 +1,16 @@
-"""How far a prepared folder has come, on disk: `prepare.state.json` while it is made, `index.json` at the end.
+"""Text → token shards: what `loopformer prepare` does.
 
-with alone_in(folder):
-    ledger = Ledger(folder, settings)
-    index = ledger.begin()       # the index of a finished folder, or None: go on with ledger.sources
-    ledger.commit()              # after the shards were flushed
-    index = ledger.finish(…)
+    index = prepare(["stdlib"], "data/stdlib", train_tokenizer=4096)
+    index = prepare(["news.jsonl.zst=2", "books/=1"], "data/mix", tokenizer="gpt2")
 
-Both files are replaced whole. The state is written only when what it describes is safe on disk, so it is always
-true; whatever the shards hold beyond it is cut off when the work continues.
+The folder gets `tokenizer.json`, shards of token ids for each source and split, and at the end `index.json` with
+counts, checksums and settings. Every document is followed by the end token.
 
-Text → token shards: what `loopformer prepare` does.
-
-index = prepare(["stdlib"], "data/stdlib", train_tokenizer=4096)
-index = prepare(["news.jsonl.zst=2", "books/=1"], "data/mix", tokenizer="gpt2")
-
-The folder gets `tokenizer.json`, shards of token ids for each source and split, and at the end `index.json`
-with counts, checksums and settings. Every document is followed by the end token.
-
-What is written depends only on the settings and the text. After a crash at any moment the same call continues
-at the last commit and ends with the same bytes. Reading and splitting run in a thread beside tokenizing, which
-the `tokenizers` library spreads over the cores; only a few batches of text are in memory.
+What is written depends only on the settings and the text. After a crash at any moment the same call continues at
+the last commit and ends with the same bytes: the ledger on disk (`prepare.state.json`) is replaced whole, and
+only when what it describes is safe, so it is always true; whatever the shards hold beyond it is cut off when the
+work goes on. Reading and splitting run in a thread beside tokenizing, which the `tokenizers` library spreads over
+the cores; only a few batches of text are in memory.
 """
 
 from __future__ import annotations
@@ -39,14 +30,111 @@ import numpy.typing as npt
 
 from loopformer.data.corpus import Position, Source, parse_sources
 from loopformer.data.formats import Meter, need
-from loopformer.data.loader import Ahead
+from loopformer.data.loader import Prefetcher
 from loopformer.data.shards import INDEX_FILE, STATE_FILE, Shard, ShardWriter, damaged_folder, read_index
 from loopformer.data.splits import SPLITS, Split, Splitter, agree, documents, survey
 from loopformer.data.supervised import Example, encode_examples, example_key, example_text, parse_example
 from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError
-from loopformer.files import alone_in, sync_folder, write_atomic
+from loopformer.files import locked, sync_folder, write_atomic
+
+DEFAULT_VOCAB = 4096  # of the tokenizer trained on the spot when none is asked for
+_TOKENIZER_TEXT = 256 << 20  # characters a tokenizer is trained on, at most
+
+Item = str | Example
+Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]  # ids, and flags of supervised examples
+
+
+@dataclass(frozen=True)
+class PrepareProgress:
+    """How far one source is, for a display."""
+
+    source: str
+    text_bytes: int
+    tokens: int
+    fraction: float | None  # of the source; None where its length is unknown
+    phase: str = "tokenizing"
+
+
+def prepare(
+    sources: Sequence[str],
+    out: Path | str,
+    *,
+    tokenizer: str | None = None,
+    train_tokenizer: int | None = None,
+    val_fraction: float | None = None,
+    train_tokens: int | None = None,
+    val_tokens: int | None = None,
+    field: str = "text",
+    supervised: bool = False,
+    shard_tokens: int = 1 << 27,
+    workers: int | None = None,
+    batch_chars: int = 4 << 20,
+    commit_seconds: float = 2.0,
+    report: Callable[[PrepareProgress], None] | None = None,
+) -> dict[str, Any]:
+    """Turn sources into token shards under `out` and return the index; started again, it continues.
+
+    The tokenizer is `tokenizer` (gpt2 or a path), or one trained on the sources with `train_tokenizer` ids;
+    with neither, GPT-2's where text comes from the Hub and a trained one of 4096 ids elsewhere.
+    `val_fraction`, `train_tokens` and `val_tokens` hold for each source and overrule its preset; a split ends
+    after exactly so many tokens. `workers` (cores for tokenizing), `batch_chars`, `commit_seconds` and
+    `report` do not influence the result.
+    """
+    if tokenizer is not None and train_tokenizer is not None:
+        raise LoopformerError("Choose --tokenizer or --train-tokenizer, not both.")
+    for name, number in (("train-tokens", train_tokens), ("val-tokens", val_tokens), ("workers", workers)):
+        if number is not None and number < 1:
+            raise LoopformerError(f"--{name} must be 1 or more, got {number}.")
+    if workers is not None:
+        os.environ["RAYON_NUM_THREADS"] = str(workers)  # the library's only way; read when it first tokenizes
+    limits = {"val_fraction": val_fraction, "train_tokens": train_tokens, "val_tokens": val_tokens}
+    overrides: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
+    parsed = parse_sources(sources, field, supervised=supervised)
+    parsed = tuple(dataclasses.replace(source, **overrides) for source in parsed)
+    if any(source.remote for source in parsed):
+        need("datasets", "A dataset of the Hub")
+    if tokenizer is None and train_tokenizer is None:
+        tokenizer = "gpt2" if any(source.remote for source in parsed) else None
+        train_tokenizer = None if tokenizer else DEFAULT_VOCAB
+    ready = Tokenizer.find(tokenizer) if tokenizer is not None else None
+    settings = {
+        "version": 1,
+        "tokenizer": {"sha256": ready.hash} if ready else {"trained": train_tokenizer},
+        "field": field,
+        "supervised": supervised,
+        "shard_tokens": shard_tokens,
+        "sources": [_describe(source) for source in parsed],
+    }
+    reader = _Reader(field, supervised)
+
+    def announce(name: str, phase: str) -> None:
+        if report:
+            report(PrepareProgress(name, 0, 0, None, phase))
+
+    with locked(Path(out)):
+        ledger = Ledger(Path(out), settings)
+        if (index := ledger.begin()) is not None:
+            return index
+        if not ledger.sources:
+            surveys = []
+            for source in parsed:
+                announce(source.name, "looking through")
+                surveys.append(reader.survey(source))
+            ledger.sources = [SourceState(splitter) for splitter in agree(surveys)]
+        if (ledger.folder / TOKENIZER_FILE).exists():
+            ready = Tokenizer.load(ledger.folder)
+        elif ready is None:
+            announce("tokenizer", f"training, {train_tokenizer} ids")
+            ready = Tokenizer.train(reader.training_texts(parsed, ledger.sources), train_tokenizer or 0)
+        # Only now, so that a wrong field or a missing file leaves no folder and not half a job.
+        ledger.commit()
+        ready.save(ledger.folder)
+        for source, state in zip(parsed, ledger.sources, strict=True):
+            if not state.done:
+                _tokenize(ledger, source, state, reader, ready, batch_chars, commit_seconds, report)
+        return ledger.finish(_index(parsed, ledger.sources, ready))
 
 
 @dataclass
@@ -82,15 +170,15 @@ class Ledger:
         """Begin or go on: the index if the folder is finished, else None and `sources` as they were."""
         index, state = self.folder / INDEX_FILE, self.folder / STATE_FILE
         if index.exists():
-            found = read_index(index)
-            self._compare(found.get("settings"))
+            finished = read_index(index)
+            self._compare(finished.get("settings"))
             state.unlink(missing_ok=True)
-            return found
+            return finished
         if state.exists():
-            found = read_index(state)
-            self._compare(found.get("settings"))
+            unfinished = read_index(state)
+            self._compare(unfinished.get("settings"))
             try:
-                self.sources = [_source_state(source) for source in found["sources"]]
+                self.sources = [_source_state(source) for source in unfinished["sources"]]
             except (KeyError, TypeError) as error:
                 raise damaged_folder(state) from error
             return None
@@ -123,133 +211,31 @@ class Ledger:
             )
 
 
+def _source_state(saved: dict[str, Any]) -> SourceState:
+    splitter, splits = saved["splitter"], {}
+    for split in SPLITS:
+        written = saved["splits"][split]
+        shards, masks = ([Shard(**shard) for shard in written[kind]] for kind in ("shards", "masks"))
+        splits[split] = Written(written["tokens"], written["documents"], written["text_bytes"], shards, masks)
+    return SourceState(
+        Splitter(splitter["fraction"], splitter["piece"], tuple(splitter["held"]), tuple(splitter["kept"])),
+        Position(*saved["position"]),
+        saved["done"],
+        splits,
+    )
+
+
 def _json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def _source_state(found: dict[str, Any]) -> SourceState:
-    return SourceState(
-        splitter=_splitter(**found["splitter"]),
-        position=Position(*found["position"]),
-        done=found["done"],
-        splits={split: _written(found["splits"][split]) for split in SPLITS},
-    )
-
-
-def _written(found: dict[str, Any]) -> Written:
-    shards, masks = ([Shard(**shard) for shard in found[kind]] for kind in ("shards", "masks"))
-    return Written(found["tokens"], found["documents"], found["text_bytes"], shards, masks)
-
-
-def _splitter(fraction: float, piece: int, held: list[int], kept: list[int]) -> Splitter:
-    return Splitter(fraction, piece, tuple(held), tuple(kept))
-
-
-DEFAULT_VOCAB = 4096  # of the tokenizer trained on the spot when none is asked for
-
-
-_TOKENIZER_TEXT = 256 << 20  # characters a tokenizer is trained on, at most
-
-
-Item = str | Example
-
-
-Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]  # ids, and flags of supervised examples
-
-
 @dataclass(frozen=True)
-class Progress:
-    """How far one source is, for a display."""
-
-    source: str
-    text_bytes: int
-    tokens: int
-    fraction: float | None  # of the source; None where its length is unknown
-    phase: str = "tokenizing"
-
-
-@dataclass(frozen=True)
-class _Work:
+class _TextBatch:
     """Documents to tokenize, and how far the source has been read after them."""
 
     items: list[tuple[Split, Item]]
     position: Position
     read: int  # bytes from disk
-
-
-def prepare(
-    sources: Sequence[str],
-    out: Path | str,
-    *,
-    tokenizer: str | None = None,
-    train_tokenizer: int | None = None,
-    val_fraction: float | None = None,
-    train_tokens: int | None = None,
-    val_tokens: int | None = None,
-    field: str = "text",
-    supervised: bool = False,
-    shard_tokens: int = 1 << 27,
-    workers: int | None = None,
-    batch_chars: int = 4 << 20,
-    commit_seconds: float = 2.0,
-    report: Callable[[Progress], None] | None = None,
-) -> dict[str, Any]:
-    """Turn sources into token shards under `out` and return the index; started again, it continues.
-
-    The tokenizer is `tokenizer` (gpt2 or a path), or one trained on the sources with `train_tokenizer` ids;
-    with neither, GPT-2's where text comes from the Hub and a trained one of 4096 ids elsewhere.
-    `val_fraction`, `train_tokens` and `val_tokens` hold for each source and overrule its preset; a split ends
-    after exactly so many tokens. `workers` (cores for tokenizing), `batch_chars`, `commit_seconds` and
-    `report` do not influence the result.
-    """
-    if tokenizer is not None and train_tokenizer is not None:
-        raise LoopformerError("Choose --tokenizer or --train-tokenizer, not both.")
-    for name, number in (("train-tokens", train_tokens), ("val-tokens", val_tokens), ("workers", workers)):
-        if number is not None and number < 1:
-            raise LoopformerError(f"--{name} must be 1 or more, got {number}.")
-    if workers is not None:
-        os.environ["RAYON_NUM_THREADS"] = str(workers)  # the library's only way; read when it first tokenizes
-    given = {"val_fraction": val_fraction, "train_tokens": train_tokens, "val_tokens": val_tokens}
-    overrides: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    parsed = parse_sources(sources, field, supervised=supervised)
-    parsed = tuple(dataclasses.replace(source, **overrides) for source in parsed)
-    if any(source.remote for source in parsed):
-        need("datasets", "A dataset of the Hub")
-    if tokenizer is None and train_tokenizer is None:
-        tokenizer = "gpt2" if any(source.remote for source in parsed) else None
-        train_tokenizer = None if tokenizer else DEFAULT_VOCAB
-    ready = Tokenizer.find(tokenizer) if tokenizer is not None else None
-    settings = {
-        "version": 1,
-        "tokenizer": {"sha256": ready.hash} if ready else {"trained": train_tokenizer},
-        "field": field,
-        "supervised": supervised,
-        "shard_tokens": shard_tokens,
-        "sources": [_describe(source) for source in parsed],
-    }
-    reader = _Reader(field, supervised)
-    with alone_in(Path(out)):
-        ledger = Ledger(Path(out), settings)
-        if (index := ledger.begin()) is not None:
-            return index
-        if not ledger.sources:
-            surveys = []
-            for source in parsed:
-                _tell(report, source.name, "looking through")
-                surveys.append(reader.survey(source))
-            ledger.sources = [SourceState(one) for one in agree(surveys)]
-        if (ledger.folder / TOKENIZER_FILE).exists():
-            ready = Tokenizer.load(ledger.folder)
-        elif ready is None:
-            _tell(report, "tokenizer", f"training, {train_tokenizer} ids")
-            ready = Tokenizer.train(reader.training_texts(parsed, ledger.sources), train_tokenizer or 0)
-        # Only now, so that a wrong field or a missing file leaves an empty folder and not half a job.
-        ledger.commit()
-        ready.save(ledger.folder)
-        for source, state in zip(parsed, ledger.sources, strict=True):
-            if not state.done:
-                _tokenize(ledger, source, state, reader, ready, batch_chars, commit_seconds, report)
-        return ledger.finish(_index(parsed, ledger.sources, ready))
 
 
 @dataclass(frozen=True)
@@ -292,18 +278,18 @@ class _Reader:
                 if left <= 0:
                     break
 
-    def work(self, source: Source, state: SourceState, meter: Meter, batch_chars: int) -> Iterator[_Work]:
+    def batches(self, source: Source, state: SourceState, meter: Meter, batch_chars: int) -> Iterator[_TextBatch]:
         """Batches of about `batch_chars` characters; a batch ends only where a record does."""
         items: list[tuple[Split, Item]] = []
         position, size = state.position, 0
         for after, item in self.items(source, position, meter):
             if size >= batch_chars and after != position:
-                yield _Work(items, position, meter.read)
+                yield _TextBatch(items, position, meter.read)
                 items, size = [], 0
             items += self.split(state.splitter, item)
             size += len(_text(item))
             position = after
-        yield _Work(items, position, meter.read)
+        yield _TextBatch(items, position, meter.read)
 
 
 class _Output:
@@ -364,7 +350,7 @@ def _tokenize(
     tokenizer: Tokenizer,
     batch_chars: int,
     commit_seconds: float,
-    report: Callable[[Progress], None] | None,
+    report: Callable[[PrepareProgress], None] | None,
 ) -> None:
     """Tokenize the rest of one source."""
     meter = Meter(sum(part.size or 0 for part in source.parts[: state.position.part]))
@@ -378,16 +364,16 @@ def _tokenize(
             name = f"{source.name}-{split}"
             output = _Output(ledger, name, _dtype(tokenizer), state.splits[split], limits[split])
             outputs[split] = stack.enter_context(closing(output))
-        batches = stack.enter_context(closing(Ahead(reader.work(source, state, meter, batch_chars))))
-        for work in batches:
-            wanted = [(split, item) for split, item in work.items if not outputs[split].full]
+        batches = stack.enter_context(closing(Prefetcher(reader.batches(source, state, meter, batch_chars))))
+        for batch in batches:
+            wanted = [(split, item) for split, item in batch.items if not outputs[split].full]
             encoded = _encode(tokenizer, [item for _, item in wanted])
             for split, output in outputs.items():
                 own = [number for number, (chosen, _) in enumerate(wanted) if chosen == split]
                 output.append([wanted[number][1] for number in own], [encoded[number] for number in own])
-            state.position = work.position
+            state.position = batch.position
             if report:
-                report(_progress(source, state, work.read))
+                report(_progress(source, state, batch.read))
             if all(output.full for output in outputs.values()):
                 break
             if time.monotonic() - committed >= commit_seconds:
@@ -402,11 +388,6 @@ def _tokenize(
                 )
     state.done = True
     ledger.commit()
-
-
-def _tell(report: Callable[[Progress], None] | None, name: str, phase: str) -> None:
-    if report:
-        report(Progress(name, 0, 0, None, phase))
 
 
 def _encode(tokenizer: Tokenizer, items: list[Item]) -> list[Encoded]:
@@ -426,7 +407,7 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 
-def _progress(source: Source, state: SourceState, read: int) -> Progress:
+def _progress(source: Source, state: SourceState, read: int) -> PrepareProgress:
     tokens = sum(written.tokens for written in state.splits.values())
     fractions = []
     if source.size:
@@ -435,7 +416,7 @@ def _progress(source: Source, state: SourceState, read: int) -> Progress:
         fractions.append(state.splits["train"].tokens / source.train_tokens)
     fraction = min(1.0, max(fractions)) if fractions else None
     size = sum(written.text_bytes for written in state.splits.values())
-    return Progress(source.name, size, tokens, fraction)
+    return PrepareProgress(source.name, size, tokens, fraction)
 
 
 def _describe(source: Source) -> dict[str, Any]:

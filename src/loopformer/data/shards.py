@@ -1,30 +1,17 @@
-"""Numbers on disk: shards of one dtype that grow at the end, and small files that are replaced whole.
+"""A prepared folder on disk: shards of token ids, the index over them, and what reads them.
 
-writer = ShardWriter(folder, "stdlib-train", ".bin", np.uint16, shard_items=1 << 27)
-writer.append(ids); writer.flush()      # on disk, whatever happens next
-writer.finish()                         # [Shard(file="stdlib-train-00000.bin", items=…, sha256=…), …]
+    data = TokenData.open("data/stdlib", "train")
+    data.tokens, data.vocab_size, data.tokenizer.decode(data.sources[0].ids.read(0, 100))
+    data.verify()                           # reads every byte and compares checksums; `train` does, once
 
-Shards are cut after exactly `shard_items` numbers, so what is on disk depends only on what was appended.
-A writer that is opened with the `items` and `shards` of an earlier one continues after its last flush.
+    writer = ShardWriter(folder, "stdlib-train", ".bin", np.uint16, shard_items=1 << 27)
+    writer.append(ids); writer.flush()      # on disk, whatever happens next
+    writer.finish()                         # [Shard(file="stdlib-train-00000.bin", items=…, sha256=…), …]
 
-How far a prepared folder has come, on disk: `prepare.state.json` while it is made, `index.json` at the end.
-
-with alone_in(folder):
-    ledger = Ledger(folder, settings)
-    index = ledger.begin()       # the index of a finished folder, or None: go on with ledger.sources
-    ledger.commit()              # after the shards were flushed
-    index = ledger.finish(…)
-
-Both files are replaced whole. The state is written only when what it describes is safe on disk, so it is always
-true; whatever the shards hold beyond it is cut off when the work continues.
-
-A prepared folder, opened: memory-mapped tokens of one split, checked against the index.
-
-data = TokenData.open("data/stdlib", "train")
-data.tokens, data.vocab_size, data.tokenizer.decode(data.sources[0].ids.read(0, 100))
-data.verify()                     # reads every byte and compares checksums
-
-Opening looks at names, sizes and the tokenizer's hash, which is quick for any corpus.
+Shards hold numbers of one dtype and are cut after exactly `shard_items` of them, so what is on disk depends only
+on what was appended. A writer that is opened with the `items` and `shards` of an earlier one continues after its
+last flush. A folder is finished when it has its `index.json`; until then `prepare.state.json` says how far it is.
+Opening looks at names, sizes and the tokenizer's hash, which is quick for any corpus; tokens are memory-mapped.
 """
 
 from __future__ import annotations
@@ -33,7 +20,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,7 +34,13 @@ import numpy.typing as npt
 from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
-from loopformer.files import blocks_of, sha256_of, writing
+from loopformer.files import DamagedFile, read_json, sha256_of, write_atomic, writing
+
+INDEX_FILE = "index.json"
+STATE_FILE = "prepare.state.json"
+VERIFIED_FILE = "verified.json"  # the shards that a run has compared with their checksums
+_MUCH = 1 << 30  # bytes that take a while to read
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ class Shard:
 
 
 class ShardWriter:
-    """Appends numbers to `STEM-00000.bin`, `STEM-00001.bin`, …; see the module's docstring."""
+    """Appends numbers to `STEM-00000.bin`, `STEM-00001.bin`, …; see the top of this file."""
 
     def __init__(
         self,
@@ -123,7 +116,7 @@ class ShardWriter:
         self._sha = hashlib.sha256()
         with writing(self._path):
             self._stream: BinaryIO = self._path.open("r+b" if self._path.exists() else "w+b")
-            for block in blocks_of(self._stream, size):
+            while size and (block := self._stream.read(min(size, _BLOCK))):
                 self._sha.update(block)
                 size -= len(block)
             if size:
@@ -137,22 +130,12 @@ class ShardWriter:
         self.shards.append(Shard(self._path.name, self._in_shard, self._sha.hexdigest()))
 
 
-INDEX_FILE = "index.json"
-
-
-STATE_FILE = "prepare.state.json"
-
-
 def read_index(path: Path) -> dict[str, Any]:
+    """The index of a finished folder, or the state of an unfinished one."""
     try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise FileProblem(f"{path} cannot be read: {error.strerror or error}.") from error
-    except ValueError as error:
+        return read_json(path)
+    except DamagedFile as error:
         raise damaged_folder(path) from error
-    if not isinstance(found, dict):
-        raise damaged_folder(path)
-    return found
 
 
 def damaged_folder(path: Path) -> FileProblem:
@@ -164,7 +147,7 @@ def is_prepared(folder: Path | str) -> bool:
     return (Path(folder) / INDEX_FILE).is_file()
 
 
-class Sharded:
+class ShardedArray:
     """Several files read as one long array."""
 
     def __init__(self, folder: Path, shards: Sequence[Shard], dtype: npt.DTypeLike) -> None:
@@ -187,12 +170,6 @@ class Sharded:
             number += 1
         return np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
 
-    def verify(self) -> None:
-        for shard in self.shards:
-            path = self._folder / shard.file
-            if sha256_of(path) != shard.sha256:
-                raise FileProblem(f"{path} has changed since it was made; prepare the folder again.")
-
 
 @dataclass(frozen=True)
 class SourceData:
@@ -200,8 +177,8 @@ class SourceData:
 
     name: str
     weight: float | None
-    ids: Sharded
-    flags: Sharded | None
+    ids: ShardedArray
+    flags: ShardedArray | None
 
 
 @dataclass(frozen=True)
@@ -229,14 +206,14 @@ class TokenData:
         index = read_index(path)
         try:
             sources = tuple(_sources(folder, index, split))
-            told = index["tokenizer"]
-            data = cls(folder, split, sources, told["vocab_size"], told["end"], _hash(path))
+            described = index["tokenizer"]
+            data = cls(folder, split, sources, described["vocab_size"], described["end"], sha256_of(path))
         except (KeyError, TypeError, AttributeError) as error:
-            raise FileProblem(f"{path} is damaged; delete the folder and prepare it again.") from error
+            raise damaged_folder(path) from error
         if not sources:
             raise FileProblem(f"{folder} has no {split} split; prepare it again with another --val-fraction.")
         tokenizer = folder / TOKENIZER_FILE
-        if not tokenizer.is_file() or _hash(tokenizer) != told["sha256"]:
+        if not tokenizer.is_file() or sha256_of(tokenizer) != described["sha256"]:
             raise FileProblem(
                 f"{tokenizer} is not the tokenizer that made these shards; restore it or prepare the folder again."
             )
@@ -251,12 +228,39 @@ class TokenData:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.folder)
 
-    def verify(self) -> None:
-        """Read everything and compare with the checksums of the index."""
-        for source in self.sources:
-            source.ids.verify()
-            if source.flags is not None:
-                source.flags.verify()
+    def verify(self, *, changed_only: bool = False, say: Callable[[str], None] | None = None) -> None:
+        """Read every shard and compare it with the checksum of the index.
+
+        With `changed_only` a shard is read once, and again only after its size or time has changed: what was read
+        is noted in the folder, where that can be written to. `say` gets a sentence where there is much to read.
+        """
+        note = self.folder / VERIFIED_FILE
+        known = _verified(note) if changed_only else {}
+        arrays = [array for source in self.sources for array in (source.ids, source.flags) if array is not None]
+        marks: dict[Shard, list[Any]] = {}
+        for shard in (shard for array in arrays for shard in array.shards):
+            status = (self.folder / shard.file).stat()
+            marks[shard] = [status.st_size, status.st_mtime_ns, shard.sha256]
+        unknown = [shard for shard, mark in marks.items() if known.get(shard.file) != mark]
+        size = sum(marks[shard][0] for shard in unknown)
+        if say and size >= _MUCH:
+            say(f"comparing {size / 1e9:.1f} GB of shards in {self.folder} with their checksums")
+        for shard in unknown:
+            path = self.folder / shard.file
+            if sha256_of(path) != shard.sha256:
+                raise FileProblem(f"{path} has changed since it was made; prepare the folder again.")
+        if changed_only and unknown:
+            known |= {shard.file: mark for shard, mark in marks.items()}
+            with suppress(FileProblem):  # a folder that is read-only, or not ours
+                write_atomic(note, (json.dumps(known, indent=1) + "\n").encode())
+
+
+def _verified(note: Path) -> dict[str, Any]:
+    """Size, time and checksum of the shards that were found right, by name."""
+    try:
+        return read_json(note)
+    except FileProblem:  # not there yet, or no use
+        return {}
 
 
 def _sources(folder: Path, index: dict[str, Any], split: str) -> Iterator[SourceData]:
@@ -264,8 +268,8 @@ def _sources(folder: Path, index: dict[str, Any], split: str) -> Iterator[Source
         if split in source["splits"]:
             written = source["splits"][split]
             shards, masks = ([Shard(**shard) for shard in written[kind]] for kind in ("shards", "masks"))
-            ids = Sharded(folder, shards, index["dtype"])
-            flags = Sharded(folder, masks, np.uint8) if masks else None
+            ids = ShardedArray(folder, shards, index["dtype"])
+            flags = ShardedArray(folder, masks, np.uint8) if masks else None
             yield SourceData(source["name"], source["weight"], ids, flags)
 
 
@@ -279,7 +283,3 @@ def _map(path: Path, items: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
             "it is cut short or damaged, so copy it again or prepare the folder again."
         )
     return np.memmap(path, dtype=dtype, mode="r")
-
-
-def _hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,7 +1,7 @@
 """Which text is trained on and which is held out: decided by a hash of the text, so never both.
 
-splitter = survey(read_texts, fraction=0.01)   # looks at the source first
-splitter.split(document)                       # [("train", "…"), ("val", "…"), …]
+    splitter = survey(read_texts, fraction=0.01)   # looks at the source first
+    splitter.split(document)                       # [("train", "…"), ("val", "…"), …]
 
 A document goes where its hash sends it, whatever its place and whatever else is in the source. A source of
 few documents is cut at paragraph borders first, each paragraph goes where *its* hash sends it, and neighbours
@@ -89,7 +89,7 @@ def agree(splitters: Sequence[Splitter]) -> list[Splitter]:
     fraction = max(splitter.fraction for splitter in splitters)
     held = {number for splitter in splitters for number in splitter.held}
     kept = {number for splitter in splitters for number in splitter.kept} - held
-    return [Splitter(fraction, one.piece, tuple(sorted(held)), tuple(sorted(kept))) for one in splitters]
+    return [Splitter(fraction, each.piece, tuple(sorted(held)), tuple(sorted(kept))) for each in splitters]
 
 
 def documents(text: str) -> list[str]:
@@ -121,9 +121,9 @@ def cut(text: str, least: int, most: int) -> list[str]:
 def _border(text: str, marks: Sequence[str], least: int, most: int) -> int | None:
     """The end of the first mark that ends between `least` and `most`; an earlier kind of mark goes first."""
     for mark in marks:
-        found = text.find(mark, max(0, least - len(mark)), most)
-        if found >= 0:
-            return found + len(mark)
+        place = text.find(mark, max(0, least - len(mark)), most)
+        if place >= 0:
+            return place + len(mark)
     return None
 
 

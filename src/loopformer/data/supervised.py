@@ -1,7 +1,7 @@
 """Supervised examples: a prompt and a response, or a chat, as tokens with loss on the responses only.
 
-{"prompt": "2 + 2?", "response": "4"}
-{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    {"prompt": "2 + 2?", "response": "4"}
+    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 
 Both become the same text, turn by turn, where ⏎ is a line break and END the tokenizer's end token:
 

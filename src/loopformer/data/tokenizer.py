@@ -1,9 +1,9 @@
 """Text ↔ token ids: a thin wrapper over the `tokenizers` library that travels as one file, tokenizer.json.
 
-Tokenizer.find("gpt2")                      # GPT-2's BPE from the Hub
-Tokenizer.find("folder")                    # tokenizer.json, or GPT-2's encoder.json and vocab.bpe
-Tokenizer.train(texts, vocab_size=4096)     # byte-level BPE, the same for the same text
-tokenizer.encode("Hello world"); tokenizer.decode([15496, 995])
+    Tokenizer.find("gpt2")                      # GPT-2's BPE from the Hub
+    Tokenizer.find("folder")                    # tokenizer.json, or GPT-2's encoder.json and vocab.bpe
+    Tokenizer.train(texts, vocab_size=4096)     # byte-level BPE, the same for the same text
+    tokenizer.encode("Hello world"); tokenizer.decode([15496, 995])
 
 Text never encodes to a special token: a document that contains the characters `<|endoftext|>` stays text.
 """
@@ -64,7 +64,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Each text on its own, in parallel."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [one.ids for one in encoded]
+        return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of the ids; the end token shows only with `special`."""
@@ -81,7 +81,7 @@ class Tokenizer:
         """Bytes of each id where a character of a token is one byte; None for other kinds of tokenizers."""
         saved = json.loads(self._text)
         decoder = saved.get("decoder") or {}
-        if "ByteLevel" not in [one["type"] for one in (decoder, *decoder.get("decoders", ())) if one]:
+        if "ByteLevel" not in [part["type"] for part in (decoder, *decoder.get("decoders", ())) if part]:
             return None
         lengths = [0] * self.vocab_size
         for token, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
@@ -124,13 +124,13 @@ class Tokenizer:
         import tokenizers
 
         try:
-            found = tokenizers.Tokenizer.from_pretrained(repository)
+            downloaded = tokenizers.Tokenizer.from_pretrained(repository)
         except Exception as error:  # whatever the network or the Hub throws
             raise LoopformerError(
                 f"The tokenizer {repository} cannot be downloaded; connect, give --tokenizer a local folder, "
                 "or use --train-tokenizer 4096."
             ) from error
-        return cls(found.to_str(), repository)
+        return cls(downloaded.to_str(), repository)
 
     @classmethod
     def from_gpt2_files(cls, vocab: Path, merges: Path) -> Tokenizer:

@@ -47,6 +47,8 @@ from loopformer.files import write_atomic
 from loopformer.inference.adaptive.ladder import Ladder, check_fill, rung
 from loopformer.inference.adaptive.policy import Policy, check_measure, policy_from
 from loopformer.model import LoopedLM
+from loopformer.plots import Line, Panel, available, line_figure
+from loopformer.plots import save as save_picture
 from loopformer.trajectory import Trajectory
 
 MODES = ("token", "prompt")
@@ -339,35 +341,25 @@ def read_policy(path: str | Path, model: LoopedLM) -> Policy:
 
 def draw(found: dict[str, Any], folder: str | Path) -> Path | None:
     """Quality against mean compute beside the fixed budgets, by both counts; None without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-    except ImportError:
+    if not available():
         return None
-    policy = found["policy"]
-    name = f"adaptive per {policy['mode']}, {policy['measure']}" + (
-        f", fill {policy['fill']}" if "fill" in policy else ""
-    )
+    policy, picked = found["policy"], found["picked"]
+    fill = f", fill {policy['fill']}" if "fill" in policy else ""
     labels = {"uniform": "fixed, uniform", "ladder": "fixed, rungs of the ladder"}
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, constrained_layout=True)
     counts = {"passes": "passes per token, one after another", "compute": "FLOPs per token, as loops"}
-    for axis, (count, what) in zip(axes, counts.items(), strict=True):
-        for family, rows in found["fixed"].items():
-            axis.plot([one[count] for one in rows], [one["perplexity"] for one in rows], "o-", label=labels[family])
-        curve = sorted(found["curve"], key=lambda one: float(one[count]))
-        line = "--" if count == found["wanted"]["count"] else ""  # by the other count they are in no order
-        axis.plot([one[count] for one in curve], [one["perplexity"] for one in curve], f"s{line}", label=name)
-        picked = found["picked"]
-        axis.plot(picked[count], picked["perplexity"], "*", markersize=14, color="black", label="picked")
-        axis.set(xlabel=what)
-    axes[0].set(ylabel="perplexity")
-    axes[0].legend()
-    path = Path(folder) / PICTURE
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+
+    def line(label: str, rows: list[dict[str, Any]], count: str, dash: int | None) -> Line:
+        return Line(label, [row[count] for row in rows], [row["perplexity"] for row in rows], dash=dash)
+
+    panels: list[Panel] = []
+    for count, xlabel in counts.items():
+        lines = [line(labels[family], rows, count, 0) for family, rows in found["fixed"].items()]
+        curve = sorted(found["curve"], key=lambda row: float(row[count]))
+        dash = 1 if count == found["wanted"]["count"] else None  # by the other count they are in no order
+        lines.append(line(f"adaptive per {policy['mode']}, {policy['measure']}{fill}", curve, count, dash))
+        lines.append(Line("picked", [picked[count]], [picked["perplexity"]], star=True))
+        panels.append(Panel(lines, xlabel=xlabel, ylabel="" if panels else "perplexity"))
+    return save_picture(line_figure(panels, share_y=True), Path(folder) / PICTURE)
 
 
 def _plain(outcome: Outcome) -> dict[str, Any]:

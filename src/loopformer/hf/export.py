@@ -31,6 +31,7 @@ from loopformer.errors import FileProblem, LoopformerError, require
 from loopformer.files import read_json, sha256_of
 from loopformer.hf.configuration import LoopFormerConfig
 from loopformer.hf.modeling import LoopFormerForCausalLM
+from loopformer.loading import find_model, model_folder
 from loopformer.loading.folder import (
     CONFIG,
     FOLDER,
@@ -42,7 +43,6 @@ from loopformer.loading.folder import (
     step_of,
     write_safetensors,
 )
-from loopformer.loading.published import find_model, model_folder
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
 from loopformer.training.reporting import read_metrics

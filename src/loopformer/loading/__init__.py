@@ -1,7 +1,102 @@
-"""Models on disk: find.py (whatever it is) · folder.py (ours) · runs.py (training runs) · published.py (the
-authors' weights) · tensors.py (reading files safely) · build.py (settings and tensors to a model)."""
+"""Models on disk: folder.py (our own model and run folders) · published.py (the authors' weights).
 
-from loopformer.loading.folder import load_model, save_model
-from loopformer.loading.published import find_config, find_model, from_state_dict, load_published
+model, tokenizer_folder = find_model("runs/demo")     # whatever it is: a run, a model folder, published weights
+config, tokenizer_folder = find_config("runs/demo")   # the same without the weights
+"""
 
-__all__ = ["find_config", "find_model", "from_state_dict", "load_model", "load_published", "save_model"]
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from loopformer.config import ModelConfig
+from loopformer.errors import FileProblem
+from loopformer.loading.folder import (
+    CONFIG,
+    TOKENIZER,
+    WEIGHTS,
+    damage,
+    is_checkpoint,
+    is_model_folder,
+    is_run_folder,
+    load_model,
+    newest_model,
+    read_config,
+    save_model,
+)
+from loopformer.loading.published import from_state_dict, load_published
+from loopformer.model import LoopedLM
+
+__all__ = [
+    "find_config",
+    "find_model",
+    "from_model_folder",
+    "from_state_dict",
+    "load_model",
+    "load_published",
+    "model_folder",
+    "save_model",
+]
+
+T = TypeVar("T")
+
+
+def find_model(
+    source: str | Path, heads: int | None = None, loops: int | None = None
+) -> tuple[LoopedLM, Path | None]:
+    """The model, in fp32 on the CPU, and the folder of its tokenizer where there is one."""
+
+    def read(folder: Path) -> tuple[LoopedLM, Path | None]:
+        model = load_model(folder) if is_model_folder(folder) else load_published(source, heads, loops)
+        return model, _tokenizer_folder(folder)
+
+    return from_model_folder(source, read)
+
+
+def find_config(
+    source: str | Path, heads: int | None = None, loops: int | None = None
+) -> tuple[ModelConfig, Path | None]:
+    """The same without the weights, where their sizes are written beside them."""
+
+    def read(folder: Path) -> tuple[ModelConfig, Path | None]:
+        config = read_config(folder) if is_model_folder(folder) else load_published(source, heads, loops).config
+        return config, _tokenizer_folder(folder)
+
+    return from_model_folder(source, read)
+
+
+def _tokenizer_folder(folder: Path) -> Path | None:
+    return folder if (folder / TOKENIZER).is_file() else None
+
+
+def from_model_folder(source: str | Path, read: Callable[[Path], T]) -> T:
+    """What `read` makes of the folder that holds the model.
+
+    A run that goes on may rotate its checkpoint away while it is read; then it is the next newest.
+    """
+    while True:
+        folder = model_folder(source)
+        try:
+            return read(folder)
+        except (FileProblem, OSError):
+            if not is_run_folder(source) or folder.is_dir():
+                raise
+
+
+def model_folder(source: str | Path) -> Path:
+    """The folder that holds the model: of a run its newest whole checkpoint, anything else as it is.
+
+    A checkpoint that is named itself is held against its checksums, too.
+    """
+    path = Path(source)
+    if is_run_folder(path):
+        return newest_model(path, _warn)
+    if is_checkpoint(path) and (wrong := damage(path, (WEIGHTS, CONFIG, TOKENIZER))) is not None:
+        raise FileProblem(f"The checkpoint {path} is damaged ({wrong}); use another one of its run.")
+    return path
+
+
+def _warn(sentence: str) -> None:
+    print(sentence, file=sys.stderr)

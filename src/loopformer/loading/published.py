@@ -1,16 +1,19 @@
-"""The authors' published weights: names, kinds and sizes, mapped onto `LoopedLM`.
+"""The authors' published weights: read without running anything that comes with them, mapped onto `LoopedLM`.
 
-    load_published("armenjeddi/LoopFormer-3block-8iterations", loops=8)
+    load_published("armenjeddi/LoopFormer-3block-8iterations", loops=8)    # a Hub id, a file or a folder
     from_state_dict(tensors, heads=32, loops=8)
 
-The kind of model and all sizes are inferred from the tensors. The number of heads and of loops are not in
-them: they come from the config or metadata beside the weights, else from the caller.
+The kind of model and all sizes are inferred from the tensors. The number of heads and of loops are not in them:
+they come from the config or metadata beside the weights, else from the caller.
 
-Find a model whatever the user points at: a run, a model folder of ours, or published weights.
+Safetensors hold no code. A `.pt` is read with `weights_only=True`; the settings object that the authors' training
+pickles becomes an inert record, and a file that asks for anything else is refused.
 """
 
+from __future__ import annotations
+
+import pickle
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +22,16 @@ from torch import Tensor
 
 from loopformer.config import Conditioning, ModelConfig
 from loopformer.errors import FileProblem, LoopformerError
-from loopformer.loading.folder import (
-    TOKENIZER,
-    build,
-    is_model_folder,
-    is_run_folder,
-    load_model,
-    newest_model,
-    read,
-    read_config,
-)
+from loopformer.files import read_json
+from loopformer.loading.folder import CONFIG, build, read_safetensors
 from loopformer.model import LoopedLM
 
+Tensors = dict[str, Tensor]
+Settings = dict[str, Any]
 HEAD_KEYS = ("n_head", "heads", "num_attention_heads")
-
-
 LOOP_KEYS = ("max_model_loops", "max_loops", "loops", "num_loops")
-
-
 GPT2_TOKENS, GPT2_ROWS = 50257, 50304  # the published models pad GPT-2's vocabulary to this many rows
-
-
 _WRAPPERS = re.compile(r"^((gpt|module|_orig_mod)\.)+|_orig_mod\.")
-
-
 _NAMES = (  # theirs (one group at most: the block's number) → ours
     (r"transformer\.wte\.weight", "tokens.weight"),
     (r"transformer\.wpe\.weight", "places.weight"),
@@ -60,18 +49,16 @@ _NAMES = (  # theirs (one group at most: the block's number) → ours
     (r"dt_embedder\.mlp\.0\.(weight|bias)", r"conditioner.step.up.\1"),
     (r"dt_embedder\.mlp\.2\.(weight|bias)", r"conditioner.step.out.\1"),
 )
-
-
 _IGNORED = re.compile(r"transformer\.h\.(?:blocks\.)?\d+\.attn\.bias")  # a causal mask kept as a buffer
 
 
 def load_published(source: str | Path, heads: int | None = None, loops: int | None = None) -> LoopedLM:
     """Published weights from a file, a folder or a Hub id, in fp32."""
-    tensors, facts = read(source)
+    tensors, settings = read_weights(source)
     return from_state_dict(
         tensors,
-        heads=_settle("heads", facts, HEAD_KEYS, heads),
-        loops=_settle("loops", facts, LOOP_KEYS, loops),
+        heads=_settle("heads", settings, HEAD_KEYS, heads),
+        loops=_settle("loops", settings, LOOP_KEYS, loops),
     )
 
 
@@ -85,15 +72,15 @@ def from_state_dict(tensors: dict[str, Tensor], heads: int | None = None, loops:
     return build(config, ours, lambda name: _published_name(name, theirs))
 
 
-def _settle(what: str, facts: dict[str, Any], keys: tuple[str, ...], given: int | None) -> int | None:
+def _settle(what: str, settings: Settings, keys: tuple[str, ...], given: int | None) -> int | None:
     """The value that stands beside the weights, else the caller's; a contradiction is an error."""
     for key in keys:
-        if isinstance(facts.get(key), int):
-            if given is not None and given != facts[key]:
+        if isinstance(settings.get(key), int):
+            if given is not None and given != settings[key]:
                 raise LoopformerError(
-                    f"The weights' own config says {key} = {facts[key]}, not {given}; leave --{what} out."
+                    f"The weights' own config says {key} = {settings[key]}, not {given}; leave --{what} out."
                 )
-            return int(facts[key])
+            return int(settings[key])
     return given
 
 
@@ -168,32 +155,103 @@ def _drop_tied_head(tensors: dict[str, Tensor]) -> None:
         raise FileProblem("lm_head.weight differs from transformer.wte.weight; only tied embeddings are supported.")
 
 
-def find_model(
-    source: str | Path, heads: int | None = None, loops: int | None = None
-) -> tuple[LoopedLM, Path | None]:
-    """The model, in fp32 on the CPU, and the folder of its tokenizer where there is one."""
-    folder = model_folder(source)
-    model = load_model(folder) if is_model_folder(folder) else load_published(source, heads, loops)
-    return model, _tokenizer_folder(folder)
+def read_weights(source: str | Path) -> tuple[Tensors, Settings]:
+    """Tensors and settings from a `.safetensors` or `.pt` file, a folder that holds one, or a Hub id."""
+    path = Path(source)
+    if path.is_dir():
+        return read_folder(path)
+    if path.suffix == ".safetensors" and path.is_file():
+        return read_safetensors(path)
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt") and path.is_file():
+        return read_pt(path)
+    if path.is_file():
+        raise FileProblem(
+            f"{path} is neither .safetensors nor .pt; give a weights file or the folder that holds one."
+        )
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
+        return read_folder(fetch(str(source)))
+    raise FileProblem(f"There is no file or folder {source}; check the path.")
 
 
-def find_config(
-    source: str | Path, heads: int | None = None, loops: int | None = None
-) -> tuple[ModelConfig, Path | None]:
-    """The same without the weights, where their sizes are written beside them."""
-    folder = model_folder(source)
-    config = read_config(folder) if is_model_folder(folder) else load_published(source, heads, loops).config
-    return config, _tokenizer_folder(folder)
+def fetch(hub_id: str) -> Path:
+    """Download (or find in the cache) a model's safetensors and JSON files; its code is never fetched."""
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:  # the Hub client raises many kinds, also from the HTTP library below it
+        reason = " ".join(str(error).split())[:80]
+        raise FileProblem(
+            f"{hub_id} is no local path and could not be had from the Hugging Face Hub ({reason}); "
+            "check the name and the connection."
+        ) from error
 
 
-def _tokenizer_folder(folder: Path) -> Path | None:
-    return folder if (folder / TOKENIZER).is_file() else None
+def read_folder(folder: Path) -> tuple[Tensors, Settings]:
+    """All safetensors of a folder (sharded or not), or its only `.pt`; settings from its `config.json`."""
+    settings: Settings = {}
+    config = folder / CONFIG
+    if config.is_file():
+        settings |= read_json(config)
+    tensors: Tensors = {}
+    if files := sorted(folder.glob("*.safetensors")):
+        for file in files:
+            shard, metadata = read_safetensors(file)
+            tensors |= shard
+            settings = metadata | settings
+        return tensors, settings
+    checkpoints = sorted(folder.glob("*.pt"))
+    if len(checkpoints) == 1:
+        tensors, more = read_pt(checkpoints[0])
+        return tensors, more | settings
+    content = "more than one .pt file; name one of them" if checkpoints else "no .safetensors or .pt file"
+    raise FileProblem(f"The folder {folder} holds {content}.")
 
 
-def model_folder(source: str | Path) -> Path:
-    """The folder that holds the model of a run; anything else as it is."""
-    return newest_model(source, _warn) if is_run_folder(source) else Path(source)
+def read_pt(path: Path) -> tuple[Tensors, Settings]:
+    """A training checkpoint of the authors, or a bare state dict."""
+    try:
+        stand_ins: list[Any] = [
+            _stand_in(name, path) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        ]
+        with torch.serialization.safe_globals(stand_ins):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileProblem:
+        raise
+    except (RuntimeError, ValueError, EOFError, OSError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise FileProblem(
+            f"{path} is not a whole PyTorch checkpoint ({reason}); fetch or save it again."
+        ) from error
+    if not isinstance(content, dict):
+        raise FileProblem(f"{path} holds {type(content).__name__}, not a dictionary of tensors; save a state dict.")
+    settings: Settings = {}
+    for key in ("config", "model_args"):
+        value = content.get(key)
+        settings |= vars(value) if isinstance(value, _InertRecord) else value if isinstance(value, dict) else {}
+    weights = content.get("model", content)
+    if not isinstance(weights, dict):
+        raise FileProblem(f"{path} holds no state dict under 'model'; save model.state_dict() there.")
+    return {name: value for name, value in weights.items() if isinstance(value, Tensor)}, settings
 
 
-def _warn(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
+def _stand_in(name: str, path: Path) -> tuple[Any, str]:
+    """What to put in the place of a name that a pickle asks for; refuse all but the settings and NumPy scalars."""
+    numpy_scalar = r"numpy\.(core|_core)\.multiarray\.scalar|numpy\.dtype|numpy\.dtypes\.\w+"
+    if name.rpartition(".")[2] == "GPTConfig" or re.fullmatch(numpy_scalar, name):
+        return type("Record", (_InertRecord,), {}), name
+    raise FileProblem(
+        f"{path} would run {name} when loaded, so it is refused; convert it to safetensors where you trust it: "
+        "safetensors.torch.save_file(torch.load(path)['model'], 'model.safetensors')."
+    )
+
+
+class _InertRecord:
+    """Takes the place of a pickled object: keeps its plain attributes, has no behaviour."""
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)

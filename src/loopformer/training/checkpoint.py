@@ -18,6 +18,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -60,7 +61,7 @@ def write_checkpoint(
         if ranks.main:
             _seal(part)
             if place.exists():
-                shutil.rmtree(place)
+                _remove(place)
             os.rename(part, place)
             sync_folder(place.parent)
 
@@ -98,20 +99,31 @@ def _seal(part: Path) -> None:
     sync_folder(part)
 
 
-def drop_beyond(run: Path, step: int) -> None:
-    """Delete checkpoints newer than the one a run goes on from: they are damaged, or it would go on from them."""
+def set_aside_newer(run: Path, step: int) -> list[Path]:
+    """Rename checkpoints newer than the one a run goes on from: they are damaged, and in the way of new ones."""
+    aside = []
     for path in checkpoints(run):
         if step_of(path) > step:
-            shutil.rmtree(path, ignore_errors=True)
+            places = (path.with_name(f"{path.name}.damaged{'' if n == 1 else f'-{n}'}") for n in count(1))
+            aside.append(path.rename(next(place for place in places if not place.exists())))
+    return aside
 
 
 def rotate(run: Path, keep: int, best: int | None) -> None:
     """Delete all but the newest `keep` checkpoints and the best one."""
     for path in checkpoints(run)[:-keep]:
         if step_of(path) != best:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
     for path in (run / FOLDER).glob("*.part"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint so that whoever reads it finds it whole or gone, not half of it."""
+    gone = checkpoint.with_name(checkpoint.name + ".old.part")  # rotate clears such names where a crash leaves one
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(checkpoint, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

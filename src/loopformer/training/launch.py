@@ -12,11 +12,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from loopformer.config import RunConfig, load_run, read_yaml, run_from_mapping, run_to_yaml, with_expected_vocab
+from loopformer.config import RunConfig, load_run, run_from_mapping, run_to_yaml, with_expected_vocab
 from loopformer.data.shards import TokenData, is_prepared
+from loopformer.data.splits import SPLITS
 from loopformer.device import available_bytes
 from loopformer.errors import FileProblem, LoopformerError
-from loopformer.files import alone_in, write_atomic, writing
+from loopformer.files import locked, read_yaml, write_atomic, writing
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, checkpoints
 from loopformer.training.batches import pieces
@@ -67,7 +68,7 @@ def launch(
     out = Path(out)
     run, given = _settings(source, overrides, out, resume)
     ranks = Ranks.start(run.training.device)
-    with alone_in(out) if ranks.main else nullcontext(), out_of_memory_advice():
+    with locked(out) if ranks.main else nullcontext(), out_of_memory_advice():
         before = _stored(out) if resume and checkpoints(out) else None
         if before is not None:
             run = _continued(before, run, given)
@@ -78,6 +79,10 @@ def launch(
                 _prepare_if_asked(run, say)
             ranks.wait()
             run = settle_run(run, given, TokenData.open(run.data.path, "train"))
+        if ranks.main:
+            for split in SPLITS:
+                TokenData.open(run.data.path, split).verify(changed_only=True, say=say)
+        ranks.wait()
         trainer = Trainer(run, out, ranks, resume, quiet)
         if ranks.main:
             write_atomic(out / SETTINGS, run_to_yaml(run).encode())
@@ -133,7 +138,7 @@ def _stored_file(out: Path) -> Path | None:
 
 def _stored(out: Path) -> RunConfig | None:
     stored = _stored_file(out)
-    return None if stored is None else run_from_mapping(read_yaml(stored, str(stored)))
+    return None if stored is None else run_from_mapping(read_yaml(stored))
 
 
 def _prepare_if_asked(run: RunConfig, say: Callable[[str], None]) -> None:

@@ -25,7 +25,7 @@ import torch
 
 from loopformer.config import RunConfig, run_to_yaml
 from loopformer.config.run import validation_budgets
-from loopformer.data.loader import NO_LOSS, Ahead, Batch, Loader, validation_windows
+from loopformer.data.loader import NO_LOSS, Batch, Loader, Prefetcher, validation_windows
 from loopformer.data.shards import TokenData
 from loopformer.device import device_name, peak_flops
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
@@ -33,10 +33,10 @@ from loopformer.files import read_json
 from loopformer.loading.folder import SETTINGS, STATE, latest_good, load_model, save_tensors
 from loopformer.training.batches import Piece, pieces, short_trajectory
 from loopformer.training.checkpoint import (
-    drop_beyond,
     optimizer_tensors,
     restore_optimizer,
     rotate,
+    set_aside_newer,
     write_checkpoint,
 )
 from loopformer.training.distributed import Parallel, Ranks, whole
@@ -105,7 +105,8 @@ class Trainer:
         for note in notes:
             self.reporter.say(note)
         if checkpoint and ranks.main:
-            drop_beyond(out, self.progress.step)
+            for aside in set_aside_newer(out, self.progress.step):
+                self.reporter.say(f"It is kept as {aside}.")
         if resume:
             self.reporter.say(f"going on from {checkpoint}" if checkpoint else "no checkpoint yet; starting anew")
 
@@ -159,8 +160,8 @@ class Trainer:
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         started = time.perf_counter()
         try:
-            with self.reporter, closing(Ahead(self._batches(), depth=2)) as ahead:
-                self._loop(ahead)
+            with self.reporter, closing(Prefetcher(self._batches(), depth=2)) as batches:
+                self._loop(batches)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -1,6 +1,7 @@
 """Opening a prepared folder: reads across shards, and every kind of damage is one sentence with the file's name."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from loopformer.data.shards import TokenData
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
+from loopformer.files import sha256_of
 
 
 @pytest.fixture
@@ -73,6 +75,48 @@ def test_changed_shard(folder: Path) -> None:
     with pytest.raises(FileProblem, match=r"news-val-00000.bin has changed"):
         data.verify()
     TokenData.open(folder).verify()
+
+
+def test_shards_are_read_once_per_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def counted(path: Path) -> str:
+        if path.suffix == ".bin":
+            read.append(path.name)
+        return sha256_of(path)
+
+    monkeypatch.setattr("loopformer.data.shards.sha256_of", counted)
+    names = sorted(path.name for path in folder.glob("news-train-*.bin"))
+    shard = folder / names[1]
+    TokenData.open(folder).verify(changed_only=True)
+    TokenData.open(folder).verify(changed_only=True)
+    assert read == names
+    os.utime(shard, ns=(7, 7))
+    TokenData.open(folder).verify(changed_only=True)
+    TokenData.open(folder).verify(changed_only=True)
+    assert read == [*names, shard.name]
+    TokenData.open(folder).verify()
+    assert read == [*names, shard.name, *names], "asked for all, it reads all"
+    content = bytearray(shard.read_bytes())
+    content[5] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(FileProblem, match=rf"{shard.name} has changed since it was made"):
+        TokenData.open(folder).verify(changed_only=True)
+
+
+@pytest.mark.parametrize("note", ["{", "[]", '{"news-train-00000.bin": 3}', None])
+def test_a_note_that_is_no_use_is_no_error(folder: Path, note: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if note is None:  # a folder that cannot be written to; file permissions do not stop every user
+
+        def refuse(path: Path, content: bytes) -> None:
+            raise FileProblem("read-only")
+
+        monkeypatch.setattr("loopformer.data.shards.write_atomic", refuse)
+    else:
+        (folder / "verified.json").write_text(note)
+    TokenData.open(folder).verify(changed_only=True)
+    TokenData.open(folder).verify(changed_only=True)
+    assert (folder / "verified.json").exists() == (note is not None)
 
 
 def test_other_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:

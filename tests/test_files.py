@@ -1,0 +1,63 @@
+"""What every part writes and reads with: nothing half, nothing left over, one sentence about what is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from loopformer import files
+from loopformer.errors import FileProblem
+from loopformer.files import DamagedFile, locked, read_json, read_yaml, write_atomic
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "a.json", b"{}")
+    write_atomic(tmp_path / "a.json", b'{"b": 1}')
+    assert read_json(tmp_path / "a.json") == {"b": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    with pytest.raises(FileProblem, match=r"Cannot write .*nowhere.*make room and start again"):
+        write_atomic(tmp_path / "nowhere" / "a.json", b"")
+
+
+def test_work_that_fails_leaves_no_empty_folder(tmp_path: Path) -> None:
+    for error in (ValueError, KeyboardInterrupt):
+        with pytest.raises(error), locked(tmp_path / "deep" / "down"):
+            raise error
+        assert not list(tmp_path.iterdir())
+    with pytest.raises(FileNotFoundError), locked(tmp_path / "deep" / "down"):
+        (tmp_path / "deep" / "down").rename(tmp_path / "deep" / "other").joinpath("nothing").read_bytes()
+    assert [path.name for path in tmp_path.rglob("*")] == ["deep", "other"], "what is not empty stays"
+
+
+def test_an_empty_folder_of_the_users_stays(tmp_path: Path) -> None:
+    with pytest.raises(BlockingIOError), locked(tmp_path):
+        raise BlockingIOError  # the work's own, not the lock's
+    assert tmp_path.is_dir()
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    with locked(tmp_path / "out"):
+        with pytest.raises(FileProblem, match="Another process is at work"), locked(tmp_path / "out"):
+            pass
+        assert (tmp_path / "out").is_dir()
+    assert (tmp_path / "out").is_dir(), "work that ended well keeps its folder"
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b"7", b"[" * 100_000])
+def test_wrong_content_is_damage(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(content)
+    for read in (read_json, read_yaml):
+        with pytest.raises(DamagedFile, match=f"{path} (is not readable|must hold)") as caught:
+            read(path)
+        assert "\n" not in str(caught.value)
+    monkeypatch.setattr(files, "_LARGEST", 0)
+    with pytest.raises(DamagedFile, match="too large"):
+        read_json(path)
+
+
+def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path: Path) -> None:
+    for path, reason in [(tmp_path, "Is a directory"), (tmp_path / "nothing", "No such file")]:
+        for read in (read_json, read_yaml):
+            with pytest.raises(FileProblem, match=f"{path} cannot be read: {reason}") as caught:
+                read(path)
+            assert not isinstance(caught.value, DamagedFile)
