@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.errors import require
+from loopformer.inference.score import head_chunks
 from loopformer.model import LoopedLM
 
 _TINY = 1e-300  # instead of a division by zero
@@ -188,17 +189,12 @@ def lens(model: LoopedLM, states: Tensor, chunk: int | None = None) -> tuple[Ten
     size = chunk or max(1, _LOGITS // model.config.vocab)
     divergence = torch.zeros(states.shape[:2], device=states.device)
     agreement = torch.ones_like(divergence)
-    for start in range(0, states.shape[1], size):
-        part = slice(start, start + size)
-        final = _log_probabilities(model, states[-1, part])  # [c, V]
+    for part, final_logits in head_chunks(model, model.final_norm(states[-1]), size):
+        final = final_logits.log_softmax(dim=-1)  # [c, V]
         for number, state in enumerate(states[:-1]):
-            early = _log_probabilities(model, state[part])
+            ((_, logits),) = head_chunks(model, model.final_norm(state[part]), size)
+            early = logits.log_softmax(dim=-1)
             each = F.kl_div(early, final, reduction="none", log_target=True).sum(dim=-1)
             divergence[number, part] = each.clamp_min(0)  # below zero it can only be by rounding
             agreement[number, part] = (early.argmax(dim=-1) == final.argmax(dim=-1)).float()
     return divergence, agreement
-
-
-def _log_probabilities(model: LoopedLM, state: Tensor) -> Tensor:
-    """[c, D] before the final norm → [c, V]; padded rows of the head are no tokens."""
-    return model.head(model.final_norm(state))[:, : model.config.vocab].float().log_softmax(dim=-1)

@@ -105,8 +105,8 @@ def eval_(
             _finish({"tasks": _aggregate(collect, data, include)}, out, as_json)
             return
         if model is not None and export is None:  # first, since tasks may take long to load
-            subject = LoadedModel.open(model, device, dtype)
-            trajectories = subject.trajectories(budgets, trajectory or (), schedule)
+            loaded = LoadedModel.open(model, device, dtype)
+            trajectories = loaded.trajectories(budgets, trajectory or (), schedule)
         suite = None if tasks is None else load_tasks(tasks, data, include, limit)
         if export is not None and suite is not None:
             _export_requests(export, suite)
@@ -114,25 +114,25 @@ def eval_(
         if model is None:
             raise LoopformerError("Say which model to evaluate with --model, such as runs/mine.")
         if score is not None:
-            _score_requests(score, subject, trajectories, out, batch_tokens)
+            _score_requests(score, loaded, trajectories, out, batch_tokens)
             return
-        report: dict[str, Any] = {"model": model, "weights": subject.weights}
+        report: dict[str, Any] = {"model": model, "weights": loaded.weights}
         if text or suite is None:
             protocol = Protocol(window, stride, join, max_tokens)
             texts = text or [own_text(model)]
-            report["perplexity"] = _perplexity(subject, texts, trajectories, protocol, field, batch_tokens)
+            report["perplexity"] = _perplexity(loaded, texts, trajectories, protocol, field, batch_tokens)
         if suite is not None:
-            report["tasks"] = _accuracy(subject, suite, trajectories, batch_tokens)
+            report["tasks"] = _accuracy(loaded, suite, trajectories, batch_tokens)
         _finish(report, out, as_json)
     if not as_json and "perplexity" in report:
-        _say_kept(report["perplexity"], subject.store.folder)
+        _say_kept(report["perplexity"], loaded.store.folder)
 
 
 # Measuring.
 
 
 def _perplexity(
-    subject: "LoadedModel",
+    loaded: "LoadedModel",
     texts: Sequence[str],
     trajectories: "list[Trajectory]",
     protocol: "Protocol",
@@ -142,18 +142,18 @@ def _perplexity(
     """One row for each text and trajectory."""
     from loopformer.evaluation.text import perplexity, read_text
 
-    protocol.sizes(subject.model.config.context)  # before a text is read, which may take long
+    protocol.sizes(loaded.model.config.context)  # before a text is read, which may take long
     rows = []
     with progress() as report:
         for source in texts:
-            text = read_text(source, subject.lm.need_tokenizer(), field, protocol.max_tokens, report)
+            text = read_text(source, loaded.lm.need_tokenizer(), field, protocol.max_tokens, report)
             rows += perplexity(
-                subject.model,
+                loaded.model,
                 text,
                 trajectories,
                 protocol,
-                weights=subject.weights,
-                store=subject.store,
+                weights=loaded.weights,
+                store=loaded.store,
                 batch_tokens=batch_tokens,
                 report=report,
             )
@@ -170,14 +170,14 @@ def load_tasks(tasks: str, data: Path | None, include: Path | None, limit: int |
 
 
 def _accuracy(
-    subject: "LoadedModel", suite: "Suite", trajectories: "list[Trajectory]", batch_tokens: int
+    loaded: "LoadedModel", suite: "Suite", trajectories: "list[Trajectory]", batch_tokens: int
 ) -> dict[str, Any]:
     """Ask a model all requests along each trajectory and put the numbers together."""
     from loopformer.evaluation.benchmarks import ask, model_facts, results
 
     with progress("requests") as report:
-        runs = ask(subject, suite.queries, trajectories, batch_tokens, report)
-    return results(suite, model_facts(subject, runs), runs)
+        runs = ask(loaded, suite.queries, trajectories, batch_tokens, report)
+    return results(suite, model_facts(loaded, runs), runs)
 
 
 # The same in three steps.
@@ -193,7 +193,7 @@ def _export_requests(file: Path, suite: "Suite") -> None:
 
 
 def _score_requests(
-    file: Path, subject: "LoadedModel", trajectories: "list[Trajectory]", out: Path | None, batch_tokens: int
+    file: Path, loaded: "LoadedModel", trajectories: "list[Trajectory]", out: Path | None, batch_tokens: int
 ) -> None:
     """Answer the requests of a file; the harness is not needed."""
     from loopformer.evaluation.benchmarks import ask, model_facts
@@ -202,8 +202,8 @@ def _score_requests(
     requests = read_requests(file)
     out = out or file.with_name(f"{file.name.removesuffix('.jsonl')}.answers.jsonl")
     with progress("requests") as report:
-        runs = ask(subject, requests.queries, trajectories, batch_tokens, report)
-    write_answers(out, Answers(requests.facts, model_facts(subject, runs), runs))
+        runs = ask(loaded, requests.queries, trajectories, batch_tokens, report)
+    write_answers(out, Answers(requests.facts, model_facts(loaded, runs), runs))
     typer.echo(
         f"answers along {', '.join(runs)} written to {out}; --aggregate {out} makes numbers of them", err=True
     )

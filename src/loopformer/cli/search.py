@@ -72,25 +72,25 @@ def search(
         check_drawing(figure)
     with output_file(out), output_file(figure, "--figure"):
         by = by or ("perplexity" if tasks is None else "both")
-        subject = LoadedModel.open(model, device, dtype)
-        subject.model.resolve(budget)  # before anything is read, which may take long
+        loaded = LoadedModel.open(model, device, dtype)
+        loaded.model.resolve(budget)  # before anything is read, which may take long
         protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
-        protocol.sizes(subject.model.config.context)
+        protocol.sizes(loaded.model.config.context)
         suite = None if tasks is None else load_tasks(tasks, data, None, examples)
         source = None if by == "accuracy" and text is None else text or own_text(model)
         with progress("done") as report:
-            tokenizer = subject.lm.need_tokenizer()
+            tokenizer = loaded.lm.need_tokenizer()
             found = run(
-                subject.model,
+                loaded.model,
                 budget,
                 text=None if source is None else read_text(source, tokenizer, field, max_tokens, report),
-                accuracy=None if suite is None else accuracy(subject, suite, batch_tokens, report),
+                accuracy=None if suite is None else accuracy(loaded, suite, batch_tokens, report),
                 tasks=None if suite is None else suite.facts,
                 by=by,
                 limit=limit,
                 protocol=protocol,
-                weights=subject.weights,
-                store=subject.store,
+                weights=loaded.weights,
+                store=loaded.store,
                 batch_tokens=batch_tokens,
                 report=report,
             )

@@ -93,7 +93,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """A policy against fixed budgets of equal cost, on the same tokens."""
 
     count: str
@@ -125,7 +125,7 @@ class Calibrated:
     policy: Policy
     expected: float  # its mean budget on the half that it was picked on
     picked: Outcome
-    verdicts: dict[str, Verdict]
+    verdicts: dict[str, Comparison]
     curve: list[tuple[Policy, Outcome]]
     fixed: dict[str, list[Outcome]]  # by family, budgets 1…L
     tokens: int  # that the outcomes are of
@@ -197,7 +197,7 @@ def calibrate(model: LoopedLM, rows: Ids, wanted: Wanted, report: ReportProgress
     )
 
 
-def verdict(outcome: Outcome, fixed: Sequence[Sequence[Outcome]], count: str) -> Verdict:
+def verdict(outcome: Outcome, fixed: Sequence[Sequence[Outcome]], count: str) -> Comparison:
     """Compare with fixed budgets, by families, at an equal number of passes or FLOPs."""
     best = np.stack([min(each, key=lambda one: one.loss).losses for each in zip(*fixed, strict=True)])  # [L, W]
     cost = cost_of(outcome, count)
@@ -207,7 +207,7 @@ def verdict(outcome: Outcome, fixed: Sequence[Sequence[Outcome]], count: str) ->
     gains = against - outcome.losses
     error = float(gains.std(ddof=1)) / math.sqrt(len(gains))
     fixed_perplexity = math.exp(float(against.mean()))
-    return Verdict(count, cost, outcome.perplexity, fixed_perplexity, float(gains.mean()), error)
+    return Comparison(count, cost, outcome.perplexity, fixed_perplexity, float(gains.mean()), error)
 
 
 def cost_of(outcome: Outcome, count: str) -> float:

@@ -55,7 +55,7 @@ SCHEDULES = ("uniform", "best")
 
 Accuracies = Callable[[Sequence[Trajectory]], Mapping[Trajectory, float]]
 MeasureSchedules = Callable[[Sequence[Trajectory]], dict[Trajectory, Piece]]
-Measured = Mapping[Trajectory, Mapping[str, Any]]
+MeasuredSchedules = Mapping[Trajectory, Mapping[str, Any]]
 
 _BEAM = 2  # a wide beam spends the limit on neighbours instead of moving; 2 came closest on test landscapes
 _RANDOM_STARTS = 8
@@ -205,7 +205,7 @@ def _neighbours(trajectory: Trajectory, loops: int) -> Iterator[Trajectory]:
             yield Trajectory.from_weights(moved)
 
 
-def rank(measured: Measured, by: str) -> list[Trajectory]:
+def rank(measured: MeasuredSchedules, by: str) -> list[Trajectory]:
     """Best first; by both: by the mean of the two ranks. What is no number comes last."""
     costs = [_costs(measured, name) for name in ("perplexity", "accuracy") if by in (name, "both")]
     ranks = [_ranks(column) for column in costs]
@@ -213,7 +213,7 @@ def rank(measured: Measured, by: str) -> list[Trajectory]:
     return sorted(measured, key=lambda trajectory: (place[trajectory], trajectory.steps))
 
 
-def describe(measured: Measured, uniform: Trajectory, by: str, loops: int) -> Piece:
+def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: int) -> Piece:
     """Best, worst, uniform, spread, mean steps and how far perplexity and accuracy agree."""
     order = rank(measured, by)
     rows = [

@@ -245,37 +245,37 @@ class _Collector:
 
     def model(self, source: str, name: str) -> Piece:
         """All parts of one model, and why some of them are missing."""
-        subject = LoadedModel.open(source, self.request.device, self.request.dtype)
+        loaded = LoadedModel.open(source, self.request.device, self.request.dtype)
         training, missing = training_facts(source), dict[str, str]()
         if training is None:
             missing["training"] = "A model without a run says nothing about its training."
         report = self.report
         named = None if report is None else lambda doing, done, total: report(f"{name}: {doing}", done, total)
         measures: dict[str, Callable[[], Piece | list[Piece]]] = {
-            "perplexity": lambda: self._perplexity(subject, named),
-            "tasks": lambda: self._tasks(subject, named),
-            "search": lambda: self._search(subject, named),
-            "analysis": lambda: self._analysis(subject, name, named),
+            "perplexity": lambda: self._perplexity(loaded, named),
+            "tasks": lambda: self._tasks(loaded, named),
+            "search": lambda: self._search(loaded, named),
+            "analysis": lambda: self._analysis(loaded, name, named),
         }
         parts: Piece = dict.fromkeys(PARTS)
         for part, measure in measures.items():
-            why = self._obstacle(subject, part)
+            why = self._obstacle(loaded, part)
             if not why:
                 parts[part], why = self._measured(part, measure)
             if why:
                 missing[part] = why
         return {
-            **_facts(subject, name),
+            **_facts(loaded, name),
             "training": None if training is None else asdict(training),
             **parts,
             "missing": missing,
         }
 
-    def _obstacle(self, subject: LoadedModel, part: str) -> str:
+    def _obstacle(self, loaded: LoadedModel, part: str) -> str:
         """Why a part is not even begun."""
         if part in self.request.skip:
             return f"Left out, as asked for with --skip {part}."
-        if subject.lm.tokenizer is None:
+        if loaded.lm.tokenizer is None:
             return "This model came without a tokenizer; put its tokenizer.json beside its weights."
         if part == "tasks":
             return self.no_suite
@@ -297,42 +297,42 @@ class _Collector:
                 sentence = sentence.replace(text.source, text.name)
             return None, sentence
 
-    def _perplexity(self, subject: LoadedModel, report: ReportProgress | None) -> list[Piece]:
-        request, context = self.request, subject.model.config.context
-        trajectories = [subject.model.resolve(budget) for budget in request.budgets_of(subject.model.config)]
+    def _perplexity(self, loaded: LoadedModel, report: ReportProgress | None) -> list[Piece]:
+        request, context = self.request, loaded.model.config.context
+        trajectories = [loaded.model.resolve(budget) for budget in request.budgets_of(loaded.model.config)]
         rows = []
         for source in request.sources:
-            text = self._text(source, subject.lm.need_tokenizer(), report)
+            text = self._text(source, loaded.lm.need_tokenizer(), report)
             tokens = min(text.tokens, request.max_tokens or text.tokens)
             if tokens < context:
                 raise LoopformerError(
                     f"{text.name} has {tokens} tokens, fewer than one window of {context}; give more."
                 )
             rows += perplexity(
-                subject.model,
+                loaded.model,
                 text,
                 trajectories,
                 Protocol(max_tokens=request.max_tokens),
-                weights=subject.weights,
-                store=subject.store,
+                weights=loaded.weights,
+                store=loaded.store,
                 batch_tokens=request.batch_tokens,
                 report=report,
             )
         return rows
 
-    def _tasks(self, subject: LoadedModel, report: ReportProgress | None) -> list[Piece]:
+    def _tasks(self, loaded: LoadedModel, report: ReportProgress | None) -> list[Piece]:
         from loopformer.evaluation.benchmarks import ask, model_facts, results
 
         assert self.suite is not None
-        trajectories = [subject.model.resolve(budget) for budget in self.request.budgets_of(subject.model.config)]
-        runs = ask(subject, self.suite.queries, trajectories, self.request.batch_tokens, report)
-        rows: list[Piece] = results(self.suite, model_facts(subject, runs), runs)["runs"]
+        trajectories = [loaded.model.resolve(budget) for budget in self.request.budgets_of(loaded.model.config)]
+        runs = ask(loaded, self.suite.queries, trajectories, self.request.batch_tokens, report)
+        rows: list[Piece] = results(self.suite, model_facts(loaded, runs), runs)["runs"]
         return rows
 
-    def _search(self, subject: LoadedModel, report: ReportProgress | None) -> Piece:
+    def _search(self, loaded: LoadedModel, report: ReportProgress | None) -> Piece:
         from loopformer.evaluation.benchmarks import accuracy
 
-        request, loops = self.request, subject.model.config.loops
+        request, loops = self.request, loaded.model.config.loops
         budget = request.search or max(1, loops // 2)
         require(budget <= loops, f"This model has {loops} loops, fewer than the {budget} of --search.")
         require(
@@ -341,36 +341,36 @@ class _Collector:
         )
         suite = self.suite if request.search_tasks else None
         return search(
-            subject.model,
+            loaded.model,
             budget,
-            text=self._text(request.sources[0], subject.lm.need_tokenizer(), report),
-            accuracy=None if suite is None else accuracy(subject, suite, request.batch_tokens, report),
+            text=self._text(request.sources[0], loaded.lm.need_tokenizer(), report),
+            accuracy=None if suite is None else accuracy(loaded, suite, request.batch_tokens, report),
             tasks=None if suite is None else suite.facts,
             protocol=Protocol(max_tokens=request.max_tokens),
-            weights=subject.weights,
-            store=subject.store,
+            weights=loaded.weights,
+            store=loaded.store,
             batch_tokens=request.batch_tokens,
             report=report,
         )
 
-    def _analysis(self, subject: LoadedModel, name: str, report: ReportProgress | None) -> Piece:
+    def _analysis(self, loaded: LoadedModel, name: str, report: ReportProgress | None) -> Piece:
         """Representation dynamics along the full trajectory; kept like the others."""
-        prompts, model = self._prompts(subject.lm.need_tokenizer()), subject.model
+        prompts, model = self._prompts(loaded.lm.need_tokenizer()), loaded.model
         weight = model.tokens.weight
         key = {
             "kind": "dynamics",
-            "weights": subject.weights,
+            "weights": loaded.weights,
             "prompts": prompts.hash,
             "trajectory": str(model.resolve(None)),
             "states": "before",
             "dtype": str(weight.dtype),
             "device": weight.device.type,
         }
-        kept = subject.store.get(key)
+        kept = loaded.store.get(key)
         if kept is None:
             progress = None if report is None else lambda done, total: report("prompts", done, total)
-            dynamics = replace(analyze(model, prompts, "", progress=progress), weights=subject.weights)
-            kept = subject.store.put(key, dynamics.to_json())
+            dynamics = replace(analyze(model, prompts, "", progress=progress), weights=loaded.weights)
+            kept = loaded.store.put(key, dynamics.to_json())
         return {**kept, "model": name, "text": prompts.text, "part": prompts.part, "documents": prompts.documents}
 
     def _text(self, source: TextSource, tokenizer: Tokenizer, report: ReportProgress | None) -> Text:
@@ -389,19 +389,19 @@ class _Collector:
         return self.prompts[tokenizer.hash]
 
 
-def _facts(subject: LoadedModel, name: str) -> Piece:
+def _facts(loaded: LoadedModel, name: str) -> Piece:
     """What the model is and costs."""
-    config, cost = subject.model.config, subject.model.cost
+    config, cost = loaded.model.config, loaded.model.cost
     parameters = cost.parameters
     return {
         "name": name,
-        "source": short_path(subject.source),
+        "source": short_path(loaded.source),
         "shape": f"{config.blocks}⊗{config.loops}",
         "settings": asdict(config),
-        "weights": subject.weights,
-        "tokenizer": subject.lm.tokenizer and subject.lm.tokenizer.hash,
-        "dtype": subject.model.dtype_name,
-        "device": subject.model.tokens.weight.device.type,
+        "weights": loaded.weights,
+        "tokenizer": loaded.lm.tokenizer and loaded.lm.tokenizer.hash,
+        "dtype": loaded.model.dtype_name,
+        "device": loaded.model.tokens.weight.device.type,
         "parameters": {
             "total": parameters.total,
             "embeddings": parameters.embeddings,
