@@ -104,7 +104,7 @@ class Heading:
     text: str
 
 
-Block = str | Table | Picture | Items | Commands | Heading  # a string is a paragraph
+PageBlock = str | Table | Picture | Items | Commands | Heading  # a string is a paragraph
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Section:
 
     id: str
     title: str
-    blocks: Sequence[Block]
+    blocks: Sequence[PageBlock]
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def schedule_name(number: int, model: str) -> str:
 # The sections, in the order of the page.
 
 
-def _short(results: ReportResults) -> list[Block]:
+def _short(results: ReportResults) -> list[PageBlock]:
     """The ends of each curve, in sentences."""
     rows, items = entries(results), []
     for model in results.models:
@@ -188,7 +188,7 @@ def _short(results: ReportResults) -> list[Block]:
             items.append(f"{model.name}: {'; '.join(known)}.")
     if not items:
         return ["No perplexity and no benchmark was measured; the costs below follow from the models' sizes."]
-    blocks: list[Block] = [Items(items)]
+    blocks: list[PageBlock] = [Items(items)]
     errors = [row.average_error for row in rows if row.average_error is not None]
     if errors:
         guessing = f" Guessing scores {percent(CHANCE_AVERAGE)}\u00a0%." if results.is_paper else ""
@@ -217,14 +217,14 @@ def _ends(points: Iterable[tuple[int, Number]], what: str, show: Callable[[float
     return at_last if len(known) == 1 else f"{at_last} ({show(low)} at M = {first})"
 
 
-def _shallow(results: ReportResults) -> list[Block]:
+def _shallow(results: ReportResults) -> list[PageBlock]:
     """Which models have fewer loops than were asked for."""
     most = max(results.settings.budgets or [0])
     names = [model.name for model in results.models if model.settings.loops < most]
     return [f"Shown only up to their own number of loops: {listed(names)}."] if names else []
 
 
-def _broken(results: ReportResults) -> list[Block]:
+def _broken(results: ReportResults) -> list[PageBlock]:
     """Which models compute no numbers."""
     return [
         f"{model.name} gives no finite numbers where its perplexity is missing; its weights are damaged or its "
@@ -234,8 +234,8 @@ def _broken(results: ReportResults) -> list[Block]:
     ]
 
 
-def _benchmarks(results: ReportResults) -> list[Block]:
-    blocks: list[Block] = []
+def _benchmarks(results: ReportResults) -> list[PageBlock]:
+    blocks: list[PageBlock] = []
     if table := score_table(results):
         blocks.append(table)
         errors = [error for row in entries(results) for error in row.errors.values() if error]
@@ -246,8 +246,8 @@ def _benchmarks(results: ReportResults) -> list[Block]:
     return [*blocks, *gaps(results, "tasks")]
 
 
-def _compute(results: ReportResults, drawn: Collection[str]) -> list[Block]:
-    rows, blocks = entries(results), list[Block]()
+def _compute(results: ReportResults, drawn: Collection[str]) -> list[PageBlock]:
+    rows, blocks = entries(results), list[PageBlock]()
     own = {model.name: [row for row in rows if row.model == model.name] for model in results.models}
     if results.texts:
         caption = (
@@ -275,7 +275,7 @@ def _curves_in_words(ends: Sequence[str]) -> str:
     return f"Line chart against FLOPs per token; the table above has every point. {known}."
 
 
-def _matched(results: ReportResults) -> list[Block]:
+def _matched(results: ReportResults) -> list[PageBlock]:
     if len(results.models) == 1:
         return ["One model alone has nothing to be matched with; name several runs to compare them."]
     none = f"No two models {{}} within {100 * TOLERANCE:g} %."
@@ -285,8 +285,8 @@ def _matched(results: ReportResults) -> list[Block]:
     ]
 
 
-def _schedules(results: ReportResults, drawn: Collection[str]) -> list[Block]:
-    blocks: list[Block] = []
+def _schedules(results: ReportResults, drawn: Collection[str]) -> list[PageBlock]:
+    blocks: list[PageBlock] = []
     for number, model in enumerate(results.models, 1):
         if search := model.search:
             blocks.append(_search_in_words(model.name, search))
@@ -318,8 +318,8 @@ def _search_in_words(name: str, search: SearchResults) -> str:
     return paragraph
 
 
-def _states(results: ReportResults, drawn: Collection[str]) -> list[Block]:
-    blocks: list[Block] = []
+def _states(results: ReportResults, drawn: Collection[str]) -> list[PageBlock]:
+    blocks: list[PageBlock] = []
     if results.dynamics:
         geometry = _series_in_words(results.dynamics, ("curvature", "anisotropy", "prompt_entropy"))
         caption = (
@@ -355,8 +355,8 @@ def _values(values: Sequence[Number]) -> str:
     return ", ".join("none" if value is None else f"{value:.3g}" for value in values)
 
 
-def _training(results: ReportResults) -> list[Block]:
-    blocks: list[Block] = [
+def _training(results: ReportResults) -> list[PageBlock]:
+    blocks: list[PageBlock] = [
         "Elastic training takes a short route of M passes, M uniform on 1…L-1, beside the full one. With C₁ the "
         "FLOPs of one pass and C_io those outside the loop, the paper's ratio to fixed-depth training is "
         "(2·C_io + 3/2·L·C₁) / (C_io + L·C₁): about 1.5 where the loops are most of the cost, up to 2 where the "
@@ -387,15 +387,15 @@ def _clock_in_words(cost: TrainingCost) -> str:
     )
 
 
-def _picture(name: str, caption: str, alt: str, drawn: Collection[str]) -> Block:
+def _picture(name: str, caption: str, alt: str, drawn: Collection[str]) -> PageBlock:
     return Picture(name, caption, alt) if name in drawn else NO_FIGURES
 
 
 # The last section: commands, weights, texts, data files, settings, versions; and what the words mean.
 
 
-def _provenance(results: ReportResults) -> list[Block]:
-    blocks: list[Block] = [
+def _provenance(results: ReportResults) -> list[PageBlock]:
+    blocks: list[PageBlock] = [
         "The first command made this report, the others repeat its numbers for the first model. Files that lay "
         "elsewhere are shown by their names.",
         Commands([_report_command(results), *_repeating_commands(results)]),
@@ -497,7 +497,7 @@ def _perplexity_protocol(results: ReportResults) -> str:
     )
 
 
-def _benchmark_protocol(results: ReportResults) -> list[Block]:
+def _benchmark_protocol(results: ReportResults) -> list[PageBlock]:
     suite = results.suite
     assert suite is not None  # where scores are, tasks are
     limit = "All examples" if suite.limit is None else f"The first {suite.limit:,} examples of each task"
@@ -511,7 +511,7 @@ def _benchmark_protocol(results: ReportResults) -> list[Block]:
     return [paragraph, task_table(results), *([Items(suite.notes)] if suite.notes else [])]
 
 
-def _state_protocol(results: ReportResults) -> list[Block]:
+def _state_protocol(results: ReportResults) -> list[PageBlock]:
     first = results.dynamics[0]
     hashes = list(dict.fromkeys(result.tokens_sha256 for result in results.dynamics))
     paragraph = (
