@@ -7,6 +7,7 @@ launch(None, [], out="runs/demo", resume=True)       # with the run's own settin
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from loopformer.device import available_bytes
 from loopformer.errors import FileProblem, LoopformerError
 from loopformer.files import locked, read_yaml, write_atomic, writing
 from loopformer.loading import find_config
-from loopformer.loading.folder import SETTINGS, checkpoints
+from loopformer.loading.folder import SETTINGS, checkpoints, data_folder
 from loopformer.training.batches import pieces
 from loopformer.training.distributed import Ranks
 from loopformer.training.plan import estimated_micro_batch, make_plan
@@ -67,11 +68,16 @@ def launch(
     """Train; what happened comes back as plain data."""
     out = Path(out)
     run, given = _settings(source, overrides, out, resume)
+    run = _from_anywhere(run)
     ranks = Ranks.start(run.training.device)
     with locked(out) if ranks.main else nullcontext(), out_of_memory_advice():
         before = _stored(out) if resume and checkpoints(out) else None
         if before is not None:
-            run = _continued(before, run, given)
+            run = _continued(_from_anywhere(before), run, given)
+            if not is_prepared(run.data.path):
+                raise FileProblem(
+                    f"The data of this run, {run.data.path}, cannot be found; give its folder with data.path=…"
+                )
         elif checkpoints(out):
             raise LoopformerError(f"{out} already holds a run; add --resume to go on, or choose another --out.")
         else:
@@ -121,13 +127,27 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
 
 
 def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: bool) -> tuple[RunConfig, set[str]]:
-    if source is not None:
-        return load_run(source, overrides)
-    if not resume:
+    """The settings asked for, and the keys that the user wrote; a run that goes on finds its data by itself."""
+    if source is None and not resume:
         raise LoopformerError("Name a config file or a preset, as in: loopformer train demo.")
-    if (stored := _stored_file(out)) is None:
+    stored = _stored_file(out) if resume else None
+    if source is None and stored is None:
         raise FileProblem(f"{out} holds no run to go on with; check --out.")
-    return load_run(stored, overrides)
+    run, keys = load_run(source or str(stored), overrides)
+    if stored is not None and checkpoints(out) and not any(word.startswith("data.path=") for word in overrides):
+        own = run_from_mapping(read_yaml(stored)).data.path
+        path = data_folder(out, run.data.path) or data_folder(out, own) or own
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(path)))
+    return run, keys
+
+
+def _from_anywhere(run: RunConfig) -> RunConfig:
+    """The settings with paths that hold in any working directory, as a run stores them."""
+    start = run.init_from
+    if start is not None and Path(start).exists():  # it may be a Hub id
+        start = os.path.abspath(start)
+    data = dataclasses.replace(run.data, path=os.path.abspath(run.data.path))
+    return dataclasses.replace(run, data=data, init_from=start)
 
 
 def _stored_file(out: Path) -> Path | None:
