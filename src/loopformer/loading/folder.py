@@ -185,8 +185,9 @@ def data_folder(run: Path, stored: str) -> Path | None:
         root = Path(os.path.abspath(run))
         places += [above / tail for above in (root, *root.parents) for tail in tails]
     for place in places:
-        if is_prepared(place) and trained_on in (None, sha256_of(place / INDEX_FILE)):
-            return place
+        with suppress(OSError):  # a folder that we may not look into
+            if is_prepared(place) and trained_on in (None, sha256_of(place / INDEX_FILE)):
+                return place
     return None
 
 
