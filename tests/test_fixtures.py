@@ -13,6 +13,7 @@ import torch
 from fixtures import make
 
 from loopformer import load
+from loopformer.errors import FileProblem
 
 V1 = Path(__file__).parent / "fixtures" / "v1"
 EXPECTED: dict[str, Any] = json.loads((V1 / "reference.json").read_text(encoding="utf-8"))
@@ -130,6 +131,31 @@ def test_an_analysis_is_repeated() -> None:
     for name in ("curvature", "anisotropy", "prompt_entropy", "lens_divergence"):
         assert_close(again["metrics"][name], stored["metrics"][name])
     assert_close(again["cka"], stored["cka"])
+
+
+def test_a_run_is_used_from_anywhere(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings name the data as the user wrote it, from the folder that the run was started in."""
+    monkeypatch.chdir(tmp_path)
+    run, stored = str(here / "run"), json.loads((here / "analysis" / "analysis.json").read_text(encoding="utf-8"))
+
+    def there(words: list[str]) -> list[str]:
+        return [run if word == "run" else word for word in words]
+
+    rows, expected = make.loopformer(*there(make.EVAL))["perplexity"], EXPECTED["eval"]["perplexity"]
+    assert [row["sha256"] for row in rows] == [row["sha256"] for row in expected]
+    assert [row["text"] for row in rows] == ["v1/prepared"] * len(rows)
+    assert make.loopformer(*there(make.SEARCH))["best"] == EXPECTED["search"]["best"]
+    (analysed,) = make.loopformer(*there(make.ANALYZE))["results"]
+    assert analysed["tokens_sha256"] == stored["results"][0]["tokens_sha256"]
+    make.loopformer(*there(make.REPORT))
+    reported()
+    assert make.loopformer("train", "--resume", "--out", run)["finished"]
+
+
+def test_an_analysis_does_not_take_another_text(here: Path) -> None:
+    shutil.rmtree("prepared")
+    with pytest.raises(FileProblem, match=r"The data that run was trained on cannot be found; give .* --text"):
+        make.loopformer(*make.ANALYZE)
 
 
 def test_an_export_runs_without_the_package(tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ def test_models_and_budgets_become_files(run: Run, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "found/analysis.json").read_text())["results"] == found["results"]
 
 
+def test_models_without_data_of_their_own_are_told_what_they_are_measured_on(run: Run) -> None:
+    code, out, err = run("-m", "two", "--prompts", "2", "--length", "8")
+    assert code == 0
+    assert "No model here is a run with data of its own; measured on stdlib, or give --text." in err
+    assert "documents of stdlib" in out
+
+
 def test_the_full_trajectory_is_the_default_and_a_schedule_can_be_asked_for(run: Run) -> None:
     text = ("--text", "text.txt", "--prompts", "2")
     code, out, _ = run("-m", "one", "-m", "two", *text)

@@ -90,13 +90,13 @@ def test_shards_are_read_once_per_change(folder: Path, monkeypatch: pytest.Monke
     shard = folder / names[1]
     TokenData.open(folder).verify(changed_only=True)
     TokenData.open(folder).verify(changed_only=True)
-    assert read == names
+    assert sorted(read) == names
     os.utime(shard, ns=(7, 7))
     TokenData.open(folder).verify(changed_only=True)
     TokenData.open(folder).verify(changed_only=True)
-    assert read == [*names, shard.name]
+    assert sorted(read) == sorted([*names, shard.name])
     TokenData.open(folder).verify()
-    assert read == [*names, shard.name, *names], "asked for all, it reads all"
+    assert sorted(read) == sorted([*names, shard.name, *names]), "asked for all, it reads all"
     content = bytearray(shard.read_bytes())
     content[5] ^= 1
     shard.write_bytes(content)

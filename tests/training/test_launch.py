@@ -1,5 +1,6 @@
 """Starting and continuing a run: its settings, its data and its folder."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,10 @@ import pytest
 
 import loopformer
 from loopformer import LoopformerError
+from loopformer.config import run_from_mapping
+from loopformer.data.prepare import prepare
+from loopformer.evaluation.text import default_text
+from loopformer.files import read_yaml, sha256_of
 from loopformer.loading.folder import checkpoints
 from loopformer.training.launch import launch
 
@@ -86,3 +91,86 @@ def test_rewritten_shards_are_noticed_before_training(
     assert weights(tmp_path / "run") == before
     ids.tofile(shard)
     assert launch("demo", small(data__path=data), tmp_path / "run", resume=True, quiet=True)["finished"]
+
+
+@pytest.fixture
+def project(tmp_path: Path, small: Small, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with data/mine and runs/mine, made as users do: with relative paths, from inside it."""
+    project = tmp_path / "project"
+    shutil.copytree(corpus, project / "data" / "mine")
+    monkeypatch.chdir(project)
+    launch("demo", small(data__path="data/mine", training__steps=2), Path("runs") / "mine", quiet=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return project
+
+
+def as_stored_by_version_0_1_0(run: Path) -> None:
+    """The path as the user wrote it, in the run's settings and in each checkpoint's."""
+    for file in (run / "run.yaml", *(path / "run.yaml" for path in checkpoints(run))):
+        path = run_from_mapping(read_yaml(file)).data.path
+        file.write_text(file.read_text().replace(path, "data/mine"))
+
+
+def reseal(run: Path) -> None:
+    for checkpoint in checkpoints(run):
+        files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "checksums.json"]
+        sums = {str(path.relative_to(checkpoint)): sha256_of(path) for path in files}
+        (checkpoint / "checksums.json").write_text(json.dumps(sums))
+
+
+@pytest.mark.parametrize(
+    ("stored", "moved"),
+    [
+        ("absolute", "nothing"),
+        ("absolute", "run"),
+        ("absolute", "both"),
+        ("relative", "nothing"),
+        ("relative", "both"),  # the run alone could not be moved: where its data is was never written down
+    ],
+)
+def test_a_run_finds_its_data_from_anywhere(project: Path, stored: str, moved: str, small: Small) -> None:
+    run, data = project / "runs" / "mine", project / "data" / "mine"
+    if stored == "relative":
+        as_stored_by_version_0_1_0(run)
+        reseal(run)
+    if moved == "run":
+        run = run.rename(project.parent / "mine")
+    elif moved == "both":
+        moved_to = project.rename(project.parent / "deep")
+        run, data = moved_to / "runs" / "mine", moved_to / "data" / "mine"
+    assert default_text(run) == default_text(checkpoints(run)[-1]) == str(data)
+    assert launch(None, ["training.steps=3"], run, resume=True, quiet=True)["step"] == 3
+    own = [word for word in small(training__steps=4) if not word.startswith("data.path")]
+    assert launch("demo", own, run, resume=True, quiet=True)["step"] == 4
+    assert run_from_mapping(read_yaml(run / "run.yaml")).data.path == str(data)
+
+
+def test_another_text_in_its_place_is_not_taken_for_a_runs_data(
+    project: Path, corpus: Path, tmp_path: Path
+) -> None:
+    run, data = project / "runs" / "mine", project / "data" / "mine"
+    shutil.rmtree(data)
+    assert default_text(run) is None
+    with pytest.raises(LoopformerError, match=r"The data of this run, .*mine, cannot be found; give .* data.path="):
+        launch(None, [], run, resume=True, quiet=True)
+    text = tmp_path / "other.txt"
+    text.write_text("\n\n".join(f"another text, paragraph {number}" for number in range(900)))
+    prepare([str(text)], data, tokenizer=str(corpus), val_fraction=0.1)
+    assert default_text(run) is None
+    with pytest.raises(LoopformerError, match="not what this run was trained on"):
+        launch(None, [], run, resume=True, quiet=True)
+    moved = Path(shutil.copytree(corpus, tmp_path / "far"))
+    assert launch(None, [f"data.path={moved}"], run, resume=True, quiet=True)["finished"]
+    assert default_text(run) == str(moved)
+
+
+def test_a_starting_model_is_found_from_anywhere(
+    project: Path, small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    tuning = [word for word in small(training__steps=1) if not word.startswith("model.")]
+    launch("demo", [*tuning, "init_from=runs/mine"], "runs/tuned", quiet=True)
+    assert run_from_mapping(read_yaml(Path("runs/tuned/run.yaml"))).init_from == str(project / "runs" / "mine")
+    again = [*tuning, "init_from=runs/mine", "training.steps=2"]
+    assert launch("demo", again, "runs/tuned", resume=True, quiet=True)["step"] == 2

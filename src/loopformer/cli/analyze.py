@@ -60,7 +60,6 @@ def analyze(
     from loopformer.analysis.results import model_names
     from loopformer.device import choose_device
     from loopformer.errors import require
-    from loopformer.evaluation.text import default_text
     from loopformer.lm import load
     from loopformer.loading import find_config
     from loopformer.plots import available
@@ -72,7 +71,7 @@ def analyze(
     context = min(config.context for config in configs)
     tokens = min(_LENGTH, context) if length is None else length
     require(tokens <= context, f"--length {tokens} is above the context of {context} tokens; shorten it.")
-    place, source = choose_device(device), text or default_text(model[0]) or "stdlib"
+    place, source = choose_device(device), text or _own_text(model)
     results: list[Dynamics] = []
     with output_folder(out), progress("prompts") as report:
         for path, name in zip(model, names, strict=True):
@@ -89,6 +88,23 @@ def analyze(
     else:
         _show(results)
         print_files(files)
+
+
+def _own_text(models: Sequence[str]) -> str:
+    """The held-out text of the first run; where no model is a run, that of stdlib, and that is said."""
+    from loopformer.errors import FileProblem
+    from loopformer.evaluation.text import default_text
+    from loopformer.loading.folder import run_of
+
+    run = next((model for model in models if run_of(model) is not None), None)
+    if run is None:
+        typer.echo("No model here is a run with data of its own; measured on stdlib, or give --text.", err=True)
+        return "stdlib"
+    if (text := default_text(run)) is None:
+        raise FileProblem(
+            f"The data that {run} was trained on cannot be found; give its folder or another text with --text."
+        )
+    return text
 
 
 def _trajectories(

@@ -138,14 +138,14 @@ def clean(text: str) -> str:
     return text
 
 
-def parse_sources(given: Sequence[str], field: str = "text", *, supervised: bool = False) -> tuple[Source, ...]:
+def parse_sources(specs: Sequence[str], field: str = "text", *, supervised: bool = False) -> tuple[Source, ...]:
     """The sources of `NAME_OR_PATH[=weight]` each; weights for all of them or for none."""
-    if not given:
+    if not specs:
         raise LoopformerError("Name at least one source: a file, a folder, hf:DATASET or stdlib.")
     sources: list[Source] = []
-    for text in given:
-        place, weight = _weight(text)
-        source = _source(place, text, weight, field, supervised)
+    for spec in specs:
+        place, weight = _weight(spec)
+        source = _source(place, spec, weight, field, supervised)
         name = _unused(source.name, [other.name for other in sources])
         sources.append(dataclasses.replace(source, name=name))
     if len({source.weight is None for source in sources}) > 1:
@@ -153,7 +153,7 @@ def parse_sources(given: Sequence[str], field: str = "text", *, supervised: bool
     return tuple(sources)
 
 
-def _source(place: str, given: str, weight: float | None, field: str, supervised: bool) -> Source:
+def _source(place: str, spec: str, weight: float | None, field: str, supervised: bool) -> Source:
     if place == "stdlib":
         documents = functools.cache(stdlib_documents)  # parsing the library takes seconds, and it is read again
 
@@ -161,18 +161,18 @@ def _source(place: str, given: str, weight: float | None, field: str, supervised
             return ({field: text} for text in itertools.islice(documents(), skip, None))
 
         part = Part(f"Python {platform.python_version()}", None, read)
-        return Source("stdlib", given, weight, (part,), val_fraction=_STDLIB_VAL_FRACTION)
+        return Source("stdlib", spec, weight, (part,), val_fraction=_STDLIB_VAL_FRACTION)
     if place in PRESETS:
         preset = PRESETS[place]
         part = _dataset(preset.dataset, preset.config, "train")
         limits = (preset.val_fraction, preset.train_tokens, preset.val_tokens)
-        return Source(place, given, weight, (part,), True, *limits)
+        return Source(place, spec, weight, (part,), True, *limits)
     if place.startswith("hf:"):
         dataset, config, split, *rest = [*place.removeprefix("hf:").split(":"), "", ""]
         if not dataset or any(rest):
             raise LoopformerError(f"Cannot read {place!r}; write hf:DATASET, hf:DATASET:config or :config:split.")
         remote = not Path(dataset).is_dir()
-        return Source(_slug(dataset), given, weight, (_dataset(dataset, config, split or "train"),), remote)
+        return Source(_slug(dataset), spec, weight, (_dataset(dataset, config, split or "train"),), remote)
     root, paths = _files(place)
     parts = tuple(
         Part(
@@ -182,7 +182,7 @@ def _source(place: str, given: str, weight: float | None, field: str, supervised
         )
         for path in paths
     )
-    return Source(_slug(place), given, weight, parts)
+    return Source(_slug(place), spec, weight, parts)
 
 
 def _read_file(path: Path, field: str, supervised: bool, skip: int, meter: Meter) -> Iterator[Record]:
@@ -215,10 +215,11 @@ def _files(place: str) -> tuple[Path, list[Path]]:
     return root, paths
 
 
-def _weight(given: str) -> tuple[str, float | None]:
-    place, equals, text = given.rpartition("=")
-    if not equals or Path(given).exists():
-        return given, None
+def _weight(spec: str) -> tuple[str, float | None]:
+    """A spec without its weight, and the weight."""
+    place, equals, text = spec.rpartition("=")
+    if not equals or Path(spec).exists():
+        return spec, None
     try:
         weight = float(text)
     except ValueError:

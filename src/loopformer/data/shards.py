@@ -21,6 +21,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -245,10 +246,11 @@ class TokenData:
         size = sum(marks[shard][0] for shard in unknown)
         if say and size >= _MUCH:
             say(f"comparing {size / 1e9:.1f} GB of shards in {self.folder} with their checksums")
-        for shard in unknown:
-            path = self.folder / shard.file
-            if sha256_of(path) != shard.sha256:
-                raise FileProblem(f"{path} has changed since it was made; prepare the folder again.")
+        paths = [self.folder / shard.file for shard in unknown]
+        with ThreadPoolExecutor(max_workers=8) as pool:  # hashing does not hold the interpreter
+            for shard, path, digest in zip(unknown, paths, pool.map(sha256_of, paths), strict=True):
+                if digest != shard.sha256:
+                    raise FileProblem(f"{path} has changed since it was made; prepare the folder again.")
         if changed_only and unknown:
             known |= {shard.file: mark for shard, mark in marks.items()}
             with suppress(FileProblem):  # a folder that is read-only, or not ours

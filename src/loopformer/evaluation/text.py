@@ -49,7 +49,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, nearest, require
 from loopformer.evaluation.store import Piece, Store, weights_hash
 from loopformer.inference.score import BATCH_TOKENS, Span, score_spans
-from loopformer.loading.folder import SETTINGS, is_run_folder
+from loopformer.loading.folder import SETTINGS, data_folder, run_of
 from loopformer.model import LoopedLM
 from loopformer.model.looped import TrajectoryLike
 from loopformer.trajectory import Trajectory
@@ -112,11 +112,14 @@ def read_text(
 
 
 def default_text(model: str | Path) -> str | None:
-    """The data folder of a run, where it is still there."""
-    if not is_run_folder(model):
+    """The data folder of a run, or of a checkpoint's run; None where there is none or it cannot be found."""
+    if (run := run_of(model)) is None:
         return None
-    path = load_run(str(Path(model) / SETTINGS))[0].data.path
-    return path if is_prepared(path) else None
+    folder = data_folder(run, load_run(run / SETTINGS)[0].data.path)
+    if folder is None:
+        return None
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
 def _source(given: str, field: str) -> Source:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from loopformer.config import ModelConfig, from_mapping
 from loopformer.config.model import FORMAT, VERSION
+from loopformer.data.shards import INDEX_FILE, is_prepared
 from loopformer.errors import FileProblem
 from loopformer.files import DamagedFile, read_json, sha256_of
 from loopformer.model import LoopedLM
@@ -156,6 +157,38 @@ def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 def is_run_folder(path: str | Path) -> bool:
     return (Path(path) / SETTINGS).is_file() and (Path(path) / FOLDER).is_dir()
+
+
+def run_of(model: str | Path) -> Path | None:
+    """The run that a model belongs to, itself or as one of its checkpoints; None for any other model."""
+    path = Path(os.path.abspath(model))
+    run = path.parent.parent if path.parent.name == FOLDER else path
+    return run if is_run_folder(run) else None
+
+
+def data_folder(run: Path, stored: str) -> Path | None:
+    """The prepared folder that a run was trained on, by the path in its settings; None where it cannot be found.
+
+    Run and data may have been moved together, or the run may be of a version that stored the path as the user wrote
+    it: then the data is looked for under the same names in the run's folder and in all above it. Only the very data
+    that the run was trained on is taken, by the hash of its index, which every checkpoint holds.
+    """
+    trained_on = None
+    for checkpoint in reversed(checkpoints(run)):
+        with suppress(FileProblem):
+            trained_on = read_json(checkpoint / STATE).get("data") or None
+            break
+    places = [Path(stored)]
+    if trained_on is not None:
+        names = [name for name in Path(stored).parts if name != os.sep]
+        tails = [Path(*names[start:]) for start in range(len(names))]
+        root = Path(os.path.abspath(run))
+        places += [above / tail for above in (root, *root.parents) for tail in tails]
+    for place in places:
+        with suppress(OSError):  # a folder that we may not look into
+            if is_prepared(place) and trained_on in (None, sha256_of(place / INDEX_FILE)):
+                return place
+    return None
 
 
 def checkpoints(run: Path) -> list[Path]:

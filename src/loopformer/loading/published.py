@@ -72,16 +72,16 @@ def from_state_dict(tensors: dict[str, Tensor], heads: int | None = None, loops:
     return build(config, ours, lambda name: _published_name(name, theirs))
 
 
-def _settle(what: str, settings: Settings, keys: tuple[str, ...], given: int | None) -> int | None:
+def _settle(what: str, settings: Settings, keys: tuple[str, ...], callers: int | None) -> int | None:
     """The value that stands beside the weights, else the caller's; a contradiction is an error."""
     for key in keys:
         if isinstance(settings.get(key), int):
-            if given is not None and given != settings[key]:
+            if callers is not None and callers != settings[key]:
                 raise LoopformerError(
-                    f"The weights' own config says {key} = {settings[key]}, not {given}; leave --{what} out."
+                    f"The weights' own config says {key} = {settings[key]}, not {callers}; leave --{what} out."
                 )
             return int(settings[key])
-    return given
+    return callers
 
 
 def _infer(tensors: dict[str, Tensor], heads: int | None, loops: int | None) -> ModelConfig:

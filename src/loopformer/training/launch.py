@@ -10,6 +10,7 @@ A run that goes on keeps the settings it was started with, but for those in `FRE
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -26,7 +27,7 @@ from loopformer.device import available_bytes
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
 from loopformer.files import locked, read_yaml, writing
 from loopformer.loading import find_config
-from loopformer.loading.folder import SETTINGS, checkpoints
+from loopformer.loading.folder import SETTINGS, checkpoints, data_folder
 from loopformer.training.batches import micro_batches
 from loopformer.training.distributed import Ranks
 from loopformer.training.plan import estimated_micro_batch, make_plan
@@ -73,11 +74,16 @@ def launch(
     """Train; what happened comes back as plain data."""
     out = Path(out)
     run, written = _settings(source, overrides, out, resume)
+    run = _from_anywhere(run)
     ranks = Ranks.start(run.training.device)
     with locked(out) if ranks.main else nullcontext(), _out_of_memory_advice():
         stored = _stored_file(out) if resume and checkpoints(out) else None
         if stored is not None:
-            run = _continued(run_from_mapping(read_yaml(stored)), run, written)
+            run = _continued(_from_anywhere(run_from_mapping(read_yaml(stored))), run, written)
+            if not is_prepared(run.data.path):
+                raise FileProblem(
+                    f"The data of this run, {run.data.path}, cannot be found; give its folder with data.path=…"
+                )
         elif checkpoints(out):
             raise LoopformerError(f"{out} already holds a run; add --resume to go on, or choose another --out.")
         else:
@@ -124,14 +130,27 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
 
 
 def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: bool) -> tuple[RunConfig, set[str]]:
-    """The settings, and the names of those that the user wrote."""
-    if source is not None:
-        return load_run(source, overrides)
-    if not resume:
+    """The settings asked for, and the keys that the user wrote; a run that goes on finds its data by itself."""
+    if source is None and not resume:
         raise LoopformerError("Name a config file or a preset, as in: loopformer train demo.")
-    if (stored := _stored_file(out)) is None:
+    stored = _stored_file(out) if resume else None
+    if source is None and stored is None:
         raise FileProblem(f"{out} holds no run to go on with; check --out.")
-    return load_run(stored, overrides)
+    run, keys = load_run(source or str(stored), overrides)
+    if stored is not None and checkpoints(out) and not any(word.startswith("data.path=") for word in overrides):
+        own = run_from_mapping(read_yaml(stored)).data.path
+        path = data_folder(out, run.data.path) or data_folder(out, own) or own
+        run = replace(run, data=replace(run.data, path=str(path)))
+    return run, keys
+
+
+def _from_anywhere(run: RunConfig) -> RunConfig:
+    """The settings with paths that hold in any working directory, as a run stores them."""
+    start = run.init_from
+    if start is not None and Path(start).exists():  # it may be a Hub id
+        start = os.path.abspath(start)
+    data = replace(run.data, path=os.path.abspath(run.data.path))
+    return replace(run, data=data, init_from=start)
 
 
 def _stored_file(out: Path) -> Path | None:

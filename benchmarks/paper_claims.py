@@ -1,0 +1,283 @@
+"""The models of the paper's main table at 3⊗8, trained small and alike, and measured at 24×, 12× and 6× and M = 1.
+
+    python benchmarks/paper_claims.py prepare CORPUS EVAL --inputs data/claims       # texts, tokens, requests
+    python benchmarks/paper_claims.py run --inputs data/claims --runs runs/claims    # train and measure, on a GPU
+    python benchmarks/paper_claims.py collect EVAL --runs runs/claims                # into results/paper_claims
+
+`prepare` and `collect` need lm-evaluation-harness, `run` does not. QUEUE is what `run` works through, `--workers`
+models at a time, or only the models named; a model that is done is left out, one that was stopped goes on from its
+last checkpoint. SIGTERM stops all of them in order. CORPUS has the files of SOURCES and, in `heldout`, of TEXTS, as
+.zst; EVAL those of docs/benchmarks.md.
+
+The objective, the starting weights and AdamW are those of the presets `paper/…`; SETTINGS are all that differs, and
+DIFFERENCES say it in words. All models see the same samples in the same order.
+"""
+
+import argparse
+import io
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from loopformer.analysis.dynamics import analyze, read_prompts
+from loopformer.data.prepare import prepare as prepare_data
+from loopformer.evaluation.benchmarks import LoadedModel, ask, collect, model_facts
+from loopformer.evaluation.schedules import search
+from loopformer.evaluation.tasks import Answers, read_answers, read_requests, write_answers, write_requests
+from loopformer.evaluation.text import Protocol, perplexity, read_text
+from loopformer.training.launch import launch, plan
+
+if TYPE_CHECKING:
+    from loopformer.evaluation.harness import Suite
+
+QUEUE = {  # the most telling first
+    "loopformer": "paper/loopformer",
+    "base-loop": "paper/base-loop",
+    "tmlt-ee": "paper/tmlt-ee",
+    "base-loop-ee-cons": "paper/base-loop-ee-cons",
+    "base-24": "paper/base-24x1",
+    "tmlt": "paper/tmlt",
+    "base-loop-ee": "paper/base-loop-ee",
+    "base-3": "paper/base-3x1",
+    "base-12": "paper/base-12x1",
+    "base-6": "paper/base-6x1",
+}
+SETTINGS = {
+    "model.width": 512,
+    "model.heads": 8,
+    "model.ffn": 1280,
+    "model.context": 512,
+    "objective.chunk": 8192,
+    "training.steps": 1500,
+    "training.batch": 64,
+    "training.micro_batch": 64,
+    "training.warmup": 120,
+    "training.learning_rate": 1e-3,
+    "training.min_learning_rate": 1e-4,
+    "training.save_every": 250,
+    "training.keep": 1,
+    "training.validate_every": 250,
+}
+ELASTIC = {"objective.route_draws": 4, "training.micro_batch": 16}  # for the models with a short trajectory
+VOCAB = 16384
+SOURCES = {  # megabytes of text, whole documents in the order of the file
+    "gutenberg_books_0": 25,
+    "gutenberg_books_1": 25,
+    "gutenberg_books_2": 25,
+    "wikipedia_en": 35,
+    "imdb_reviews": 28,
+    "frus_documents": 18,
+    "mdn_web_docs": 12,
+    "race_train_articles": 25,
+    "openstax_textbooks": 15,
+}
+TEXTS = ("wikitext2_raw_test.txt", "gutenberg_books.jsonl", "imdb_reviews.jsonl")  # held out
+DIFFERENCES = {  # here, in the paper
+    "width, heads, FFN": ["512, 8, 1280", "2048, 32, 5120"],
+    "context": [512, 1024],
+    "vocabulary": ["byte-level BPE of 16,384 ids, trained on the text", "GPT-2's 50,257"],
+    "training text": ["books, Wikipedia, reviews, diplomacy, web manuals, school texts", "the Pile, deduplicated"],
+    "tokens": ["49.2 M: 1,500 steps of 64 × 512", "25 B: 50,000 steps of 480 × 1024"],
+    "learning rate": ["1e-3 to 1e-4, 120 steps of warmup", "6e-4 to 6e-5, 4,000 steps of warmup"],
+    "short routes drawn in a step": ["4, one per 16 rows", "40, one per 12 rows, as the presets have it"],
+    "task examples": ["HellaSwag: 1,000 of 10,042; SciQ: validation instead of test", "all"],
+}
+SCORED = 300_000  # tokens of each held-out text, at most
+PROMPTS, PROMPT_TOKENS = 64, 128  # for the representation metrics, of the last text
+BATCH_TOKENS = 32768
+TEXT, DATA, REQUESTS, RAW, ANSWERS = "text", "data", "requests.jsonl", "raw.json", "answers.jsonl"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    corpus, tasks, inputs, runs = (argparse.ArgumentParser(add_help=False) for _ in range(4))
+    corpus.add_argument("corpus", type=Path)
+    tasks.add_argument("eval", type=Path)
+    inputs.add_argument("--inputs", type=Path, required=True)
+    runs.add_argument("--runs", type=Path, required=True)
+    verbs.add_parser("prepare", parents=[corpus, tasks, inputs])
+    for verb in ("run", "model"):  # `model` is how `run` calls itself
+        one = verbs.add_parser(verb, parents=[inputs, runs])
+        one.add_argument("models", nargs="*", choices=[*QUEUE, []], metavar="MODEL", help=", ".join(QUEUE))
+        one.add_argument("--workers", type=int, default=3)
+        one.add_argument("--commit", default="unknown")
+        one.add_argument(
+            "--set", action="append", default=[], metavar="KEY=VALUE", help="of `loopformer train`, for a trial"
+        )
+    one = verbs.add_parser("collect", parents=[tasks, runs])
+    one.add_argument("--out", type=Path, default=Path("results/paper_claims"))
+    asked = parser.parse_args()
+    if asked.verb == "prepare":
+        prepare(asked.corpus, asked.eval, asked.inputs)
+    elif asked.verb == "run":
+        shared = ["--inputs", str(asked.inputs), "--runs", str(asked.runs), "--commit", asked.commit]
+        shared += [word for one in asked.set for word in ("--set", one)]
+        work_through(asked.models or list(QUEUE), asked.runs, asked.workers, shared)
+    elif asked.verb == "model":
+        (name,) = asked.models
+        train_and_measure(name, asked.inputs, asked.runs / name, asked.commit, asked.set)
+    else:
+        suite = tasks_of(asked.eval)
+        asked.out.mkdir(parents=True, exist_ok=True)
+        for raw in sorted(asked.runs.glob(f"*/{RAW}")):
+            publish(raw.parent, suite, asked.out)
+
+
+def prepare(corpus: Path, tasks: Path, out: Path) -> None:
+    """What a machine without corpus and harness needs: tokens, held-out texts, requests."""
+    text = out / TEXT
+    text.mkdir(parents=True, exist_ok=True)
+    for name, megabytes in SOURCES.items():
+        left = megabytes * 1_000_000
+        with (text / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            for record in map(json.loads, lines(corpus / f"{name}.jsonl.zst")):
+                size = len(record["text"].encode())
+                if size <= left and not record.get("sciq_overlap"):
+                    file.write(json.dumps({"text": record["text"]}, ensure_ascii=False) + "\n")
+                    left -= size
+    prepare_data([str(text)], out / DATA, train_tokenizer=VOCAB)
+    for name in TEXTS:
+        (out / name).write_text("".join(lines(corpus / "heldout" / f"{name}.zst")), encoding="utf-8")
+    write_requests(out / REQUESTS, tasks_of(tasks).requests)
+
+
+def tasks_of(folder: Path) -> "Suite":
+    from loopformer.evaluation.harness import Suite  # needs the harness
+
+    return Suite.load(["paper"], data=folder)
+
+
+def lines(path: Path) -> Iterator[str]:
+    import zstandard  # not where the models are trained
+
+    with path.open("rb") as file:
+        unpacked = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(file)
+        yield from io.TextIOWrapper(unpacked, encoding="utf-8", newline="")
+
+
+def work_through(models: Sequence[str], runs: Path, workers: int, shared: Sequence[str]) -> None:
+    """Each model in a process of its own, some at a time; what is done already is left out."""
+    runs.mkdir(parents=True, exist_ok=True)
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        for process in running.values():
+            process.terminate()
+
+    def work(name: str) -> None:
+        if stopped or (runs / name / RAW).exists():
+            return
+        with (runs / f"{name}.log").open("ab") as log:
+            command = [sys.executable, __file__, "model", name, *shared]
+            running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            code = running[name].wait()
+        print(f"{name}: {'done' if code == 0 else f'ended with {code}'}", flush=True)
+
+    signal.signal(signal.SIGTERM, stop)
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(work, models))
+
+
+def train_and_measure(name: str, inputs: Path, run: Path, commit: str, trial: Sequence[str]) -> None:
+    """One model: its run folder, the answers to all requests, and everything else in one file."""
+    elastic = "-ee" in name or name == "loopformer"
+    settings = SETTINGS | (ELASTIC if elastic else {}) | {"data.path": inputs / DATA}
+    overrides = [*(f"{key}={value}" for key, value in settings.items()), *trial]
+    trained = launch(QUEUE[name], overrides, run, resume=True)
+    if not trained["finished"]:
+        sys.exit(128 + signal.SIGTERM)
+    torch.set_float32_matmul_precision("high")  # TF32 matmuls: far faster, and far finer than bf16
+    loaded = LoadedModel.open(str(run))
+    trajectories = list(reversed(loaded.trajectories()))
+    kept: Mapping[str, Any] = {"weights": loaded.weights, "store": loaded.store, "batch_tokens": BATCH_TOKENS}
+    protocol, tokenizer = Protocol(max_tokens=SCORED), loaded.lm.need_tokenizer()
+    texts = [read_text(str(inputs / text), tokenizer, max_tokens=SCORED) for text in TEXTS]
+    found: dict[str, Any] = {
+        "model": name,
+        "preset": QUEUE[name],
+        "command": " ".join(["loopformer", "train", QUEUE[name], *map(shlex.quote, overrides)]),
+        "commit": commit,
+        "hardware": f"one {torch.cuda.get_device_name()}, several runs at a time"
+        if torch.cuda.is_available()
+        else "CPU",
+        "seed": 0,
+        "torch": torch.__version__,
+        **plan(QUEUE[name], overrides, run),
+        "differences": DIFFERENCES,
+        "weights": loaded.weights,
+        "training": [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()],
+        "evaluated_in": f"{loaded.model.dtype_name} with TF32 matmuls",
+        "perplexity": [
+            row for text in texts for row in perplexity(loaded.model, text, trajectories, protocol, **kept)
+        ],
+    }
+    requests = read_requests(inputs / REQUESTS)
+    runs = ask(loaded, requests.queries, trajectories, BATCH_TOKENS, together=True)
+    write_answers(run / ANSWERS, Answers(requests.facts, model_facts(loaded, runs), runs))
+    prompts = read_prompts(str(inputs / TEXTS[-1]), tokenizer, PROMPTS, PROMPT_TOKENS)
+    found["analysis"] = [analyze(loaded.model, prompts, name, one).to_json() for one in trajectories]
+    if name == "loopformer":
+        found["schedules"] = search(loaded.model, 4, text=texts[0], protocol=protocol, **kept)
+    (run / RAW).write_text(json.dumps(found), encoding="utf-8")
+
+
+def publish(run: Path, suite: "Suite", out: Path) -> None:
+    """The results of one model, with the tasks' numbers and which examples were right, in one compact file."""
+    found, answers = json.loads((run / RAW).read_text("utf-8")), read_answers(run / ANSWERS)
+    found["tasks"] = collect(suite, answers)
+    found["outcomes"] = {
+        "meaning": "of each trajectory and task, 1 or 0 per example in the order of the data, by the task's metric",
+        **{
+            trajectory: {task: outcomes(suite, task, one.values) for task, one in answered.items()}
+            for trajectory, answered in answers.runs.items()
+        },
+    }
+    found["training"] = table(found["training"])
+    (out / f"{found['model']}.json").write_text(rounded(found) + "\n", encoding="utf-8")
+    print(f"{found['model']}: {out / found['model']}.json")
+
+
+def outcomes(suite: "Suite", task: str, values: Sequence[Any]) -> str:
+    """Whether each example was right, by the harness's own rule."""
+    definition, by_example = suite.tasks[task], dict[int, list[Any]]()
+    for instance, value in zip(definition.instances, values, strict=True):
+        by_example.setdefault(instance.doc_id, []).append((instance.doc, tuple(value)))
+    right = []
+    for pairs in by_example.values():
+        results = definition.process_results(pairs[0][0], [value for _, value in pairs])
+        right.append(str(int(results[suite.metric(task, results)])))
+    return "".join(right)
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Records of each kind as columns."""
+    kinds: dict[str, dict[str, list[Any]]] = {}
+    for record in records:
+        for key, value in record.items():
+            if key != "kind":
+                kinds.setdefault(record["kind"], {}).setdefault(key, []).append(value)
+    return kinds
+
+
+def rounded(value: Any) -> str:
+    """JSON with six digits of each number, which is more than any of them is worth."""
+    return json.dumps(
+        json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}")), ensure_ascii=False
+    )
+
+
+if __name__ == "__main__":
+    main()
