@@ -2,24 +2,32 @@
 
     python benchmarks/bf16_agreement.py --model runs/demo/elastic --data data/demo [--device cpu] [--out FILE]
 
-Greedy choices at every place of 24 validation windows, each after the text's own tokens. On a GPU with Triton also
-the fused path. The last line is JSON.
+Greedy choices at every place of 24 validation windows, each after the text's own tokens; then greedy texts of 48
+tokens after the first 16 of each window: how many are the same alone and in company, and, where they first part,
+how near the two best logits were (in fp32). On a GPU with Triton also the fused path. The last line is JSON.
 """
 
 import argparse
 import copy
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from loopformer import LoopedLM, load
+from loopformer import LM, LoopedLM, Trajectory, load
 from loopformer.benchmark.machine import describe, publish
 from loopformer.evaluation.text import read_text
 from loopformer.inference.fused.backend import DecoderPool
+from loopformer.inference.request import Request
 
 WINDOWS, LENGTH = 24, 64
+PROMPT, TOKENS = 16, 48
+
+Ids = Sequence[tuple[int, ...]]
 
 
 @torch.no_grad()
@@ -50,6 +58,34 @@ def fused(model: LoopedLM, ids: Tensor, budget: int, rows: int) -> Tensor:
     return torch.cat(parts)
 
 
+def texts(lm: LM, prompts: Ids, budget: int, fast: bool, together: bool) -> Ids:
+    """Greedy texts, all in one batch or each alone."""
+    requests = [Request(prompt, Trajectory.uniform(budget), max_tokens=TOKENS) for prompt in prompts]
+    batches = [requests] if together else [[request] for request in requests]
+    return [
+        result.ids
+        for batch in batches
+        for _, result in sorted(
+            (event.ticket, event.result) for event in lm.events(batch, fast) if event.result is not None
+        )
+    ]
+
+
+@torch.no_grad()
+def compared(exact: LoopedLM, prompts: Ids, budget: int, wanted: Ids, other: Ids) -> dict[str, Any]:
+    """The share of equal texts, and the gap between the two best logits in fp32 where the others first part."""
+    gaps = []
+    for prompt, one, two in zip(prompts, wanted, other, strict=True):
+        if one != two:
+            same = next(at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
+            ids = torch.tensor([[*prompt, *one[:same]]], device=exact.tokens.weight.device)
+            hidden = exact(ids, budget, logits=False).hidden[0, -1]
+            best = exact.head(hidden)[: exact.config.vocab].topk(2).values
+            gaps.append(float(best[0] - best[1]))
+    median, largest = (statistics.median(gaps), max(gaps)) if gaps else (None, None)
+    return {"same_texts": 1 - len(gaps) / len(prompts), "median_gap": median, "largest_gap": largest}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -61,7 +97,7 @@ def main() -> None:
     lm = load(asked.model)
     documents = [one for one in read_text(asked.data, lm.need_tokenizer()).documents if len(one) >= LENGTH]
     ids = torch.tensor([one[:LENGTH].tolist() for one in documents[:WINDOWS]], device=asked.device)
-    exact = lm.model.to(asked.device)
+    exact = lm.to(asked.device).model
     low = copy.deepcopy(exact).to(torch.bfloat16)
     rows = []
     for budget in range(1, exact.config.loops + 1):
@@ -77,6 +113,25 @@ def main() -> None:
             print(f"M = {budget}  {name:20s} {rate:.4f}")
         same = float((ways["bf16, cached"] == ways["bf16, uncached"]).float().mean())
         rows.append({"budget": budget, "path": "bf16, cached", "same_as_bf16_uncached": same})
+    prompts = [tuple(row[:PROMPT].tolist()) for row in ids]
+    full, rounded = LM(exact, lm.tokenizer), LM(low, lm.tokenizer)
+    for budget in range(1, exact.config.loops + 1):
+        plain = {
+            name: texts(one, prompts, budget, False, False) for name, one in (("fp32", full), ("bf16", rounded))
+        }
+        pairs = [
+            ("fp32 together, fp32 alone", texts(full, prompts, budget, False, True), plain["fp32"]),
+            ("bf16 alone, fp32 alone", plain["bf16"], plain["fp32"]),
+            ("bf16 together, bf16 alone", texts(rounded, prompts, budget, False, True), plain["bf16"]),
+        ]
+        if DecoderPool.ready(low):
+            for company, together in (("alone", False), ("together", True)):
+                made = texts(rounded, prompts, budget, True, together)
+                pairs.append((f"fused bf16 {company}, bf16 alone", made, plain["bf16"]))
+        for name, made, wanted_texts in pairs:
+            row = {"budget": budget, "texts": name, **compared(exact, prompts, budget, wanted_texts, made)}
+            rows.append(row)
+            print(f"M = {budget}  {name:32s} same {row['same_texts']:.3f}, gap where they part {row['median_gap']}")
     report = {
         "benchmark": "bf16_agreement",
         "command": " ".join(["python", *sys.argv]),

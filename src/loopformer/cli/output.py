@@ -7,12 +7,15 @@ print_table(["text", "loss"], [["news", "3.21"]], left=1)
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
+from types import FrameType
 from typing import Any, ParamSpec
 
 import typer
@@ -171,12 +174,28 @@ def stoppable(kept: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     def decorate(verb: Callable[P, None]) -> Callable[P, None]:
         @wraps(verb)
         def run(*args: P.args, **options: P.kwargs) -> None:
+            pressed = False
+
+            def note(number: int, frame: FrameType | None) -> None:
+                nonlocal pressed
+                pressed = True
+                signal.default_int_handler(number, frame)
+
+            ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if ours := ours and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, note)
             try:
                 verb(*args, **options)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, Exception) as error:
+                # Compiled code of others may swallow the interruption and fail in words of its own.
+                if not pressed and not isinstance(error, KeyboardInterrupt):
+                    raise
                 after_the_key = "\n" if sys.stderr.isatty() else ""  # a terminal has shown ^C
                 typer.echo(f"{after_the_key}loopformer: stopped; {kept}.", err=True)
                 raise typer.Exit(130) from None
+            finally:
+                if ours:
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
 
         return run
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from loopformer.inference.draft import HOPED_RATE, LONGEST, Draft, DraftReport, best_length, updated_rate
 from loopformer.inference.request import RowState
 from loopformer.inference.sampling import Choice, sample
+from loopformer.inference.score import common_prefix
 from loopformer.model import LoopedLM
 from loopformer.model.cache import Cache, Passes, RowKeys
 from loopformer.trajectory import Trajectory
@@ -224,8 +225,8 @@ class PrefixCache:
     def find(self, trajectory: Trajectory, prompt: Sequence[int]) -> tuple[RowKeys, int]:
         """The keys of the prompt that shares the longest beginning, and its length; all but the last token at most,
         since that one's output is what is wanted."""
-        best = max(self._along(trajectory), key=lambda prefix: common(prefix.tokens, prompt), default=None)
-        shared = min(common(best.tokens, prompt), len(prompt) - 1) if best is not None else 0
+        best = max(self._along(trajectory), key=lambda prefix: common_prefix(prefix.tokens, prompt), default=None)
+        shared = min(common_prefix(best.tokens, prompt), len(prompt) - 1) if best is not None else 0
         if best is None or shared == 0:
             return RowKeys(trajectory, []), 0
         self._kept = [prefix for prefix in self._kept if prefix is not best] + [best]
@@ -234,10 +235,10 @@ class PrefixCache:
     def remember(self, prompt: Sequence[int], keys: RowKeys) -> None:
         """Keep a prompt, unless nearly all of it is known; one that it begins with is then forgotten."""
         same = self._along(keys.trajectory)
-        known = max((common(prefix.tokens, prompt) for prefix in same), default=0)
+        known = max((common_prefix(prefix.tokens, prompt) for prefix in same), default=0)
         if len(prompt) > self.most_tokens or len(prompt) - known < WORTH_SHARING:
             return
-        beginnings = [prefix for prefix in same if common(prefix.tokens, prompt) == len(prefix.tokens)]
+        beginnings = [prefix for prefix in same if common_prefix(prefix.tokens, prompt) == len(prefix.tokens)]
         kept = [prefix for prefix in self._kept if not any(prefix is other for other in beginnings)]
         kept.append(Prefix(tuple(prompt), keys.copy()))
         while sum(len(prefix.tokens) for prefix in kept) > self.most_tokens:
@@ -246,14 +247,6 @@ class PrefixCache:
 
     def _along(self, trajectory: Trajectory) -> list[Prefix]:
         return [prefix for prefix in self._kept if prefix.keys.trajectory == trajectory]
-
-
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
-    for count, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return count
-    return min(len(one), len(other))
 
 
 class PlainBackend:
@@ -286,7 +279,9 @@ class PlainBackend:
             prompt = row.request.prompt
             _, shared = self._prefixes.find(row.trajectory, prompt)
             beside = (
-                common(other.request.prompt, prompt) for _, _, other in chosen if other.trajectory == row.trajectory
+                common_prefix(other.request.prompt, prompt)
+                for _, _, other in chosen
+                if other.trajectory == row.trajectory
             )
             if self._prefixes.most_tokens and max(beside, default=0) >= shared + WORTH_SHARING:
                 break
@@ -342,7 +337,7 @@ class PlainBackend:
         for number, row in enumerate(placed):
             own = chosen[number * (length + 1) : (number + 1) * (length + 1)]
             # The tokens of the full trajectory, as long as what was drafted before them was right.
-            right = common([choice.token for choice in own], drafts[row.ticket])
+            right = common_prefix([choice.token for choice in own], drafts[row.ticket])
             accepted[row.ticket] = own[: right + 1]
         if self.draft is not None:
             self._count(length, accepted)

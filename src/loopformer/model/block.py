@@ -146,8 +146,8 @@ class Stack(nn.Module):
         slots: Sequence[Slot] | None = None,
     ) -> Tensor:
         for number, block in enumerate(self.blocks):
-            told = None if modulation is None else modulation[:, number]
-            x = block(x, told, rotary, mask, None if slots is None else slots[number])
+            own = None if modulation is None else modulation[:, number]
+            x = block(x, own, rotary, mask, None if slots is None else slots[number])
         return x
 
 

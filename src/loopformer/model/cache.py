@@ -34,11 +34,11 @@ class RowKeys:
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes of a batch: how many rows take part in each, longest routes first, and what they are told."""
+    """The passes of a batch: how many rows take part in each, longest trajectories first, and their modulations."""
 
     rows: list[int]
     modulations: list[Tensor | None]  # each [rows or 1, k, 4, D]
-    order: list[int] | None  # the rows, longest routes first; None where all routes are the same
+    order: list[int] | None  # the rows, longest trajectories first; None where all are the same
 
     def first(self, count: int | None) -> "Passes":
         """Only the first `count` passes; None for all."""
@@ -165,7 +165,7 @@ class Cache:
         return [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(blocks)]
 
     def _place_of(self, row: int) -> int:
-        """Where a row lies in the tensors: longest routes first."""
+        """Where a row lies in the tensors: longest trajectories first."""
         return int((self._order == row).nonzero())
 
     def select(self, rows: Sequence[int]) -> "Cache":
@@ -176,16 +176,16 @@ class Cache:
         places = {int(row): place for place, row in enumerate(self._order)}  # where a row lies in the tensors
         plain = self.passes.order is None
         kept = [(places[row], new) for new, row in enumerate(rows)]
-        kept = kept if plain else sorted(kept)  # longest routes first
+        kept = kept if plain else sorted(kept)  # longest trajectories first
         chosen._order = torch.tensor([new for _, new in kept], device=self._order.device)
         index = torch.tensor([place for place, _ in kept], device=self._order.device)
         deepest = max(trajectory.budget for trajectory in chosen.trajectories)
         counts = [int((index < count).sum()) for count in self.passes.rows[:deepest]]
-        told = [
-            one if one is None or len(one) == 1 else one[index[:count]]
-            for one, count in zip(self.passes.modulations, counts, strict=False)
+        modulations = [
+            table if table is None or len(table) == 1 else table[index[:count]]
+            for table, count in zip(self.passes.modulations, counts, strict=False)
         ]
-        chosen.passes = Passes(counts, told, None if plain else [new for _, new in kept])
+        chosen.passes = Passes(counts, modulations, None if plain else [new for _, new in kept])
         chosen._kept = [
             [(keys[index[:count]], values[index[:count]]) for keys, values in loop]
             for loop, count in zip(self._kept, counts, strict=False)

@@ -53,7 +53,7 @@ class Cost:
         return self.config.vocab_rows * self.config.width
 
     @property
-    def told(self) -> int:
+    def conditioned_on(self) -> int:
         """How many scalars a pass is told: t and Δ, one of them, or none."""
         return {"none": 0, "trajectory": 2}.get(self.config.conditioning, 1)
 
@@ -66,7 +66,7 @@ class Cost:
             tokens=self.head_products,
             positions=config.context * d if config.positions == "learned" else 0,
             stack=config.blocks * (self.block_products + (0 if conditioned else 2 * d)),
-            conditioning=self.told * embedding + config.blocks * 4 * d * (d + 1) * conditioned,
+            conditioning=self.conditioned_on * embedding + config.blocks * 4 * d * (d + 1) * conditioned,
             final_norm=d,
         )
 
@@ -91,15 +91,15 @@ class Cost:
         d, kind = self.config.width, self.config.conditioning
         if kind == "none":
             return 0
-        per_step = self.told * 2 * (FOURIER_WIDTH * d + d * d) + self.config.blocks * 2 * 4 * d * d
+        per_step = self.conditioned_on * 2 * (FOURIER_WIDTH * d + d * d) + self.config.blocks * 2 * 4 * d * d
         return per_step * (self.config.loops if budget is None else budget)
 
     def training_flops(
         self, context: int | None = None, short_budget: float | None = None, causal: bool = True
     ) -> float:
-        """Forward and backward (twice the forward) per token: the full route, and a short one if given.
+        """Forward and backward (twice the forward) per token: the full trajectory, and a short one if given.
 
-        `short_budget` is the mean length of the short routes, L/2 for the paper's uniform draw on 1…L-1.
+        `short_budget` is the mean length of the short trajectories, L/2 for the paper's uniform draw on 1…L-1.
         """
         forward = self.forward_flops(context=context, causal=causal)
         if short_budget is not None:
@@ -107,7 +107,7 @@ class Cost:
         return 3 * forward
 
     def training_overhead(self, context: int | None = None) -> float:
-        """The paper's (2·C_io + 3/2·L·C₁) / (C_io + L·C₁): training with a short route against without."""
+        """The paper's (2·C_io + 3/2·L·C₁) / (C_io + L·C₁): training with a short trajectory against without."""
         short = self.config.loops / 2
         return self.training_flops(context, short) / self.training_flops(context)
 

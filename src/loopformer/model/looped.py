@@ -194,10 +194,10 @@ class LoopedLM(nn.Module):
         order = sorted(range(rows), key=lambda row: -trajectories[row].budget)
         counts, mixed = [], []
         for step in range(trajectories[order[0]].budget):
-            going = [trajectories[row] for row in order if trajectories[row].budget > step]
-            told = [table[step] for trajectory in going if (table := tables[trajectory]) is not None]
-            counts.append(len(going))
-            mixed.append(torch.stack(told) if told else None)
+            active = [trajectories[row] for row in order if trajectories[row].budget > step]
+            per_row = [table[step] for trajectory in active if (table := tables[trajectory]) is not None]
+            counts.append(len(active))
+            mixed.append(torch.stack(per_row) if per_row else None)
         return Passes(counts, mixed, order)
 
     @_not_compiled_itself
@@ -210,7 +210,7 @@ class LoopedLM(nn.Module):
         mask: Tensor | None,
         keep: list[Tensor] | None,
     ) -> Tensor:
-        """Every pass of every row. Longest routes first, so that a row that is done leaves at the end."""
+        """Every pass of every row. Longest trajectories first, so that a row that is done leaves at the end."""
         back = None
         if passes.order is not None:
             back = torch.tensor(passes.order, device=x.device).argsort()

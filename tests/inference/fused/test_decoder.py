@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig
 from loopformer.config import Conditioning
@@ -141,3 +142,21 @@ def test_fast_texts_are_the_plain_ones(lm: LM) -> None:
         assert "".join(quick.stream("told", fast=True)) == quick.generate("told").text
     finally:
         quick.to("cpu")
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_weights_may_lie_by_columns(int8: bool) -> None:
+    """As `load` lays them out for a CPU, and as they stay when a model is moved by hand."""
+    from loopformer.inference.fused.decoder import Decoder
+    from loopformer.inference.fused.quantise import quantised
+
+    model, texts = model_of("learned", "trajectory"), [[5, 9, 2], [7, 1, 4]]
+
+    def logits() -> torch.Tensor:
+        decoder = Decoder(model, model.resolve("2"), 2, quantised(model) if int8 else None)
+        return decoder.step(model.head(decoder.prefill(texts))[:, :90].argmax(-1)).clone()
+
+    expected = logits()
+    for weight in [model.tokens.weight, *(one.weight for one in model.modules() if isinstance(one, nn.Linear))]:
+        weight.data = weight.data.t().contiguous().t()
+    torch.testing.assert_close(logits(), expected, atol=1e-4, rtol=1e-4)

@@ -192,7 +192,7 @@ class Decoder:
         kernels.embed_kernel[(self.rows,)](
             self.ids,
             self.lengths,
-            model.tokens.weight,
+            self._weights.tokens,
             model.places.weight if model.places is not None else self._x,
             self._x,
             config.width,

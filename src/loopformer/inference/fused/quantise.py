@@ -39,10 +39,12 @@ class Weight:
 
 @dataclass(frozen=True)
 class Weights:
-    """Of each block qkv, out, up and down; and the head."""
+    """Of each block qkv, out, up and down; the head; and the token embedding [V, D]. All lie in memory by rows, as
+    kernels read them, however the model's own lie."""
 
     blocks: list[tuple[Weight, Weight, Weight, Weight]]
     head: Weight
+    tokens: Tensor
 
     @property
     def int8(self) -> bool:
@@ -50,7 +52,7 @@ class Weights:
 
 
 def plain(model: LoopedLM) -> Weights:
-    """The model's own weights, not copied."""
+    """The model's own weights, copied only where they do not lie by rows."""
     return _each(model, lambda weight: Weight(weight.detach().contiguous()))
 
 
@@ -60,7 +62,7 @@ def quantised(model: LoopedLM) -> Weights:
     def one(weight: Tensor) -> Weight:
         scales = weight.detach().float().abs().amax(1).clamp(min=1e-12) / 127
         whole = (weight.detach().float() / scales[:, None]).round()
-        return Weight((whole + ZERO).to(torch.uint8), scales)
+        return Weight((whole + ZERO).to(torch.uint8).contiguous(), scales.contiguous())
 
     return _each(model, one)
 
@@ -72,4 +74,4 @@ def _each(model: LoopedLM, one: Callable[[Tensor], Weight]) -> Weights:
         weights = (attention.qkv.weight, attention.out.weight, ffn.up.weight, ffn.down.weight)
         qkv, out, up, down = (one(weight) for weight in weights)
         blocks.append((qkv, out, up, down))
-    return Weights(blocks, one(model.tokens.weight))
+    return Weights(blocks, one(model.tokens.weight), model.tokens.weight.detach().contiguous())
