@@ -22,7 +22,7 @@ from loopformer import LoopedLM, ModelConfig, Trajectory
 from loopformer.benchmark.decode import gpt2
 from loopformer.benchmark.machine import publish
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.decode import generate
+from loopformer.inference.engine import generate
 from loopformer.inference.request import Request
 from loopformer.lm import lay_out
 

@@ -22,8 +22,8 @@ import torch
 from loopformer import LoopedLM, ModelConfig, Trajectory
 from loopformer.benchmark.machine import publish
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.decode import generate, prefill
-from loopformer.inference.engine import Engine
+from loopformer.inference.decode import prefill
+from loopformer.inference.engine import Engine, generate
 from loopformer.inference.request import Request
 from loopformer.lm import lay_out
 
@@ -34,7 +34,7 @@ def continuous(model: LoopedLM, tokenizer: Tokenizer, requests: list[Request], r
     engine = Engine(model, tokenizer, rows=rows)
     for request in requests:
         engine.submit(request)
-    results = {event.row: event.result.ids for event in engine.run() if event.result is not None}
+    results = {event.ticket: event.result.ids for event in engine.run() if event.result is not None}
     return [results[number] for number in range(len(requests))]
 
 
@@ -45,7 +45,7 @@ def leaving(model: LoopedLM, tokenizer: Tokenizer, requests: list[Request]) -> l
         batch = [number for number, one in enumerate(requests) if one.trajectory.budget == budget]
         for event in generate(model, tokenizer, [requests[number] for number in batch]):
             if event.result is not None:
-                found[batch[event.row]] = event.result.ids
+                found[batch[event.ticket]] = event.result.ids
     return [found[number] for number in range(len(requests))]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from loopformer import LoopedLM, load
 from loopformer.benchmark.machine import describe, publish
 from loopformer.evaluation.text import read_text
-from loopformer.inference.fused.backend import Fast
+from loopformer.inference.fused.backend import DecoderPool
 
 WINDOWS, LENGTH = 24, 64
 
@@ -68,7 +68,7 @@ def main() -> None:
         wanted = uncached(exact, ids, budget)
         ways = {"fp32, cached": cached(exact, ids, budget), "bf16, uncached": uncached(low, ids, budget)}
         ways["bf16, cached"] = cached(low, ids, budget)
-        if Fast.ready(low):
+        if DecoderPool.ready(low):
             ways["bf16, fused, 1 row"] = fused(low, ids, budget, 1)
             ways["bf16, fused, 8 rows"] = fused(low, ids, budget, 8)
         for name, choices in ways.items():

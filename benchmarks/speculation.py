@@ -29,8 +29,8 @@ from loopformer.data.loader import validation_windows
 from loopformer.data.shards import TokenData
 from loopformer.device import DTYPES
 from loopformer.errors import require
-from loopformer.inference.decode import generate
-from loopformer.inference.draft import Draft, speculate
+from loopformer.inference.draft import Draft
+from loopformer.inference.engine import generate, speculate
 from loopformer.inference.fused.quantise import quantised
 from loopformer.inference.request import Request
 
@@ -109,7 +109,7 @@ def eager(lm: LM, prompts: Prompts, new_tokens: int) -> Iterator[Row]:
     requests = [Request(prompt, full, max_tokens=new_tokens) for prompt in prompts]
 
     def plain(batch: list[Request]) -> list[tuple[int, ...]]:
-        found = {event.row: event.result.ids for event in generate(lm.model, tokenizer, batch) if event.result}
+        found = {event.ticket: event.result.ids for event in generate(lm.model, tokenizer, batch) if event.result}
         return [found[row] for row in range(len(batch))]
 
     drafts = [Draft(Trajectory.uniform(m), k) for m in range(1, loops) for k in (2, 4, None)]

@@ -17,12 +17,13 @@ ORDER = [
     "files",
     "device",
     "trajectory",
+    "plots",
     "config",
     "model",
     "data",
     "loading",
-    "training",
     "inference",
+    "training",
     "lm",
 ]
 ORDER += ["evaluation", "lm_eval", "analysis", "benchmark", "hf", "serving", "cli"]

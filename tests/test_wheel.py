@@ -1,4 +1,4 @@
-"""A wheel builds, holds the presets, and works away from the source tree."""
+"""A wheel builds, holds the presets and the templates of a report, and works away from the source tree."""
 
 import json
 import subprocess
@@ -18,7 +18,11 @@ def test_a_wheel_works_on_its_own(tmp_path: Path) -> None:
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     target = tmp_path / "installed"
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)], check=True)
-    code = "import json, loopformer as l, loopformer.config as c; print(json.dumps([l.__file__, c.preset_names()]))"
+    code = (
+        "import json, loopformer as l, loopformer.config as c, loopformer.analysis.report.page as p;"
+        "page = p.Page('All of it', 'One sentence.', []);"
+        "print(json.dumps([l.__file__, c.preset_names(), p.to_html(page, {}), p.to_markdown(page)]))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(target)},
@@ -27,6 +31,8 @@ def test_a_wheel_works_on_its_own(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    file, presets = json.loads(done.stdout)
+    file, presets, html, markdown = json.loads(done.stdout)
     assert file.startswith(str(target))
     assert {"demo", "paper/loopformer-3x8", "small/tmlt"} <= set(presets)
+    assert "<h1>All of it</h1>" in html
+    assert markdown.startswith("# All of it\n\nOne sentence.\n")

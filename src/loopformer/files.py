@@ -43,6 +43,44 @@ def write_atomic(path: Path, content: bytes) -> None:
         sync_folder(path.parent)
 
 
+def write_together(folder: Path, contents: dict[str, bytes]) -> list[Path]:
+    """Replace several files of a folder: all are written aside, then put in place one right after another.
+
+    Whatever fails or interrupts the writing leaves the folder as it was, and no folder where there was none.
+    """
+    made, temporaries = list[Path](), dict[Path, Path]()
+    try:
+        with writing(folder):
+            for name, content in contents.items():
+                path = folder / name
+                for parent in reversed([one for one in (path.parent, *path.parent.parents) if not one.exists()]):
+                    made.append(parent)
+                    parent.mkdir()
+                temporaries[path] = path.with_name(path.name + ".tmp")
+                with temporaries[path].open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+    except BaseException:
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
+        for parent in reversed(made):
+            with suppress(OSError):
+                parent.rmdir()
+        raise
+    with writing(folder):
+        try:
+            for path, temporary in temporaries.items():
+                os.replace(temporary, path)
+        finally:  # all is on disk, so an interruption that comes now finds it finished
+            for path, temporary in temporaries.items():
+                if temporary.exists():
+                    os.replace(temporary, path)
+        for parent in {path.parent for path in temporaries}:
+            sync_folder(parent)
+    return list(temporaries)
+
+
 def sync_folder(folder: Path) -> None:
     """Make new and removed names in a folder survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)

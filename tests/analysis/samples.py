@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from loopformer import ModelConfig
-from loopformer.analysis.dynamics import DEFINITIONS
+from loopformer.analysis.results import DEFINITIONS, ReportResults
 from loopformer.evaluation.tasks import TASKS
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory
@@ -43,6 +43,11 @@ def make_report(*models: Piece, tasks: Piece | None = None) -> Piece:
         "tasks": tasks or task_facts(),
         "models": list(models),
     }
+
+
+def make_results(*models: Piece) -> ReportResults:
+    """The same, typed."""
+    return ReportResults.from_json(make_report(*models))
 
 
 def make_model(name: str, blocks: int = 1, loops: int = 4, level: float = 40.0, **parts: Any) -> Piece:

@@ -1,3 +1,5 @@
+"""States over depth, CKA maps and schedules, as they are drawn."""
+
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -5,9 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from loopformer import LM, LoopedLM
-from loopformer.analysis.dynamics import Dynamics, Prompts, analyze
-from loopformer.analysis.plots import CHANGES, REPRESENTATIONS, draw_cka, draw_panels, line_labels, save_figures
+from loopformer import LM, LoopedLM, LoopformerError
+from loopformer.analysis.dynamics import Prompts, analyze, write_results
+from loopformer.analysis.figures import (
+    CHANGES,
+    REPRESENTATIONS,
+    cka_figure,
+    line_labels,
+    metrics_figure,
+    search_figure,
+    state_figures,
+)
+from loopformer.analysis.results import Dynamics, SearchResults
+from loopformer.evaluation.schedules import describe
+from loopformer.plots import save
+from loopformer.trajectory import Trajectory
 
 pytest.importorskip("matplotlib")
 
@@ -27,7 +41,7 @@ def _images(figure: Any) -> list[Any]:
 
 
 def test_lines_show_the_numbers_and_are_told_apart(results: list[Dynamics]) -> None:
-    figure = draw_panels(results, REPRESENTATIONS)
+    figure = metrics_figure(results, REPRESENTATIONS)
     for axis, panel in zip(figure.axes, REPRESENTATIONS, strict=True):
         for line, result in zip(_lines(axis), results, strict=True):
             series = result.metrics[panel.metric]
@@ -44,29 +58,29 @@ def test_lines_show_the_numbers_and_are_told_apart(results: list[Dynamics]) -> N
 
 
 def test_changes_leave_out_what_has_no_value(results: list[Dynamics]) -> None:
-    movement, divergence, agreement = (_lines(axis)[0] for axis in draw_panels(results[:1], CHANGES).axes)
+    movement, divergence, agreement = (_lines(axis)[0] for axis in metrics_figure(results[:1], CHANGES).axes)
     assert [x for x, _ in movement] == [0.25, 0.5, 0.75, 1]
     assert [x for x, _ in divergence] == [0, 0.25, 0.5, 0.75]
     assert agreement[-1] == (1, 100)
 
 
 def test_maps_share_one_scale(results: list[Dynamics]) -> None:
-    images = _images(draw_cka(results))
+    images = _images(cka_figure(results))
     assert [image.get_clim() for image in images] == [(0, 1)] * 3
     for image, result in zip(images, results, strict=True):
         assert image.get_array().tolist() == result.cka
-    assert _images(draw_cka(results, debiased=True))[0].get_array().tolist() == results[0].cka_debiased
+    assert _images(cka_figure(results, debiased=True))[0].get_array().tolist() == results[0].cka_debiased
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_files_are_written_and_no_text_is_small(results: list[Dynamics], tmp_path: Path, count: int) -> None:
     chosen = (results * 2)[:count]
-    files = save_figures(chosen, tmp_path)
+    files = write_results(chosen, tmp_path, state_figures(chosen))[3:]
     assert {file.name for file in files} == {
         f"{name}.{kind}" for name in ("representations", "changes", "cka") for kind in ("png", "svg")
     }
     assert all(file.stat().st_size > 5000 for file in files)
-    figures: list[Any] = [draw_panels(chosen, CHANGES), draw_cka(chosen)]
+    figures: list[Any] = [metrics_figure(chosen, CHANGES), cka_figure(chosen)]
     for figure in figures:
         texts = [text for text in figure.findobj(lambda one: hasattr(one, "get_fontsize")) if text.get_text()]
         assert len(texts) > 10
@@ -80,4 +94,44 @@ def test_a_model_that_does_not_move_can_be_drawn(lm: LM, tmp_path: Path) -> None
     found = analyze(LoopedLM(config), same, "still")
     assert found.metrics["movement"].mean == [None, 0, 0, 0, 0]
     assert set(found.metrics["curvature"].mean) == {None}
-    assert save_figures([found], tmp_path)
+    assert len(write_results([found], tmp_path, state_figures([found]))) == 9
+
+
+def searched(loops: int, budget: int, accuracy: bool = False) -> SearchResults:
+    measured: dict[Trajectory, dict[str, float]] = {}
+    uniform = Trajectory.uniform(budget)
+    for trajectory in [*Trajectory.enumerate(loops, budget), uniform]:
+        measured[trajectory] = {"perplexity": 20 - float(trajectory.steps[0])}
+        if accuracy:
+            measured[trajectory]["accuracy"] = float(trajectory.steps[0]) / 2
+    facts = {"budget": budget, "loops": loops, "method": "all", "by": "perplexity"}
+    return SearchResults.from_json({**facts, **describe(measured, uniform, "perplexity", loops)})
+
+
+def test_bars_are_the_steps_in_order_of_quality() -> None:
+    result = searched(8, 4, accuracy=True)
+    axes: list[Any] = search_figure(result).axes
+    bars = axes[0].patches
+    assert len(bars) == 35 * 4
+    for number, row in enumerate(result.schedules):
+        own = sorted(
+            (bar for bar in bars if bar.get_y() < number < bar.get_y() + bar.get_height()), key=lambda b: b.get_x()
+        )
+        assert [bar.get_width() for bar in own] == pytest.approx(row.steps)
+    assert axes[0].get_yticklabels()[0].get_text() == "5-1-1-1"
+    shown = [label.get_text() for label in axes[1].get_legend().get_texts()]
+    assert shown == ["best 19.38", "uniform 19.75", "worst 19.88"]
+    assert axes[2].get_xlabel().startswith("accuracy")
+
+
+@pytest.mark.parametrize("ending", ["png", "pdf", "svg"])
+def test_files_of_any_kind(tmp_path: Path, ending: str) -> None:
+    path = save(search_figure(searched(8, 3)), tmp_path / f"s.{ending}")
+    assert path.stat().st_size > 1000
+
+
+def test_many_schedules_and_wrong_endings(tmp_path: Path) -> None:
+    many = search_figure(searched(10, 5))  # 126 of them, too many for names
+    assert save(many, tmp_path / "s.png").stat().st_size > 1000
+    with pytest.raises(LoopformerError, match=r"end the name with \.png, \.pdf or \.svg"):
+        save(many, tmp_path / "s.doc")

@@ -1,4 +1,4 @@
-"""Measuring for a report: everything once, what is missing in a sentence, what the user got wrong as an error."""
+"""What a report is asked for, and measuring it: all once, what is missing in a sentence, mistakes as errors."""
 
 import json
 import sys
@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from loopformer import LoopedLM, LoopformerError, ModelConfig
-from loopformer.analysis.report.collect import Asked, Source, collect, training_facts
+from loopformer.analysis.report.collect import (
+    ReportRequest,
+    collect,
+    read_budgets,
+    read_skip,
+    read_texts,
+    training_facts,
+)
+from loopformer.analysis.results import TextSource
 from loopformer.config import DataConfig, ObjectiveConfig, RunConfig, TrainingConfig, run_to_yaml
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
@@ -61,31 +69,31 @@ def _run(folder: Path, config: ModelConfig, weight: float, tokenizer: Tokenizer)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in speeds) + '{"cut')
 
 
-def asked(folder: Path, *names: str, **changes: Any) -> Asked:
+def request(folder: Path, *names: str, **changes: Any) -> ReportRequest:
     models = tuple(str(folder / name) for name in names)
-    settings: Piece = {"texts": (Source("mine", str(folder / "text.txt")),), "prompts": 4, "device": "cpu"}
-    return Asked(models, **{**settings, **changes})
+    settings: Piece = {"texts": (TextSource("mine", str(folder / "text.txt")),), "prompts": 4, "device": "cpu"}
+    return ReportRequest(models, **{**settings, **changes})
 
 
 def test_all_parts_are_measured_and_a_second_time_none(folder: Path) -> None:
-    first = collect(asked(folder, "elastic", "fixed"))
+    first = collect(request(folder, "elastic", "fixed"))
     for model in first["models"]:
         assert model["missing"].keys() == {"tasks"}
         assert [row["budget"] for row in model["perplexity"]] == [1, 2, 4]
         assert model["search"]["measured"] == 3
         assert len(model["analysis"]["cka"]) == 5
         assert not any(row["reused"] for row in model["perplexity"])
-    again = collect(asked(folder, "elastic", "fixed"))
+    again = collect(request(folder, "elastic", "fixed"))
     for model, kept in zip(first["models"], again["models"], strict=True):
         assert all(row["reused"] for row in kept["perplexity"])
         assert kept["analysis"] == model["analysis"]  # with the seconds of the first time
         assert kept["search"]["schedules"] == model["search"]["schedules"]
-    more = collect(asked(folder, "elastic", budgets=(1, 3)))
+    more = collect(request(folder, "elastic", budgets=(1, 3)))
     assert [row["reused"] for row in more["models"][0]["perplexity"]] == [True, False]
 
 
 def test_nothing_tells_where_things_lie(folder: Path) -> None:
-    found = collect(asked(folder, "elastic", "bare"))
+    found = collect(request(folder, "elastic", "bare"))
     text = json.dumps(found)
     assert str(folder) not in text
     assert [model["name"] for model in found["models"]] == ["elastic", "bare"]
@@ -100,13 +108,13 @@ def test_stopped_in_the_middle_it_goes_on_from_there(folder: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        collect(asked(folder, "elastic"), stop)
-    (model,) = collect(asked(folder, "elastic"))["models"]
+        collect(request(folder, "elastic"), stop)
+    (model,) = collect(request(folder, "elastic"))["models"]
     assert [row["reused"] for row in model["perplexity"]] == [True, True, False]
 
 
 def test_a_part_that_cannot_be_had_is_a_sentence(folder: Path) -> None:
-    found = collect(asked(folder, "bare", "mute", "plain", skip=frozenset({"analysis"})))
+    found = collect(request(folder, "bare", "mute", "plain", skip=frozenset({"analysis"})))
     bare, mute, plain = (model["missing"] for model in found["models"])
     assert bare["search"] == "There is only one schedule of this budget, so there is nothing to search."
     assert "--skip analysis" in bare["analysis"]
@@ -114,20 +122,20 @@ def test_a_part_that_cannot_be_had_is_a_sentence(folder: Path) -> None:
     assert all("tokenizer" in mute[part] for part in ("perplexity", "tasks", "search"))
     assert "not told its steps" in plain["search"]
     assert "perplexity" not in plain
-    deep = collect(asked(folder, "bare", "elastic", search=3, budgets=(4,)))["models"][0]
+    deep = collect(request(folder, "bare", "elastic", search=3, budgets=(4,)))["models"][0]
     assert "fewer than the 3" in deep["missing"]["search"]
     assert [row["budget"] for row in deep["perplexity"]] == [2]
 
 
 def test_too_few_prompts_are_a_sentence(folder: Path) -> None:
-    (model,) = collect(asked(folder, "bare", prompts=500))["models"]
+    (model,) = collect(request(folder, "bare", prompts=500))["models"]
     assert model["missing"]["analysis"].startswith("mine has ")
     assert "500 prompts" in model["missing"]["analysis"]
     assert model["perplexity"]
 
 
 def test_without_a_text_the_rest_remains(folder: Path) -> None:
-    (model,) = collect(asked(folder, "elastic", texts=()))["models"]
+    (model,) = collect(request(folder, "elastic", texts=()))["models"]
     assert model["missing"].keys() == {"perplexity", "tasks", "search", "analysis"}
     assert "--text NAME=SOURCE" in model["missing"]["perplexity"]
     assert model["training"]
@@ -136,7 +144,7 @@ def test_without_a_text_the_rest_remains(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "said"),
     [
-        ({"texts": (Source("x", "none.txt"),)}, FileProblem, "none.txt"),
+        ({"texts": (TextSource("x", "none.txt"),)}, FileProblem, "none.txt"),
         ({"max_tokens": 10}, LoopformerError, "mine has 10 tokens, fewer than one window of 24"),
         ({"data": Path("nowhere")}, FileProblem, "no folder nowhere"),
         ({"budgets": (1, 5)}, LoopformerError, "above the 4 loops of elastic"),
@@ -147,26 +155,26 @@ def test_without_a_text_the_rest_remains(folder: Path) -> None:
 )
 def test_what_the_user_got_wrong_is_an_error(folder: Path, changes: Piece, kind: type, said: str) -> None:
     with pytest.raises(kind, match=said):
-        collect(asked(folder, "elastic", **changes))
+        collect(request(folder, "elastic", **changes))
 
 
 def test_a_run_that_is_not_there_is_an_error(folder: Path) -> None:
     with pytest.raises(FileProblem, match="nothing"):
-        collect(asked(folder, "nothing"))
+        collect(request(folder, "nothing"))
 
 
 def test_training_is_read_from_the_run(folder: Path) -> None:
     facts, fixed = training_facts(folder / "elastic"), training_facts(folder / "fixed")
     assert facts is not None
     assert fixed is not None
-    cost = Cost(ModelConfig(**facts["model"]))
-    assert facts["tokens"] == 10 * 4 * 24
-    assert facts["tokens_per_second"] == 105.0  # the median of 101, 105 and 109
-    assert facts["seed"] == 7
-    assert facts["fixed_flops_per_token"] == fixed["flops_per_token"] == cost.training_flops()
+    cost = Cost(ModelConfig(**facts.model))
+    assert facts.tokens == 10 * 4 * 24
+    assert facts.tokens_per_second == 105.0  # the median of 101, 105 and 109
+    assert facts.seed == 7
+    assert facts.fixed_flops_per_token == fixed.flops_per_token == cost.training_flops()
     both = cost.training_flops(short_budget=2)
-    assert facts["flops_per_token"] == pytest.approx((cost.training_flops() + both) / 2)  # half of the rows
-    assert facts["same"] == fixed["same"]
+    assert facts.flops_per_token == pytest.approx((cost.training_flops() + both) / 2)  # half of the rows
+    assert facts.same == fixed.same
     assert training_facts(folder / "bare") is None
 
 
@@ -176,7 +184,7 @@ def test_without_the_harness_the_rest_remains(folder: Path, monkeypatch: pytest.
         monkeypatch.setitem(sys.modules, name, None)
     for name in ("harness", "suite"):
         monkeypatch.delitem(sys.modules, f"loopformer.evaluation.{name}", raising=False)
-    (model,) = collect(asked(folder, "elastic", tasks="paper", skip=frozenset({"analysis", "search"})))["models"]
+    (model,) = collect(request(folder, "elastic", tasks="paper", skip=frozenset({"analysis", "search"})))["models"]
     assert "pip install 'loopformer[eval]'" in model["missing"]["tasks"]
     assert model["perplexity"]
 
@@ -192,7 +200,7 @@ def test_benchmarks_come_from_the_harness(folder: Path) -> None:
     }
     (folder / "eval").mkdir()
     (folder / "eval" / "copa.validation.jsonl").write_text((json.dumps(example) + "\n") * 3)
-    settings = asked(
+    settings = request(
         folder,
         "elastic",
         tasks="copa",
@@ -210,4 +218,75 @@ def test_benchmarks_come_from_the_harness(folder: Path) -> None:
     assert {row["accuracy"] for row in model["search"]["schedules"]} <= {0.0, 1.0}
     assert str(folder) not in json.dumps(found)
     with pytest.raises(LoopformerError, match="has no data for piqa"):
-        collect(asked(folder, "elastic", tasks="piqa", data=folder / "eval"))
+        collect(request(folder, "elastic", tasks="piqa", data=folder / "eval"))
+
+
+def test_texts_have_the_names_they_are_given(tmp_path: Path) -> None:
+    file = tmp_path / "news=today.txt"
+    file.write_text("x")
+    assert read_texts(["my news=/far/news.txt", "stdlib", str(file)]) == (
+        TextSource("my news", "/far/news.txt"),
+        TextSource("stdlib", "stdlib"),
+        TextSource("news=today.txt", str(file)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [(["=x"], "NAME=SOURCE"), (["x="], "NAME=SOURCE"), (["a=x", "a=y"], "Two texts are named a")]
+)
+def test_texts_without_a_name_of_their_own_are_refused(given: list[str], said: str) -> None:
+    with pytest.raises(LoopformerError, match=said):
+        read_texts(given)
+
+
+def test_budgets_are_sorted_and_each_once() -> None:
+    assert read_budgets("4,1,4") == (1, 4)
+    assert read_budgets(None) is None
+    for wrong in ("", "many", "1,,2", "0,1"):
+        with pytest.raises(LoopformerError, match="such as 1,2,4"):
+            read_budgets(wrong)
+
+
+def test_an_unknown_part_names_the_nearest() -> None:
+    assert read_skip(" tasks, search ") == {"tasks", "search"}
+    assert read_skip(None) == frozenset()
+    with pytest.raises(LoopformerError, match="did you mean tasks"):
+        read_skip("task")
+
+
+def test_a_shallow_model_is_measured_where_it_can_be() -> None:
+    request = ReportRequest(("a", "b"), budgets=(2, 8))
+    request.check_depths([1, 8])
+    assert request.budgets_of(ModelConfig(loops=8)) == [2, 8]
+    assert request.budgets_of(ModelConfig(loops=4)) == [2]
+    assert request.budgets_of(ModelConfig(loops=1)) == [1]
+    assert ReportRequest(("a",)).budgets_of(ModelConfig(loops=8)) == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("wrong", [{"budgets": (9,)}, {"search": 9}])
+def test_a_budget_above_every_model_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(LoopformerError, match="9 is above the 8 loops of b, the deepest model"):
+        ReportRequest(("a", "b"), **wrong).check_depths([4, 8])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"models": ()}, "at least one"),
+        ({"prompts": 0}, "--prompts"),
+        ({"limit": 0}, "--limit"),
+        ({"search": 0}, "--search"),
+        ({"max_tokens": 0}, "--max-tokens"),
+        ({"search_tasks": True}, "--search-tasks"),
+        ({"search_tasks": True, "tasks": "piqa", "skip": frozenset({"search"})}, "--search-tasks"),
+    ],
+)
+def test_wrong_numbers_are_one_sentence(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(LoopformerError, match=said):
+        ReportRequest(**{"models": ("a",), **wrong})
+
+
+def test_the_data_alone_asks_for_the_papers_tasks() -> None:
+    assert ReportRequest(("a",)).wanted_tasks is None
+    assert ReportRequest(("a",), data=Path("eval")).wanted_tasks == "paper"
+    assert ReportRequest(("a",), data=Path("eval"), tasks="piqa").wanted_tasks == "piqa"

@@ -2,11 +2,14 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from loopformer.cli import main
+
+from .models import save_small
 
 
 @pytest.fixture
@@ -26,3 +29,14 @@ def command(
         return code, said.out, said.err
 
     return command
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return save_small(tmp_path / "m", context=16, modulator_start="normal")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "a.txt").write_text("its time and its step, " * 9)
+    return str(tmp_path / "a.txt")

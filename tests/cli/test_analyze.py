@@ -1,16 +1,17 @@
 """`loopformer analyze` as a user meets it."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from loopformer import LoopedLM, ModelConfig
-from loopformer.data.tokenizer import Tokenizer
-from loopformer.loading import save_model
+from .models import save_small
 
 Run = Callable[..., tuple[int, str, str]]  # exit code, stdout, stderr
 
@@ -18,19 +19,10 @@ Run = Callable[..., tuple[int, str, str]]  # exit code, stdout, stderr
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     """The command, in a folder with two models of different depth, one without a tokenizer, and a text."""
-    tokenizer = Tokenizer.train(["every pass is told its time and its step"] * 9, 280)
-    sizes: dict[str, Any] = {
-        "blocks": 1,
-        "width": 16,
-        "heads": 2,
-        "ffn": 32,
-        "context": 24,
-        "vocab": tokenizer.vocab_size,
-    }
     for name, loops in (("one", 4), ("two", 2), ("mute", 4)):
-        save_model(LoopedLM(ModelConfig(loops=loops, modulator_start="normal", **sizes)), tmp_path / name)
-        if name != "mute":
-            tokenizer.save(tmp_path / name)
+        save_small(
+            tmp_path / name, context=24, loops=loops, with_tokenizer=name != "mute", modulator_start="normal"
+        )
     (tmp_path / "text.txt").write_text("every pass is told its time and its step, " * 40)
     (tmp_path / "short.txt").write_text("no")
     monkeypatch.chdir(tmp_path)
@@ -97,3 +89,21 @@ def test_mistakes_are_one_sentence(run: Run, words: list[str], code: int, said: 
     assert left == code
     assert said in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_control_c_says_that_the_analysis_starts_again(run: Run, tmp_path: Path) -> None:
+    # Tests that run in the background inherit a SIGINT that is ignored; a user at a terminal does not.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from loopformer.cli import main; main()"
+    words = ["analyze", "-m", "one", "--text", "long.txt", "--prompts", "20000", "--out", "deep/out"]
+    (tmp_path / "long.txt").write_text("every pass is told its time and its step, " * 60_000)
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "deep" / "out").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate()
+    assert process.returncode == 130, error
+    assert error == (
+        "loopformer: stopped; an analysis is written when all is measured, the same command starts again.\n"
+    )
+    assert not (tmp_path / "deep").exists()

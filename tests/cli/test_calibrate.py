@@ -5,11 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch import nn
 
-from loopformer import LoopedLM, ModelConfig
-from loopformer.data.tokenizer import Tokenizer
-from loopformer.loading import save_model
+from .models import save_small
 
 Run = Callable[..., tuple[int, str, str]]  # exit code, stdout, stderr
 
@@ -17,15 +14,8 @@ Run = Callable[..., tuple[int, str, str]]  # exit code, stdout, stderr
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     """The command, in a folder with two models and two texts."""
-    tokenizer = Tokenizer.train(["every pass is told its time and its step"] * 9, 280)
-    for name in ("one", "two"):
-        model = LoopedLM(
-            ModelConfig(blocks=1, loops=4, width=16, heads=2, ffn=32, context=16, vocab=tokenizer.vocab_size)
-        )
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.3)
-        save_model(model, tmp_path / name)
-        tokenizer.save(tmp_path / name)
+    for name, std in (("one", 0.3), ("two", 0.31)):
+        save_small(tmp_path / name, context=16, std=std)
     (tmp_path / "text.txt").write_text("every pass is told its time and its step, " * 40)
     (tmp_path / "short.txt").write_text("no")
     monkeypatch.chdir(tmp_path)

@@ -7,20 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from loopformer.cli import app
-from loopformer.errors import LoopformerError
+from .process import run
 
 REFERENCE = Path(__file__).parent.parent / "reference"
-
-
-def run(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "loopformer", *words], capture_output=True, text=True, env=None, check=False
-    )
-    assert done.returncode == code, done.stderr
-    return done
 
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
@@ -80,47 +70,3 @@ def test_mistakes_are_one_sentence_and_no_traceback(words: tuple[str, ...], code
     error = run(*words, code=code).stderr
     assert said in error
     assert "Traceback" not in error
-
-
-def test_generate_streams_text_and_prints_json(tmp_path: Path) -> None:
-    from loopformer import LoopedLM, ModelConfig
-    from loopformer.data.tokenizer import Tokenizer
-    from loopformer.loading import save_model
-
-    tokenizer = Tokenizer.train(["every pass is told its time and its step"] * 9, 280)
-    config = ModelConfig(blocks=1, loops=4, width=16, heads=2, ffn=32, context=32, vocab=tokenizer.vocab_size)
-    save_model(LoopedLM(config), tmp_path / "m")
-    tokenizer.save(tmp_path / "m")
-    model = ["--model", str(tmp_path / "m"), "--device", "cpu", "--max-tokens", "4"]
-    found = json.loads(run("generate", "every pass", *model, "--trajectory", "2-1-1", "--json").stdout)
-    assert (found["trajectory"], found["new_tokens"]) == ("2-1-1", 4)
-    drafted = json.loads(
-        run("generate", "every pass", *model, "--trajectory", "2-1-1", "--draft", "1", "--json").stdout
-    )
-    assert drafted["text"] == found["text"]
-    assert 0 <= drafted["draft_acceptance"] <= 1
-    shown = run("generate", "every pass", *model, "--trajectory", "2-1-1", "--draft", "1", "--draft-length", "2")
-    assert shown.stdout == found["text"] + "\n"
-    assert "goes with --draft" in run("generate", "a", *model, "--draft-length", "2", code=2).stderr
-    assert run("generate", "every pass", *model, "--budget", "2").stdout.endswith("\n")
-    rows = json.loads(run("generate", "every pass", *model, "--compare", "1,4", "--json").stdout)
-    assert [row["budget"] for row in rows] == [1, 4]
-    piped = subprocess.run(
-        [sys.executable, "-m", "loopformer", "generate", *model, "--max-flops", "1e12"],
-        input="every pass\n",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "budget 4 of 4" in piped.stderr
-    assert "Give one of" in run("generate", "a", *model, "--budget", "1", "--compare", "1,2", code=2).stderr
-    mistakes: list[tuple[list[str], bytes, str]] = [
-        (["a", "--compare", "1,2", "--schedule", "best"], b"", "--schedule goes with --budget"),
-        ([], b"caf\xe9", "not UTF-8"),
-        (["caf\udce9"], b"", "not UTF-8"),
-        ([], b"\n", "prompt is empty"),
-    ]
-    for words, given, said in mistakes:
-        error = CliRunner().invoke(app, ["generate", *words, *model], input=given).exception
-        assert isinstance(error, LoopformerError)
-        assert said in str(error)

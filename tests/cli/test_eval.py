@@ -1,54 +1,23 @@
-"""`loopformer eval` and `loopformer search` as a user meets them."""
+"""`loopformer eval` as a user meets it: perplexity, and benchmarks with and without the harness."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from typer.testing import CliRunner, Result
+from evaluation.examples import write_local
+from typer.testing import CliRunner
 
-from loopformer import LoopedLM, ModelConfig
 from loopformer.cli import app
-from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError
-from loopformer.loading import save_model
 
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    torch.manual_seed(0)
-    tokenizer = Tokenizer.train(["its time and its step"] * 20, 280)
-    config = ModelConfig(
-        blocks=1,
-        loops=4,
-        width=16,
-        heads=2,
-        ffn=32,
-        context=16,
-        vocab=tokenizer.vocab_size,
-        modulator_start="normal",
-    )
-    save_model(LoopedLM(config), tmp_path / "m")
-    tokenizer.save(tmp_path / "m")
-    return str(tmp_path / "m")
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    (tmp_path / "a.txt").write_text("its time and its step, " * 9)
-    return str(tmp_path / "a.txt")
-
-
-def run(*words: str) -> Result:
-    done = CliRunner().invoke(app, words)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done
+from .models import save_small
+from .process import invoke, run
 
 
 def test_a_table_then_json_from_what_is_kept(model: str, text: str, tmp_path: Path) -> None:
     words = ["eval", "--model", model, "--text", text, "--device", "cpu"]
-    first = run(*words, "--budgets", "1,2", "--trajectory", "3-1")
+    first = invoke(*words, "--budgets", "1,2", "--trajectory", "3-1")
     assert "207 bytes, 1 document, each on its own, windows of 16, no overlap, float32 on cpu" in first.stdout
     assert [line.split()[:2] for line in first.stdout.splitlines()[3:]] == [
         ["1", "uniform"],
@@ -57,27 +26,11 @@ def test_a_table_then_json_from_what_is_kept(model: str, text: str, tmp_path: Pa
     ]
     assert f"kept in {Path(model) / 'evaluation'}" in first.stderr
     out = tmp_path / "deep" / "out.json"
-    again = run(*words, "--budgets", "2,4", "--out", str(out), "--json")
+    again = invoke(*words, "--budgets", "2,4", "--out", str(out), "--json")
     report = json.loads(again.stdout)
     assert json.loads(out.read_text()) == report
     assert [(row["budget"], row["reused"]) for row in report["perplexity"]] == [(2, True), (4, False)]
     assert f"{report['perplexity'][0]['perplexity']:.3f}" in first.stdout
-
-
-def test_the_best_schedule_is_found_saved_and_used(model: str, text: str, tmp_path: Path) -> None:
-    picture = tmp_path / "s.png"
-    words = ["--model", model, "--device", "cpu"]
-    found = run("search", *words, "--budget", "2", "--text", text, "--figure", str(picture))
-    assert "all 3 schedules in steps of 1/4" in found.stdout
-    assert "use it with --schedule best" in found.stderr
-    assert picture.stat().st_size > 1000
-    best = json.loads((Path(model) / "schedules.json").read_text())["2"]["trajectory"]
-    evaluated = run("eval", *words, "--text", text, "--budgets", "1,2", "--schedule", "best", "--json")
-    assert [row["trajectory"] for row in json.loads(evaluated.stdout)["perplexity"]] == ["1", best]
-    written = run("generate", *words, "its", "--budget", "2", "--schedule", "best", "--max-tokens", "2", "--json")
-    assert json.loads(written.stdout)["trajectory"] == best
-    report = json.loads(run("search", *words, "--budget", "2", "--text", text, "--json").stdout)
-    assert report["best"]["trajectory"] == best
 
 
 @pytest.mark.parametrize(
@@ -96,15 +49,70 @@ def test_the_best_schedule_is_found_saved_and_used(model: str, text: str, tmp_pa
 def test_what_is_wrong_is_one_sentence(model: str, text: str, words: list[str], sentence: str) -> None:
     given = [] if "--text" in words else ["--text", text]
     with pytest.raises(LoopformerError, match=sentence):
-        run("eval", "--model", model, "--device", "cpu", *given, *words)
+        invoke("eval", "--model", model, "--device", "cpu", *given, *words)
 
 
 def test_without_text_only_a_run_can_be_evaluated(model: str) -> None:
     with pytest.raises(LoopformerError, match="has no prepared data of its own; say what to measure on"):
-        run("eval", "--model", model, "--device", "cpu")
+        invoke("eval", "--model", model, "--device", "cpu")
 
 
 def test_a_folder_is_no_file_to_write(model: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(LoopformerError, match="--out names a file to write"):
-        run("eval", "--model", model, "--text", text, "--out", str(tmp_path))
+        invoke("eval", "--model", model, "--text", text, "--out", str(tmp_path))
     assert not (Path(model) / "evaluation").exists()  # said before any work
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose context holds the questions of benchmarks."""
+    return save_small(tmp_path_factory.mktemp("models") / "mine", context=64)
+
+
+def _numbers(found: dict[str, Any]) -> list[Any]:
+    return [[task["metrics"] for task in run["tasks"].values()] for run in found["tasks"]["runs"]]
+
+
+def test_direct_and_by_way_of_a_machine_without_the_harness(tmp_path: Path, wide: str) -> None:
+    pytest.importorskip("lm_eval")
+    data = ["--data", str(write_local(tmp_path / "data"))]
+    common = ["--model", wide, "--budgets", "1,4", "--device", "cpu"]
+    direct = run("eval", *common, "--tasks", "paper", *data, "--out", str(tmp_path / "direct.json"))
+    assert "average of 10" in direct.stdout
+    assert "ARC, mean of both" in direct.stdout
+    assert "hellaswag is a stand-in: 2 examples instead of 10,042." in direct.stdout
+    assert "race: 2 of 2 examples, race_high.test.jsonl sha256 " in direct.stdout
+
+    requests, answers = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    run("eval", "--tasks", "paper", *data, "--export-requests", str(requests))
+    run("eval", *common, "--score-requests", str(requests), "--out", str(answers), bare=True)
+    collected = json.loads(run("eval", "--aggregate", str(answers), *data, "--json").stdout)
+    assert _numbers(collected) == _numbers(json.loads((tmp_path / "direct.json").read_text()))
+
+
+def test_without_the_harness_it_says_what_to_install(wide: str) -> None:
+    error = run("eval", "--model", wide, "--tasks", "paper", code=2, bare=True).stderr
+    assert "lm-evaluation-harness is not installed; run: pip install 'loopformer[eval]'." in error
+
+
+def test_wrong_usage_is_one_sentence(tmp_path: Path, wide: str) -> None:
+    for words, said in (
+        (["--export-requests", "a"], "Say what to export with --tasks"),
+        (["--tasks", "paper", "--aggregate", "a"], "leave out --tasks"),
+        (["--score-requests", "a", "--aggregate", "b"], "Give one of --export-requests"),
+        (["--limit", "5"], "--limit goes with --tasks"),
+        (["--data", str(tmp_path)], "--data goes with --tasks"),
+        (["--tasks", "paper", "--limit", "0"], "--limit must be 1 or more"),
+        (["--tasks", "paper", "--data", str(tmp_path / "no")], "There is no folder"),
+        (["--tasks", "paper", "--data", str(tmp_path)], "has no data for copa"),
+        (["--score-requests", str(tmp_path / "no")], "Say which model"),
+        (["--model", wide, "--score-requests", str(tmp_path / "no"), "--device", "cpu"], "cannot be read"),
+        (["--aggregate", str(tmp_path / "no")], "cannot be read"),
+    ):
+        error = CliRunner().invoke(app, ["eval", *words]).exception
+        assert said in str(error), words
+    data = str(write_local(tmp_path / "data"))
+    error = (
+        CliRunner().invoke(app, ["eval", "-m", wide, "--tasks", "copa", "--data", data, "--budgets", "5"]).exception
+    )
+    assert "Budget 5 is above the model's 4 loops" in str(error)

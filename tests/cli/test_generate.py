@@ -1,28 +1,26 @@
 """`loopformer generate`: its options are obeyed, or refused in one clear sentence."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from loopformer import LoopedLM, LoopformerError, ModelConfig
+from loopformer import LoopformerError
 from loopformer.cli import app
-from loopformer.data.tokenizer import Tokenizer
 from loopformer.evaluation.store import weights_hash
 from loopformer.lm import load
-from loopformer.loading import save_model
+
+from .models import save_small
+from .process import run
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model") / "m"
-    tokenizer = Tokenizer.train(["every pass is told its time and its step"] * 9, 280)
-    config = ModelConfig(blocks=1, loops=4, width=16, heads=2, ffn=32, context=32, vocab=tokenizer.vocab_size)
-    save_model(LoopedLM(config), folder)
-    tokenizer.save(folder)
-    return str(folder)
+    return save_small(tmp_path_factory.mktemp("model") / "m", context=32)
 
 
 def ask(model: str, *words: str) -> Result:
@@ -76,6 +74,42 @@ def test_where_nothing_was_drafted_nothing_was_accepted(model: str) -> None:
     assert "nothing was drafted" in ask(model, *one).stderr
     assert json.loads(ask(model, *one, "--json").stdout)["draft_acceptance"] is None
     assert "% of drafted tokens accepted" in ask(model, "--draft", "1").stderr
+
+
+def test_generate_streams_text_and_prints_json(model: str) -> None:
+    on = ["--model", model, "--device", "cpu", "--max-tokens", "4"]
+    found = json.loads(run("generate", "every pass", *on, "--trajectory", "2-1-1", "--json").stdout)
+    assert (found["trajectory"], found["new_tokens"]) == ("2-1-1", 4)
+    drafted = json.loads(
+        run("generate", "every pass", *on, "--trajectory", "2-1-1", "--draft", "1", "--json").stdout
+    )
+    assert drafted["text"] == found["text"]
+    assert 0 <= drafted["draft_acceptance"] <= 1
+    shown = run("generate", "every pass", *on, "--trajectory", "2-1-1", "--draft", "1", "--draft-length", "2")
+    assert shown.stdout == found["text"] + "\n"
+    assert "goes with --draft" in run("generate", "a", *on, "--draft-length", "2", code=2).stderr
+    assert run("generate", "every pass", *on, "--budget", "2").stdout.endswith("\n")
+    rows = json.loads(run("generate", "every pass", *on, "--compare", "1,4", "--json").stdout)
+    assert [row["budget"] for row in rows] == [1, 4]
+    piped = subprocess.run(
+        [sys.executable, "-m", "loopformer", "generate", *on, "--max-flops", "1e12"],
+        input="every pass\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "budget 4 of 4" in piped.stderr
+    assert "Give one of" in run("generate", "a", *on, "--budget", "1", "--compare", "1,2", code=2).stderr
+    mistakes: list[tuple[list[str], bytes, str]] = [
+        (["a", "--compare", "1,2", "--schedule", "best"], b"", "--schedule goes with --budget"),
+        ([], b"caf\xe9", "not UTF-8"),
+        (["caf\udce9"], b"", "not UTF-8"),
+        ([], b"\n", "prompt is empty"),
+    ]
+    for words, given, said in mistakes:
+        error = CliRunner().invoke(app, ["generate", *words, *on], input=given).exception
+        assert isinstance(error, LoopformerError)
+        assert said in str(error)
 
 
 @pytest.mark.cuda

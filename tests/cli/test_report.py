@@ -4,13 +4,10 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from loopformer import LoopedLM, ModelConfig
-from loopformer.data.tokenizer import Tokenizer
-from loopformer.loading import save_model
+from .models import save_small
 
 Run = Callable[..., tuple[int, str, str]]  # exit code, stdout, stderr
 
@@ -18,11 +15,8 @@ Run = Callable[..., tuple[int, str, str]]  # exit code, stdout, stderr
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     """The command, in a folder with models of the same name in two places, and a text."""
-    tokenizer = Tokenizer.train(["every pass is told its time and its step"] * 9, 280)
-    sizes: dict[str, Any] = {"width": 16, "heads": 2, "ffn": 32, "context": 24, "vocab": tokenizer.vocab_size}
     for name, loops in (("a/net", 4), ("b/net", 2)):
-        save_model(LoopedLM(ModelConfig(blocks=1, loops=loops, modulator_start="normal", **sizes)), tmp_path / name)
-        tokenizer.save(tmp_path / name)
+        save_small(tmp_path / name, context=24, loops=loops, modulator_start="normal")
     (tmp_path / "text.txt").write_text("every pass is told its time and its step, " * 40)
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.txt").write_text("x")

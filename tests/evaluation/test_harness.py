@@ -1,7 +1,8 @@
-"""Our model in the harness: equal to its own HF path, from `simple_evaluate` and from its command line."""
+"""Against lm-evaluation-harness: its own scores, its own requests, its own metrics."""
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,22 +15,22 @@ from hypothesis import strategies as st
 
 from loopformer import LM
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import LoopformerError
-from loopformer.evaluation.score import Span, encode_pairs
-from loopformer.evaluation.tasks import TASKS
+from loopformer.errors import FileProblem, LoopformerError, RunFailed
+from loopformer.evaluation.tasks import TASKS, Answered, Query, encode_pairs
+from loopformer.inference.score import Span
 from loopformer.loading import save_model
 
-from .examples import LOCAL, write_lines, write_local
+from .examples import HUB, LOCAL, write_lines, write_local
 from .small import make_model
 
 pytest.importorskip("lm_eval")
-
 import lm_eval
+from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from loopformer.evaluation.harness import LoopformerLM, Suite
+from loopformer.evaluation.harness import LoopformerLM, Recorded, Suite
 
 CHOICE = """
 task: own_choice
@@ -116,7 +117,7 @@ def test_pairs_are_split_as_the_harness_splits_them(tokenizer: Tokenizer, contex
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=60), st.integers(2, 20))
 def test_long_texts_are_cut_as_the_harness_cuts_them(tokens: list[int], limit: int) -> None:
-    windows = Span((100, *tokens), len(tokens)).windows(limit)
+    windows = Span((100, *tokens), len(tokens)).windows(limit, reach_back=True)
     expected = map(make_disjoint_window, get_rolling_token_windows(tokens, 100, limit, context_len=1))
     found = [((*window.inputs, window.targets[-1]), window.targets) for window in windows]
     assert found == [((*before, *scored), tuple(scored)) for before, scored in expected]
@@ -142,7 +143,7 @@ def test_simple_evaluate_and_another_budget(lm: LM, tmp_path: Path) -> None:
     assert ours.at(1).lm is ours.lm  # no weights are loaded again
     ids = tuple(lm.need_tokenizer().encode("its step"))
     expected = lm.score(["its step"], trajectory="2-1-1")[0].logprobs[-1]
-    ((total, _),) = ours._loglikelihood_tokens([(None, [*ids[:-1]], [ids[-1]])])
+    ((total, _),) = ours._loglikelihood_tokens([(None, [lm.need_tokenizer().eot, *ids[:-1]], [ids[-1]])])
     assert total == pytest.approx(expected, abs=1e-5)
 
 
@@ -173,3 +174,137 @@ def test_wrong_model_arguments_are_one_sentence(lm: LM) -> None:
         LoopformerLM(lm, budget=2, trajectory="2-1-1")
     with pytest.raises(LoopformerError, match="Budget 5 is above the model's 4 loops"):
         LoopformerLM(lm, budget=5)
+
+
+OWN = """
+task: own_{name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{data}"}}, cache_dir: "{cache}"}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {settings}
+metric_list: [{{metric: {metric}, aggregation: {aggregation}, higher_is_better: true}}]
+"""
+
+
+def random_answers(queries: list[Query], seed: int = 0) -> Answered:
+    draw = random.Random(seed)
+    return Answered([(-10 * draw.random(), draw.random() < 0.5) for _ in queries], 0, 0, 0.0)
+
+
+def original(name: str, folder: Path) -> Any:
+    """The harness's own task on the Hub's form of the data, as it documents it: a YAML that includes its own."""
+    import lm_eval.tasks
+
+    task = TASKS[name]
+    data = write_lines(folder / f"{name}.jsonl", HUB[name])
+    definition = Path(lm_eval.tasks.__file__).parent / task.folder
+    (yaml,) = (path for path in definition.glob("*.yaml") if f"task: {name}\n" in path.read_text())
+    others = {"training_split", "validation_split"} - {f"{task.split}_split"}
+    changes = "".join(f"{split}: null\n" for split in others)
+    (folder / f"{name}.yaml").write_text(
+        f"include: {yaml}\ntask: original_{name}\ndataset_path: json\ndataset_name: null\n{changes}"
+        f'dataset_kwargs: {{data_files: {{{task.split}: "{data}"}}, cache_dir: "{folder / "cache"}"}}\n'
+    )
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    found = manager.load([f"original_{name}"])["tasks"][f"original_{name}"]
+    found.build_all_requests()
+    return found
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_local_tasks_equal_the_harness_on_the_original_data(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "yaml"
+    folder.mkdir()
+    theirs = original(name, folder)
+    suite = Suite.load([name], data=write_local(tmp_path / "local"))
+    expected = [Query(one.request_type, tuple(one.args)) for one in theirs.instances]
+    assert suite.queries[name] == expected
+    assert len({query.line for query in expected}) == len(expected)
+    for seed in range(3):  # the same answers get the same marks
+        answered = random_answers(expected, seed)
+        task = f"original_{name}"
+        results = evaluate(
+            Recorded({task: expected}, {task: answered}), {"tasks": {task: theirs}}, bootstrap_iters=10
+        )["results"][task]
+        found = suite.metrics({name: answered})[0][name]
+        assert found[TASKS[name].metric] == results[f"{TASKS[name].metric},none"]
+        assert f"{TASKS[name].metric}_stderr" in found
+
+
+def test_hellaswag_in_the_hubs_form_is_prepared_by_the_harness(tmp_path: Path) -> None:
+    ours = Suite.load(["hellaswag"], data=write_local(tmp_path / "local"))
+    theirs = Suite.load(["hellaswag"], data=write_local(tmp_path / "hub", HUB))
+    assert ours.queries == theirs.queries
+    assert ours.queries["hellaswag"][0].arguments[1] == " clean. Now  rest."
+
+
+def test_the_paper_is_eleven_tasks_with_their_facts(tmp_path: Path) -> None:
+    suite = Suite.load(["paper"], data=write_local(tmp_path), limit=1)
+    assert list(suite.tasks) == list(TASKS)
+    assert not suite.groups
+    facts = suite.facts
+    for name in TASKS:
+        one = facts["tasks"][name]
+        assert (one["examples"], one["of"]) == (1, 2)
+        assert len(one["data"]["sha256"]) == 64
+        assert one["requests"] == len(suite.queries[name])
+    assert len(facts["notes"]) == len(TASKS)
+    answered = {name: random_answers(queries) for name, queries in suite.queries.items()}
+    found, groups = suite.metrics(answered)
+    assert {name: suite.metric(name, found[name]) for name in TASKS} == {n: t.metric for n, t in TASKS.items()}
+    assert not groups
+
+
+def own_task(folder: Path, kind: str, metric: str, aggregation: str = "mean", settings: str = "null") -> str:
+    data = write_lines(
+        folder / f"{kind}.jsonl",
+        [{"question": "every pass is told", "answer": "its time"}, {"question": "naïve", "answer": "café"}],
+    )
+    fill = {"name": kind, "kind": kind, "metric": metric, "aggregation": aggregation, "settings": settings}
+    (folder / f"{kind}.yaml").write_text(OWN.format(data=data, cache=folder / "cache", **fill))
+    return f"own_{kind}"
+
+
+def test_tasks_of_ones_own_of_every_kind(tmp_path: Path) -> None:
+    names = [
+        own_task(tmp_path, "generate_until", "exact_match", settings='{until: ["\\n"], max_gen_toks: 4}'),
+        own_task(tmp_path, "loglikelihood_rolling", "bits_per_byte", "bits_per_byte"),
+    ]
+    suite = Suite.load(names, include=tmp_path)
+    texts, totals = (suite.queries[name] for name in names)
+    assert texts[0].arguments == ("every pass is told", {"until": ["\n"], "max_gen_toks": 4})
+    answered = {names[0]: Answered(["its time", "tea"], 0, 0, 0.0), names[1]: Answered([-8.0, -4.0], 0, 0, 0.0)}
+    found, _ = suite.metrics(answered)
+    assert found[names[0]]["exact_match"] == 0.5
+    assert found[names[1]]["bits_per_byte"] == pytest.approx(12 / 0.6931471805599453 / len("its timecafé".encode()))
+    assert [suite.metric(name, found[name]) for name in names] == ["exact_match", "bits_per_byte"]
+    assert [query.kind for query in totals] == ["loglikelihood_rolling"] * 2
+
+
+def test_wrong_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LoopformerError, match="--limit must be 1 or more"):
+        Suite.load(["paper"], limit=0)
+    with pytest.raises(LoopformerError, match="--tasks is empty"):
+        Suite.load([])
+    with pytest.raises(FileProblem, match="no data for copa"):
+        Suite.load(["paper"], data=tmp_path)
+    with pytest.raises(FileProblem, match="There is no folder"):
+        Suite.load(["copa"], include=tmp_path / "no")
+    good = {"premise": "p", "choice1": "a", "choice2": "b", "question": "cause", "label": 0}
+    for examples in ([{**good, "question": "why"}], [good, {**good, "question": "why"}]):
+        write_lines(tmp_path / "copa.validation.jsonl", examples)
+        with pytest.raises(FileProblem, match=r"An example in copa\.validation\.jsonl is none of copa \(KeyError"):
+            Suite.load(["copa"], data=tmp_path)
+    own_task(tmp_path, "generate_until", "exact_match")
+    (tmp_path / "generate_until.jsonl").unlink()
+    with pytest.raises(RunFailed, match="The task own_generate_until cannot be loaded"):
+        Suite.load(["own_generate_until"], include=tmp_path)
+
+
+@pytest.mark.slow
+def test_an_unknown_task_names_the_nearest() -> None:
+    with pytest.raises(LoopformerError, match="There is no task hellaswg; did you mean hellaswag"):
+        Suite.load(["hellaswg"])

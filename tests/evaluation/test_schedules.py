@@ -1,6 +1,7 @@
-"""A search measures what plain evaluation would, ranks it rightly, and finds the best where it cannot try all."""
+"""The search for the best schedule, and the best ones that are saved."""
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,8 +15,18 @@ from hypothesis import strategies as st
 from loopformer import LM, LoopedLM, ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed
-from loopformer.evaluation.schedules import describe, explore, rank, search, spearman
-from loopformer.evaluation.store import Store
+from loopformer.evaluation.schedules import (
+    FILE,
+    can_save,
+    describe,
+    explore,
+    rank,
+    save_best,
+    scheduled,
+    search,
+    spearman,
+)
+from loopformer.evaluation.store import Store, weights_hash
 from loopformer.evaluation.text import Protocol, Text, perplexity
 from loopformer.trajectory import Trajectory
 
@@ -184,3 +195,84 @@ def test_a_model_that_is_not_told_its_steps_has_nothing_to_search(tiny: ModelCon
     with pytest.raises(LoopformerError, match="there is nothing to search"):
         search(model, 2, text=text)
     assert search(model, 4, text=text)["measured"] == 1
+
+
+def test_saved_schedules_are_used_and_merged(lm: LM, text: Text, tmp_path: Path) -> None:
+    two, three = (search(lm.model, budget, text=text) for budget in (2, 3))
+    save_best(tmp_path, three)
+    save_best(tmp_path, two)
+    saved = json.loads((tmp_path / FILE).read_text())
+    assert list(saved) == ["2", "3"]
+    assert saved["2"]["perplexity"] == two["best"]["perplexity"]
+    assert saved["2"]["text"] == {"text": "test.txt", "sha256": "0", "tokens": text.tokens}
+    assert saved["2"]["weights"] == weights_hash(lm.model)
+    for found in (two, three):
+        best = Trajectory.parse(found["best"]["trajectory"])
+        assert scheduled(tmp_path, lm.model, found["budget"], "best") == best
+    assert scheduled(tmp_path, lm.model, 3, "uniform") == Trajectory.uniform(3)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_better_schedule_stays(lm: LM, text: Text, tmp_path: Path) -> None:
+    found = search(lm.model, 2, text=text)
+    assert save_best(tmp_path, found) == (tmp_path / FILE, None)
+    whole = (tmp_path / FILE).read_bytes()
+
+    def other(tokens: int, perplexity: float, **more: Any) -> dict[str, Any]:
+        best = {**found["worst"], "perplexity": perplexity}
+        return {**found, "best": best, "text": {**found["text"], "tokens": tokens}, **more}
+
+    reached, tokens = found["best"]["perplexity"], found["text"]["tokens"]
+    for less in (other(tokens, reached * 1.01), other(tokens - 1, reached * 1.01), other(tokens - 1, reached / 2)):
+        path, better = save_best(tmp_path, less)
+        assert better is not None
+        assert (
+            f"has a better one of budget 2, {found['best']['trajectory']}, measured on {tokens:,} tokens" in better
+        )
+        assert path.read_bytes() == whole
+    more_text, as_much = other(tokens + 1, reached * 1.01), other(tokens, reached / 2)
+    for replaces in (more_text, as_much, other(1, 9e9, weights="other"), other(1, 9e9, by="both")):
+        (tmp_path / FILE).write_bytes(whole)
+        assert save_best(tmp_path, replaces) == (tmp_path / FILE, None)
+        saved = json.loads((tmp_path / FILE).read_text())["2"]
+        assert saved["trajectory"] == found["worst"]["trajectory"] != found["best"]["trajectory"]
+
+
+@pytest.mark.parametrize(("perplexity", "accuracy", "stays"), [(9, 0.4, True), (9, 0.6, False), (7, 0.6, False)])
+def test_by_both_the_better_one_is_better_in_both(
+    lm: LM, text: Text, tmp_path: Path, perplexity: float, accuracy: float, stays: bool
+) -> None:
+    both: dict[str, Any] = {"accuracy": lambda some: dict.fromkeys(some, 0.5), "tasks": {"names": ["copa"]}}
+    found = search(lm.model, 2, text=text, by="both", **both)
+    save_best(tmp_path, {**found, "best": {**found["best"], "perplexity": 8, "accuracy": 0.5}})
+    _, better = save_best(
+        tmp_path, {**found, "best": {**found["best"], "perplexity": perplexity, "accuracy": accuracy}}
+    )
+    assert (better is not None) == stays
+
+
+def test_the_only_schedule_needs_no_search(lm: LM, tmp_path: Path) -> None:
+    assert scheduled(tmp_path, lm.model, 1, "best") == Trajectory.uniform(1)
+    assert scheduled(tmp_path, lm.model, 4, "best") == Trajectory.uniform(4)
+
+
+def test_what_is_refused(lm: LM, text: Text, tmp_path: Path) -> None:
+    with pytest.raises(LoopformerError, match=r"No best schedule of budget 2 .* loopformer search --model"):
+        scheduled(tmp_path, lm.model, 2, "best")
+    with pytest.raises(LoopformerError, match="above the model's 4 loops"):
+        scheduled(tmp_path, lm.model, 5, "best")
+    with pytest.raises(LoopformerError, match="did you mean best"):
+        scheduled(tmp_path, lm.model, 2, "bets")
+    save_best(tmp_path, search(lm.model, 2, text=text))
+    with torch.no_grad():
+        lm.model.tokens.weight += 1
+    with pytest.raises(LoopformerError, match="was found for other weights"):
+        scheduled(tmp_path, lm.model, 2, "best")
+    (tmp_path / FILE).write_text('{"2": 3}')
+    with pytest.raises(LoopformerError, match="is damaged; delete it"):
+        scheduled(tmp_path, lm.model, 2, "best")
+
+
+def test_what_is_no_folder_holds_none(tmp_path: Path) -> None:
+    assert can_save(tmp_path)
+    assert not can_save(tmp_path / "none")

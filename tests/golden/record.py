@@ -157,8 +157,8 @@ def _engine() -> Any:
         tickets.append(engine.submit(asked[0]))
     engine.cancel(tickets[3])
     events = list(engine.run())
-    results = {str(event.row): _result(event.result) for event in events if event.result is not None}
-    pieces = {ticket: [event.piece for event in events if str(event.row) == ticket] for ticket in results}
+    results = {str(event.ticket): _result(event.result) for event in events if event.result is not None}
+    pieces = {ticket: [event.piece for event in events if str(event.ticket) == ticket] for ticket in results}
     return {"results": results, "pieces": pieces}
 
 
@@ -181,7 +181,7 @@ def _draft() -> Any:
 def _adaptive() -> Any:
     lm = load("net")
     routes = (Trajectory.uniform(1), Trajectory.parse("2-1-1"), Trajectory.uniform(4))
-    policies = {
+    policies: dict[str, TokenPolicy | PromptPolicy] = {
         "token": TokenPolicy((1, 2, 4), (1.0, 0.8)),
         "token_margin_copy": TokenPolicy((1, 3, 4), (0.5, 0.4), measure="margin", fill="copy"),
         "prompt": PromptPolicy(routes, (1.1, 1.2)),

@@ -10,9 +10,11 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from loopformer import LM, LoopedLM
+from loopformer import LM, LoopedLM, Trajectory
+from loopformer.evaluation.tasks import encode_pairs
 from loopformer.hf import LoopFormerForCausalLM
 from loopformer.hf.export import export
+from loopformer.inference.score import loglikelihoods
 
 TASK = """
 task: local_choice
@@ -51,9 +53,9 @@ def test_lm_eval_takes_the_budget_from_its_command_line(folder: Path, lm: LM, tm
     found = [float(answer[0][0]) for answer in json.loads(samples.read_text())["resps"]]
 
     def expected(budget: int) -> list[float]:
-        prompt = len(lm.need_tokenizer().encode(question))
-        scores = lm.score([f"{question} {choice}" for choice in choices], budget=budget)
-        return [sum(one.logprobs[prompt - 1 :]) for one in scores]
+        spans = encode_pairs(lm.need_tokenizer(), [(question, f" {choice}") for choice in choices])
+        trajectory = Trajectory.uniform(budget)
+        return [total for total, _ in loglikelihoods(lm.model, spans, [trajectory])[trajectory].answers]
 
     assert found == pytest.approx(expected(2), abs=1e-3)
     assert found != pytest.approx(expected(4), abs=1e-1)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopformer import LM, LoopformerError, Trajectory
+from loopformer.inference.decode import PlainBackend
 from loopformer.inference.engine import Busy, Engine
 from loopformer.inference.request import Request, Result
 
@@ -30,7 +31,7 @@ def requests_of(lm: LM, draws: list[tuple[int, int, int]]) -> list[Request]:
 
 
 def finish(engine: Engine) -> dict[int, Result]:
-    return {event.row: event.result for event in engine.run() if event.result is not None}
+    return {event.ticket: event.result for event in engine.run() if event.result is not None}
 
 
 def alone(lm: LM, request: Request) -> Result:
@@ -53,7 +54,7 @@ def test_a_text_does_not_depend_on_company(lm: LM, draws: list[tuple[int, int, i
             if waiting:
                 request = waiting.pop(0)
                 tickets[engine.submit(request)] = request
-        results.update({event.row: event.result for event in engine.step() if event.result is not None})
+        results.update({event.ticket: event.result for event in engine.step() if event.result is not None})
         assert engine.running <= rows
     for ticket, request in tickets.items():
         mine = lm.generate(
@@ -140,7 +141,8 @@ def test_a_waiting_request_can_be_cancelled(lm: LM) -> None:
 
 
 def test_rows_are_used_again_and_no_memory_is_added(lm: LM) -> None:
-    engine = Engine(lm.model, lm.need_tokenizer(), rows=3)
+    backend = PlainBackend(lm.model, slots=3)
+    engine = Engine(lm.model, lm.need_tokenizer(), backend=backend)
     draw = random.Random(0)
     taken = []
     for _ in range(3):
@@ -148,15 +150,16 @@ def test_rows_are_used_again_and_no_memory_is_added(lm: LM) -> None:
             engine.submit(requests_of(lm, [(draw.randrange(10), draw.randrange(15), draw.randrange(1, 9))])[0])
         engine.submit(lm.requests(["its"], budget=4, max_tokens=2)[0])
         finish(engine)
-        taken.append(engine._pool.bytes)
+        taken.append(backend.pool.bytes)
     assert taken == [3 * lm.model.cost.kv_bytes(4, value_bytes=4) * lm.model.config.context] * 3
 
 
 def test_loops_that_nobody_uses_take_no_memory(lm: LM) -> None:
-    engine = Engine(lm.model, lm.need_tokenizer(), rows=2)
+    backend = PlainBackend(lm.model, slots=2)
+    engine = Engine(lm.model, lm.need_tokenizer(), backend=backend)
     engine.submit(lm.requests(["its"], budget=1, max_tokens=2)[0])
     finish(engine)
-    assert engine._pool.bytes == 2 * lm.model.cost.kv_bytes(1, value_bytes=4) * lm.model.config.context
+    assert backend.pool.bytes == 2 * lm.model.cost.kv_bytes(1, value_bytes=4) * lm.model.config.context
 
 
 def test_cost_is_the_sum_of_the_budgets(lm: LM) -> None:
@@ -225,7 +228,7 @@ def test_submitting_and_cancelling_from_other_threads(lm: LM) -> None:
         thread.start()
     results: dict[int, Result] = {}
     while any(thread.is_alive() for thread in threads) or not engine.idle:
-        results.update({event.row: event.result for event in engine.step() if event.result is not None})
+        results.update({event.ticket: event.result for event in engine.step() if event.result is not None})
     assert len(tickets) == 40
     assert 30 <= len(results) <= 40
     for result in results.values():

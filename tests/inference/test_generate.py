@@ -8,10 +8,9 @@ import torch
 
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.errors import RunFailed
-from loopformer.inference.decode import generate
 from loopformer.inference.draft import Draft
+from loopformer.inference.engine import generate
 from loopformer.inference.request import Request
-from loopformer.inference.score import BATCH_TOKENS, score
 
 PROMPTS = ["every pass", "its", "time and step and time", "told"]
 ROUTES = ["1", "4", "2-1-1", "3-1"]
@@ -45,7 +44,7 @@ def test_rows_that_end_early_leave_without_disturbing_the_rest(lm: LM) -> None:
         lm.requests([p], trajectory=r, max_tokens=m)[0]
         for p, r, m in zip(PROMPTS, ROUTES, (3, 11, 1, 7), strict=True)
     ]
-    found = {e.row: e.result for e in generate(lm.model, lm.need_tokenizer(), requests) if e.result}
+    found = {e.ticket: e.result for e in generate(lm.model, lm.need_tokenizer(), requests) if e.result}
     for row, (prompt, trajectory, most) in enumerate(zip(PROMPTS, ROUTES, (3, 11, 1, 7), strict=True)):
         result = found[row]
         assert result is not None
@@ -92,52 +91,22 @@ def test_the_context_is_filled_and_no_further(lm: LM, length: int) -> None:
     assert (result.reason, len(result.ids)) == ("context", 64 - length + 1)
 
 
-def test_scores_are_the_models_own(lm: LM) -> None:
-    assert lm.tokenizer is not None
-    scores = lm.score(PROMPTS, trajectory=ROUTES)
-    for prompt, trajectory, scored in zip(PROMPTS, ROUTES, scores, strict=True):
-        ids = torch.tensor([lm.tokenizer.encode(prompt)])
-        logits = lm.model(ids, trajectory).logits
-        assert logits is not None
-        logs = logits[0, :, : lm.model.config.vocab].log_softmax(-1)
-        expected = [float(logs[i, ids[0, i + 1]].detach()) for i in range(ids.shape[1] - 1)]
-        assert scored.logprobs == pytest.approx(expected, abs=1e-4)
-        if expected:
-            assert scored.perplexity == pytest.approx(math.exp(-sum(expected) / len(expected)), rel=1e-3)
-    result = lm.generate("every pass", max_tokens=6, budget=2)
-    whole = [*lm.tokenizer.encode("every pass"), *result.ids]
-    (scored,) = score(lm.model, [whole], [Trajectory.uniform(2)])
-    assert scored.logprobs[-6:] == pytest.approx(result.logprobs, abs=1e-3)
-
-
-def test_many_texts_are_scored_a_few_at_a_time(lm: LM) -> None:
-    seen: list[int] = []
-    hook = lm.model.stack.register_forward_hook(
-        lambda module, inputs, output: seen.append(inputs[0][..., 0].numel())
-    )
-    scores = lm.score(["its time", "told"] * BATCH_TOKENS, budget=1)
-    hook.remove()
-    assert max(seen) <= BATCH_TOKENS
-    assert len(scores) == 2 * BATCH_TOKENS
-    assert scores[-1].logprobs == pytest.approx(lm.score(["told"], budget=1)[0].logprobs, abs=1e-4)
-
-
 def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
-    long, wrong = " ".join(["step"] * 300), cast(Any, 5)
+    long, wrong, untyped = " ".join(["step"] * 300), cast(Any, 5), cast(Any, lm)
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: lm.generate(""), "The prompt is empty"),
         (lambda: lm.generate(long), "but the context is 64; shorten it"),
         (lambda: lm.generate("a", budget=9), "above the model's 4 loops"),
         (lambda: lm.generate("a", budget=2, trajectory="1-1"), "not both"),
         (lambda: lm.generate("a", max_tokens=0), "max_tokens must be 1 or more"),
-        (lambda: lm.generate("a", max_tokens=2.5), "a whole number; got 2.5"),
-        (lambda: lm.generate("a", temprature=1), "Unknown option temprature .* did you mean temperature"),
-        (lambda: lm.generate("a", stops=[1]), "stop string must be text"),
+        (lambda: untyped.generate("a", max_tokens=2.5), "a whole number; got 2.5"),
+        (lambda: untyped.generate("a", temprature=1), "Unknown option temprature .* did you mean temperature"),
+        (lambda: untyped.generate("a", stops=[1]), "stop string must be text"),
         (lambda: lm.generate("caf\udce9"), "not UTF-8"),
         (lambda: lm.generate(["a", wrong]), "must be text, got 5"),
         (lambda: lm.generate(wrong), "A prompt is text, or a list of texts"),
-        (lambda: lm.generate("a", draft=1), r"takes a Draft\(Trajectory"),
-        (lambda: lm.generate("a", adaptive="folder"), "takes a TokenPolicy or PromptPolicy"),
+        (lambda: untyped.generate("a", draft=1), r"takes a Draft\(Trajectory"),
+        (lambda: untyped.generate("a", adaptive="folder"), "takes a TokenPolicy or PromptPolicy"),
         (lambda: Request((1,), wrong), "5 is no Trajectory"),
         (lambda: lm.generate("a", temperature=math.nan), "finite number"),
         (lambda: lm.score("text"), "list of texts"),

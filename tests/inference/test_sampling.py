@@ -1,5 +1,6 @@
+"""Choosing tokens: what the filters keep, what the noise draws, and that a batch changes nothing."""
+
 import math
-import random
 from collections import Counter
 from typing import Any
 
@@ -7,50 +8,101 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from loopformer import LoopformerError
-from loopformer.inference.sampling import Sampling, choose, probabilities
+from loopformer.inference.sampling import Draw, Sampling, gumbel_noise, log_probabilities, sample
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
 
 
+def probabilities(logits: Tensor, sampling: Sampling, history: tuple[int, ...] = ()) -> Tensor:
+    """What one row is drawn from [V]."""
+    return log_probabilities(logits[None], [Draw(sampling, history=history)])[0].exp()
+
+
+def drawn(logits: Tensor, sampling: Sampling, seed: int = 0, position: int = 0) -> int:
+    return sample(logits[None], [Draw(sampling, seed, position)])[0].token
+
+
 def test_greedy_takes_the_most_likely() -> None:
-    assert choose(LOGITS, Sampling(), 0.99, []) == 0
-    assert choose(LOGITS, Sampling(repetition_penalty=9.0), 0.0, [0]) == 1
+    assert drawn(LOGITS, Sampling()) == 0
+    penalised = Draw(Sampling(repetition_penalty=9.0), history=(0,))
+    assert sample(LOGITS[None], [penalised])[0].token == 1
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-9, 1e300])
 def test_any_temperature_gives_probabilities(temperature: float) -> None:
-    likely = probabilities(torch.tensor([-3.0, 5.0, 4.0]), Sampling(temperature=temperature), [])
+    likely = probabilities(torch.tensor([-3.0, 5.0, 4.0]), Sampling(temperature=temperature))
     expected = [1 / 3, 1 / 3, 1 / 3] if temperature > 1 else [0, 1, 0]
     assert likely.tolist() == pytest.approx(expected)
 
 
-def test_draws_follow_the_distribution() -> None:
-    rng, sampling = random.Random(0), Sampling(temperature=0.7)
+@pytest.mark.parametrize("seeds", [range(20_000), [7] * 20_000])
+def test_draws_follow_the_distribution_over_seeds_and_over_positions(seeds: range | list[int]) -> None:
+    sampling = Sampling(temperature=0.7)
     exact = (LOGITS / 0.7).softmax(-1).tolist()
-    seen = Counter(choose(LOGITS, sampling, rng.random(), []) for _ in range(20_000))
+    draws = [Draw(sampling, seed, position) for position, seed in enumerate(seeds)]
+    seen = Counter(choice.token for choice in sample(LOGITS.expand(len(draws), -1), draws))
     assert sum((seen[i] - 20_000 * p) ** 2 / (20_000 * p) for i, p in enumerate(exact)) < 18.5  # χ², 4 dof, 0.1 %
+
+
+def test_noise_is_gumbels_and_neighbours_are_strangers() -> None:
+    keys = [0, 1, 2, 2**63, 2**64 - 1]
+    noise = gumbel_noise(keys, 40_000, torch.device("cpu"))
+    assert noise.mean(-1).tolist() == pytest.approx([0.5772] * 5, abs=0.03)
+    assert noise.std(-1).tolist() == pytest.approx([math.pi / math.sqrt(6)] * 5, abs=0.03)
+    assert float((torch.corrcoef(noise) - torch.eye(5)).abs().max()) < 0.03
+    beside = torch.corrcoef(torch.stack([noise[0, :-1], noise[0, 1:]]))[0, 1]
+    assert abs(float(beside)) < 0.03
 
 
 @given(st.lists(st.floats(-8, 8), min_size=2, max_size=30), st.data())
 def test_filters_keep_what_they_say(values: list[float], data: st.DataObject) -> None:
     logits = torch.tensor(values)
     k, p, m = data.draw(st.integers(1, 30)), data.draw(st.floats(0.05, 1)), data.draw(st.floats(0, 1))
-    plain = probabilities(logits, Sampling(temperature=1), [])
-    only_k = probabilities(logits, Sampling(temperature=1, top_k=k), [])
+    plain = probabilities(logits, Sampling(temperature=1))
+    only_k = probabilities(logits, Sampling(temperature=1, top_k=k))
     assert int((only_k > 0).sum()) >= min(k, len(values))
     assert only_k[plain.argmax()] > 0
-    only_p = probabilities(logits, Sampling(temperature=1, top_p=p), [])
+    only_p = probabilities(logits, Sampling(temperature=1, top_p=p))
     assert float(plain[only_p > 0].sum()) >= p - 1e-9
     smallest = plain[only_p > 0].min()
     assert float(plain[only_p > 0].sum() - smallest) < p + 1e-9
-    only_m = probabilities(logits, Sampling(temperature=1, min_p=m), [])
+    only_m = probabilities(logits, Sampling(temperature=1, min_p=m))
     assert bool((plain[only_m > 0] >= m * plain.max() - 1e-12).all())
     for one in (plain, only_k, only_p, only_m):
         assert float(one.sum()) == pytest.approx(1)
-    draw = data.draw(st.floats(0, 1, exclude_max=True))
-    assert only_p[choose(logits, Sampling(temperature=1, top_p=p), draw, [])] > 0
+    assert only_p[drawn(logits, Sampling(temperature=1, top_p=p), data.draw(st.integers()))] > 0
+
+
+SETTINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    top_k=st.none() | st.integers(1, 40),
+    top_p=st.sampled_from([1.0, 0.9, 0.3]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
+)
+
+
+@given(st.lists(st.tuples(SETTINGS, st.integers(), st.integers(0, 2000)), min_size=1, max_size=6))
+def test_a_row_is_drawn_alike_alone_and_in_company(rows: list[tuple[Sampling, int, int]]) -> None:
+    logits = torch.randn(len(rows), 32, generator=torch.Generator().manual_seed(1)) * 3
+    draws = [Draw(sampling, seed, position, (1, 5, 5, 9)) for sampling, seed, position in rows]
+    together = sample(logits, draws)
+    for row, draw in enumerate(draws):
+        (alone,) = sample(logits[row : row + 1], [draw])
+        assert together[row].token == alone.token
+        assert together[row].logprob == pytest.approx(float(logits[row].log_softmax(-1)[alone.token]), abs=1e-5)
+
+
+def test_what_is_not_a_number_shows() -> None:
+    logits = torch.stack([LOGITS, LOGITS.where(LOGITS != 1.0, math.nan)])
+    for sampling in (Sampling(), Sampling(temperature=1.0, top_p=0.9)):
+        good, bad = sample(logits, [Draw(sampling)] * 2)
+        assert math.isfinite(good.logprob)
+        assert math.isnan(bad.logprob)
 
 
 @pytest.mark.parametrize(

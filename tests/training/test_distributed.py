@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from loopformer.loading.folder import checkpoints
 from loopformer.training.launch import launch
 from loopformer.training.reporting import read_metrics
 
-Small = Callable[..., list[str]]
+from .runs import Small, go_back
 
 
 def two_ranks(out: Path, overrides: list[str], *more: str) -> None:
@@ -62,9 +61,7 @@ def test_two_ranks_train_what_one_does_and_one_goes_on_from_two(
 
     # Two ranks stop after 3 of 6 steps; one goes on with the same order of data.
     half = [*overrides, f"training.strategy={strategy}", f"training.fused={fused}"]
-    for path in checkpoints(tmp_path / "two"):
-        if int(path.name[5:]) > 3:
-            path.rename(tmp_path / f"gone-{path.name}")
+    go_back(tmp_path / "two", 3)
     launch("demo", half, tmp_path / "two", resume=True, quiet=True)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
     state = json.loads((checkpoints(tmp_path / "two")[-1] / "state.json").read_text())

@@ -2,7 +2,7 @@ import pytest
 
 from loopformer import LoopedLM
 from loopformer.config import ModelConfig, TrainingConfig
-from loopformer.training.setup import learning_rate, make_optimizer
+from loopformer.training.optimizer import learning_rate, make_optimizer
 
 
 def test_rate_warms_up_and_follows_a_cosine() -> None:

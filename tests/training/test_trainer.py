@@ -3,7 +3,11 @@
 import json
 import math
 import os
+import random
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,20 +16,19 @@ import torch
 
 import loopformer
 from loopformer import LoopedLM, LoopformerError, ModelConfig
-from loopformer.config import preset_names
+from loopformer.config import load_run, preset_names
 from loopformer.data.prepare import prepare
 from loopformer.loading import save_model
 from loopformer.loading.folder import checkpoints, write_safetensors
+from loopformer.training import checkpoint, trainer
+from loopformer.training.distributed import Ranks
 from loopformer.training.launch import launch, plan
 from loopformer.training.reporting import read_metrics
-from loopformer.training.trainer import Trainer
+from loopformer.training.trainer import Trainer, fused_precision
 
-Small = Callable[..., list[str]]
+from .runs import Small, go_back, training_losses, weights
+
 PAPER = [name for name in preset_names() if name.startswith("paper/") and "x" not in name.rpartition("-")[2]]
-
-
-def weights(run: Path) -> bytes:
-    return (checkpoints(run)[-1] / "model.safetensors").read_bytes()
 
 
 def silent(sentence: str) -> None:
@@ -37,7 +40,7 @@ def test_every_model_of_the_paper_trains(preset: str, small: Small, tmp_path: Pa
     extra = {"model__blocks": 1, "training__steps": 3, "training__save_every": 3}
     result = launch(preset, small(**extra), tmp_path / "run", quiet=True)
     assert result["finished"]
-    losses = [record["loss_full"] for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
+    losses = training_losses(tmp_path / "run")
     assert len(losses) == 3
     assert losses[-1] < losses[0]
 
@@ -71,9 +74,7 @@ def test_a_run_is_whole_and_loads(small: Small, tmp_path: Path) -> None:
 def test_resuming_is_the_same_as_never_stopping(small: Small, tmp_path: Path) -> None:
     launch("demo", small(), tmp_path / "whole", quiet=True)
     launch("demo", small(), tmp_path / "cut", quiet=True)
-    for path in checkpoints(tmp_path / "cut"):
-        if int(path.name[-2:]) > 2:
-            os.rename(path, tmp_path / f"gone-{path.name}")
+    go_back(tmp_path / "cut", 2)
     launch(None, [], tmp_path / "cut", resume=True, quiet=True)
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
     kept = [{k: r[k] for k in r if "loss" in k or k == "step"} for r in read_metrics(tmp_path / "cut")]
@@ -85,7 +86,7 @@ def test_a_signal_saves_at_the_step_border(small: Small, tmp_path: Path, monkeyp
     taken = Trainer._update
 
     def interrupted(self: Trainer, norm: torch.Tensor) -> bool:
-        if self.progress.step == 2:
+        if self.state.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return taken(self, norm)
 
@@ -124,7 +125,7 @@ def test_non_finite_steps_are_skipped_counted_and_end_the_run(
     bad: set[int] = {1}
 
     def sometimes(self: Trainer, norm: torch.Tensor) -> bool:
-        return taken(self, norm * math.nan if self.progress.step in bad else norm)
+        return taken(self, norm * math.nan if self.state.step in bad else norm)
 
     monkeypatch.setattr(Trainer, "_update", sometimes)
     launch("demo", small(), tmp_path / "once", quiet=True)
@@ -147,8 +148,6 @@ def test_real_infinities_are_skipped(small: Small, tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_last_good_checkpoint(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from loopformer.training import checkpoint
-
     whole = write_safetensors
 
     def no_space(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -216,7 +215,7 @@ def test_micro_batches_and_route_parts_train_the_same_model(small: Small, tmp_pa
     for number, micro in enumerate((1, 4)):
         run = tmp_path / str(number)
         launch("demo", small(training__micro_batch=micro, objective__route_draws=2), run, quiet=True)
-        losses.append([record["loss_full"] for record in read_metrics(run) if record["kind"] == "train"])
+        losses.append(training_losses(run))
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
@@ -245,9 +244,7 @@ def test_document_borders_are_kept_and_change_the_loss(small: Small, corpus: Pat
     for documents in ("false", "true"):
         overrides = small(data__path=tmp_path / "data", data__documents=documents)
         launch("demo", overrides, tmp_path / documents, quiet=True)
-        losses.append(
-            [record["loss_full"] for record in read_metrics(tmp_path / documents) if record["kind"] == "train"]
-        )
+        losses.append(training_losses(tmp_path / documents))
     assert losses[0] != losses[1]
     assert all(math.isfinite(loss) for loss in losses[1])
 
@@ -264,7 +261,7 @@ def test_supervised_examples_train_on_their_responses_only(small: Small, corpus:
     overrides = small(data__path=tmp_path / "data", training__learning_rate=1e-2, training__steps=40)
     tuning = [*overrides, f"init_from={tmp_path / 'first'}"]
     launch("demo", [word for word in tuning if not word.startswith("model.")], tmp_path / "run", quiet=True)
-    losses = [record["loss_full"] for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
+    losses = training_losses(tmp_path / "run")
     # the response is always the same; prompts, which are not, count for nothing
     assert losses[-1] < 0.5 * losses[0]
 
@@ -272,6 +269,7 @@ def test_supervised_examples_train_on_their_responses_only(small: Small, corpus:
 def test_weights_and_biases_gets_the_records_offline(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     launch("demo", small(training__wandb="tests"), tmp_path / "run", quiet=True)
@@ -328,3 +326,160 @@ def test_data_that_changed_is_noticed(small: Small, corpus: Path, tmp_path: Path
     with pytest.raises(LoopformerError, match="not what this run was trained on"):
         launch("demo", small(data__path=tmp_path / "other"), tmp_path / "run", resume=True, quiet=True)
     assert launch(None, [], tmp_path / "run", resume=True, quiet=True)["finished"]
+
+
+def fail(error: BaseException) -> Callable[..., None]:
+    def failing(*arguments: object, **options: object) -> None:
+        raise error
+
+    return failing
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"training__dtype": "float8", "training__fused": "false"},
+        {"model__context": 90_000},
+        {"model__vocab": 10},
+        {"training__tensorboard": "true", "training__wandb": "tests"},  # the second is not there
+    ],
+)
+def test_what_is_refused_leaves_no_folder(
+    settings: dict[str, object], small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(LoopformerError):
+        launch("demo", small(**settings), tmp_path / "runs" / "mine", quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("too large"), KeyboardInterrupt()])
+def test_what_fails_before_the_first_step_leaves_no_folder(
+    error: BaseException, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "choose_micro_batch", fail(error))
+    with pytest.raises((LoopformerError, KeyboardInterrupt)):
+        launch("demo", small(training__micro_batch="auto"), tmp_path / "runs" / "mine", quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_was_there_stays(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(LoopformerError):
+        launch("demo", small(model__vocab=10), tmp_path / "mine", quiet=True)
+    assert (tmp_path / "mine").is_dir()
+
+
+def test_what_runs_out_of_memory_in_its_first_step_can_go_on(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", fail(torch.OutOfMemoryError("too large")))
+        with pytest.raises(LoopformerError, match=r"lower training\.micro_batch .* then --resume"):
+            launch("demo", small(), tmp_path / "run", quiet=True)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "run.yaml"]
+    assert launch(None, [], tmp_path / "run", resume=True, quiet=True)["finished"]
+
+
+def test_a_first_checkpoint_that_fails_leaves_no_folder_for_them(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "write_safetensors", fail(OSError(28, "No space left on device")))
+    with pytest.raises(LoopformerError, match="there is no earlier one"):
+        launch("demo", small(), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+KILLS = 6
+
+
+def start_in_a_process(out: Path, overrides: list[str]) -> subprocess.Popen[bytes]:
+    words = [
+        sys.executable,
+        "-m",
+        "loopformer",
+        "train",
+        "demo",
+        *overrides,
+        "--out",
+        str(out),
+        "--resume",
+        "--json",
+    ]
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+def test_sigkill_at_random_moments_changes_no_bit(small: Small, tmp_path: Path) -> None:
+    """The weights at the end are those of a run that was never touched."""
+    overrides = small(training__steps=400, training__save_every=3, training__validate_every=50, training__keep=2)
+    launch("demo", overrides, tmp_path / "whole", quiet=True)
+    rng, out = random.Random(0), tmp_path / "killed"
+    reached: list[int] = []
+    for _ in range(KILLS):
+        process = start_in_a_process(out, overrides)
+        before = len(reached) and reached[-1]
+        while process.poll() is None:  # until it has taken a few steps of its own
+            now = checkpoints(out)
+            if now and int(now[-1].name[5:]) > before:
+                break
+            time.sleep(0.02)
+        time.sleep(rng.random() * 0.25)  # anywhere: in a step, in a save, in validation
+        assert process.poll() is None, "it finished before it could be killed; give it more steps"
+        process.kill()
+        process.wait()
+        reached.append(int(checkpoints(out)[-1].name[5:]))
+    assert start_in_a_process(out, overrides).wait() == 0
+    assert sorted(set(reached)) == reached, "every start went further than the one before"
+    assert weights(out) == weights(tmp_path / "whole")
+
+
+def test_a_fused_run_trains_what_a_plain_one_does(small: Small, tmp_path: Path) -> None:
+    launch("demo", small(), tmp_path / "plain", quiet=True)
+    launch("demo", small(training__fused="true"), tmp_path / "fused", quiet=True)
+    assert training_losses(tmp_path / "fused") == pytest.approx(training_losses(tmp_path / "plain"), abs=2e-5)
+
+
+def test_a_plain_run_goes_on_fused(small: Small, tmp_path: Path) -> None:
+    launch("demo", small(), tmp_path / "whole", quiet=True)
+    launch("demo", small(), tmp_path / "cut", quiet=True)
+    go_back(tmp_path / "cut", 2)
+    launch(None, ["training.fused=true"], tmp_path / "cut", resume=True, quiet=True)
+    assert training_losses(tmp_path / "cut") == pytest.approx(training_losses(tmp_path / "whole"), abs=2e-5)
+
+
+def test_fp8_learns(small: Small, tmp_path: Path) -> None:
+    steps = {"training__steps": 12, "training__learning_rate": 0.003, "training__min_learning_rate": 0.003}
+    launch("demo", small(**steps), tmp_path / "fp32", quiet=True)
+    launch("demo", small(**steps, training__dtype="float8"), tmp_path / "fp8", quiet=True)
+    exact, low = training_losses(tmp_path / "fp32"), training_losses(tmp_path / "fp8")
+    assert low[-1] < low[0] - 0.5
+    assert low == pytest.approx(exact, abs=0.1)
+    assert low != exact
+
+
+def test_what_is_refused_leaves_nothing_behind(small: Small, tmp_path: Path) -> None:
+    with pytest.raises(LoopformerError, match=r"float8 needs training\.fused"):
+        launch("demo", small(training__dtype="float8", training__fused="false"), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert launch("demo", small(), tmp_path / "run", quiet=True)["finished"]
+
+
+def precision_on(device: str, world: int = 1, *overrides: str) -> object:
+    ranks = Ranks(0, world, torch.device(device))
+    return fused_precision(load_run("demo", list(overrides))[0], ranks)
+
+
+def test_auto_is_for_gpus_and_what_cannot_be_is_said() -> None:
+    assert precision_on("cpu", 1, "training.dtype=bfloat16") is None
+    assert precision_on("cuda", 1, "training.dtype=float32") is None
+    assert precision_on("cpu", 1, "training.fused=true") is not None
+    assert precision_on("cpu", 1, "training.dtype=float8") is not None
+    with pytest.raises(LoopformerError, match=r"float8 needs training\.fused"):
+        precision_on("cpu", 1, "training.dtype=float8", "training.fused=false")
+    with pytest.raises(LoopformerError, match="multiples of 16"):
+        precision_on("cpu", 1, "training.dtype=float8", "model.ffn=200")
+    with pytest.raises(LoopformerError, match="use ddp"):
+        precision_on("cpu", 2, "training.fused=true", "training.strategy=fsdp")
+    with pytest.raises(LoopformerError, match="not on mps"):
+        precision_on("mps", 1, "training.fused=true")

@@ -1,4 +1,3 @@
-"""What a model's states do from loop to loop: metrics.py, similarity.py (CKA), lens.py (what is measured) ·
-prompts.py (on which text) · dynamics.py (one model along one trajectory) · results.py, figures.py (what is written)
-· names.py · report (everything about several models in one folder).
+"""What was measured, and how it is shown: metrics.py (of token states) · dynamics.py (one model, one trajectory) ·
+results.py (stored numbers as dataclasses) · figures.py (what is drawn of them) · report/ (models side by side).
 """

@@ -1,28 +1,17 @@
-"""Geometry of the token states of a prompt: curvature, anisotropy, prompt entropy, movement.
+"""What is measured of token states: geometry of a prompt, similarity of two states (CKA), the logit lens.
 
-    states = torch.randn(8, 128, 192)     # 8 prompts of T = 128 tokens, D = 192
-    curvature(states)                     # [8], radians; one number per prompt
-    movement(before, after)               # [8], how far a loop moves the tokens
-
-Every function takes [..., T, D], computes in float64 and gives one number per prompt [...]. What has no direction
-(a zero vector) is left out of a mean; a mean over nothing is nan. docs/analysis.md has the formulas.
-
-Linear CKA between all states of a model, summed up over batches in bounded memory.
+    states = torch.randn(8, 128, 192)           # 8 prompts of T = 128 tokens, D = 192
+    curvature(states)                           # [8], radians; one number per prompt
+    movement(before, after)                     # [8], how far a loop moves the tokens
 
     cka = LinearCKA(states=5, width=192)
     for batch in batches: cka.add(batch)        # [S, n, D], n tokens of any number of prompts
     cka.matrix(), cka.matrix(debiased=True)     # [S, S]
 
-Kornblith et al. 2019: 1 is the same geometry up to rotation and scale. With fewer tokens than dimensions the plain
-estimate is far too high; the debiased one (Song et al. 2012) is not. Both follow exactly from sums over tokens of
-D × D products, so nothing is kept per token: 4·S·(S+1)·D² bytes, whatever the text.
+    divergence, agreement = lens(model, states) # states [S, n, D] before the final norm; the last is the final
 
-The logit lens: what the model would say if it stopped after each loop, against what it says in the end.
-
-    divergence, agreement = lens(model, states)     # states [S, n, D] before the final norm; the last is the final
-
-Each state goes through the final norm and the head. Logits exist for one state and one chunk of tokens at a time,
-beside those of the final state.
+Geometry is computed in float64, one number per prompt. What has no direction (a zero vector) is left out of a mean;
+a mean over nothing is nan. docs/analysis.md has the formulas.
 """
 
 import math
@@ -32,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.errors import require
+from loopformer.inference.score import head_chunks
 from loopformer.model import LoopedLM
 
 _TINY = 1e-300  # instead of a division by zero
-
-
 _ROUNDING = 1e-14  # of float64, with some room
+_LOGITS = 1 << 22  # numbers in a chunk of logits: 16 MB in float32
 
 
 def curvature(states: Tensor) -> Tensor:
@@ -121,7 +110,12 @@ def _need(states: Tensor, tokens: int, what: str) -> None:
 
 
 class LinearCKA:
-    """Sums in float64 over tokens of S states of width D."""
+    """Linear CKA between all S states of width D, summed up over batches of tokens in bounded memory.
+
+    Kornblith et al. 2019: 1 is the same geometry up to rotation and scale. With fewer tokens than dimensions the
+    plain estimate is far too high; the debiased one (Song et al. 2012) is not. Both follow exactly from sums over
+    tokens of D × D matrices, so nothing is kept per token: 4·S·(S+1)·D² bytes in float64, whatever the text.
+    """
 
     def __init__(self, states: int, width: int, device: str | torch.device = "cpu") -> None:
         def zeros(*shape: int) -> Tensor:
@@ -130,7 +124,7 @@ class LinearCKA:
         self.tokens = 0
         self._shape = (states, width)
         self._pairs = [(i, j) for i in range(states) for j in range(i + 1)]
-        self._products = [zeros(width, width) for _ in self._pairs]  # Σ xᵢ xⱼᵀ
+        self._outer = [zeros(width, width) for _ in self._pairs]  # Σ xᵢ xⱼᵀ
         self._sums = zeros(states, width)  # Σ xᵢ
         self._norms = zeros(states)  # Σ |xᵢ|²
         self._norm_products = zeros(states, states)  # Σ |xᵢ|² |xⱼ|²
@@ -154,8 +148,8 @@ class LinearCKA:
         self._norms += norms.sum(dim=1)
         self._norm_products += norms @ norms.T
         self._weighted += torch.einsum("ind,jn->ijd", x, norms)
-        for (i, j), product in zip(self._pairs, self._products, strict=True):
-            product.addmm_(x[i].T, x[j])
+        for (i, j), outer in zip(self._pairs, self._outer, strict=True):
+            outer.addmm_(x[i].T, x[j])
 
     def matrix(self, debiased: bool = False) -> Tensor:
         """CKA of every two states [S, S], symmetric, on the CPU; nan for a state that is the same for all tokens.
@@ -163,50 +157,44 @@ class LinearCKA:
         Debiased values are estimates around the true one and may be slightly negative; they need 4 tokens.
         """
         require(self.tokens > (3 if debiased else 1), f"CKA of {self.tokens} tokens says nothing; give more.")
-        found = torch.zeros(self._shape[0], self._shape[0], dtype=torch.float64)
-        for (i, j), product in zip(self._pairs, self._products, strict=True):
-            one = self._debiased(i, j, product) if debiased else self._plain(i, j, product)
-            found[i, j] = found[j, i] = one
-        sizes = torch.where(found.diag() > 0, found.diag(), torch.nan).sqrt()
-        return found / torch.outer(sizes, sizes)
+        hsic = torch.zeros(self._shape[0], self._shape[0], dtype=torch.float64)
+        for (i, j), outer in zip(self._pairs, self._outer, strict=True):
+            hsic[i, j] = hsic[j, i] = self._debiased(i, j, outer) if debiased else self._plain(i, j, outer)
+        sizes = torch.where(hsic.diag() > 0, hsic.diag(), torch.nan).sqrt()
+        return hsic / torch.outer(sizes, sizes)
 
-    def _plain(self, i: int, j: int, product: Tensor) -> float:
+    def _plain(self, i: int, j: int, outer: Tensor) -> float:
         """|Xᵀ Y|² of the centred states."""
-        centred = product - torch.outer(self._sums[i], self._sums[j]) / self.tokens
+        centred = outer - torch.outer(self._sums[i], self._sums[j]) / self.tokens
         return float(centred.square().sum())
 
-    def _debiased(self, i: int, j: int, product: Tensor) -> float:
+    def _debiased(self, i: int, j: int, outer: Tensor) -> float:
         """Song's U-statistic of HSIC, times n (n - 3): kernels X Xᵀ and Y Yᵀ without their diagonals."""
         n, sums, weighted, both = self.tokens, self._sums, self._weighted, self._norm_products[i, j]
-        trace = product.square().sum() - both
-        totals = [sums[one].square().sum() - self._norms[one] for one in (i, j)]
-        rows = sums[i] @ product @ sums[j] - sums[i] @ weighted[i, j] - sums[j] @ weighted[j, i] + both
+        trace = outer.square().sum() - both
+        totals = [sums[state].square().sum() - self._norms[state] for state in (i, j)]
+        rows = sums[i] @ outer @ sums[j] - sums[i] @ weighted[i, j] - sums[j] @ weighted[j, i] + both
         return float(trace + totals[0] * totals[1] / ((n - 1) * (n - 2)) - 2 * rows / (n - 2))
-
-
-_LOGITS = 1 << 22  # numbers in a chunk of logits: 16 MB in float32
 
 
 @torch.no_grad()
 def lens(model: LoopedLM, states: Tensor, chunk: int | None = None) -> tuple[Tensor, Tensor]:
-    """For states [S, n, D]: KL(final ‖ state) in nats, and 1 where the most likely token is the same, both [S, n].
+    """What the model would say if it stopped after each loop, against what it says in the end.
+
+    For states [S, n, D] before the final norm: KL(final ‖ state) in nats, and 1 where the most likely token is the
+    same, both [S, n]. Logits exist for one state and one chunk of tokens at a time, beside the final ones.
 
     chunk  tokens at a time; by default as many as keep the logits of a chunk at 16 MB
     """
     size = chunk or max(1, _LOGITS // model.config.vocab)
     divergence = torch.zeros(states.shape[:2], device=states.device)
     agreement = torch.ones_like(divergence)
-    for start in range(0, states.shape[1], size):
-        part = slice(start, start + size)
-        final = _log_probabilities(model, states[-1, part])  # [c, V]
+    for part, final_logits in head_chunks(model, model.final_norm(states[-1]), size):
+        final = final_logits.log_softmax(dim=-1)  # [c, V]
         for number, state in enumerate(states[:-1]):
-            found = _log_probabilities(model, state[part])
-            each = F.kl_div(found, final, reduction="none", log_target=True).sum(dim=-1)
+            ((_, logits),) = head_chunks(model, model.final_norm(state[part]), size)
+            early = logits.log_softmax(dim=-1)
+            each = F.kl_div(early, final, reduction="none", log_target=True).sum(dim=-1)
             divergence[number, part] = each.clamp_min(0)  # below zero it can only be by rounding
-            agreement[number, part] = (found.argmax(dim=-1) == final.argmax(dim=-1)).float()
+            agreement[number, part] = (early.argmax(dim=-1) == final.argmax(dim=-1)).float()
     return divergence, agreement
-
-
-def _log_probabilities(model: LoopedLM, state: Tensor) -> Tensor:
-    """[c, D] before the final norm → [c, V]; padded rows of the head are no tokens."""
-    return model.head(model.final_norm(state))[:, : model.config.vocab].float().log_softmax(dim=-1)

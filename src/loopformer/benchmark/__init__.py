@@ -1,1 +1,1 @@
-"""How fast a model is here: machine.py (what on, timing) · decode.py, decode_paths.py · train.py · memory.py."""
+"""How fast a model is here: machine.py (on what, and timing) · decode.py · train.py (speed and memory)."""

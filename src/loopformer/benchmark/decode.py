@@ -1,24 +1,19 @@
-"""The paths that decoding can take, each made ready to be timed.
+"""Decoding speed of every path against budget, context and batch.
 
-run = PATHS["plain"](model, budget, ids, tokens)   # runs the prompts [B, T] and chooses the first token of each
-run()                                              # [B, tokens]: those that follow, the same every time
+    report = decode(model, budgets=(1, 2, 4, 8), batches=(1, 64), contexts=(512,))
 
-naive         the whole sequence again for every token, without a cache, as the authors' code does
-plain         one token at a time through the cache, as generate.py does, but without its sampling and text
-fused         the kernels of decoder.py, on a GPU; `fused int8` with int8 weights
-transformers  Transformers' GPT-2 of as many blocks as the budget applies, through its own cache
-
-Decoding speed of every path (decode_paths.py) against budget, context and batch.
-
-report = decode(model, budgets=(1, 2, 4, 8), batches=(1, 64), contexts=(512,))
+    naive         the whole sequence again for every token, without a cache, as the authors' code does
+    plain         one token at a time through the KV cache, as generation does, but without its sampling and text
+    fused         our kernels, on a GPU; `fused int8` with int8 weights
+    transformers  Transformers' GPT-2 of as many blocks as the budget applies, through its own cache
 
 Greedy, from random prompts; `tokens` new ones are timed after prefill and a warm-up, and the best of three counts.
 The naive path is timed over few tokens, and it and Transformers' GPT-2 at the largest budget alone.
 
-FLOPs and bytes are what a token takes with a cache, and so the same for every path: the products of one new token
+FLOPs and bytes are what a token takes with a cache, and so the same for every path: the matmuls of one new token
 per row, the weights read once per loop and step and the keys of each row (`model.cost`). MFU is over the device's
 peak in bf16, MBU over what a copy reaches on it. The peak of memory is that of the timed tokens, weights included.
-Where one does not fit, its figures are None; what was asked for and not measured is in `left_out`, with the reason.
+Where a row does not fit, its figures are None; what was wanted and not measured is in `left_out`, with the reason.
 """
 
 from __future__ import annotations
@@ -32,25 +27,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loopformer.benchmark.machine import best_of, describe, empty
+from loopformer.benchmark.machine import Measurement, best_of, describe, free_memory
 from loopformer.config import ModelConfig
-from loopformer.errors import nearest, require
+from loopformer.errors import LoopformerError, nearest
 from loopformer.inference.decode import prefill
-from loopformer.inference.fused.backend import Fast
+from loopformer.inference.fused.backend import DecoderPool
 from loopformer.inference.fused.quantise import quantised
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
-Run = Callable[[], Tensor]
+Decode = Callable[[], Tensor]  # the tokens [B, tokens] after the first one of each prompt, the same every time
+DecodePath = Callable[[LoopedLM, int, Tensor, int], Decode]  # model, budget, prompts [B, T], tokens: after prefill
 
-
-Path = Callable[[LoopedLM, int, Tensor, int], Run]
+CHOICES = ("naive", "plain", "fused", "transformers")
+NAIVE_TOKENS = 4  # each runs the whole sequence
+AT_LARGEST_BUDGET = ("naive", "transformers")
+FIGURES = ("ms_per_step", "tokens_per_second", "tflops", "mfu", "gb_per_second", "mbu", "peak_gib")
 
 
 def absent(model: LoopedLM, paths: Sequence[str]) -> dict[str, str]:
     """Those of the paths that cannot run here, each with what it needs."""
     needs = {}
-    if not Fast.ready(model):
+    if not DecoderPool.ready(model):
         needs["fused"] = "it needs a CUDA device and Triton"
     if find_spec("transformers") is None:
         needs["transformers"] = "it needs Transformers: pip install 'loopformer[hf]'"
@@ -58,7 +56,7 @@ def absent(model: LoopedLM, paths: Sequence[str]) -> dict[str, str]:
 
 
 def left_out(model: LoopedLM, paths: Sequence[str], int8: bool, batches: Sequence[int]) -> dict[str, str]:
-    """All that is asked for and not measured here, each with the reason: paths, and batches of int8 weights."""
+    """All that is wanted and not measured here, each with the reason: paths, and batches of int8 weights."""
     missing = absent(model, paths)
     if int8 and "fused" not in paths:
         missing["fused int8"] = "it needs the path fused"
@@ -77,7 +75,7 @@ def most_int8_rows() -> int:
 
 
 @torch.no_grad()
-def _naive(model: LoopedLM, budget: int, ids: Tensor, tokens: int) -> Run:
+def _naive(model: LoopedLM, budget: int, ids: Tensor, tokens: int) -> Decode:
     trajectory = Trajectory.uniform(budget)
 
     def longer(text: Tensor) -> Tensor:
@@ -97,22 +95,22 @@ def _naive(model: LoopedLM, budget: int, ids: Tensor, tokens: int) -> Run:
 
 
 @torch.no_grad()
-def _plain(model: LoopedLM, budget: int, ids: Tensor, tokens: int) -> Run:
+def _plain(model: LoopedLM, budget: int, ids: Tensor, tokens: int) -> Decode:
     cache, hidden = prefill(model, ids.tolist(), [Trajectory.uniform(budget)] * len(ids))
     first, lengths = _best(model, hidden), list(cache.lengths)
 
     @torch.no_grad()
     def run() -> Tensor:
-        cache.lengths, found = list(lengths), [first]
+        cache.lengths, chosen = list(lengths), [first]
         for _ in range(tokens):
-            found.append(_best(model, model.extend(found[-1], cache, check=False)[:, 0]))
-        return torch.cat(found[1:], 1)
+            chosen.append(_best(model, model.extend(chosen[-1], cache, check=False)[:, 0]))
+        return torch.cat(chosen[1:], 1)
 
     return run
 
 
 @torch.no_grad()
-def _fused(model: LoopedLM, budget: int, ids: Tensor, tokens: int, int8: bool = False) -> Run:
+def _fused(model: LoopedLM, budget: int, ids: Tensor, tokens: int, int8: bool = False) -> Decode:
     from loopformer.inference.fused.decoder import Decoder
 
     decoder = Decoder(model, Trajectory.uniform(budget), len(ids), quantised(model) if int8 else None)
@@ -129,7 +127,7 @@ def _fused(model: LoopedLM, budget: int, ids: Tensor, tokens: int, int8: bool = 
 
 
 @torch.no_grad()
-def _transformers(model: LoopedLM, budget: int, ids: Tensor, tokens: int) -> Run:
+def _transformers(model: LoopedLM, budget: int, ids: Tensor, tokens: int) -> Decode:
     from transformers import DynamicCache
 
     theirs, cache = gpt2(model.config, budget, model.tokens.weight), DynamicCache()
@@ -144,11 +142,11 @@ def _transformers(model: LoopedLM, budget: int, ids: Tensor, tokens: int) -> Run
 
     @torch.no_grad()
     def run() -> Tensor:
-        found = [first]
+        chosen = [first]
         for _ in range(tokens):
-            found.append(following(found[-1]))
+            chosen.append(following(chosen[-1]))
         cache.crop(-tokens)  # back to the prompt; below zero it means how many go
-        return torch.cat(found[1:], 1)
+        return torch.cat(chosen[1:], 1)
 
     return run
 
@@ -177,28 +175,13 @@ def _best(model: LoopedLM, hidden: Tensor) -> Tensor:
     return model.head(hidden)[:, : model.config.vocab].argmax(-1, keepdim=True)
 
 
-PATHS: dict[str, Path] = {
+PATHS: dict[str, DecodePath] = {
     "naive": _naive,
     "plain": _plain,
     "fused": _fused,
     "fused int8": partial(_fused, int8=True),
     "transformers": _transformers,
 }
-
-
-Row = dict[str, Any]
-
-
-CHOICES = ("naive", "plain", "fused", "transformers")
-
-
-NAIVE_TOKENS = 4  # each runs the whole sequence
-
-
-AT_LARGEST_BUDGET = ("naive", "transformers")
-
-
-FIGURES = ("ms_per_step", "tokens_per_second", "tflops", "mfu", "gb_per_second", "mbu", "peak_gib")
 
 
 def decode(
@@ -209,19 +192,18 @@ def decode(
     tokens: int = 32,
     int8: bool = False,
     paths: Sequence[str] = CHOICES,
-    say: Callable[[Row], object] = lambda row: None,
+    say: Callable[[Measurement], object] = lambda row: None,
 ) -> dict[str, Any]:
     """Measure every combination by every path that can run here; `say` gets each row as it comes."""
-    ways = _ways(model, paths, int8)
     machine = describe(model.tokens.weight.device)
-    rows: list[Row] = []
-    for path in ways:
+    rows: list[Measurement] = []
+    for path in _paths_here(model, paths, int8):
         timed = min(tokens, NAIVE_TOKENS) if path == "naive" else tokens
-        asked = [max(budgets)] if path in AT_LARGEST_BUDGET else budgets
-        for batch, context, budget in product(batches, contexts, asked):
+        measured = [max(budgets)] if path in AT_LARGEST_BUDGET else budgets
+        for batch, context, budget in product(batches, contexts, measured):
             if path == "fused int8" and batch > most_int8_rows():
                 continue
-            row: Row = {"path": path, "budget": budget, "batch": batch, "context": context, "tokens": timed}
+            row: Measurement = {"path": path, "budget": budget, "batch": batch, "context": context, "tokens": timed}
             row |= {"bytes": _bytes(model, path, budget, batch, context), **dict.fromkeys(FIGURES)}
             try:
                 row |= _measure(model, path, budget, batch, context, timed)
@@ -234,37 +216,39 @@ def decode(
     return {**report, "left_out": left_out(model, paths, int8, batches)}
 
 
-def _ways(model: LoopedLM, paths: Sequence[str], int8: bool) -> list[str]:
-    """What to measure of the paths that were asked for, in their order."""
+def _paths_here(model: LoopedLM, paths: Sequence[str], int8: bool) -> list[str]:
+    """Those of the wanted paths that can be measured here, in their order."""
     for path in paths:
-        require(path in CHOICES, f"There is no path {path!r} of decoding; {nearest(path, list(CHOICES))}")
+        if path not in CHOICES:
+            raise LoopformerError(f"There is no path {path!r} of decoding; {nearest(path, list(CHOICES))}")
     missing = absent(model, paths)
-    there = [path for path in dict.fromkeys(paths) if path not in missing]
-    reasons = "; ".join(f"{path}: {need}" for path, need in missing.items())
-    require(bool(there), f"No path of decoding that was asked for can run here ({reasons}); ask for plain.")
-    if int8 and "fused" in there:
-        there.insert(there.index("fused") + 1, "fused int8")
-    return there
+    here = [path for path in dict.fromkeys(paths) if path not in missing]
+    if not here:
+        reasons = "; ".join(f"{path}: {need}" for path, need in missing.items())
+        raise LoopformerError(f"No path of decoding that was asked for can run here ({reasons}); ask for plain.")
+    if int8 and "fused" in here:
+        here.insert(here.index("fused") + 1, "fused int8")
+    return here
 
 
-def _measure(model: LoopedLM, path: str, budget: int, batch: int, context: int, tokens: int) -> Row:
+def _measure(model: LoopedLM, path: str, budget: int, batch: int, context: int, tokens: int) -> Measurement:
     """Milliseconds of a step, and the peak of memory on a GPU."""
     device = model.tokens.weight.device
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab, (batch, context), generator=generator).to(device)
-    empty(device)
-    ours = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    free_memory(device)
+    own_weights = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     run = PATHS[path](model, budget, ids, tokens)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     seconds = best_of(3, device, run)
     peak = None
     if device.type == "cuda":  # our weights, which lie there, too, are no part of theirs
-        peak = (torch.cuda.max_memory_allocated(device) - (ours if path == "transformers" else 0)) / 2**30
+        peak = (torch.cuda.max_memory_allocated(device) - (own_weights if path == "transformers" else 0)) / 2**30
     return {"ms_per_step": seconds / tokens * 1e3, "peak_gib": peak}
 
 
-def _rates(model: LoopedLM, row: Row, machine: dict[str, Any]) -> Row:
+def _rates(model: LoopedLM, row: Measurement, machine: dict[str, Any]) -> Measurement:
     """Tokens, FLOPs and bytes a second, and their shares of what the device can do."""
     seconds, peak = row["ms_per_step"] / 1e3, machine["peak_tflops"]
     flops = row["batch"] * model.cost.forward_flops(row["budget"], row["context"], causal=False)

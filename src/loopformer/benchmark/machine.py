@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from loopformer.device import device_name, peak_flops
-from loopformer.device import synchronise as wait
+from loopformer.device import device_name, peak_flops, synchronise
+
+Measurement = dict[str, Any]  # a row of a report: what was measured and its figures, None where it did not fit
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Names and versions, the peak of bf16 products where it is known, and the measured bandwidth."""
+    """Names and versions, the peak of bf16 matmuls where it is known, and the measured bandwidth."""
     return {
         "device": device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
@@ -40,7 +41,7 @@ def copy_bandwidth(device: torch.device) -> float:
     """Bytes read and written per second by copying a tensor far larger than any cache."""
     size = 2**28
     if device.type == "cuda":  # both tensors in half of what is free, as a model may be there
-        empty(device)
+        free_memory(device)
         size = max(size, min(2**31, torch.cuda.mem_get_info(device)[0] // 4))
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     source.fill_(1)
@@ -50,17 +51,17 @@ def copy_bandwidth(device: torch.device) -> float:
 def best_of(times: int, device: torch.device, run: Callable[[], object]) -> float:
     """The shortest of some runs in seconds, after one that does not count."""
     run()
-    found = []
+    seconds = []
     for _ in range(times):
-        wait(device)
+        synchronise(device)
         started = time.perf_counter()
         run()
-        wait(device)
-        found.append(time.perf_counter() - started)
-    return min(found)
+        synchronise(device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
 
 
-def empty(device: torch.device) -> None:
+def free_memory(device: torch.device) -> None:
     """Give back what nobody holds any more."""
     gc.collect()
     if device.type == "cuda":

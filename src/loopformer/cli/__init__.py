@@ -1,6 +1,7 @@
 """The command line: one short file per verb. Heavy imports happen inside a verb, so that --help is quick.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage; what a user got wrong is one sentence on stderr.
+Options that verbs share are in options.py; tables, progress and places to write to in output.py.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped; what a user got wrong is one sentence on stderr.
 """
 
 import sys
@@ -46,8 +47,8 @@ app.command("export")(export)
 app.add_typer(bench, name="bench")
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"loopformer {loopformer.__version__}")
         raise typer.Exit
 
@@ -69,6 +70,6 @@ def main() -> None:
         print(f"loopformer: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except OSError as error:
-        what = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-        print(f"loopformer: {what}; check the path, its permissions and the disk.", file=sys.stderr)
+        problem = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+        print(f"loopformer: {problem}; check the path, its permissions and the disk.", file=sys.stderr)
         raise SystemExit(1) from None

@@ -6,7 +6,11 @@ from typing import Annotated
 
 import typer
 
+from loopformer.cli.options import Heads, Json, Loops
+from loopformer.cli.output import stoppable, tidy
 
+
+@stoppable("an export is there when it is whole, the same command starts again")
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN", help="A run, a model folder or published weights.")],
     out: Annotated[
@@ -17,9 +21,9 @@ def export(
     ] = False,
     budget: Annotated[int | None, typer.Option(help="Loops per token where a call does not say, 1 to L.")] = None,
     trajectory: Annotated[str | None, typer.Option(help="The same as a schedule: 4-2-1-1, cosine:4.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads, for weights without a config.")] = None,
-    loops: Annotated[int | None, typer.Option(help="Loops L, for weights without a config.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    heads: Heads = None,
+    loops: Loops = None,
+    as_json: Json = False,
 ) -> None:
     """Write weights, settings, tokenizer and a model card for Transformers, PEFT and lm-eval.
 
@@ -27,24 +31,25 @@ def export(
     """
     from loopformer.hf.export import export as run
 
-    done = run(
-        source,
-        out,
-        self_contained=self_contained,
-        budget=budget,
-        trajectory=trajectory,
-        heads=heads,
-        loops=loops,
-    )
-    config = done.model.config
+    with tidy(out):
+        done = run(
+            source,
+            out,
+            self_contained=self_contained,
+            budget=budget,
+            trajectory=trajectory,
+            heads=heads,
+            loops=loops,
+        )
+    config, parameters = done.model.config, done.model.cost.parameters.total
     default = done.config.trajectory or done.config.budget or config.loops
     if as_json:
-        shown = {"out": str(out), "parameters": done.model.cost.parameters.total, "default": str(default)}
-        typer.echo(json.dumps({**shown, "files": done.files}))
+        summary = {"out": str(out), "parameters": parameters, "default": str(default), "files": done.files}
+        typer.echo(json.dumps(summary))
         return
     tokenizer = "" if "tokenizer.json" in done.files else "; no tokenizer came with the weights"
     typer.echo(
-        f"{out}: {config.blocks}⊗{config.loops}, {done.model.cost.parameters.total:,} parameters, "
+        f"{out}: {config.blocks}⊗{config.loops}, {parameters:,} parameters, "
         f"{len(done.files)} files; {default} by default{tokenizer}"
     )
     trust = ", trust_remote_code=True" if self_contained else ""

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loopformer.cli.options import Device, Model
+from loopformer.cli.output import number, print_table, stoppable
+
 if TYPE_CHECKING:
     import torch
 
@@ -15,8 +18,9 @@ if TYPE_CHECKING:
     from loopformer.lm import LM
 
 
+@stoppable("nothing is kept but the text so far, the same command starts again")
 def generate(
-    model: Annotated[str, typer.Option("--model", "-m", help="A run, a model folder or published weights.")],
+    model: Model,
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; standard input without it.")] = None,
     budget: Annotated[int | None, typer.Option(help="Loops per token, 1 to L; L by default.")] = None,
     trajectory: Annotated[str | None, typer.Option(help="A schedule: 4-2-1-1, 1/2,1/4,1/4, cosine:4.")] = None,
@@ -57,7 +61,7 @@ def generate(
     int8: Annotated[
         bool, typer.Option("--int8", help="With --fast on a GPU: int8 copies of the weights; the text may differ.")
     ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    device: Device = "auto",
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 or float16; float32 by default, with --fast on a GPU bfloat16."),
@@ -70,6 +74,7 @@ def generate(
 
     Example: loopformer generate "Once upon a time" --model runs/mine --budget 4
     """
+    from loopformer.config import whole_numbers
     from loopformer.device import dtype_of
     from loopformer.errors import require
     from loopformer.evaluation.calibrate import read_policy
@@ -79,9 +84,9 @@ def generate(
 
     text = _standard_input() if prompt is None else prompt
     require(text != "", "The prompt is empty; give one, or pipe text into standard input.")
-    asked = [budget, trajectory, max_ms_per_token, max_flops, compare, adaptive]
+    depths = (budget, trajectory, max_ms_per_token, max_flops, compare, adaptive)
     require(
-        sum(one is not None for one in asked) <= 1,
+        sum(depth is not None for depth in depths) <= 1,
         "Give one of --budget, --trajectory, --max-ms-per-token, --max-flops, --compare and --adaptive.",
     )
     require(draft is None or adaptive is None, "Give --draft or --adaptive, not both.")
@@ -94,15 +99,16 @@ def generate(
     )
     require(draft_length is None or draft is not None, "--draft-length goes with --draft.")
     require(
-        schedule == "uniform" or any(one is not None for one in (budget, max_flops, max_ms_per_token)),
+        schedule == "uniform" or any(depth is not None for depth in (budget, max_flops, max_ms_per_token)),
         "--schedule goes with --budget, --max-flops or --max-ms-per-token.",
     )
     wanted = None if dtype is None else dtype_of(dtype)
+    budgets = None if compare is None else whole_numbers(compare, "--compare")
     lm = load(model)
     # What was found for these weights knows them as they are on disk, before they are cast.
     weights = None if schedule == "uniform" else weights_hash(lm.model)
     policy = None if adaptive is None else read_policy(adaptive, lm.model)
-    _place(lm, device, wanted, fast)
+    fused = _place(lm, device, wanted, fast)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -113,29 +119,15 @@ def generate(
         "seed": seed,
         "stops": tuple(stop or ()),
     }
-    if compare is not None:
-        _compare(lm, text, compare, options, as_json)
+    if budgets is not None:
+        _compare(lm, text, budgets, options, as_json)
         return
     if max_flops is not None or max_ms_per_token is not None:
-        budget = _resolve(lm, text, max_flops, max_ms_per_token)
+        budget = _budget_for(lm, text, max_flops, max_ms_per_token)
     if schedule != "uniform":
         budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule, weights))
     requests = lm.requests([text], budget, trajectory, **options)
-    _stream(lm, requests, (draft, draft_length), policy, fast, int8, as_json)
-
-
-def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool) -> None:
-    """Move the model to where it will run; where --fast cannot, that is said on stderr."""
-    import torch
-
-    from loopformer.device import choose_device
-    from loopformer.inference.fused.backend import Fast
-
-    place = choose_device(device)
-    ready = fast and Fast.ready(lm.to(place).model)
-    if fast and not ready:
-        typer.echo("--fast changes nothing here: it needs a CUDA device and Triton.", err=True)
-    lm.to(place, dtype or (torch.bfloat16 if ready else torch.float32))
+    _stream(lm, requests, (draft, draft_length), policy, fast, int8, fused, as_json)
 
 
 def _standard_input() -> str:
@@ -148,7 +140,25 @@ def _standard_input() -> str:
         raise LoopformerError("Standard input is not UTF-8 text; convert it.") from error
 
 
-def _resolve(lm: "LM", text: str, max_flops: float | None, max_ms_per_token: float | None) -> int:
+# All that this verb uses of the decode paths is below.
+
+
+def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool) -> bool:
+    """Move the model to where it will run; whether fused kernels will run it, and if --fast cannot, say so."""
+    import torch
+
+    from loopformer.device import choose_device
+    from loopformer.inference.fused.backend import DecoderPool
+
+    place = choose_device(device)
+    fused = fast and DecoderPool.ready(lm.to(place).model)
+    if fast and not fused:
+        typer.echo("--fast changes nothing here: it needs a CUDA device and Triton.", err=True)
+    lm.to(place, dtype or (torch.bfloat16 if fused else torch.float32))
+    return fused
+
+
+def _budget_for(lm: "LM", text: str, max_flops: float | None, max_ms_per_token: float | None) -> int:
     """The budget for a target, said on stderr."""
     from loopformer.inference.budget import budget_for_flops, budget_for_milliseconds
 
@@ -170,11 +180,11 @@ def _stream(
     policy: "Policy | None",
     fast: bool,
     int8: bool,
+    fused: bool,
     as_json: bool,
 ) -> None:
     """Run a request, showing its text as it comes; `draft` is a budget or schedule, and a length."""
     from loopformer.inference.draft import Draft
-    from loopformer.inference.fused.backend import Fast
     from loopformer.inference.request import REASONS
 
     results = []
@@ -209,26 +219,25 @@ def _stream(
             show(event)
     seconds, (result,) = time.perf_counter() - started, results
     if as_json:
-        shown = {"text": result.text, "reason": result.reason, "trajectory": str(result.trajectory)}
+        content = {"text": result.text, "reason": result.reason, "trajectory": str(result.trajectory)}
         counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.ids), "seconds": seconds}
-        typer.echo(json.dumps({**shown, **counts, **extra, "logprobs": result.logprobs}))
+        typer.echo(json.dumps({**content, **counts, **extra, "logprobs": result.logprobs}))
         return
     sys.stdout.write("\n")
     rate = seconds / len(result.ids) * 1e3
-    included = "prompt and compilation" if fast and Fast.ready(lm.model) else "prompt"
+    included = "prompt and compilation" if fused else "prompt"
     typer.echo(
         f"[{len(result.ids)} tokens, {rate:.1f} ms each, {included} included;{said} {REASONS[result.reason]}]",
         err=True,
     )
 
 
-def _compare(lm: "LM", text: str, compare: str, options: dict[str, Any], as_json: bool) -> None:
+def _compare(lm: "LM", text: str, budgets: list[int], options: dict[str, Any], as_json: bool) -> None:
     """The same prompt at several budgets: continuation, time per token, perplexity of the prompt."""
-    from loopformer.config import whole_numbers
     from loopformer.inference.budget import milliseconds_per_token
 
-    rows = []
-    for budget in whole_numbers(compare, "--compare"):
+    rows: list[dict[str, Any]] = []
+    for budget in budgets:
         result = lm.generate(text, budget=budget, **options)
         (scored,) = lm.score([text], budget=budget)
         milliseconds = milliseconds_per_token(lm.model, budget, lm.requests([text])[0].prompt)
@@ -243,18 +252,14 @@ def _compare(lm: "LM", text: str, compare: str, options: dict[str, Any], as_json
     if as_json:
         typer.echo(json.dumps(rows))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("budget", "ms/token", "prompt perplexity", "continuation", show_lines=True)
-    for row in rows:
-        perplexity = "-" if row["prompt_perplexity"] is None else f"{row['prompt_perplexity']:.2f}"
-        table.add_row(str(row["budget"]), f"{row['ms_per_token']:.2f}", perplexity, _plain(str(row["text"])))
-    Console().print(table)
-
-
-def _plain(text: str) -> str:
-    """Model output is not markup."""
-    from rich.markup import escape
-
-    return escape(text)
+    columns = ["budget", "ms/token", "prompt perplexity", "continuation"]
+    cells = [
+        [
+            str(row["budget"]),
+            f"{row['ms_per_token']:.2f}",
+            number(row["prompt_perplexity"], ".2f", missing="-"),
+            row["text"],
+        ]
+        for row in rows
+    ]
+    print_table(columns, cells, left=len(columns), lines=True)

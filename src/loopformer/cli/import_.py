@@ -6,14 +6,18 @@ from typing import Annotated
 
 import typer
 
+from loopformer.cli.options import Json
+from loopformer.cli.output import stoppable, tidy
 
+
+@stoppable("a model is there when it is whole, the same command starts again")
 def import_(
     source: Annotated[str, typer.Argument(help="A .safetensors or .pt file, a Hugging Face folder, or a Hub id.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     heads: Annotated[int | None, typer.Option(help="Attention heads, where no config says so.")] = None,
     loops: Annotated[int | None, typer.Option(help="Loops L, where no config says so.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a model that is already there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Import published weights; nothing that comes with them is run.
 
@@ -27,10 +31,11 @@ def import_(
         raise LoopformerError(f"{out} already holds a model; choose another folder or add --force.")
     if out.exists() and not out.is_dir():
         raise LoopformerError(f"{out} is a file; name a folder to write to.")
-    lm = load_official(source, heads, loops)
-    save_model(lm.model, out, source={"imported_from": source})
-    if lm.tokenizer is not None:
-        lm.tokenizer.save(out)
+    with tidy(out):
+        lm = load_official(source, heads, loops)
+        save_model(lm.model, out, source={"imported_from": source})
+        if lm.tokenizer is not None:
+            lm.tokenizer.save(out)
     config = lm.model.config
     if as_json:
         typer.echo(json.dumps({"out": str(out), "parameters": lm.model.cost.parameters.total}))

@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loopformer.cli.options import Heads, Json, Loops
+from loopformer.cli.output import print_table, stoppable
+
 if TYPE_CHECKING:
     from loopformer.config import ModelConfig
 
 
+@stoppable("nothing is kept, the same command starts again")
 def info(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="A model folder, published weights, or a preset's name.")
@@ -17,9 +21,9 @@ def info(
     context: Annotated[
         int | None, typer.Option(help="Count costs at this context instead of the model's own.")
     ] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads, for weights without a config.")] = None,
-    loops: Annotated[int | None, typer.Option(help="Loops L, for weights without a config.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    heads: Heads = None,
+    loops: Loops = None,
+    as_json: Json = False,
 ) -> None:
     """Print sizes, k⊗L and the cost of each budget; without --model, the names of the presets.
 
@@ -33,14 +37,14 @@ def info(
         typer.echo(json.dumps(names) if as_json else "\n".join(names))
         return
     require(context is None or context >= 1, f"--context must be 1 or more, got {context}.")
-    report = describe(config_of(model, heads, loops), context)
+    report = _describe(config_of(model, heads, loops), context)
     if as_json:
         typer.echo(json.dumps({"model": model, **report}, indent=2))
     else:
         _show(model, report)
 
 
-def config_of(model: str, heads: int | None, loops: int | None) -> "ModelConfig":
+def config_of(model: str, heads: int | None = None, loops: int | None = None) -> "ModelConfig":
     """The settings of a preset or of a model on disk."""
     from loopformer.config import load_run, preset_names, with_expected_vocab
     from loopformer.errors import FileProblem, nearest, require
@@ -62,7 +66,7 @@ def config_of(model: str, heads: int | None, loops: int | None) -> "ModelConfig"
         raise FileProblem(f"{str(error).rstrip('.')}; nor is {model} a preset: {hint}") from error
 
 
-def describe(config: "ModelConfig", context: int | None = None) -> dict[str, Any]:
+def _describe(config: "ModelConfig", context: int | None) -> dict[str, Any]:
     """Everything `info` shows, as plain data."""
     import dataclasses
 
@@ -102,41 +106,32 @@ def describe(config: "ModelConfig", context: int | None = None) -> dict[str, Any
 
 
 def _show(name: str, report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    settings, parameters = report["settings"], report["parameters"]
-    console.print(
-        f"[bold]{name}[/bold]: {report['shape']}, conditioning {settings['conditioning']}, "
+    settings, parameters, training = (
+        report[key] for key in ("settings", "parameters", "training_gflops_per_token")
+    )
+    typer.echo(
+        f"{typer.style(name, bold=True)}: {report['shape']}, conditioning {settings['conditioning']}, "
         f"width {settings['width']}, {settings['heads']} heads, FFN {settings['ffn']}, "
-        f"context {settings['context']}, vocabulary {settings['vocab']}",
-        highlight=False,
+        f"context {settings['context']}, vocabulary {settings['vocab']}"
     )
-    sizes = Table("parameters", "count", box=None, pad_edge=False)
-    sizes.columns[1].justify = "right"
-    for key in ("tokens", "positions", "stack", "conditioning", "final_norm", "without_embeddings", "total"):
-        sizes.add_row(key.replace("_", " "), f"{parameters[key]:,}")
-    console.print(sizes)
-    training = report["training_gflops_per_token"]
-    console.print(
+    sizes = ("tokens", "positions", "stack", "conditioning", "final_norm", "without_embeddings", "total")
+    print_table(["parameters", "count"], [[key.replace("_", " "), f"{parameters[key]:,}"] for key in sizes], left=1)
+    typer.echo(
         f"training: {training['full_route']:.4g} GFLOP per token, "
-        f"{training['with_short_route']:.4g} with an average short route; context {report['context']}",
-        highlight=False,
+        f"{training['with_short_route']:.4g} with an average short trajectory; context {report['context']}"
     )
-    costs = Table(
-        "budget", "GFLOP/token", "of full", "MB read/token", "with full KV", "KV KB/token", box=None, pad_edge=False
+    print_table(
+        ["budget", "GFLOP/token", "of full", "MB read/token", "with full KV", "KV KB/token"],
+        [
+            [
+                str(row["budget"]),
+                f"{row['forward_gflops_per_token']:.4g}",
+                f"{row['share_of_full']:.0%}",
+                f"{row['bf16_bytes_per_decoded_token'] / 1e6:,.1f}",
+                f"{row['bf16_bytes_per_decoded_token_with_kv'] / 1e6:,.1f}",
+                f"{row['bf16_kv_bytes_per_token'] / 1e3:,.1f}",
+            ]
+            for row in report["budgets"]
+        ],
     )
-    for row in report["budgets"]:
-        costs.add_row(
-            str(row["budget"]),
-            f"{row['forward_gflops_per_token']:.4g}",
-            f"{row['share_of_full']:.0%}",
-            f"{row['bf16_bytes_per_decoded_token'] / 1e6:,.1f}",
-            f"{row['bf16_bytes_per_decoded_token_with_kv'] / 1e6:,.1f}",
-            f"{row['bf16_kv_bytes_per_token'] / 1e3:,.1f}",
-        )
-    for column in costs.columns:
-        column.justify = "right"
-    console.print(costs)
-    console.print("FLOPs forward, causal attention; bytes per decoded token at batch 1 in bf16.", style="dim")
+    typer.secho("FLOPs forward, causal attention; bytes per decoded token at batch 1 in bf16.", dim=True)

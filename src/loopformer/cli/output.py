@@ -1,25 +1,48 @@
-"""How far a long evaluation is: a bar on a terminal, a line every few seconds elsewhere; both on stderr."""
+"""What a verb shows and writes: tables on stdout, progress on stderr, results in a file.
 
+with progress("prompts") as report:
+    report("runs/mine", 12, 64)                     # what is being done, how much of it, of how much
+print_table(["text", "loss"], [["news", "3.21"]], left=1)
+"""
+
+import json
+import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec
 
 import typer
 
-if TYPE_CHECKING:
-    from loopformer.evaluation.text import Report
+P = ParamSpec("P")
+Display = Callable[[str, float, float | None], None]  # what is done, how much of it, of how much (None: not known)
 
-
-_LINE_SECONDS = 5.0
+_LINE_SECONDS = 5.0  # between two lines where there is no terminal
 
 
 @contextmanager
-def shown(unit: str = "tokens") -> "Iterator[Report]":
-    """A function to call with what is being done, how much of it is done, and of how much."""
+def progress(unit: str = "tokens") -> Iterator[Display]:
+    """Show how far long work is, on stderr: a bar on a terminal, a line every few seconds elsewhere."""
+    pace = _Pace()
     if not sys.stderr.isatty():
-        yield _lines(unit)
+        last_line = time.monotonic()
+
+        def show_line(doing: str, done: float, total: float | None) -> None:
+            nonlocal last_line
+            speed = pace.speed(doing, done)
+            if time.monotonic() - last_line < _LINE_SECONDS:
+                return
+            last_line = time.monotonic()
+            line = f"{doing}: {_amount(done)} {f'of {_amount(total)} ' if total else ''}{unit}"
+            if speed:
+                line += f", {_amount(speed)} {unit}/s"
+                line += f", about {duration(max(0, total - done) / speed)} left" if total else ""
+            typer.echo(line, err=True)
+
+        yield show_line
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -28,24 +51,133 @@ def shown(unit: str = "tokens") -> "Iterator[Report]":
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bars:
         current: dict[str, TaskID] = {}
 
-        def report(doing: str, done: int, total: int | None) -> None:
+        def show_bar(doing: str, done: float, total: float | None) -> None:
             if doing not in current:
                 for task in current.values():
                     bars.remove_task(task)
                 current.clear()
                 current[doing] = bars.add_task(doing, total=total, count="")
-            bars.update(current[doing], completed=done, total=total, count=f"{done:,} {unit}")
+            count = f"{_amount(done)} {unit}"
+            if speed := pace.speed(doing, done):
+                count += f", {_amount(speed)} {unit}/s"
+            bars.update(current[doing], completed=done, total=total, count=count)
 
-        yield report
+        yield show_bar
 
 
-def _lines(unit: str) -> "Report":
-    said = time.monotonic()
+class _Pace:
+    """How much is done per second, since each thing was begun or continued."""
 
-    def report(doing: str, done: int, total: int | None) -> None:
-        nonlocal said
-        if time.monotonic() - said >= _LINE_SECONDS:
-            said = time.monotonic()
-            typer.echo(f"{doing}: {done:,} {f'of {total:,} ' if total else ''}{unit}", err=True)
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[float, float]] = {}
 
-    return report
+    def speed(self, doing: str, done: float) -> float:
+        now = time.monotonic()
+        began, before = self._first.setdefault(doing, (now, done))
+        speed = (done - before) / (now - began) if now > began else 0.0
+        return round(speed) if isinstance(done, int) else speed
+
+
+def _amount(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+
+
+def duration(seconds: float) -> str:
+    """A time that a person can plan with."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} minutes" if seconds < 3600 else f"{seconds / 3600:.1f} hours"
+
+
+def number(value: float | None, form: str, missing: str = "not a number") -> str:
+    """A number for a table, and what stands there where the model could not compute one."""
+    return missing if value is None else format(value, form)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 0, lines: bool = False) -> None:
+    """Print plain cells: the first `left` columns to the left, all others to the right; with `lines` in a frame."""
+    from rich.box import HEAVY_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=HEAVY_HEAD if lines else None, pad_edge=lines, show_lines=lines)
+    for place, column in enumerate(columns):
+        table.add_column(Text(column), justify="left" if place < left else "right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table, highlight=False)
+
+
+def print_files(files: Iterable[Path]) -> None:
+    """Where the results are."""
+    typer.secho(f"written: {', '.join(map(str, files))}", dim=True)
+
+
+# Where results go: checked before the work, and left as it was if nothing came of it.
+
+
+@contextmanager
+def tidy(out: Path) -> Iterator[None]:
+    """If what is inside fails or is stopped, remove the folders it made for `out` and left empty."""
+    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        for folder in missing:
+            with suppress(OSError):  # it was not made, or something is in it
+                folder.rmdir()
+        raise
+
+
+@contextmanager
+def output_folder(out: Path, option: str = "--out") -> Iterator[None]:
+    """Make a folder for what is written inside, and refuse one that cannot be written to."""
+    from loopformer.errors import FileProblem
+
+    if out.exists() and not out.is_dir():
+        raise FileProblem(f"{out} is a file; give a folder with {option}.")
+    with tidy(out):
+        out.mkdir(parents=True, exist_ok=True)
+        if not os.access(out, os.W_OK):
+            raise FileProblem(f"The folder {out} cannot be written to; choose another with {option}.")
+        yield
+
+
+@contextmanager
+def output_file(path: Path | None, option: str = "--out") -> Iterator[None]:
+    """The same for the folder of a file, if one is to be written."""
+    from loopformer.errors import LoopformerError
+
+    if path is None:
+        yield
+        return
+    if path.is_dir():
+        raise LoopformerError(f"{option} names a file to write, but {path} is a folder.")
+    with output_folder(path.parent, option):
+        yield
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Results to a file."""
+    from loopformer.files import write_atomic
+
+    write_atomic(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def stoppable(kept: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Decorate a verb: Ctrl-C anywhere in it is one sentence, what is kept and how to go on, and exit code 130."""
+
+    def decorate(verb: Callable[P, None]) -> Callable[P, None]:
+        @wraps(verb)
+        def run(*args: P.args, **options: P.kwargs) -> None:
+            try:
+                verb(*args, **options)
+            except KeyboardInterrupt:
+                after_the_key = "\n" if sys.stderr.isatty() else ""  # a terminal has shown ^C
+                typer.echo(f"{after_the_key}loopformer: stopped; {kept}.", err=True)
+                raise typer.Exit(130) from None
+
+        return run
+
+    return decorate

@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from loopformer.cli.eval import TEXT_HELP
-from loopformer.cli.output import shown
+from loopformer.cli.options import TEXT, BatchTokens, Budgets, Device, Dtype, Examples, Field, MaxTokens, TaskData
+from loopformer.cli.output import output_folder, progress, stoppable
 
 
+@stoppable("what is finished is kept, the same command continues")
 def report(
     models: Annotated[
         list[str], typer.Argument(metavar="RUN...", help="Runs, model folders or published weights.")
@@ -18,30 +19,28 @@ def report(
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"NAME=SOURCE, the name it has in the report and the text: {TEXT_HELP}; may be given several "
+            help=f"NAME=SOURCE, the name it has in the report and the text: {TEXT}; may be given several "
             "times. A run's own data by default. Schedules and states are measured on the first one."
         ),
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="A folder with the paper's benchmarks as files, instead of the Hub.")
-    ] = None,
+    data: TaskData = None,
     tasks: Annotated[
         str | None,
         typer.Option(help="Benchmarks: paper (its ten), or names, as in piqa,arc_easy; paper if --data is given."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many examples of each task.")] = None,
-    budgets: Annotated[str | None, typer.Option(help="Loops: 1,2,4,8; 1, L/4, L/2 and L by default.")] = None,
+    limit: Examples = None,
+    budgets: Budgets = None,
     search: Annotated[int | None, typer.Option(help="The budget whose schedules are searched; L/2.")] = None,
     search_tasks: Annotated[
         bool, typer.Option("--search-tasks", help="Score the schedules on the benchmarks, too, which takes long.")
     ] = False,
     prompts: Annotated[int, typer.Option(help="Prompts for the analysis of the states.")] = 64,
     skip: Annotated[str | None, typer.Option(help="Parts to leave out: perplexity,tasks,search,analysis.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Score only the first so many tokens of a text.")] = None,
-    field: Annotated[str, typer.Option(help="The field of .jsonl, .parquet and datasets that is text.")] = "text",
-    batch_tokens: Annotated[int, typer.Option(help="Tokens in a batch.")] = 8192,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    max_tokens: MaxTokens = None,
+    field: Field = "text",
+    batch_tokens: BatchTokens = 8192,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print the files as JSON.")] = False,
 ) -> None:
     """Write a report: perplexity, benchmarks, schedules, states and costs of all models, as a page, CSV and JSON.
@@ -50,11 +49,12 @@ def report(
 
     Example: loopformer report runs/elastic runs/fixed --out report --text news=news.jsonl --data data/eval
     """
-    from loopformer.analysis.report.collect import Asked, collect, read_budgets, read_skip, read_texts
-    from loopformer.analysis.report.content import WHAT, gaps
-    from loopformer.analysis.report.folder import check_folder, write_report
+    from loopformer.analysis.report.collect import ReportRequest, collect, read_budgets, read_skip, read_texts
+    from loopformer.analysis.report.content import PART_NAMES, gaps
+    from loopformer.analysis.report.page import check_folder, write_report
+    from loopformer.analysis.results import ReportResults
 
-    asked = Asked(
+    request = ReportRequest(
         tuple(models),
         texts=read_texts(text or []),
         tasks=tasks,
@@ -71,14 +71,12 @@ def report(
         dtype=dtype,
         batch_tokens=batch_tokens,
     )
-    check_folder(out)
-    try:
-        with shown("done") as progress:
-            found = collect(asked, progress)
+    with output_folder(out):
+        check_folder(out)
+        with progress("done") as display:
+            found = collect(request, display)
         files = write_report(found, out)
-    except KeyboardInterrupt:
-        typer.echo("loopformer: stopped; what is finished is kept, the same command continues.", err=True)
-        raise typer.Exit(130) from None
-    for sentence in (one for part in WHAT for one in gaps(found, part)):
+    results = ReportResults.from_json(found)
+    for sentence in (gap for part in PART_NAMES for gap in gaps(results, part)):
         typer.echo(f"not in the report: {sentence}", err=True)
     typer.echo(json.dumps([str(file) for file in files]) if as_json else f"{files[0]}")

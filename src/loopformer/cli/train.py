@@ -7,7 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from loopformer.cli.options import Json
+from loopformer.cli.output import duration, stoppable
 
+
+@stoppable("what was saved is kept, the same command with --resume continues")
 def train(
     config: Annotated[
         str | None, typer.Argument(help="A .yaml file or a preset's name (`loopformer info`).")
@@ -16,7 +20,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/NAME by default.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last good checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what the run would take, and stop.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Train a model; interrupted at any moment, --resume continues to the same bits.
 
@@ -58,7 +62,7 @@ def _show_plan(made: dict[str, Any], as_json: bool) -> None:
         typer.echo(json.dumps(made, indent=2))
         return
     plan = made["plan"]
-    hours = "unknown on this device" if plan["hours"] is None else _duration(plan["hours"])
+    hours = "unknown on this device" if plan["hours"] is None else duration(plan["hours"] * 3600)
     epochs = "" if plan["epochs"] is None else f", {plan['epochs']:.2f} epochs"
     rate = "" if plan["device_tflops"] is None else f" at {plan['device_tflops']:.3g} TFLOP/s"
     typer.echo(
@@ -70,7 +74,3 @@ def _show_plan(made: dict[str, Any], as_json: bool) -> None:
         f"memory       about {plan['memory_gib_per_device']:.2f} GiB per device\n"
         f"time         about {hours} on {plan['device']}{rate}"
     )
-
-
-def _duration(hours: float) -> str:
-    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"

@@ -1,2 +1,3 @@
-"""How good a model is at each budget: subject.py (the model) · store.py (finished pieces are kept) · text.py,
-windows.py, walk.py, perplexity.py (perplexity) · schedules.py, best.py, schedule_figure.py (the best schedule)."""
+"""How good a model is at each budget: text.py (perplexity) · schedules.py (the best schedule) · tasks.py,
+harness.py, benchmarks.py (zero-shot) · store.py (finished pieces) · calibrate.py, simulate.py (depth by certainty).
+"""

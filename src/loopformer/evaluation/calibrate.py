@@ -42,11 +42,13 @@ from loopformer.evaluation.simulate import (
     read,
 )
 from loopformer.evaluation.store import weights_hash
-from loopformer.evaluation.text import Ids, Report
+from loopformer.evaluation.text import Ids, ReportProgress
 from loopformer.files import write_atomic
 from loopformer.inference.adaptive.ladder import Ladder, check_fill, rung
 from loopformer.inference.adaptive.policy import Policy, check_measure, policy_from
 from loopformer.model import LoopedLM
+from loopformer.plots import Line, Panel, available, line_figure
+from loopformer.plots import save as save_picture
 from loopformer.trajectory import Trajectory
 
 MODES = ("token", "prompt")
@@ -91,7 +93,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """A policy against fixed budgets of equal cost, on the same tokens."""
 
     count: str
@@ -123,7 +125,7 @@ class Calibrated:
     policy: Policy
     expected: float  # its mean budget on the half that it was picked on
     picked: Outcome
-    verdicts: dict[str, Verdict]
+    verdicts: dict[str, Comparison]
     curve: list[tuple[Policy, Outcome]]
     fixed: dict[str, list[Outcome]]  # by family, budgets 1…L
     tokens: int  # that the outcomes are of
@@ -143,7 +145,7 @@ class _Tried:
         return self.outcome.loss
 
 
-def calibrate(model: LoopedLM, rows: Ids, wanted: Wanted, report: Report | None = None) -> Calibrated:
+def calibrate(model: LoopedLM, rows: Ids, wanted: Wanted, report: ReportProgress | None = None) -> Calibrated:
     """Pick the policy for rows [W, T + 1] of text."""
     loops, half = model.config.loops, len(rows) // 2
     lists = _lists(loops, wanted)
@@ -195,7 +197,7 @@ def calibrate(model: LoopedLM, rows: Ids, wanted: Wanted, report: Report | None 
     )
 
 
-def verdict(outcome: Outcome, fixed: Sequence[Sequence[Outcome]], count: str) -> Verdict:
+def verdict(outcome: Outcome, fixed: Sequence[Sequence[Outcome]], count: str) -> Comparison:
     """Compare with fixed budgets, by families, at an equal number of passes or FLOPs."""
     best = np.stack([min(each, key=lambda one: one.loss).losses for each in zip(*fixed, strict=True)])  # [L, W]
     cost = cost_of(outcome, count)
@@ -205,7 +207,7 @@ def verdict(outcome: Outcome, fixed: Sequence[Sequence[Outcome]], count: str) ->
     gains = against - outcome.losses
     error = float(gains.std(ddof=1)) / math.sqrt(len(gains))
     fixed_perplexity = math.exp(float(against.mean()))
-    return Verdict(count, cost, outcome.perplexity, fixed_perplexity, float(gains.mean()), error)
+    return Comparison(count, cost, outcome.perplexity, fixed_perplexity, float(gains.mean()), error)
 
 
 def cost_of(outcome: Outcome, count: str) -> float:
@@ -235,7 +237,7 @@ def _try(
     options: Sequence[tuple[Routes, Thresholds]],
     count: str,
     doing: str,
-    report: Report | None,
+    report: ReportProgress | None,
 ) -> list[_Tried]:
     """What each policy comes to on a text."""
     tried, tokens = list[_Tried](), text.windows * text.length
@@ -339,35 +341,25 @@ def read_policy(path: str | Path, model: LoopedLM) -> Policy:
 
 def draw(found: dict[str, Any], folder: str | Path) -> Path | None:
     """Quality against mean compute beside the fixed budgets, by both counts; None without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-    except ImportError:
+    if not available():
         return None
-    policy = found["policy"]
-    name = f"adaptive per {policy['mode']}, {policy['measure']}" + (
-        f", fill {policy['fill']}" if "fill" in policy else ""
-    )
+    policy, picked = found["policy"], found["picked"]
+    fill = f", fill {policy['fill']}" if "fill" in policy else ""
     labels = {"uniform": "fixed, uniform", "ladder": "fixed, rungs of the ladder"}
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, constrained_layout=True)
     counts = {"passes": "passes per token, one after another", "compute": "FLOPs per token, as loops"}
-    for axis, (count, what) in zip(axes, counts.items(), strict=True):
-        for family, rows in found["fixed"].items():
-            axis.plot([one[count] for one in rows], [one["perplexity"] for one in rows], "o-", label=labels[family])
-        curve = sorted(found["curve"], key=lambda one: float(one[count]))
-        line = "--" if count == found["wanted"]["count"] else ""  # by the other count they are in no order
-        axis.plot([one[count] for one in curve], [one["perplexity"] for one in curve], f"s{line}", label=name)
-        picked = found["picked"]
-        axis.plot(picked[count], picked["perplexity"], "*", markersize=14, color="black", label="picked")
-        axis.set(xlabel=what)
-    axes[0].set(ylabel="perplexity")
-    axes[0].legend()
-    path = Path(folder) / PICTURE
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+
+    def line(label: str, rows: list[dict[str, Any]], count: str, dash: int | None) -> Line:
+        return Line(label, [row[count] for row in rows], [row["perplexity"] for row in rows], dash=dash)
+
+    panels: list[Panel] = []
+    for count, xlabel in counts.items():
+        lines = [line(labels[family], rows, count, 0) for family, rows in found["fixed"].items()]
+        curve = sorted(found["curve"], key=lambda row: float(row[count]))
+        dash = 1 if count == found["wanted"]["count"] else None  # by the other count they are in no order
+        lines.append(line(f"adaptive per {policy['mode']}, {policy['measure']}{fill}", curve, count, dash))
+        lines.append(Line("picked", [picked[count]], [picked["perplexity"]], star=True))
+        panels.append(Panel(lines, xlabel=xlabel, ylabel="" if panels else "perplexity"))
+    return save_picture(line_figure(panels, share_y=True), Path(folder) / PICTURE)
 
 
 def _plain(outcome: Outcome) -> dict[str, Any]:

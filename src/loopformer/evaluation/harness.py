@@ -1,21 +1,19 @@
-"""Our models in lm-evaluation-harness.
+"""Our models in lm-evaluation-harness, and its tasks as plain requests whose metrics it computes from our answers.
 
     lm = LoopformerLM("runs/mine", budget=4)                       # or trajectory="4-2-1-1", or a loaded LM
     lm_eval.simple_evaluate(model=lm, tasks=["arc_easy"])
     lm_eval.simple_evaluate(model=lm.at(2), tasks=["arc_easy"])    # another budget, the same weights
 
+    suite = Suite.load(["paper"], data="data/eval", limit=50)      # the paper's tasks, from local files
+    suite.queries["copa"]                                          # what to ask the model
+    suite.metrics({"copa": answered, …})                           # the harness's own numbers
+
 The harness's own command line has the model as `loopformer` through `python -m loopformer.lm_eval`. Batches are
 counted in tokens (`batch_tokens`), so the harness's batch sizes are not used.
 
-Tasks of lm-evaluation-harness: their requests in plain data, and metrics from the answers.
-
-    suite = Suite.load(["paper"], data="data/eval", limit=50)     # the paper's tasks, from local files
-    suite.queries["copa"]                                         # what to ask the model
-    suite.metrics({"copa": answered, …})                          # the harness's own numbers
-
-Definitions are the harness's own: prompts, choices, preparation of examples, metrics. With `data`, only where the
-examples of the paper's tasks come from is replaced. Any other task or group of the harness has its data from the
-Hub, and `include` is a folder of one's own tasks.
+Definitions of tasks are the harness's own: prompts, choices, preparation of examples, metrics. With `data`, only
+where the examples of the paper's tasks come from is replaced. Any other task or group of the harness has its data
+from the Hub, and `include` is a folder of one's own tasks.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from loopformer.device import choose_device, dtype_of
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
-from loopformer.evaluation.score import BATCH_TOKENS, Span, loglikelihoods
 from loopformer.evaluation.store import weights_hash
-from loopformer.evaluation.subject import Subject
 from loopformer.evaluation.tasks import TASKS, Answered, Local, Query, Requests, answer, digest, read_local
-from loopformer.evaluation.text import Report
-from loopformer.lm import LM
+from loopformer.evaluation.text import ReportProgress
+from loopformer.inference.score import BATCH_TOKENS, Span, loglikelihoods
+from loopformer.lm import LM, load
 from loopformer.model.looped import TrajectoryLike
 
 try:
@@ -47,10 +45,13 @@ except ImportError as error:
     raise LoopformerError("lm-evaluation-harness is not installed; run: pip install 'loopformer[eval]'.") from error
 
 
-_ITS_DEVICE = "cuda:0"  # what the harness's command line says where the user says nothing, also without a GPU
-
-
 ARGUMENTS = ["path", "budget", "trajectory", "device", "dtype", "batch_tokens"]
+Metrics = dict[str, dict[str, float | None]]  # of each task: metric and metric_stderr
+
+_ITS_DEVICE = "cuda:0"  # what the harness's command line says where the user says nothing, also without a GPU
+_SEED = 1234  # of few-shot examples; the harness's own default
+_BOOTSTRAP = 1000  # draws, for standard errors that have no formula
+_GUESSES = ("acc_norm", "acc")  # the metric of a task that is not the paper's, where it has one of these
 
 
 @register_model("loopformer")
@@ -75,8 +76,12 @@ class LoopformerLM(api.TemplateLM):  # type: ignore[misc]
         if path is None:
             raise LoopformerError("Say which model: --model_args path=runs/mine,budget=4.")
         require(budget is None or trajectory is None, "Give a budget or a trajectory, not both.")
-        where = "auto" if device in (None, _ITS_DEVICE) else device
-        self.lm = path if isinstance(path, LM) else Subject.open(str(path), where, dtype).lm
+        if isinstance(path, LM):
+            self.lm = path
+        else:
+            where = choose_device("auto" if device is None or device == _ITS_DEVICE else device)
+            number = dtype_of(dtype)
+            self.lm = load(str(path)).to(where, number)
         self.trajectory = self.lm.model.resolve(budget if trajectory is None else trajectory)
         self.batch_tokens = batch_tokens
         self._device = self.lm.model.tokens.weight.device
@@ -123,19 +128,19 @@ class LoopformerLM(api.TemplateLM):  # type: ignore[misc]
                 bar.update(done - bar.n)
 
             queries = [Query(kind, request.args) for request in requests]
-            return answer(self.lm, queries, self.trajectory, self.batch_tokens, count).values
+            return answer(self.lm, queries, [self.trajectory], self.batch_tokens, count)[self.trajectory].values
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         spans = [Span((*before, *scored), len(scored)) for _, before, scored in requests]
-        return loglikelihoods(self.lm.model, spans, self.trajectory, self.batch_tokens).answers
+        return loglikelihoods(self.lm.model, spans, [self.trajectory], self.batch_tokens)[self.trajectory].answers
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes into its results about the model."""
         weight = self.lm.model.tokens.weight
         return {
-            "model_num_parameters": sum(one.numel() for one in self.lm.model.parameters()),
+            "model_num_parameters": sum(parameter.numel() for parameter in self.lm.model.parameters()),
             "model_dtype": str(weight.dtype),
             "model_sha": weights_hash(self.lm.model),
             "trajectory": str(self.trajectory),
@@ -150,10 +155,10 @@ class Recorded(api.LM):  # type: ignore[misc]
         super().__init__()
         self._left = {
             (task, kind): iter(
-                [value for query, value in zip(asked, answered[task].values, strict=True) if query.kind == kind]
+                [value for query, value in zip(requests, answered[task].values, strict=True) if query.kind == kind]
             )
-            for task, asked in queries.items()
-            for kind in {query.kind for query in asked}
+            for task, requests in queries.items()
+            for kind in {query.kind for query in requests}
         }
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
@@ -167,18 +172,6 @@ class Recorded(api.LM):  # type: ignore[misc]
 
     def _next(self, kind: str, requests: Sequence[Any]) -> list[Any]:
         return [next(self._left[request.task_name, kind]) for request in requests]
-
-
-_SEED = 1234  # of few-shot examples; the harness's own default
-
-
-_BOOTSTRAP = 1000  # draws, for standard errors that have no formula
-
-
-_GUESSES = ("acc_norm", "acc")  # the metric of a task that is not the paper's, where it has one of these
-
-
-Metrics = dict[str, dict[str, float | None]]  # of each task: metric and metric_stderr
 
 
 @dataclass(frozen=True)
@@ -199,7 +192,7 @@ class Suite:
         data: str | Path | None = None,
         include: str | Path | None = None,
         limit: int | None = None,
-        report: Report | None = None,
+        report: ReportProgress | None = None,
     ) -> Suite:
         """Find tasks by name, `paper` for all of the paper's, and read their examples."""
         require(limit is None or limit >= 1, f"--limit must be 1 or more examples a task, got {limit}.")
@@ -215,7 +208,7 @@ class Suite:
             with _quiet():
                 loaded = _load(manager, name, local.get(name))
             tasks |= loaded["tasks"]
-            groups |= {group: one for group, one in loaded["groups"].items() if name not in local}
+            groups |= {} if name in local else loaded["groups"]
         queries = {}
         for number, (name, task) in enumerate(tasks.items()):
             if report:
@@ -232,24 +225,24 @@ class Suite:
             for instance in task.instances:  # where the harness left the answers of another run
                 instance.resps, instance.filtered_resps = [], {}
         with _quiet():
-            found = evaluate(
+            evaluated = evaluate(
                 Recorded(self.queries, answered),
                 {"tasks": dict(self.tasks), "groups": dict(self.groups), "group_map": {}},
                 limit=self.limit,
                 bootstrap_iters=_BOOTSTRAP,
                 log_samples=False,
             )
-        every = {name: _plain(values) for name, values in found["results"].items()}
+        metrics = {name: _plain(values) for name, values in evaluated["results"].items()}
         return (
-            {name: values for name, values in every.items() if name in self.tasks},
-            {name: _plain(values) for name, values in found.get("groups", {}).items()},
+            {name: values for name, values in metrics.items() if name in self.tasks},
+            {name: _plain(values) for name, values in evaluated.get("groups", {}).items()},
         )
 
-    def metric(self, task: str, found: Mapping[str, float | None]) -> str:
+    def metric(self, task: str, metrics: Mapping[str, float | None]) -> str:
         """Which metric stands for a task: the paper's, else normalised accuracy, accuracy, or its first one."""
-        if task in TASKS and TASKS[task].metric in found:
+        if task in TASKS and TASKS[task].metric in metrics:
             return TASKS[task].metric
-        names = [name for name in found if not name.split(",")[0].endswith("_stderr")]
+        names = [name for name in metrics if not name.split(",")[0].endswith("_stderr")]
         return next((name for guess in _GUESSES for name in names if name.split(",")[0] == guess), names[0])
 
     @property
@@ -260,7 +253,7 @@ class Suite:
             "limit": self.limit,
             "harness": version("lm_eval"),
             "tasks": {name: self._facts(name) for name in self.tasks},
-            "notes": [one.note for one in self.local.values() if one.note],
+            "notes": [local.note for local in self.local.values() if local.note],
         }
 
     @property
@@ -297,8 +290,9 @@ def _manager(names: Sequence[str], include: str | Path | None) -> Any:
         return manager
     manager = lm_eval.tasks.TaskManager(include_path=own or None)
     for name in names:
-        hint = nearest(name, manager.all_tasks, otherwise="`lm_eval ls tasks` lists all that there are.")
-        require(name in manager.all_tasks, f"There is no task {name}; {hint}")
+        if name not in manager.all_tasks:
+            hint = nearest(name, manager.all_tasks, otherwise="`lm_eval ls tasks` lists all that there are.")
+            raise LoopformerError(f"There is no task {name}; {hint}")
     return manager
 
 
@@ -360,12 +354,12 @@ def _build(name: str, task: Any, limit: int | None, local: Local | None) -> list
 
 def _plain(values: Mapping[str, Any]) -> dict[str, float | None]:
     """Numbers only: `acc` and `acc_stderr`, with the name of the answers' filter where it has one."""
-    found = {}
+    numbers = {}
     for key, value in values.items():
         if "," in key:
             number = value if value is None or isinstance(value, str) else float(value)
-            found[key.removesuffix(",none")] = None if isinstance(number, str) else number
-    return found
+            numbers[key.removesuffix(",none")] = None if isinstance(number, str) else number
+    return numbers
 
 
 @contextmanager

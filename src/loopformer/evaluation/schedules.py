@@ -3,20 +3,17 @@
     found = search(model, budget=4, text=text)                       # 35 schedules for L = 8
     found["best"]["trajectory"], found["spread"]["perplexity"]
     search(model, 4, text=text, accuracy=score, by="both")           # score: trajectories → accuracies
+    save_best("runs/mine", found)                                    # into schedules.json beside the model
+    scheduled("runs/mine", model, budget=4, schedule="best")         # a Trajectory
 
-Schedules lie on the training grid, steps of multiples of 1/L; the uniform one is measured in any case. Those that
-begin alike are computed together (walk.py). Each finished group is kept in the store.
+Schedules lie on the training grid, steps of multiples of 1/L; the uniform one is measured in any case. Those with
+the same first steps are computed together (inference/score.py). Each finished group is kept in the store.
 
 Beam search: from a few different schedules on, the neighbours of the best (one 1/L moved from one step to another)
 are measured, until the best have no neighbour left that is not measured or `limit` schedules are.
 
-The best schedules of a model, saved with it: `schedules.json` in the folder of the run or model.
-
-    save_best("runs/mine", found)                                    # what schedules.search returned
-    scheduled("runs/mine", model, budget=4, schedule="best")         # a Trajectory
-
+The best schedules of a model are saved with it, in the folder of the run or model:
     {"4": {"trajectory": "4-2-1-1", "perplexity": 20.1, "by": "perplexity", "text": …, "weights": …}, …}
-
 An entry belongs to the weights it was found with and is refused for others.
 """
 
@@ -34,35 +31,35 @@ from pathlib import Path
 from typing import Any
 
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
-from loopformer.evaluation.score import BATCH_TOKENS, shared_passes
 from loopformer.evaluation.store import Piece, Store, weights_hash
-from loopformer.evaluation.text import Protocol, Report, Text, likelihoods, piece_key, summary, text_facts, windows
+from loopformer.evaluation.text import (
+    CutText,
+    Protocol,
+    ReportProgress,
+    Text,
+    cut_text,
+    likelihoods,
+    piece_key,
+    summary,
+    text_facts,
+)
 from loopformer.files import read_json, write_atomic
+from loopformer.inference.score import BATCH_TOKENS, count_passes
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
 BY = ("perplexity", "accuracy", "both")
-
-
 LIMIT = 500
+FILE = "schedules.json"
+SCHEDULES = ("uniform", "best")
 
+Accuracies = Callable[[Sequence[Trajectory]], Mapping[Trajectory, float]]
+MeasureSchedules = Callable[[Sequence[Trajectory]], dict[Trajectory, Piece]]
+MeasuredSchedules = Mapping[Trajectory, Mapping[str, Any]]
 
 _BEAM = 2  # a wide beam spends the limit on neighbours instead of moving; 2 came closest on test landscapes
-
-
 _RANDOM_STARTS = 8
-
-
 _TENTH = 10
-
-
-Scorer = Callable[[Sequence[Trajectory]], Mapping[Trajectory, float]]
-
-
-Measure = Callable[[Sequence[Trajectory]], dict[Trajectory, Piece]]
-
-
-Measured = Mapping[Trajectory, Mapping[str, Any]]
 
 
 def search(
@@ -70,7 +67,7 @@ def search(
     budget: int,
     *,
     text: Text | None = None,
-    accuracy: Scorer | None = None,
+    accuracy: Accuracies | None = None,
     tasks: Piece | None = None,
     by: str = "perplexity",
     limit: int = LIMIT,
@@ -78,56 +75,88 @@ def search(
     weights: str | None = None,
     store: Store | None = None,
     batch_tokens: int = BATCH_TOKENS,
-    report: Report | None = None,
+    report: ReportProgress | None = None,
 ) -> Piece:
-    """Measure schedules by the text, the scorer or both and rank them; plain data, the best schedule first.
+    """Measure schedules by the text, by `accuracy` or both and rank them; plain data, the best schedule first.
 
-    `tasks` says in plain data what the scorer scores.
+    `tasks` says in plain data what `accuracy` is of.
     """
-    loops = model.config.loops
-    uniform = model.resolve(budget)
-    require(by in BY, f"Schedules cannot be ranked by {by!r}; {nearest(by, list(BY))}")
+    loops, conditioning = model.config.loops, model.config.conditioning
+    uniform, on_grid = model.resolve(budget), count_schedules(loops, budget)
+    if by not in BY:
+        raise LoopformerError(f"Schedules cannot be ranked by {by!r}; {nearest(by, list(BY))}")
     require(by == "accuracy" or text is not None, f"Ranking by {by} needs a text; give --text.")
     require(by == "perplexity" or accuracy is not None, f"Ranking by {by} needs tasks; give --tasks.")
     require(limit >= 1, f"--limit must be 1 or more, got {limit}.")
     require(
-        model.config.conditioning not in ("none", "index") or count_schedules(loops, budget) == 1,
-        f"A model with conditioning {model.config.conditioning!r} is not told its steps, so all its schedules of a "
+        conditioning not in ("none", "index") or on_grid == 1,
+        f"A model with conditioning {conditioning!r} is not told its steps, so all its schedules of a "
         "budget are the same; there is nothing to search.",
     )
     weights = weights or weights_hash(model)
     protocol, store = protocol or Protocol(), store or Store(None)
-    measures: list[Measure] = []
-    facts: Piece | None = None
+    facts, by_text = None, None
     if text is not None:
-        facts = text_facts(text, protocol, windows(text, protocol, model.config.context))
-        measures.append(_by_text(model, text, protocol, weights, store, batch_tokens, report))
-    if accuracy is not None:
-        scorer = accuracy
-        measures.append(
-            lambda trajectories: {trajectory: {"accuracy": one} for trajectory, one in scorer(trajectories).items()}
-        )
+        cut = cut_text(text, protocol, model.config.context)
+        facts = text_facts(text, protocol, cut)
+        by_text = _by_text(model, text, cut, protocol, weights, store, batch_tokens, report)
+
+    def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
+        rows: dict[Trajectory, Piece] = {trajectory: {} for trajectory in trajectories}
+        if by_text is not None:
+            for trajectory, piece in by_text(trajectories).items():
+                rows[trajectory] |= piece
+        if accuracy is not None:
+            for trajectory, share in accuracy(trajectories).items():
+                rows[trajectory]["accuracy"] = share
+        return rows
+
     started = time.perf_counter()
-    measured, method = explore(loops, uniform, lambda trajectories: _merged(measures, trajectories), by, limit)
+    measured, method = explore(loops, uniform, measure, by, limit)
     described = describe(measured, uniform, by, loops)
     if by != "accuracy" and described["best"]["perplexity"] is None:
         raise RunFailed("No schedule gives a number; the model's weights are damaged or its training diverged.")
+    # through the stack, for a batch of the text or of a task's requests
+    passes = {"shared": count_passes(measured), "separate": budget * len(measured)}
     return {
         "weights": weights,
         "loops": loops,
         "budget": budget,
         "by": by,
         "method": method,
-        "on_grid": count_schedules(loops, budget),  # the uniform schedule may not be among them
+        "on_grid": on_grid,  # the uniform schedule may not be among them
         "text": facts,
         "tasks": tasks,
-        # through the stack, for a batch of the text or of a task's requests
-        "passes": {"shared": shared_passes(measured), "separate": budget * len(measured)}
-        if method == "all"
-        else None,
+        "passes": passes if method == "all" else None,
         "seconds": time.perf_counter() - started,
         **described,
     }
+
+
+def _by_text(
+    model: LoopedLM,
+    text: Text,
+    cut: CutText,
+    protocol: Protocol,
+    weights: str,
+    store: Store,
+    batch_tokens: int,
+    report: ReportProgress | None,
+) -> MeasureSchedules:
+    """Perplexity of schedules; those with the same first step together, each group kept when it is done."""
+
+    def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
+        keys = {each: piece_key("schedule", model, weights, text, protocol, cut, each) for each in trajectories}
+        done = {each: piece for each in trajectories if (piece := store.get(keys[each])) is not None}
+        missing = sorted((each for each in trajectories if each not in done), key=lambda each: each.steps)
+        for _, same in itertools.groupby(missing, key=lambda each: each.steps[0]):
+            group = list(same)
+            doing = f"schedules {len(done) + 1}-{len(done) + len(group)} of {len(trajectories)}"
+            sums = likelihoods(model, cut, text.tokenizer.eot, group, batch_tokens, report, doing)
+            done |= {each: store.put(keys[each], summary(sums[each], cut)) for each in group}
+        return done
+
+    return measure
 
 
 def count_schedules(loops: int, budget: int) -> int:
@@ -136,7 +165,7 @@ def count_schedules(loops: int, budget: int) -> int:
 
 
 def explore(
-    loops: int, uniform: Trajectory, measure: Measure, by: str, limit: int
+    loops: int, uniform: Trajectory, measure: MeasureSchedules, by: str, limit: int
 ) -> tuple[dict[Trajectory, Piece], str]:
     """Measure every schedule of the budget, or along a beam where there are more than `limit`."""
     budget = uniform.budget
@@ -147,12 +176,36 @@ def explore(
     while front := front[: limit - len(measured)]:
         measured |= measure(front)
         best = rank(measured, by)[:_BEAM]
-        around = (near for one in best for near in _neighbours(one, loops))
+        around = (near for schedule in best for near in _neighbours(schedule, loops))
         front = [near for near in dict.fromkeys(around) if near not in measured]
     return measured, "beam"
 
 
-def rank(measured: Measured, by: str) -> list[Trajectory]:
+def _starts(loops: int, budget: int) -> Iterator[Trajectory]:
+    """Front-heavy, back-heavy, even, and some others at random, always the same."""
+    spare = loops - budget
+    for i in range(budget):
+        parts = [1] * budget
+        parts[i] += spare
+        yield Trajectory.from_weights(parts)
+    yield Trajectory.from_weights([1 + spare * (i + 1) // budget - spare * i // budget for i in range(budget)])
+    rng = random.Random(0)
+    yield from (Trajectory.sample(loops, rng, budget) for _ in range(_RANDOM_STARTS))
+
+
+def _neighbours(trajectory: Trajectory, loops: int) -> Iterator[Trajectory]:
+    """One 1/L moved from one step to another; none for a schedule that is not on the grid."""
+    parts = [step * loops for step in trajectory.steps]
+    if any(part.denominator != 1 for part in parts):
+        return
+    for giver, taker in itertools.permutations(range(len(parts)), 2):
+        if parts[giver] > 1:
+            moved = list(parts)
+            moved[giver], moved[taker] = moved[giver] - 1, moved[taker] + 1
+            yield Trajectory.from_weights(moved)
+
+
+def rank(measured: MeasuredSchedules, by: str) -> list[Trajectory]:
     """Best first; by both: by the mean of the two ranks. What is no number comes last."""
     costs = [_costs(measured, name) for name in ("perplexity", "accuracy") if by in (name, "both")]
     ranks = [_ranks(column) for column in costs]
@@ -160,7 +213,7 @@ def rank(measured: Measured, by: str) -> list[Trajectory]:
     return sorted(measured, key=lambda trajectory: (place[trajectory], trajectory.steps))
 
 
-def describe(measured: Measured, uniform: Trajectory, by: str, loops: int) -> Piece:
+def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: int) -> Piece:
     """Best, worst, uniform, spread, mean steps and how far perplexity and accuracy agree."""
     order = rank(measured, by)
     rows = [
@@ -175,7 +228,6 @@ def describe(measured: Measured, uniform: Trajectory, by: str, loops: int) -> Pi
     ]
     tenth = math.ceil(len(order) / _TENTH)
     known = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("perplexity", "accuracy")}
-    both = known["perplexity"] and known["accuracy"]
     return {
         "measured": len(rows),
         "best": rows[0],
@@ -188,9 +240,7 @@ def describe(measured: Measured, uniform: Trajectory, by: str, loops: int) -> Pi
             "all": _mean_steps(order),
         },
         # 1: the lower the perplexity, the higher the accuracy, without exception
-        "rank_correlation": spearman(_costs(measured, "perplexity"), _costs(measured, "accuracy"))
-        if both
-        else None,
+        "rank_correlation": spearman(_costs(measured, "perplexity"), _costs(measured, "accuracy")),
         "schedules": rows,
     }
 
@@ -203,59 +253,13 @@ def in_units(trajectory: Trajectory, loops: int) -> str:
     return "-".join(map(str, units))
 
 
-def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     """The correlation of ranks, equal values sharing their mean rank; None where one side is constant."""
-    first, second = _ranks(one), _ranks(other)
-    if len(set(first)) < 2 or len(set(second)) < 2:
-        return None
-    return statistics.correlation(first, second)
+    ranks = _ranks(first), _ranks(second)
+    return None if min(len(set(column)) for column in ranks) < 2 else statistics.correlation(*ranks)
 
 
-def _by_text(
-    model: LoopedLM,
-    text: Text,
-    protocol: Protocol,
-    weights: str,
-    store: Store,
-    batch_tokens: int,
-    report: Report | None,
-) -> Measure:
-    """Perplexity of schedules; those with the same first step together, each group kept when it is done."""
-    cut = windows(text, protocol, model.config.context)
-
-    def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
-        keys = {
-            trajectory: piece_key("schedule", model, weights, text, protocol, cut, trajectory)
-            for trajectory in trajectories
-        }
-        found = {
-            trajectory: kept for trajectory in trajectories if (kept := store.get(keys[trajectory])) is not None
-        }
-        missing = sorted(
-            (trajectory for trajectory in trajectories if trajectory not in found),
-            key=lambda trajectory: trajectory.steps,
-        )
-        for _, same in itertools.groupby(missing, key=lambda trajectory: trajectory.steps[0]):
-            group = list(same)
-            doing = f"schedules {len(found) + 1}-{len(found) + len(group)} of {len(trajectories)}"
-            sums = likelihoods(model, cut, text.tokenizer.eot, group, batch_tokens, report, doing)
-            found |= {
-                trajectory: store.put(keys[trajectory], summary(sums[trajectory], cut)) for trajectory in group
-            }
-        return found
-
-    return measure
-
-
-def _merged(measures: Sequence[Measure], trajectories: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
-    columns = [measure(trajectories) for measure in measures]
-    return {
-        trajectory: {name: value for column in columns for name, value in column[trajectory].items()}
-        for trajectory in trajectories
-    }
-
-
-def _costs(measured: Measured, name: str) -> list[float]:
+def _costs(measured: Mapping[Any, Mapping[str, Any]], name: str) -> list[float]:
     """Lower is better; what is no number is worst."""
     values = [row.get(name) for row in measured.values()]
     sign = -1.0 if name == "accuracy" else 1.0
@@ -283,60 +287,60 @@ def _mean_steps(trajectories: Sequence[Trajectory]) -> list[float]:
     ]
 
 
-def _starts(loops: int, budget: int) -> Iterator[Trajectory]:
-    """Front-heavy, back-heavy, even, and some others at random, always the same."""
-    spare = loops - budget
-    for i in range(budget):
-        parts = [1] * budget
-        parts[i] += spare
-        yield Trajectory.from_weights(parts)
-    yield Trajectory.from_weights([1 + spare * (i + 1) // budget - spare * i // budget for i in range(budget)])
-    rng = random.Random(0)
-    yield from (Trajectory.sample(loops, rng, budget) for _ in range(_RANDOM_STARTS))
-
-
-def _neighbours(trajectory: Trajectory, loops: int) -> Iterator[Trajectory]:
-    """One 1/L moved from one step to another; none for a schedule that is not on the grid."""
-    parts = [step * loops for step in trajectory.steps]
-    if any(part.denominator != 1 for part in parts):
-        return
-    for giver, taker in itertools.permutations(range(len(parts)), 2):
-        if parts[giver] > 1:
-            moved = list(parts)
-            moved[giver], moved[taker] = moved[giver] - 1, moved[taker] + 1
-            yield Trajectory.from_weights(moved)
-
-
-FILE = "schedules.json"
-
-
-SCHEDULES = ("uniform", "best")
-
-
 def can_save(source: str | Path) -> bool:
     """Whether the source is a folder that schedules can be saved in."""
     return Path(source).is_dir() and os.access(source, os.W_OK)
 
 
-def save_best(source: str | Path, found: Piece) -> Path:
-    """Write the best schedule of a search; those of other budgets stay."""
-    path = Path(source) / FILE
+def save_best(source: str | Path, found: Piece) -> tuple[Path, str | None]:
+    """Write the best schedule of a search, unless a better one is there; the file, and then why not.
+
+    Those of other budgets stay. A schedule is better if it was found for the same weights and ranked by the same
+    measure, on more text, or on as much with a better result: what less text says counts for less.
+    """
+    path, budget = Path(source) / FILE, str(found["budget"])
     saved = _entries(path)
     text = found["text"] and {name: found["text"][name] for name in ("text", "sha256", "tokens")}
     numbers = {name: found["best"][name] for name in ("perplexity", "accuracy") if name in found["best"]}
     facts = {name: found[name] for name in ("by", "method", "measured", "weights")}
     facts |= {"text": text, "tasks": found["tasks"] and found["tasks"]["names"]}
-    saved[str(found["budget"])] = {"trajectory": found["best"]["trajectory"], **numbers, **facts}
+    entry = {"trajectory": found["best"]["trajectory"], **numbers, **facts}
+    before = saved.get(budget)
+    if before is not None and _is_better(before, entry):
+        where = f"{_tokens(before):,} tokens" if before.get("text") else ", ".join(before.get("tasks") or ())
+        return path, (
+            f"{path} has a better one of budget {budget}, {before['trajectory']}, measured on {where}; "
+            "measure on more, or delete its entry there"
+        )
+    saved[budget] = entry
     ordered = dict(sorted(saved.items(), key=lambda pair: int(pair[0])))
     write_atomic(path, (json.dumps(ordered, indent=1, ensure_ascii=False) + "\n").encode())
-    return path
+    return path, None
+
+
+def _is_better(before: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
+    """Whether the entry that is there was measured on more text, or on as much with a better result."""
+    by = entry["by"]
+    same = ("weights", "by") if by == "perplexity" else ("weights", "by", "tasks")
+    if any(before.get(name) != entry[name] for name in same):
+        return False
+    if by != "accuracy" and _tokens(before) != _tokens(entry):
+        return _tokens(before) > _tokens(entry)
+    costs = [_costs({0: before, 1: entry}, name) for name in ("perplexity", "accuracy") if by in (name, "both")]
+    return all(old <= new for old, new in costs) and any(old < new for old, new in costs)
+
+
+def _tokens(entry: Mapping[str, Any]) -> int:
+    """Tokens of text that a saved schedule was measured on; none where it was found by tasks alone."""
+    return int((entry.get("text") or {}).get("tokens", 0))
 
 
 def scheduled(
     source: str | Path, model: LoopedLM, budget: int, schedule: str, weights: str | None = None
 ) -> Trajectory:
     """The trajectory of a budget: uniform, or the best that is saved."""
-    require(schedule in SCHEDULES, f"There is no schedule {schedule!r}; {nearest(schedule, list(SCHEDULES))}")
+    if schedule not in SCHEDULES:
+        raise LoopformerError(f"There is no schedule {schedule!r}; {nearest(schedule, list(SCHEDULES))}")
     return model.resolve(budget) if schedule == "uniform" else best_schedule(source, model, budget, weights)
 
 

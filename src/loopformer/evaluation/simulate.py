@@ -40,10 +40,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.errors import require
-from loopformer.evaluation.score import Walker
-from loopformer.evaluation.text import Ids, Report, Text
+from loopformer.evaluation.text import Ids, ReportProgress, Text
 from loopformer.inference.adaptive.ladder import Ladder, LadderCache, Tally, head_flops, pass_flops
 from loopformer.inference.adaptive.policy import LOOK_BACK, Policy, PromptPolicy, TokenPolicy, climb, doubt
+from loopformer.inference.score import Span, TrajectoryTree, head_chunks
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory
@@ -62,15 +62,16 @@ _LOGITS = 1 << 25  # logits held at a time
 
 def cut(text: Text, context: int, limit: int) -> Ids:
     """The first `limit` windows of a text [W, T + 1], documents joined by end tokens as in training."""
-    end = np.array([text.tokenizer.eot])
-    stream = np.concatenate([part for ids in text.documents for part in (ids, end)])
-    count = min((len(stream) - 1) // context, limit)
+    stream = [token for ids in text.documents for token in (*ids.tolist(), text.tokenizer.eot)]
+    windows = Span(tuple(stream), len(stream) - 1).windows(context)
+    whole = [window.tokens for window in windows if window.scored == context]
+    count = min(len(whole), limit)
     require(
         count >= LEAST,
         f"{text.name} gives {count} windows of {context} tokens, but {LEAST} are needed: half of them to pick "
         "on, half to report on; give more text or a larger --windows.",
     )
-    return np.stack([stream[row * context : (row + 1) * context + 1] for row in range(count)])
+    return np.array(whole[:count])
 
 
 @dataclass(frozen=True)
@@ -98,26 +99,24 @@ def read(
     asked: Sequence[Trajectory],
     others: Sequence[Trajectory],
     measure: str,
-    report: Report | None = None,
+    report: ReportProgress | None = None,
 ) -> Readings:
     """Run rows [W, T + 1] along all trajectories; doubts only of those `asked`."""
-    walker = Walker(model, [*asked, *others])
+    tree = TrajectoryTree(model, [*asked, *others])
     pairs = list(combinations(asked, 2)) if measure == "kl" else [(route, route) for route in asked]
-    losses: dict[Trajectory, list[Tensor]] = {route: [] for route in walker.trajectories}
+    losses: dict[Trajectory, list[Tensor]] = {route: [] for route in tree.trajectories}
     doubts: dict[tuple[Trajectory, Trajectory], list[Tensor]] = {pair: [] for pair in pairs}
-    step = max(
-        1, _LOGITS // (model.config.vocab_rows * len(walker.trajectories))
-    )  # tokens whose logits exist at once
+    # tokens whose logits exist at once
+    step = max(1, _LOGITS // (model.config.vocab_rows * len(tree.trajectories)))
     for start in range(0, len(rows), _ROWS):
         ids = torch.from_numpy(rows[start : start + _ROWS]).to(model.tokens.weight.device)
         model.check(ids[:, :-1])
-        hidden = {route: state.flatten(0, 1) for route, state in walker.walk(ids[:, :-1])}  # each [B · T, D]
+        hidden = {route: state.flatten(0, 1) for route, state in tree.run(ids[:, :-1])}  # each [B · T, D]
         targets = ids[:, 1:].flatten()
-        for place in range(0, len(targets), step):
-            some = slice(place, place + step)
-            logits = {route: model.head(state[some])[:, : model.config.vocab] for route, state in hidden.items()}
-            for route, values in logits.items():
-                losses[route].append(F.cross_entropy(values.float(), targets[some], reduction="none"))
+        for chunks in zip(*(head_chunks(model, state, step) for state in hidden.values()), strict=True):
+            logits = {route: values for route, (_, values) in zip(hidden, chunks, strict=True)}
+            for route, (part, values) in zip(hidden, chunks, strict=True):
+                losses[route].append(F.cross_entropy(values, targets[part], reduction="none"))
             for before, route in pairs:
                 doubts[before, route].append(doubt(measure, logits[route], logits[before]))
         if report:

@@ -1,32 +1,22 @@
-"""The paper's ten zero-shot benchmarks: which tasks of lm-evaluation-harness, which metric, which local file.
+"""What benchmarks ask a model, as plain data, and our answers; lm-evaluation-harness itself is not needed here.
 
-    PAPER["arc"].tasks                               # ("arc_easy", "arc_challenge"), averaged into one
-    found = read_local("data/eval", "hellaswag")     # the file, its examples in the form the harness expects
-    paper_scores({"copa": 0.61, …})                  # ten scores and their average
-
-Local files are JSON lines named TASK.SPLIT.jsonl, one example a line with the data set's own fields, as listed in
-docs/benchmarks.md. The paper reports normalised accuracy where the harness has it, and the mean of both ARC tasks.
-
-What lm-evaluation-harness asks a model, as plain data, and our answers; the harness itself is not needed.
-
+    PAPER["arc"].tasks                                # ("arc_easy", "arc_challenge"), averaged into one
+    read_local("data/eval", "hellaswag")              # a file's examples in the form that the harness expects
     query = Query("loglikelihood", ("The sky is", " blue"))
-    answered = answer(lm, [query], Trajectory.uniform(4))
-    answered.values            # [[-1.25, True]]
+    answer(lm, [query], [trajectory])[trajectory].values      # [[-1.25, True]]
+    write_requests("requests.jsonl", Requests(facts, {"copa": [query]}))      # for a machine without the harness
 
-Kinds and arguments are the harness's own:
+The paper's ten benchmarks are eleven tasks of the harness. The paper reports normalised accuracy where the harness
+has it, and the mean of both ARC tasks. Local files are JSON lines named TASK.SPLIT.jsonl, one example a line with
+the data set's own fields, as listed in docs/benchmarks.md.
+
+Kinds of requests and their arguments are the harness's own:
     loglikelihood          (context, continuation) → [log-likelihood, whether greedy decoding would have given it]
     loglikelihood_rolling  (text,)                 → log-likelihood, each token given as much before it as fits
     generate_until         (context, settings)     → the text up to a stop string
 
-Requests and answers as files, for machines without lm-evaluation-harness.
-
-    write_requests("requests.jsonl", Requests(facts, {"copa": [Query(…), …]}))      # where the harness is
-    asked = read_requests("requests.jsonl")                                         # where the model is
-    write_answers("answers.jsonl", Answers(asked.facts, model, runs))
-    read_answers("answers.jsonl").runs["4"]["copa"].values                          # where the harness is
-
-JSON lines. The first line says what the file is; then one request a line, or the answers of one (trajectory, task)
-a line. Log-likelihoods keep every digit, so nothing changes on the way.
+Files of requests and answers are JSON lines. The first line says what the file is; then one request a line, or the
+answers of one (trajectory, task) a line. Log-likelihoods keep every digit, so nothing changes on the way.
 """
 
 from __future__ import annotations
@@ -37,18 +27,28 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from loopformer.errors import FileProblem, LoopformerError, require
-from loopformer.evaluation.score import BATCH_TOKENS, Count, encode_pairs, encode_texts, loglikelihoods_along
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import FileProblem, LoopformerError
 from loopformer.files import write_atomic
-from loopformer.inference.decode import generate
 from loopformer.inference.request import Request
 from loopformer.inference.sampling import Sampling
-from loopformer.lm import LM
+from loopformer.inference.score import BATCH_TOKENS, Count, Span, loglikelihoods
 from loopformer.trajectory import Trajectory
 
-Example = dict[str, Any]
+if TYPE_CHECKING:
+    from loopformer.lm import LM
+
+TaskExample = dict[str, Any]
+
+KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+MAX_NEW_TOKENS = 256  # where a task does not say; the harness's own default
+REQUESTS, ANSWERS, VERSION = "loopformer-requests", "loopformer-answers", 1
+
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of the same, by rank
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_UNCLEANED = ("activity_label", "ctx_a", "ctx_b", "endings", "label")  # HellaSwag as it is on the Hub
 
 
 @dataclass(frozen=True)
@@ -113,16 +113,13 @@ PAPER = {
 }
 
 
-_UNCLEANED = ("activity_label", "ctx_a", "ctx_b", "endings", "label")  # HellaSwag as it is on the Hub
-
-
 @dataclass(frozen=True)
 class Local:
     """A local file's examples, as the harness's own definition of the task reads them."""
 
     file: str
     sha256: str
-    examples: tuple[Example, ...]
+    examples: tuple[TaskExample, ...]
     cleaned: bool  # the harness's own preparation of the examples is done already
     note: str | None  # how this is not what the harness scores
 
@@ -143,7 +140,12 @@ def read_local(folder: str | Path, name: str) -> Local:
     task = TASKS[name]
     path = _find(Path(folder), name, task)
     content = path.read_bytes()
-    examples = [_prepared(one, name) for one in _examples(path, content, task, name)]
+    examples = _examples(path, content, task, name)
+    if name == "race":  # its problems are the text of a Python list on the Hub
+        examples = [
+            each if isinstance(each["problems"], str) else {**each, "problems": repr(each["problems"])}
+            for each in examples
+        ]
     split = path.name.removeprefix(f"{task.file or name}.").removesuffix(".jsonl").rstrip("0123456789")
     notes = []
     if split != task.split:
@@ -170,9 +172,9 @@ def _find(folder: Path, name: str, task: Task) -> Path:
     )
 
 
-def _examples(path: Path, content: bytes, task: Task, name: str) -> list[Example]:
+def _examples(path: Path, content: bytes, task: Task, name: str) -> list[TaskExample]:
     """The file's lines, each with the fields that the task needs."""
-    found = []
+    examples = []
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -186,29 +188,10 @@ def _examples(path: Path, content: bytes, task: Task, name: str) -> list[Example
         missing = next((field for field in fields if field not in example), None)
         if missing:
             raise FileProblem(f"Line {number} of {path} has no field {missing}; is this the file of another task?")
-        found.append(example)
-    if not found:
+        examples.append(example)
+    if not examples:
         raise FileProblem(f"{path} is empty; it should hold the examples of {name}, one a line.")
-    return found
-
-
-def _prepared(example: Example, name: str) -> Example:
-    """An example as the Hub's data set has it: RACE's problems are the text of a Python list there."""
-    if name == "race" and not isinstance(example["problems"], str):
-        return {**example, "problems": repr(example["problems"])}
-    return example
-
-
-KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
-
-
-MAX_NEW_TOKENS = 256  # where a task does not say; the harness's own default
-
-
-_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of the same, by rank
-
-
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return examples
 
 
 @dataclass(frozen=True)
@@ -234,53 +217,72 @@ class Answered:
     seconds: float
 
 
+Queries = Mapping[str, list[Query]]  # of each task
+TaskAnswers = Mapping[str, Answered]  # of each task
+
+
 def digest(queries: Sequence[Query]) -> str:
     """One hash for a list of requests."""
     return hashlib.sha256("\n".join(query.line for query in queries).encode()).hexdigest()
 
 
+def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Span]:
+    """Contexts and their continuations as tokens, exactly as lm-evaluation-harness splits them.
+
+    Spaces at the end of a context belong to the continuation; both are tokenized together and the context's own
+    number of tokens is taken off. An empty context is the end token.
+    """
+    splits = [(context.rstrip(), context + continuation) for context, continuation in pairs]
+    texts = list({text for split in splits for text in split})
+    ids = dict(zip(texts, tokenizer.encode_batch(texts), strict=True))
+    spans = []
+    for (context, continuation), (head, whole) in zip(pairs, splits, strict=True):
+        before, scored = ids[head], ids[whole][len(ids[head]) :]
+        if not before:
+            before, scored = (
+                (scored[:1], scored[1:]) if scored[:1] == [tokenizer.eot] else ([tokenizer.eot], scored)
+            )
+        if not scored:
+            raise LoopformerError(
+                f"The continuation {continuation[:40]!r} adds no token to its context {context[-40:]!r}; "
+                "the task cannot be scored with this tokenizer."
+            )
+        spans.append(Span((*before, *scored), len(scored)))
+    return spans
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Span]:
+    """Whole texts, scored from their first token on, which follows the end token."""
+    return [Span.text(ids, tokenizer.eot) for ids in tokenizer.encode_batch(texts)]
+
+
 def answer(
-    lm: LM,
-    queries: Sequence[Query],
-    trajectory: Trajectory,
-    batch_tokens: int = BATCH_TOKENS,
-    count: Count | None = None,
-) -> Answered:
-    """Answer requests of any kinds along one trajectory."""
-    return answer_along(lm, queries, [trajectory], batch_tokens, count)[trajectory]
-
-
-def answer_along(
     lm: LM,
     queries: Sequence[Query],
     trajectories: Sequence[Trajectory],
     batch_tokens: int = BATCH_TOKENS,
     count: Count | None = None,
 ) -> dict[Trajectory, Answered]:
-    """The same along several, which share what they can; each is said to have taken its share of the time."""
+    """Answer requests of any kinds along each trajectory, which is said to have taken its share of the time."""
     started = time.perf_counter()
     values: dict[Trajectory, list[Any]] = {trajectory: [None] * len(queries) for trajectory in trajectories}
     tokens, cut = dict.fromkeys(trajectories, 0), dict.fromkeys(trajectories, 0)
     for kind in sorted({query.kind for query in queries}):
-        require(kind in KINDS, f"A request of the kind {kind!r} is none that we answer: {', '.join(KINDS)}.")
+        if kind not in KINDS:
+            raise LoopformerError(f"A request of the kind {kind!r} is none that we answer: {', '.join(KINDS)}.")
         places = [place for place, query in enumerate(queries) if query.kind == kind]
         arguments = [queries[place].arguments for place in places]
         if kind == "generate_until":
-            found = {
-                trajectory: _generate(lm, arguments, trajectory, batch_tokens, count) for trajectory in trajectories
-            }
+            answers = {each: _generate(lm, arguments, each, batch_tokens, count) for each in trajectories}
         else:
-            found = _score(lm, kind, arguments, trajectories, batch_tokens, count)
-        for trajectory, (several, run, short) in found.items():
-            for place, value in zip(places, several, strict=True):
+            answers = _score(lm, kind, arguments, trajectories, batch_tokens, count)
+        for trajectory, (answered, run, too_long) in answers.items():
+            for place, value in zip(places, answered, strict=True):
                 values[trajectory][place] = value
             tokens[trajectory] += run
-            cut[trajectory] += short
+            cut[trajectory] += too_long
     seconds = (time.perf_counter() - started) / max(1, len(values))
-    return {
-        trajectory: Answered(values[trajectory], tokens[trajectory], cut[trajectory], seconds)
-        for trajectory in values
-    }
+    return {each: Answered(values[each], tokens[each], cut[each], seconds) for each in values}
 
 
 def _score(
@@ -292,58 +294,55 @@ def _score(
     count: Count | None,
 ) -> dict[Trajectory, tuple[list[Any], int, int]]:
     """Of each trajectory the answers, the tokens run, and how many requests did not fit the context."""
-    tokenizer = lm.need_tokenizer()
-    rolling = kind == "loglikelihood_rolling"
+    tokenizer, rolling = lm.need_tokenizer(), kind == "loglikelihood_rolling"
     if rolling:
         spans = encode_texts(tokenizer, [text for (text,) in arguments])
     else:
         spans = encode_pairs(tokenizer, [(context, continuation) for context, continuation in arguments])
-    scored = loglikelihoods_along(lm.model, spans, trajectories, batch_tokens, count=count)
-    if rolling:  # a long text is read in parts, nothing of it is lost
-        return {
-            trajectory: ([total for total, _ in one.answers], one.tokens, 0) for trajectory, one in scored.items()
-        }
-    return {
-        trajectory: ([list(pair) for pair in one.answers], one.tokens, one.cut)
-        for trajectory, one in scored.items()
-    }
+    answers: dict[Trajectory, tuple[list[Any], int, int]] = {}
+    for trajectory, scored in loglikelihoods(lm.model, spans, trajectories, batch_tokens, count=count).items():
+        if rolling:  # a long text is read in parts, nothing of it is lost
+            answers[trajectory] = [total for total, _ in scored.answers], scored.tokens, 0
+        else:
+            answers[trajectory] = [list(pair) for pair in scored.answers], scored.tokens, scored.cut
+    return answers
 
 
 def _generate(
     lm: LM, arguments: Sequence[Any], trajectory: Trajectory, batch_tokens: int, count: Count | None
 ) -> tuple[list[Any], int, int]:
-    """Texts, prompts of about the same length together."""
+    """Texts, prompts of about the same length together; tokens run, and how many prompts did not fit."""
     tokenizer, context = lm.need_tokenizer(), lm.model.config.context
     prompts = tokenizer.encode_batch([prompt for prompt, _ in arguments])
     requests, cut = [], 0
     for number, (ids, (_, settings)) in enumerate(zip(prompts, arguments, strict=True)):
         new, stops, sampling = _settings(settings, seed=number)
-        require(
-            new < context,
-            f"The task asks for up to {new} new tokens but the context is {context}; "
-            "set max_gen_toks below it in the task's generation_kwargs.",
-        )
+        if new >= context:
+            raise LoopformerError(
+                f"The task asks for up to {new} new tokens but the context is {context}; "
+                "set max_gen_toks below it in the task's generation_kwargs."
+            )
         cut += len(ids) > context - new
-        kept = ids[-(context - new) :] or [tokenizer.eot]
-        requests.append(Request(tuple(kept), trajectory, sampling, new, stops))
+        prompt = ids[-(context - new) :] or [tokenizer.eot]
+        requests.append(Request(tuple(prompt), trajectory, sampling, new, stops))
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].prompt))
     rows = max(1, batch_tokens // context)
     texts: list[Any] = [""] * len(requests)
     tokens = 0
     for start in range(0, len(order), rows):
         batch = order[start : start + rows]
-        for event in generate(lm.model, tokenizer, [requests[number] for number in batch]):
+        for event in lm.events([requests[number] for number in batch]):
             if event.result is not None:
-                texts[batch[event.row]] = event.result.text
+                texts[batch[event.ticket]] = event.result.text
                 tokens += event.result.prompt_tokens + len(event.result.ids)
         if count:
             count(start + len(batch), len(order))
     return texts, tokens, cut
 
 
-def _settings(given: Mapping[str, Any], seed: int) -> tuple[int, tuple[str, ...], Sampling]:
+def _settings(generation_kwargs: Mapping[str, Any], seed: int) -> tuple[int, tuple[str, ...], Sampling]:
     """New tokens at most, stop strings and sampling, from a task's generation_kwargs."""
-    settings = dict(given)
+    settings = dict(generation_kwargs)
     until = settings.pop("until", None) or []
     stops = (until,) if isinstance(until, str) else tuple(until)
     limits = [settings.pop(name, None) for name in _LIMITS]
@@ -356,15 +355,6 @@ def _settings(given: Mapping[str, Any], seed: int) -> tuple[int, tuple[str, ...]
         names = ", ".join(settings) or "num_beams"
         raise LoopformerError(f"The task sets {names} for generation, which we do not have; leave it out.")
     return new, stops, Sampling(**sampling, seed=seed)
-
-
-REQUESTS, ANSWERS, VERSION = "loopformer-requests", "loopformer-answers", 1
-
-
-Queries = Mapping[str, list[Query]]  # of each task
-
-
-Run = Mapping[str, Answered]  # of each task
 
 
 @dataclass(frozen=True)
@@ -384,7 +374,7 @@ class Answers:
 
     facts: Mapping[str, Any]
     model: Mapping[str, Any]
-    runs: Mapping[str, Run]  # by trajectory
+    runs: Mapping[str, TaskAnswers]  # by trajectory
 
 
 def write_requests(path: str | Path, requests: Requests) -> None:
@@ -402,8 +392,8 @@ def read_requests(path: str | Path) -> Requests:
     try:
         for line in lines:
             queries.setdefault(line["task"], []).append(Query(line["kind"], tuple(line["arguments"])))
-        expected = {task: one["requests_sha256"] for task, one in head["facts"]["tasks"].items()}
-        whole = expected == {task: digest(asked) for task, asked in queries.items()}
+        expected = {task: facts["requests_sha256"] for task, facts in head["facts"]["tasks"].items()}
+        whole = expected == {task: digest(requests) for task, requests in queries.items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(path) from error
     if not whole:
@@ -452,8 +442,8 @@ def _read(path: str | Path, expected: str, how: str) -> tuple[dict[str, Any], li
         kind = "requests" if expected == REQUESTS else "answers"
         raise FileProblem(f"{path} is no file of {kind}; {how}.")
     if head.get("version") != VERSION:
-        found = head.get("version")
-        raise FileProblem(f"{path} has version {found!r}, this loopformer reads {VERSION}; update it.")
+        version = head.get("version")
+        raise FileProblem(f"{path} has version {version!r}, this loopformer reads {VERSION}; update it.")
     return head, lines
 
 

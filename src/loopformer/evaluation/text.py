@@ -1,17 +1,13 @@
-"""Text to evaluate on, as tokens: whatever `loopformer prepare` reads, and the folders it has prepared.
+"""Perplexity and bits per byte of a model on held-out text, at any budgets and trajectories.
 
-    text = read_text("news.jsonl.zst", tokenizer)            # every document of it
-    text = read_text("data/demo", tokenizer)                 # the validation split of a prepared folder
-    text = read_text("fineweb-edu", tokenizer)               # the held-out part of a preset
-    text.tokens, text.sha256
+    lm = load("runs/demo/elastic")
+    text = read_text("data/demo", lm.need_tokenizer())       # or a file, or a preset such as fineweb-edu
+    rows = perplexity(lm.model, text, [1, 2, "3-1", None], store=Store.beside("runs/demo/elastic"))
+    rows[0]["perplexity"], rows[0]["bits_per_byte"], rows[0]["tokens"]
 
-Named sources (stdlib, pile, fineweb-edu, openwebtext) are trained on as well, so only their held-out part is read:
-the documents that `prepare` puts into the validation split, up to the token count of the preset (data/corpus.py).
-
-How a text is cut into rows for a model, so that every token is scored once.
-
-    cut = windows(text, Protocol(stride=64), context=128)
-    cut.rows, cut.tokens, cut.bytes
+**Text** is whatever `loopformer prepare` reads, or a folder that it has prepared, of which the validation split is
+read. Named sources (stdlib, pile, fineweb-edu, openwebtext) are trained on as well, so only their held-out part is
+read: the documents that `prepare` puts into the validation split, up to the token count of the preset.
 
 **Documents apart** (the default). Each document is read after one end token: its first token is scored given that
 end token, every other token given those before it. All tokens of a document are scored and no others, so the bytes
@@ -22,23 +18,13 @@ across. End tokens are scored too, but count neither in the bytes nor in bits pe
 stream has nothing before it and is not scored, nor are its bytes counted. Without a stride these are the windows
 of training's own validation, and the tail that is shorter than a window.
 
-**Windows.** A row holds at most `window` inputs. Without a stride, rows follow one another: the last token of a row
-is the first input of the next, and all that it has before it there. With a stride of S, each row begins S tokens
+**Windows.** A window holds at most `window` inputs. Without a stride, windows follow one another: the last token of
+one is the first input of the next, and all that it has before it there. With a stride of S, each begins S tokens
 after the one before and scores only the tokens that are new in it, so each has at least window - S before it.
 
-Perplexity and bits per byte of a model on a text, at any budgets and trajectories.
-
-    lm = load("runs/demo/elastic")
-    text = read_text("data/demo", lm.need_tokenizer())
-    rows = perplexity(lm.model, text, [1, 2, "3-1", None], store=Store.beside("runs/demo/elastic"))
-    rows[0]["perplexity"], rows[0]["bits_per_byte"], rows[0]["tokens"]
-
-Which token is scored given what is said in windows.py. Perplexity is exp of the mean negative log-likelihood of
-all scored tokens; bits per byte leaves out end tokens, which stand for no text. The softmax is over the tokenizer's
-ids, without the rows that only pad the vocabulary. Sums are in float64.
-
-Rows are sorted by length and batched. A finished (text, trajectory) is kept in the store at once, so an interrupted
-or extended evaluation computes only what is new.
+Perplexity is exp of the mean negative log-likelihood of all scored tokens (inference/score.py); bits per byte
+leaves out end tokens, which stand for no text. A finished (text, trajectory) is kept in the store at once, so an
+interrupted or extended evaluation computes only what is new.
 """
 
 from __future__ import annotations
@@ -49,38 +35,30 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from loopformer.config import load_run
 from loopformer.data.corpus import PRESETS, Position, Source, parse_sources
 from loopformer.data.formats import Meter
-from loopformer.data.shards import SourceData, TokenData, is_prepared
+from loopformer.data.shards import TokenData, is_prepared
 from loopformer.data.splits import documents, survey
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, nearest, require
-from loopformer.evaluation.score import BATCH_TOKENS, Walker, fitting
 from loopformer.evaluation.store import Piece, Store, weights_hash
-from loopformer.inference.decode import padded
+from loopformer.inference.score import BATCH_TOKENS, Span, score_spans
 from loopformer.loading.folder import SETTINGS, data_folder, run_of
 from loopformer.model import LoopedLM
 from loopformer.model.looped import TrajectoryLike
 from loopformer.trajectory import Trajectory
 
 NAMED = ("stdlib", *PRESETS)
-
+Ids = npt.NDArray[np.int64]
+ReportProgress = Callable[[str, int, int | None], None]  # what is done, how much, of how much (None: unknown)
 
 _BATCH = 4 << 20  # characters tokenized at a time
-
-
-Ids = npt.NDArray[np.int64]
-
-
-Report = Callable[[str, int, int | None], None]  # what is done, how much of it, of how much (None: not known)
 
 
 @dataclass(frozen=True)
@@ -103,19 +81,22 @@ def read_text(
     tokenizer: Tokenizer,
     field: str = "text",
     max_tokens: int | None = None,
-    report: Report | None = None,
+    report: ReportProgress | None = None,
 ) -> Text:
     """Read a source to its end, or until there are more than `max_tokens` tokens."""
     require(max_tokens is None or max_tokens >= 1, f"--max-tokens must be 1 or more, got {max_tokens}.")
+    part, limit = "all of it", None
     if is_prepared(given):
-        part, limit, found = "validation split", None, _prepared(Path(given), tokenizer)
+        part, encoded = "validation split", _validation_split(Path(given), tokenizer)
     else:
         source = _source(given, field)
+        if given in NAMED:
+            part = f"held out: {source.val_fraction:.1%} of the documents, by hash"
+            part += f"; the first {source.val_tokens:,} tokens" if source.val_tokens else ""
         limit = source.val_tokens
-        part = _part(source) if given in NAMED else "all of it"
-        found = _reachable(source, _encoded(_texts(source, field), tokenizer))
+        encoded = _reachable(source, _encoded(_documents(source, field), tokenizer))
     digest, kept, tokens = hashlib.sha256(), list[Ids](), 0
-    for text, ids in found:
+    for text, ids in encoded:
         if limit is not None and tokens + len(kept) + len(ids) > limit:  # a preset counts documents' ends as well
             ids = ids[: limit - tokens - len(kept)]
             text = tokenizer.decode(ids.tolist())
@@ -142,25 +123,17 @@ def default_text(model: str | Path) -> str | None:
 
 
 def _source(given: str, field: str) -> Source:
-    (source,) = parse_sources([_known(given)], field)
+    """The source that a user names, if there is one."""
+    pattern = any(mark in given for mark in "*?[=")
+    if not (given in NAMED or given.startswith("hf:") or pattern or Path(given).exists()):
+        hint = nearest(given, list(NAMED), otherwise=f"named texts are {', '.join(NAMED)}.")
+        raise FileProblem(f"There is no file, folder or text {given}; {hint}")
+    (source,) = parse_sources([given], field)
     require(source.weight is None, f"A weight, as in {given!r}, is for training; leave it out here.")
     return source
 
 
-def _known(given: str) -> str:
-    """A source as it is, unless it is nothing: then the nearest name there is."""
-    if given in NAMED or given.startswith("hf:") or any(mark in given for mark in "*?[=") or Path(given).exists():
-        return given
-    hint = nearest(given, list(NAMED), otherwise=f"named texts are {', '.join(NAMED)}.")
-    raise FileProblem(f"There is no file, folder or text {given}; {hint}")
-
-
-def _part(source: Source) -> str:
-    share = f"held out: {source.val_fraction:.1%} of the documents, by hash"
-    return f"{share}; the first {source.val_tokens:,} tokens" if source.val_tokens else share
-
-
-def _texts(source: Source, field: str) -> Iterator[str]:
+def _documents(source: Source, field: str) -> Iterator[str]:
     """The documents of a source, of a named one only those that are held out."""
 
     def read() -> Iterator[str]:
@@ -176,47 +149,43 @@ def _texts(source: Source, field: str) -> Iterator[str]:
 
 
 def _encoded(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[str, Ids]]:
-    """Texts with their tokens, some megabytes at a time."""
+    """Texts with their tokens, some megabytes at a time; those without tokens are left out."""
+
+    def encode(batch: Sequence[str]) -> Iterator[tuple[str, Ids]]:
+        for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
+            if ids:
+                yield text, np.array(ids, np.int64)
+
     batch, size = list[str](), 0
     for text in texts:
         batch.append(text)
         size += len(text)
         if size >= _BATCH:
-            yield from _encode(batch, tokenizer)
+            yield from encode(batch)
             batch, size = [], 0
-    yield from _encode(batch, tokenizer)
+    yield from encode(batch)
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[str, Ids]]:
-    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-        if ids:
-            yield text, np.array(ids, np.int64)
-
-
-def _prepared(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, Ids]]:
+def _validation_split(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, Ids]]:
     """The held-out documents of a prepared folder; tokenized again where the model has another tokenizer."""
     data = TokenData.open(folder, "val")
     for source in data.sources:
         require(source.flags is None, f"{folder} holds supervised examples; give the plain text to evaluate on.")
-        pairs = ((data.tokenizer.decode(ids.tolist()), ids) for ids in _between_ends(source, data.eot))
+        stream = source.ids.read(0, len(source.ids)).astype(np.int64)
+        starts = [0, *(np.flatnonzero(stream == data.eot) + 1).tolist()]
+        between = zip(starts, [*starts[1:], len(stream) + 1], strict=True)
+        pieces = (stream[start : stop - 1] for start, stop in between if stop - 1 > start)
+        pairs = ((data.tokenizer.decode(ids.tolist()), ids) for ids in pieces)
         if data.tokenizer.hash == tokenizer.hash:
             yield from pairs
         else:
             yield from _encoded((text for text, _ in pairs), tokenizer)
 
 
-def _between_ends(source: SourceData, end: int) -> Iterator[Ids]:
-    ids = source.ids.read(0, len(source.ids)).astype(np.int64)
-    starts = [0, *(np.flatnonzero(ids == end) + 1).tolist()]
-    for start, stop in zip(starts, [*starts[1:], len(ids) + 1], strict=True):
-        if stop - 1 > start:
-            yield ids[start : stop - 1]
-
-
-def _reachable(source: Source, found: Iterator[tuple[str, Ids]]) -> Iterator[tuple[str, Ids]]:
+def _reachable(source: Source, encoded: Iterator[tuple[str, Ids]]) -> Iterator[tuple[str, Ids]]:
     """The same; where a remote source fails, a sentence about evaluation."""
     try:
-        yield from found
+        yield from encoded
     except FileProblem as error:
         if not source.remote:
             raise
@@ -244,18 +213,11 @@ class Protocol:
         return window, stride
 
 
-class Row(NamedTuple):
-    """Consecutive tokens: all but the last go in, and of all but the first the last `scored` are scored."""
-
-    ids: Ids
-    scored: int
-
-
 @dataclass(frozen=True)
-class Cut:
-    """The rows of a text and what their scored tokens stand for."""
+class CutText:
+    """The windows of a text and what their scored tokens stand for."""
 
-    rows: tuple[Row, ...]
+    windows: tuple[Span, ...]
     window: int
     stride: int
     documents: int
@@ -264,48 +226,37 @@ class Cut:
     bytes: int  # of text that the others stand for
 
 
-def windows(text: Text, protocol: Protocol, context: int) -> Cut:
-    """Cut a text for a model of this context."""
+def cut_text(text: Text, protocol: Protocol, context: int) -> CutText:
+    """Cut a text into windows for a model of this context, so that every token is scored once."""
     window, stride = protocol.sizes(context)
-    sequences = _sequences(text, protocol)
-    tokens = sum(len(sequence) - 1 for sequence in sequences)
+    end, limit = text.tokenizer.eot, protocol.max_tokens
+    spans: list[Span] = []
+    if protocol.join:
+        stream = [token for ids in text.documents for token in (end, *ids.tolist())][1:]
+        stream = stream if limit is None else stream[: limit + 1]
+        spans.append(Span(tuple(stream), len(stream) - 1))
+    else:
+        left = text.tokens if limit is None else limit
+        for ids in text.documents:
+            if left > 0:
+                spans.append(Span.text(ids[:left].tolist(), end))
+                left -= len(ids)
+    tokens = sum(span.scored for span in spans)
     require(
         tokens >= window,
         f"{text.name} has {tokens} tokens to score, fewer than one window of {window}; "
         "give more text or a smaller --window.",
     )
-    end = text.tokenizer.eot
-    rows = tuple(row for sequence in sequences for row in _rows(sequence, window, stride))
-    ends = sum(int((sequence[1:] == end).sum()) for sequence in sequences)
-    documents = len(sequences) + ends - sum(int(sequence[-1] == end) for sequence in sequences)
-    size = sum(text.tokenizer.byte_count(sequence[1:].tolist()) for sequence in sequences)
-    return Cut(rows, window, stride, documents, tokens, ends, size)
-
-
-def _sequences(text: Text, protocol: Protocol) -> list[Ids]:
-    """Tokens of which all but the first are scored: one sequence per document, or one for all."""
-    end = np.array([text.tokenizer.eot])
-    if protocol.join:
-        stream = np.concatenate([part for ids in text.documents for part in (end, ids)])[1:]
-        return [stream if protocol.max_tokens is None else stream[: protocol.max_tokens + 1]]
-    sequences, left = [], text.tokens if protocol.max_tokens is None else protocol.max_tokens
-    for ids in text.documents:
-        if left > 0:
-            sequences.append(np.concatenate([end, ids[:left]]))
-            left -= len(ids)
-    return sequences
-
-
-def _rows(sequence: Ids, window: int, stride: int) -> list[Row]:
-    rows, done, start = list[Row](), 0, 0  # `done` tokens after the first are scored
-    while done < len(sequence) - 1:
-        stop = min(start + window, len(sequence) - 1)
-        rows.append(Row(sequence[start : stop + 1], stop - done))
-        start, done = start + stride, stop
-    return rows
-
-
-_LOGITS = 1 << 24  # numbers in a chunk of logits
+    ends = sum(span.targets.count(end) for span in spans)
+    return CutText(
+        windows=tuple(part for span in spans for part in span.windows(window, stride)),
+        window=window,
+        stride=stride,
+        documents=len(spans) + ends - sum(span.tokens[-1] == end for span in spans),
+        tokens=tokens,
+        ends=ends,
+        bytes=sum(text.tokenizer.byte_count(span.targets) for span in spans),
+    )
 
 
 @dataclass
@@ -325,7 +276,7 @@ def perplexity(
     weights: str | None = None,
     store: Store | None = None,
     batch_tokens: int = BATCH_TOKENS,
-    report: Report | None = None,
+    report: ReportProgress | None = None,
 ) -> list[Piece]:
     """One plain row of results per trajectory, in the order given.
 
@@ -333,20 +284,71 @@ def perplexity(
     model to another dtype gives that of the model as it was loaded.
     """
     protocol, store = protocol or Protocol(), store or Store(None)
-    cut = windows(text, protocol, model.config.context)
-    wanted = [model.resolve(trajectory) for trajectory in trajectories]
+    cut = cut_text(text, protocol, model.config.context)
+    resolved = [model.resolve(trajectory) for trajectory in trajectories]
     weights = weights or weights_hash(model)
+    facts = text_facts(text, protocol, cut)
     rows = []
-    for trajectory in wanted:
+    for trajectory in resolved:
         key = piece_key("perplexity", model, weights, text, protocol, cut, trajectory)
-        kept = store.get(key)
-        value = kept or store.put(key, _timed(model, text, cut, trajectory, batch_tokens, report))
-        rows.append({**_facts(model, text, protocol, cut, trajectory), **value, "reused": kept is not None})
+        value = kept = store.get(key)
+        if value is None:
+            doing = f"{text.name} M={trajectory.budget}" if trajectory.is_uniform else f"{text.name} {trajectory}"
+            started = time.perf_counter()
+            sums = likelihoods(model, cut, text.tokenizer.eot, [trajectory], batch_tokens, report, doing)
+            seconds = time.perf_counter() - started
+            speed = {"seconds": seconds, "tokens_per_second": cut.tokens / seconds}
+            value = store.put(key, {**summary(sums[trajectory], cut), **speed})
+        flops = model.cost.forward_flops(trajectory.budget, cut.window)
+        measured = {
+            "budget": trajectory.budget,
+            "trajectory": str(trajectory),
+            "flops_per_token": flops,
+            "flops_per_scored_token": flops * facts["forward_tokens"] / cut.tokens,
+            **_where(model),
+        }
+        rows.append({**facts, **measured, **value, "reused": kept is not None})
     return rows
 
 
+def likelihoods(
+    model: LoopedLM,
+    cut: CutText,
+    end: int,
+    trajectories: Sequence[Trajectory],
+    batch_tokens: int = BATCH_TOKENS,
+    report: ReportProgress | None = None,
+    doing: str = "",
+) -> dict[Trajectory, Likelihood]:
+    """Sums over all windows along each trajectory; equal first steps are computed once for all of them."""
+    sums = {trajectory: Likelihood() for trajectory in trajectories}
+    done = 0
+    for batch in score_spans(model, cut.windows, trajectories, batch_tokens, share=False):
+        ends = batch.targets == end
+        for trajectory, (logprobs, _) in batch.along.items():
+            nats = -logprobs.double()
+            sums[trajectory].nats += float(nats.sum())
+            sums[trajectory].end_nats += float(nats[ends].sum())
+        done += len(batch.targets)
+        if report:
+            report(doing, done, cut.tokens)
+    return sums
+
+
+def summary(likelihood: Likelihood, cut: CutText) -> dict[str, float | None]:
+    """Perplexity and bits per byte of summed likelihoods; None where the model's output is no number."""
+    if not math.isfinite(likelihood.nats):
+        return {"nats": None, "perplexity": None, "bits_per_byte": None}
+    bits = (likelihood.nats - likelihood.end_nats) / math.log(2)
+    return {
+        "nats": likelihood.nats,
+        "perplexity": math.exp(min(likelihood.nats / cut.tokens, 700.0)),
+        "bits_per_byte": bits / cut.bytes if cut.bytes else None,
+    }
+
+
 def piece_key(
-    kind: str, model: LoopedLM, weights: str, text: Text, protocol: Protocol, cut: Cut, trajectory: Trajectory
+    kind: str, model: LoopedLM, weights: str, text: Text, protocol: Protocol, cut: CutText, trajectory: Trajectory
 ) -> dict[str, Any]:
     """Everything that a number depends on."""
     return {
@@ -363,86 +365,7 @@ def piece_key(
     }
 
 
-def summary(likelihood: Likelihood, cut: Cut) -> dict[str, float | None]:
-    """Perplexity and bits per byte of summed likelihoods; None where the model's output is no number."""
-    if not math.isfinite(likelihood.nats):
-        return {"nats": None, "perplexity": None, "bits_per_byte": None}
-    bits = (likelihood.nats - likelihood.end_nats) / math.log(2)
-    return {
-        "nats": likelihood.nats,
-        "perplexity": math.exp(min(likelihood.nats / cut.tokens, 700.0)),
-        "bits_per_byte": bits / cut.bytes if cut.bytes else None,
-    }
-
-
-@torch.no_grad()
-def likelihoods(
-    model: LoopedLM,
-    cut: Cut,
-    end: int,
-    trajectories: Sequence[Trajectory],
-    batch_tokens: int = BATCH_TOKENS,
-    report: Report | None = None,
-    doing: str = "",
-) -> dict[Trajectory, Likelihood]:
-    """Sums over all rows along each trajectory; equal first steps are computed once for all of them."""
-    largest = max(int(row.ids.max()) for row in cut.rows)
-    require(
-        largest < model.config.vocab,
-        f"The text has token ids up to {largest} but the model knows {model.config.vocab}; "
-        "is this the model's own tokenizer?",
-    )
-    walker = Walker(model, trajectories)
-    sums = {trajectory: Likelihood() for trajectory in walker.trajectories}
-    done = 0
-    for rows in _batches(cut.rows, batch_tokens):
-        with fitting(batch_tokens):
-            done += _add(sums, walker, rows, end)
-        if report:
-            report(doing, done, cut.tokens)
-    return sums
-
-
-def _add(sums: dict[Trajectory, Likelihood], walker: Walker, rows: list[Row], end: int) -> int:
-    """Score one batch along every trajectory; the number of tokens scored."""
-    filled, lengths = padded(walker.model, [row.ids.tolist() for row in rows])  # [B, T + 1]
-    place = torch.arange(filled.shape[1] - 1)[None]  # [1, T]
-    last = torch.tensor(lengths)[:, None] - 1  # [B, 1]
-    scored = (place < last) & (place >= last - torch.tensor([[row.scored] for row in rows]))  # [B, T]
-    scored = scored.to(filled.device)
-    targets = filled[:, 1:][scored]  # [N]
-    ends = (targets == end).cpu()
-    for trajectory, hidden in walker.walk(filled[:, :-1]):
-        nats = _nats(walker.model, hidden[scored], targets).cpu().double()
-        sums[trajectory].nats += float(nats.sum())
-        sums[trajectory].end_nats += float(nats[ends].sum())
-    return len(targets)
-
-
-def _timed(
-    model: LoopedLM, text: Text, cut: Cut, trajectory: Trajectory, batch_tokens: int, report: Report | None
-) -> Piece:
-    doing = f"{text.name} M={trajectory.budget}" if trajectory.is_uniform else f"{text.name} {trajectory}"
-    started = time.perf_counter()
-    sums = likelihoods(model, cut, text.tokenizer.eot, [trajectory], batch_tokens, report, doing)
-    seconds = time.perf_counter() - started
-    return {**summary(sums[trajectory], cut), "seconds": seconds, "tokens_per_second": cut.tokens / seconds}
-
-
-def _facts(model: LoopedLM, text: Text, protocol: Protocol, cut: Cut, trajectory: Trajectory) -> Piece:
-    """What was measured, beside the numbers."""
-    facts, flops = text_facts(text, protocol, cut), model.cost.forward_flops(trajectory.budget, cut.window)
-    return {
-        **facts,
-        "budget": trajectory.budget,
-        "trajectory": str(trajectory),
-        "flops_per_token": flops,
-        "flops_per_scored_token": flops * facts["forward_tokens"] / cut.tokens,
-        **_where(model),
-    }
-
-
-def text_facts(text: Text, protocol: Protocol, cut: Cut) -> Piece:
+def text_facts(text: Text, protocol: Protocol, cut: CutText) -> Piece:
     """The text and the protocol, in plain data."""
     limited = protocol.max_tokens == cut.tokens
     return {
@@ -457,29 +380,9 @@ def text_facts(text: Text, protocol: Protocol, cut: Cut) -> Piece:
         "stride": cut.stride,
         "joined": protocol.join,
         "max_tokens": protocol.max_tokens,
-        "forward_tokens": sum(len(row.ids) - 1 for row in cut.rows),
+        "forward_tokens": sum(len(span.inputs) for span in cut.windows),
     }
 
 
 def _where(model: LoopedLM) -> Mapping[str, str]:
     return {"dtype": model.dtype_name, "device": model.tokens.weight.device.type}
-
-
-def _batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[Row]]:
-    """Rows of about the same length together, the longest first, so that memory is tried at the start."""
-    ordered = sorted(rows, key=lambda row: -len(row.ids))
-    start = 0
-    while start < len(ordered):
-        count = max(1, batch_tokens // (len(ordered[start].ids) - 1))
-        yield ordered[start : start + count]
-        start += count
-
-
-def _nats(model: LoopedLM, hidden: Tensor, targets: Tensor) -> Tensor:
-    """-log p of targets [N] given hidden [N, D], in fp32; the head runs in chunks, so full logits never exist."""
-    chunk = max(1, _LOGITS // model.config.vocab_rows)
-    parts = []
-    for states, wanted in zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True):
-        logits = model.head(states)[:, : model.config.vocab].float()
-        parts.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none"))
-    return torch.cat(parts)

@@ -1,6 +1,6 @@
 """Our passes on top of Transformers' caches: layer loop·k + block keeps the keys and values of that pass and block.
 
-    passes = bind(cache, model, route, rows)          # refuses a cache that another model or trajectory filled
+    passes = bind(cache, model, trajectory, rows)     # refuses a cache that another model or trajectory filled
     mask = visible(attention_mask, cache, length, device)
     model.stack(x, modulation, rotary, mask, slots(cache, number, blocks))
 
@@ -51,7 +51,7 @@ def slots(cache: Any, number: int, blocks: int) -> list[CacheSlot]:
 
 
 def bind(cache: Any, model: LoopedLM, trajectory: Trajectory, rows: int) -> Passes:
-    """The passes of a route, for a cache (or None) that from now on belongs to it."""
+    """The passes of a trajectory, for a cache (or None) that from now on belongs to it."""
     bound: _Bound | None = getattr(cache, _BOUND, None)
     if cache is not None and cache.get_seq_length() > 0:
         if bound is None or bound.model() is not model:

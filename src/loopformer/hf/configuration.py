@@ -53,10 +53,10 @@ class LoopFormerConfig(PretrainedConfig):  # type: ignore[misc]
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As usual; a budget or trajectory that is asked for here takes the place of the file's own."""
-        asked = {name for name in ("budget", "trajectory") if kwargs.get(name) is not None}
-        require(len(asked) < 2, "Give a budget or a trajectory, not both.")
-        kept = {name: None if asked and name in ("budget", "trajectory") else v for name, v in config_dict.items()}
-        return super().from_dict(kept, **kwargs)
+        depth = {"budget": None, "trajectory": None}
+        new = [name for name in depth if kwargs.get(name) is not None]
+        require(len(new) < 2, "Give a budget or a trajectory, not both.")
+        return super().from_dict({**config_dict, **depth} if new else config_dict, **kwargs)
 
     @property
     def settings(self) -> ModelConfig:

@@ -1,28 +1,9 @@
-"""The model's own source files in one flat folder, for places where loopformer is not installed.
-
-    files = flatten(["loopformer.hf.modeling"])      # {"loopformer_hf_modeling.py": "…", "loopformer_errors.py": …}
-
-Transformers loads such code by copying a file and, from `from .name import …`, the files beside it. So each module
-that is needed becomes a file named after it, and our imports become relative. A name that a package only passes on
-is taken from the module that has it, so that nothing else of the package comes along.
-
-Our tokenizer in the files that `AutoTokenizer.from_pretrained` reads.
-
-    save_tokenizer(tokenizer, folder, context=128, chat_template=None)
-
-tokenizer.json stays as it is, byte for byte. The end token also begins and pads, and padding goes to the left, as
-generation in batches needs it. Unlike ours, Transformers' tokenizers read special tokens out of text.
-
-The model card, README.md: what the model is, what each budget costs and was measured to give, how to load it.
-
-    measured = find_measured(Path("runs/x/checkpoints/step-00001500"))    # step 1500, losses by budget
-    text = write_card("mine", config, measured, has_tokenizer=True, self_contained=False)
-
-Only numbers of the very weights are shown: the validation that the run recorded at the checkpoint's step.
-
-From a run or model folder to a folder that Transformers loads, and loopformer too.
+"""From a run or model folder to a folder that Transformers loads, and loopformer too.
 
     export("runs/mine", "exported", self_contained=True, budget=4)
+
+In it are the weights, settings, the tokenizer as `AutoTokenizer` reads it, a model card, and with `self_contained`
+the model's own source files, for places where loopformer is not installed.
 
 Everything is written beside the place and put there when it is whole. A folder that holds an earlier export is
 brought up to date; files that are not ours stay in it. Any other folder with files in it is refused.
@@ -66,95 +47,121 @@ from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
 from loopformer.training.reporting import read_metrics
 
+CARD, GENERATION = "README.md", "generation_config.json"
+TOKENIZER_CONFIG, SPECIAL, TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
+_FILES = {WEIGHTS, CONFIG, GENERATION, CARD, TOKENIZER, TOKENIZER_CONFIG, SPECIAL, TEMPLATE}
+
 PACKAGE = "loopformer"
-
-
 CONFIGURATION, MODELING = f"{PACKAGE}.hf.configuration", f"{PACKAGE}.hf.modeling"
-
-
 _ROOT = Path(__file__).parents[2]
 
 
-_HEADER = f"# A module of {PACKAGE} (MIT licence), copied by `{PACKAGE} export`; only its imports are changed.\n"
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    out: Path
+    model: LoopedLM
+    config: LoopFormerConfig
+    files: list[str]
 
 
-def flat(module: str) -> str:
-    """The name of a module's copy."""
-    return module.replace(".", "_")
+def export(
+    source: str | Path,
+    out: str | Path,
+    *,
+    self_contained: bool = False,
+    budget: int | None = None,
+    trajectory: str | None = None,
+    heads: int | None = None,
+    loops: int | None = None,
+) -> Exported:
+    """Write a model for Transformers.
+
+    self_contained      also the model's source files, for `trust_remote_code=True` without loopformer
+    budget, trajectory  what the model follows where a call does not say; the full budget by default
+    heads, loops        for published weights without a config
+    """
+    place = Path(out).resolve()
+    _check_place(place)
+    folder = model_folder(source)
+    model, with_tokenizer = find_model(folder, heads, loops)
+    tokenizer = Tokenizer.load(with_tokenizer) if with_tokenizer else None
+    known: dict[str, Any] = {"imported_from": str(source)}
+    if is_model_folder(folder):
+        known = read_json(folder / CONFIG).get("source", {})
+    measured = find_measured(folder, known.pop("validation", None))
+    special: dict[str, Any] = {}
+    if tokenizer:  # the end token also begins and pads
+        special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
+    classes: dict[str, Any] = {"auto_map": _AUTO_MAP} if self_contained else {}
+    config = LoopFormerConfig(
+        model=model.config,
+        budget=budget,
+        trajectory=trajectory,
+        source={**known, "exported_with": f"{PACKAGE} {loopformer.__version__}"},
+        dtype="float32",
+        architectures=[LoopFormerForCausalLM.__name__],
+        **special,
+        **classes,
+    )
+    LoopFormerForCausalLM(config, model)  # refuses a default that the model cannot follow
+
+    stage = place.with_name(f".{place.name}.{os.getpid()}.part")
+    try:
+        stage.mkdir(parents=True)
+        tensors = {PREFIX + name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        write_safetensors(tensors, stage / WEIGHTS)
+        if measured:
+            config.source["validation"] = measured.plain(sha256_of(stage / WEIGHTS))
+        config.save_pretrained(stage)
+        GenerationConfig(**special).save_pretrained(stage)
+        if tokenizer:
+            template = find_chat_template(folder, run_of(folder))
+            save_tokenizer(tokenizer, stage, model.config.context, template)
+        for name, text in (flatten([CONFIGURATION, MODELING]) if self_contained else {}).items():
+            (stage / name).write_text(text, encoding="utf-8")
+        card = write_card(place.name, config, measured, tokenizer is not None, self_contained)
+        (stage / CARD).write_text(card, encoding="utf-8")
+        files = sorted(path.name for path in stage.iterdir())
+        _put(stage, place)
+    except SafetensorError as error:
+        raise FileProblem(f"The weights could not be written to {place} ({error}); free some space.") from error
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    return Exported(Path(out), model, config, files)
 
 
-def flatten(modules: Iterable[str], root: Path = _ROOT) -> dict[str, str]:
-    """The modules and all of ours that they import, as files by name; `root` is the folder of the package."""
-    texts: dict[str, str] = {}
-    waiting = list(modules)
-    while waiting:
-        module = waiting.pop()
-        if module not in texts:
-            texts[module], needed = _rewritten(module, root)
-            waiting += needed
-    files = {f"{flat(module)}.py": _HEADER + text for module, text in sorted(texts.items())}
-    if len(files) < len(texts):
-        raise LoopformerError(f"Two of the modules {', '.join(sorted(texts))} would have the same flat name.")
-    return files
+def _check_place(place: Path) -> None:
+    require(not place.is_file(), f"{place} is a file; name a folder to write to.")
+    if place.is_dir() and any(place.iterdir()):
+        ours = is_model_folder(place) and read_json(place / CONFIG).get("model_type") == LoopFormerConfig.model_type
+        require(ours, f"{place} holds files that are no export of ours; choose another folder.")
 
 
-def _rewritten(module: str, root: Path) -> tuple[str, list[str]]:
-    """A module's text with its imports of ours made relative, and the modules these are."""
-    text = _path(module, root).read_text(encoding="utf-8")
-    lines = text.splitlines(keepends=True)
-    needed: list[str] = []
-    for node in sorted(_imports(text, module), key=lambda node: -node.lineno):  # from the end, so that numbers stay
-        homes: dict[str, list[str]] = {}
-        for alias in node.names:
-            home, name = _home(node.module or "", alias.name, root)
-            known_as = alias.asname or alias.name
-            homes.setdefault(home, []).append(name if name == known_as else f"{name} as {known_as}")
-        indent = " " * node.col_offset
-        new = [f"{indent}from .{flat(home)} import {', '.join(names)}\n" for home, names in homes.items()]
-        lines[node.lineno - 1 : node.end_lineno] = new
-        needed += homes
-    return "".join(lines), needed
+def _put(stage: Path, place: Path) -> None:
+    """Move a finished export to its place: in one go where nothing is there, else file by file, settings last."""
+    if not place.exists() or not any(place.iterdir()):
+        os.replace(stage, place)
+        return
+    new = {path.name for path in stage.iterdir()}
+    for old in place.iterdir():
+        ours = old.name in _FILES or (old.name.startswith(f"{PACKAGE}_") and old.suffix == ".py")
+        if ours and old.name not in new:
+            old.unlink()
+    for name in sorted(new, key=lambda name: name == CONFIG):
+        os.replace(stage / name, place / name)
 
 
-def _imports(text: str, module: str) -> list[ast.ImportFrom]:
-    """The imports of ours in a module, wherever they stand."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import) and any(_is_ours(alias.name) for alias in node.names):
-            raise LoopformerError(f"{module} says `import {node.names[0].name}`; write `from … import` instead.")
-        if isinstance(node, ast.ImportFrom) and (node.level or _is_ours(node.module or "")):
-            if node.level or any(alias.name == "*" for alias in node.names):
-                raise LoopformerError(f"{module}, line {node.lineno}: only absolute imports by name can be copied.")
-            found.append(node)
-    return found
-
-
-def _home(module: str, name: str, root: Path) -> tuple[str, str]:
-    """Where a name that is imported from a module is: packages pass on what their modules have."""
-    path = _path(module, root)
-    if path.name != "__init__.py":
-        return module, name
-    for node in _imports(path.read_text(encoding="utf-8"), module):
-        for alias in node.names:
-            if (alias.asname or alias.name) == name:
-                return _home(node.module or "", alias.name, root)
-    raise LoopformerError(f"{name} is not passed on by the package {module}, so it cannot be copied.")
-
-
-def _path(module: str, root: Path) -> Path:
-    place = root.joinpath(*module.split("."))
-    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-
-
-def _is_ours(module: str) -> bool:
-    return module.split(".")[0] == PACKAGE
-
-
-TOKENIZER_CONFIG, SPECIAL, TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
+# The tokenizer, in the files that `AutoTokenizer.from_pretrained` reads.
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int, chat_template: str | None = None) -> None:
-    """Write tokenizer.json and what stands beside it."""
+    """Write tokenizer.json, byte for byte as it is, and what stands beside it.
+
+    Padding goes to the left, as generation in batches needs it. Unlike ours, Transformers' tokenizers read special
+    tokens out of text.
+    """
     tokenizer.save(folder)
     end = tokenizer.decode([tokenizer.eot], special=True)
     special = {"bos_token": end, "eos_token": end, "pad_token": end}
@@ -172,20 +179,22 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int, chat_templa
         (folder / TEMPLATE).write_text(chat_template, encoding="utf-8")
 
 
-def find_chat_template(folders: list[Path]) -> str | None:
+def find_chat_template(*folders: Path | None) -> str | None:
     """The chat template of the first folder that has one, in a file of its own or in tokenizer_config.json."""
-    for folder in folders:
+    for folder in filter(None, folders):
         if (folder / TEMPLATE).is_file():
             try:
                 return (folder / TEMPLATE).read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
                 raise FileProblem(f"{folder / TEMPLATE} is not UTF-8 text; convert it or leave it out.") from error
-        if (folder / TOKENIZER_CONFIG).is_file() and isinstance(
-            found := read_json(folder / TOKENIZER_CONFIG).get("chat_template"), str
-        ):
-            return found
+        if (folder / TOKENIZER_CONFIG).is_file():
+            template = read_json(folder / TOKENIZER_CONFIG).get("chat_template")
+            if isinstance(template, str):
+                return template
     return None
 
+
+# What was measured of these very weights: the validation that the run recorded at the checkpoint's step.
 
 _LOSS = "loss_at_"
 
@@ -224,15 +233,27 @@ def find_measured(folder: Path, kept: dict[str, Any] | None = None) -> Measured 
     return Measured(kept["step"], {int(budget): loss for budget, loss in kept["loss"].items()})
 
 
+# The model card: what the model is, what each budget costs and was measured to give, how to load it.
+
+_CONDITIONING = {
+    "none": "nothing of its place",
+    "index": "its number",
+    "time": "its time t",
+    "step": "its step Δ",
+    "trajectory": "its time t and its step Δ",
+}
+
+
 def write_card(
     name: str, config: LoopFormerConfig, measured: Measured | None, has_tokenizer: bool, self_contained: bool
 ) -> str:
     """The text of README.md."""
     model, parameters = config.settings, Cost(config.settings).parameters
     default = config.trajectory or config.budget or model.loops
-    told = f"told {_TOLD[model.conditioning]}"
     trust = ", trust_remote_code=True" if self_contained else ""
-    lm_eval = _LM_EVAL.format(name=name) if self_contained else "."
+    register = "import loopformer.hf  # pip install 'loopformer[hf]'; makes the model known to Transformers\n"
+    lm_eval = f":\n`lm_eval --model hf --model_args pretrained={name},trust_remote_code=True,budget=1`."
+    tools = lm_eval if self_contained else "."  # lm-eval does not import loopformer, so it needs the sources
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -245,7 +266,7 @@ tags:
 # {name}
 
 An elastic-depth language model, {model.blocks}⊗{model.loops}: one shared stack of {_count(model.blocks, "block")},
-applied up to {_count(model.loops, "time")}; each pass is {told}.
+applied up to {_count(model.loops, "time")}; each pass is told {_CONDITIONING[model.conditioning]}.
 The number of passes M is the compute budget. It is chosen at each call; the default here is {default}.
 
 | | |
@@ -258,57 +279,27 @@ The number of passes M is the compute budget. It is chosen at each call; the def
 
 ## Budgets
 
-{_table(model, measured)}
+{_budget_table(model, measured)}
 
 FLOPs are those of the forward pass, averaged over a full context, a multiply-add counted as two; KV is what the
-cache keeps, in bfloat16. {_said(measured, model.loops)}
+cache keeps, in bfloat16. {_validation_note(measured, model.loops)}
 
 ## Use
 
 ```python
-{"" if self_contained else _REGISTER}{_IMPORT}
+{"" if self_contained else register}from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
 {_example(name, model, trust, has_tokenizer)}
 ```
 
-`from_pretrained(…, budget=1)` changes the default, which serves tools that only pass settings on{lm_eval}
+`from_pretrained(…, budget=1)` changes the default, which serves tools that only pass settings on{tools}
 `loopformer.load("{name}")` reads this folder too.
 """
 
 
-_TOLD = {
-    "none": "nothing of its place",
-    "index": "its number",
-    "time": "its time t",
-    "step": "its step Δ",
-    "trajectory": "its time t and its step Δ",
-}
-
-
-_LM_EVAL = ":\n`lm_eval --model hf --model_args pretrained={name},trust_remote_code=True,budget=1`."
-
-
-_REGISTER = "import loopformer.hf  # pip install 'loopformer[hf]'; makes the model known to Transformers\n"
-
-
-_IMPORT = "from transformers import AutoModelForCausalLM, AutoTokenizer"
-
-
-def _example(name: str, model: ModelConfig, trust: str, has_tokenizer: bool) -> str:
-    """How to generate, with a budget and a schedule that this model can follow."""
-    schedule = model.loops > 2 and model.conditioning not in ("none", "index")
-    call = f"max_new_tokens=32, budget={max(1, model.loops // 2)})"
-    call += '  # or trajectory="2-1-1"' if schedule else ""
-    if not has_tokenizer:
-        return f"model.generate(ids, {call}"
-    return f"""tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-ids = model.generate(**inputs, {call}
-print(tokenizer.decode(ids[0]))"""
-
-
-def _table(model: ModelConfig, measured: Measured | None) -> str:
+def _budget_table(model: ModelConfig, measured: Measured | None) -> str:
+    """A row for each budget: its cost, and its loss where that was measured."""
     cost = Cost(model)
     full = cost.forward_flops()
     unit, size = ("GFLOP", 1e9) if full >= 1e9 else ("MFLOP", 1e6)
@@ -325,126 +316,112 @@ def _table(model: ModelConfig, measured: Measured | None) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _said(measured: Measured | None, loops: int) -> str:
+def _validation_note(measured: Measured | None, loops: int) -> str:
     if measured is None:
         return "No validation of these weights was recorded,\nso the table holds costs only."
     left_out = "" if len(measured.losses) == loops else "; – where a budget was not measured"
     return f"Loss and perplexity are per token, from the\nrun's own validation at step {measured.step}{left_out}."
 
 
+def _example(name: str, model: ModelConfig, trust: str, has_tokenizer: bool) -> str:
+    """How to generate, with a budget and a schedule that this model can follow."""
+    schedule = model.loops > 2 and model.conditioning not in ("none", "index")
+    call = f"max_new_tokens=32, budget={max(1, model.loops // 2)})"
+    call += '  # or trajectory="2-1-1"' if schedule else ""
+    if not has_tokenizer:
+        return f"model.generate(ids, {call}"
+    return f"""tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+ids = model.generate(**inputs, {call}
+print(tokenizer.decode(ids[0]))"""
+
+
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-CARD, GENERATION = "README.md", "generation_config.json"
+# The model's own source files in one flat folder.
+#
+# Transformers loads such code by copying a file and, from `from .name import …`, the files beside it. So each
+# module that is needed becomes a file named after it, and our imports become relative. A name that a package only
+# passes on is taken from the module that has it, so that nothing else of the package comes along.
+
+_HEADER = f"# A module of {PACKAGE} (MIT licence), copied by `{PACKAGE} export`; only its imports are changed.\n"
 
 
-_FILES = {WEIGHTS, CONFIG, GENERATION, CARD, TOKENIZER, TOKENIZER_CONFIG, SPECIAL, TEMPLATE}
+def _flat(module: str) -> str:
+    """The name of a module's copy."""
+    return module.replace(".", "_")
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What was written."""
-
-    out: Path
-    model: LoopedLM
-    config: LoopFormerConfig
-    files: list[str]
+_AUTO_MAP = {  # where Transformers finds the classes
+    "AutoConfig": f"{_flat(CONFIGURATION)}.{LoopFormerConfig.__name__}",
+    "AutoModelForCausalLM": f"{_flat(MODELING)}.{LoopFormerForCausalLM.__name__}",
+}
 
 
-def export(
-    source: str | Path,
-    out: str | Path,
-    *,
-    self_contained: bool = False,
-    budget: int | None = None,
-    trajectory: str | None = None,
-    heads: int | None = None,
-    loops: int | None = None,
-) -> Exported:
-    """Write a model for Transformers.
-
-    self_contained      also the model's source files, for `trust_remote_code=True` without loopformer
-    budget, trajectory  what the model follows where a call does not say; the full budget by default
-    heads, loops        for published weights without a config
-    """
-    place = Path(out).resolve()
-    _check_place(place)
-    folder = model_folder(source)
-    model, with_tokenizer = find_model(folder, heads, loops)
-    tokenizer = Tokenizer.load(with_tokenizer) if with_tokenizer else None
-    known: dict[str, Any] = {"imported_from": str(source)}
-    if is_model_folder(folder):
-        known = read_json(folder / CONFIG).get("source", {})
-    measured = find_measured(folder, known.pop("validation", None))
-    config = LoopFormerConfig(
-        model=model.config,
-        budget=budget,
-        trajectory=trajectory,
-        source={**known, "exported_with": f"{PACKAGE} {loopformer.__version__}"},
-        dtype="float32",
-        architectures=[LoopFormerForCausalLM.__name__],
-        **_options(tokenizer, self_contained),
-    )
-    LoopFormerForCausalLM(config, model)  # refuses a default that the model cannot follow
-
-    stage = place.with_name(f".{place.name}.{os.getpid()}.part")
-    try:
-        stage.mkdir(parents=True)
-        tensors = {PREFIX + name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        write_safetensors(tensors, stage / WEIGHTS)
-        if measured:
-            config.source["validation"] = measured.plain(sha256_of(stage / WEIGHTS))
-        config.save_pretrained(stage)
-        GenerationConfig(**_special(tokenizer)).save_pretrained(stage)
-        if tokenizer:
-            template = find_chat_template([one for one in (folder, run_of(folder)) if one])
-            save_tokenizer(tokenizer, stage, model.config.context, template)
-        for name, text in (flatten([CONFIGURATION, MODELING]) if self_contained else {}).items():
-            (stage / name).write_text(text, encoding="utf-8")
-        card = write_card(place.name, config, measured, tokenizer is not None, self_contained)
-        (stage / CARD).write_text(card, encoding="utf-8")
-        files = sorted(path.name for path in stage.iterdir())
-        _put(stage, place)
-    except SafetensorError as error:
-        raise FileProblem(f"The weights could not be written to {place} ({error}); free some space.") from error
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-    return Exported(Path(out), model, config, files)
+def flatten(modules: Iterable[str], root: Path = _ROOT) -> dict[str, str]:
+    """The modules and all of ours that they import, as files by name; `root` is the folder of the package."""
+    texts: dict[str, str] = {}
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        if module not in texts:
+            texts[module], needed = _rewritten(module, root)
+            waiting += needed
+    files = {f"{_flat(module)}.py": _HEADER + text for module, text in sorted(texts.items())}
+    if len(files) < len(texts):
+        raise LoopformerError(f"Two of the modules {', '.join(sorted(texts))} would have the same flat name.")
+    return files
 
 
-def _special(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The end token also begins and pads."""
-    return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot) if tokenizer else {}
+def _rewritten(module: str, root: Path) -> tuple[str, list[str]]:
+    """A module's text with its imports of ours made relative, and the modules these are."""
+    text = _path(module, root).read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    needed: list[str] = []
+    for node in sorted(_imports(text, module), key=lambda node: -node.lineno):  # from the end, so that numbers stay
+        homes: dict[str, list[str]] = {}
+        for alias in node.names:
+            home, name = _home(node.module or "", alias.name, root)
+            known_as = alias.asname or alias.name
+            homes.setdefault(home, []).append(name if name == known_as else f"{name} as {known_as}")
+        indent = " " * node.col_offset
+        new = [f"{indent}from .{_flat(home)} import {', '.join(names)}\n" for home, names in homes.items()]
+        lines[node.lineno - 1 : node.end_lineno] = new
+        needed += homes
+    return "".join(lines), needed
 
 
-def _options(tokenizer: Tokenizer | None, self_contained: bool) -> dict[str, Any]:
-    """What only Transformers reads of config.json: special tokens, and where the classes are."""
-    if not self_contained:
-        return _special(tokenizer)
-    classes = {
-        "AutoConfig": f"{flat(CONFIGURATION)}.{LoopFormerConfig.__name__}",
-        "AutoModelForCausalLM": f"{flat(MODELING)}.{LoopFormerForCausalLM.__name__}",
-    }
-    return {**_special(tokenizer), "auto_map": classes}
+def _imports(text: str, module: str) -> list[ast.ImportFrom]:
+    """The imports of ours in a module, wherever they stand."""
+    imports = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import) and any(_is_ours(alias.name) for alias in node.names):
+            raise LoopformerError(f"{module} says `import {node.names[0].name}`; write `from … import` instead.")
+        if isinstance(node, ast.ImportFrom) and (node.level or _is_ours(node.module or "")):
+            if node.level or any(alias.name == "*" for alias in node.names):
+                raise LoopformerError(f"{module}, line {node.lineno}: only absolute imports by name can be copied.")
+            imports.append(node)
+    return imports
 
 
-def _check_place(place: Path) -> None:
-    require(not place.is_file(), f"{place} is a file; name a folder to write to.")
-    if place.is_dir() and any(place.iterdir()):
-        ours = is_model_folder(place) and read_json(place / CONFIG).get("model_type") == LoopFormerConfig.model_type
-        require(ours, f"{place} holds files that are no export of ours; choose another folder.")
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] == PACKAGE
 
 
-def _put(stage: Path, place: Path) -> None:
-    """Move a finished export to its place: in one go where nothing is there, else file by file, settings last."""
-    if not place.exists() or not any(place.iterdir()):
-        os.replace(stage, place)
-        return
-    new = {path.name for path in stage.iterdir()}
-    for old in place.iterdir():
-        ours = old.name in _FILES or (old.name.startswith(f"{PACKAGE}_") and old.suffix == ".py")
-        if ours and old.name not in new:
-            old.unlink()
-    for name in sorted(new, key=lambda name: name == CONFIG):
-        os.replace(stage / name, place / name)
+def _home(module: str, name: str, root: Path) -> tuple[str, str]:
+    """Where a name that is imported from a module is: packages pass on what their modules have."""
+    path = _path(module, root)
+    if path.name != "__init__.py":
+        return module, name
+    for node in _imports(path.read_text(encoding="utf-8"), module):
+        for alias in node.names:
+            if (alias.asname or alias.name) == name:
+                return _home(node.module or "", alias.name, root)
+    raise LoopformerError(f"{name} is not passed on by the package {module}, so it cannot be copied.")
+
+
+def _path(module: str, root: Path) -> Path:
+    place = root.joinpath(*module.split("."))
+    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")

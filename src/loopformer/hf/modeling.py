@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from loopformer.errors import FileProblem, require
+from loopformer.errors import FileProblem, LoopformerError, require
 from loopformer.hf.cache import bind, positions_of, slots, visible
 from loopformer.hf.configuration import LoopFormerConfig
 from loopformer.model.looped import LoopedLM
@@ -156,14 +156,14 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
     def _check_context(self, positions: Tensor) -> None:
         """Positions [B or 1, T] must lie in the context: nothing slides."""
         last, context = int(positions.max()), self.model.config.context
-        require(
-            last < context,
-            f"The sequence has {last + 1} tokens but the context is {context}; shorten it or ask for fewer.",
-        )
+        if last >= context:
+            raise LoopformerError(
+                f"The sequence has {last + 1} tokens but the context is {context}; shorten it or ask for fewer."
+            )
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: a LoopedLM draws its own weights."""
 
 
-def _either(asked: bool | None, otherwise: bool) -> bool:
-    return otherwise if asked is None else asked
+def _either(choice: bool | None, default: bool) -> bool:
+    return default if choice is None else choice

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import torch
-
 from loopformer.device import synchronise
 from loopformer.errors import require
-from loopformer.inference.decode import prefill
+from loopformer.inference.decode import PlainBackend
+from loopformer.inference.request import Request, RowState
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -40,17 +39,27 @@ def budget_for_milliseconds(model: LoopedLM, most: float, prompt: Sequence[int])
     return fitting[-1], expected(fitting[-1])
 
 
-@torch.no_grad()
 def milliseconds_per_token(model: LoopedLM, budget: int, prompt: Sequence[int], tokens: int = 8) -> float:
-    """The median time of decoding one token at batch 1, after the prompt."""
+    """The median time of decoding one token at batch 1, after the prompt; the text is not made."""
     room = model.config.context - tokens
-    cache, hidden = prefill(model, [list(prompt)[-max(1, room) :]], [Trajectory.uniform(budget)])
+    beginning = tuple(prompt)[-max(1, room) :]
+    request = Request(beginning, Trajectory.uniform(budget), max_tokens=tokens + 1)
+    backend, row = PlainBackend(model, 1, remember=0), RowState.start(0, request, _NoText(), model.config)
+    row, _ = row.take(backend.prefill([row]))
     times = []
-    for _ in range(min(tokens, cache.capacity - cache.lengths[0])):
-        synchronise(hidden.device)
+    for _ in range(max(1, min(tokens, row.places_left))):
+        synchronise(model.tokens.weight.device)
         started = time.perf_counter()
-        token = model.head(hidden).argmax(-1, keepdim=True)
-        hidden = model.extend(token, cache, check=False)[:, 0]
-        synchronise(hidden.device)
+        row, _ = row.take(backend.decode([row])[0])
+        synchronise(model.tokens.weight.device)
         times.append(time.perf_counter() - started)
     return sorted(times)[len(times) // 2] * 1e3
+
+
+class _NoText:
+    """In the place of a tokenizer: no token ends the text, and none has any."""
+
+    eot = -1
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""

@@ -1,29 +1,68 @@
-"""Rows of tokens of different lengths as one tensor: padded at the end, where no earlier token can see it.
+"""Decoding on any device: the memory of continuous batching, and one step of it for requests of mixed budgets.
 
-Generate text for a batch of requests, each with its own prompt, trajectory, sampling and limits.
+backend = PlainBackend(model, slots=16)
+choices = backend.prefill(rows)            # run prompts; the first token of each
+choices = backend.decode(rows)             # one more token each, or several where they are drafted
+backend.keep(rows)                         # everybody else's slots are free again
 
-for event in generate(model, tokenizer, [Request(ids, Trajectory.uniform(4))]): ...
-
-Prefill all prompts, then one token at a time through the cache. A row that is done leaves the batch, and each row's
-text is what it would be alone. The context limit ends a request with a stated reason; nothing slides.
+A `Backend` is what the engine (engine.py) decodes with; fused/backend.py has the other one. Its promise under
+faults: what a row has in its KV cache follows from its `RowState`, whatever was begun and not finished since. Here
+that holds because a step writes only beyond what is valid, and a row is copied to its new place before the layout,
+one tuple, says that it is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.request import Event, Request, RowState
+from loopformer.inference.draft import HOPED_RATE, LONGEST, Draft, DraftReport, best_length, updated_rate
+from loopformer.inference.request import RowState
+from loopformer.inference.sampling import Choice, sample
 from loopformer.model import LoopedLM
-from loopformer.model.cache import Cache
+from loopformer.model.cache import Cache, Passes, RowKeys
 from loopformer.trajectory import Trajectory
+
+WORTH_SHARING = 8  # tokens of a common beginning; fewer are run again
+
+
+class Backend(Protocol):
+    """What decodes: rows are known by their tickets, and given in their present states."""
+
+    draft_report: DraftReport
+    prompt_tokens: int  # that were run
+    shared_tokens: int  # that were not, as another prompt had them
+
+    def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
+        """Those of the waiting, first come first served, that can be prefilled now, in groups to run together;
+        no more once their prompts exceed so many tokens."""
+        ...
+
+    def prefill(self, rows: Sequence[RowState]) -> list[Choice]:
+        """Run the prompts of rows of one group, which then have slots: the first token of each."""
+        ...
+
+    def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
+        """The next token of each row that has a slot; several where tokens are drafted."""
+        ...
+
+    def keep(self, rows: Sequence[RowState]) -> None:
+        """These have slots; what others had is cleared and free."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Keys and values of the rows that have slots."""
+        ...
 
 
 def padded(model: LoopedLM, rows: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
-    """ids [B, longest] on the model's device, and how many tokens of each row count."""
+    """ids [B, longest] on the model's device, padded at the end, and how many tokens of each row count."""
     counts = [len(row) for row in rows]
     filled = [[*row, *[0] * (max(counts) - len(row))] for row in rows]
     return torch.tensor(filled, dtype=torch.long, device=model.tokens.weight.device), counts
@@ -35,38 +74,343 @@ def ends(hidden: Tensor, counts: Sequence[int]) -> Tensor:
     return hidden[rows, torch.tensor(counts, device=hidden.device) - 1]
 
 
-@torch.no_grad()
-def generate(model: LoopedLM, tokenizer: Tokenizer, requests: Sequence[Request]) -> Iterator[Event]:
-    """Run requests together; events come as tokens do."""
-    config = model.config
-    rows = [RowState(number, request, tokenizer, config) for number, request in enumerate(requests)]
-    cache, hidden = prefill(model, [row.request.prompt for row in rows], [row.request.trajectory for row in rows])
-    while rows:
-        events = take_all(rows, model.head(hidden)[:, : config.vocab])
-        yield from events
-        going = [place for place, event in enumerate(events) if event.result is None]
-        if len(going) < len(rows):
-            rows = [rows[place] for place in going]
-            if not rows:
-                return
-            cache = cache.select(going)
-        last = torch.tensor([[row.ids[-1]] for row in rows], device=hidden.device)
-        hidden = model.extend(last, cache, check=False)[:, 0]
-
-
-def take_all(rows: Sequence[RowState], logits: Tensor) -> list[Event]:
-    """The next token of each row from logits [B, V]; where all are greedy, at once."""
-    if not all(row.request.sampling.most_likely for row in rows):
-        return [row.take(one) for row, one in zip(rows, logits, strict=True)]
-    tokens = logits.argmax(-1)
-    chosen = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    return [row.note(*one) for row, *one in zip(rows, tokens.tolist(), chosen.tolist(), strict=True)]
-
-
 def prefill(
     model: LoopedLM, prompts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory]
 ) -> tuple[Cache, Tensor]:
-    """Run prompts of any lengths: their cache, and the hidden state [B, D] of each one's last token."""
+    """Run prompts of any lengths: their KV cache, and the hidden state [B, D] of each one's last token."""
     ids, counts = padded(model, prompts)
     cache = model.cache(list(trajectories), len(prompts))
     return cache, ends(model.extend(ids, cache, counts), counts)
+
+
+class Slot(NamedTuple):
+    """Whose a batch slot is, and how many loops it has keys for."""
+
+    ticket: int
+    budget: int
+    length: int  # tokens that had keys before the present step
+
+
+class SlotPool(Cache):
+    """A KV cache whose rows come and go. A loop takes memory when it is first used.
+
+    Slots lie longest trajectory first, so that the rows still in the loop are always the first ones. `layout` says
+    whose each slot is. A row moves by copying it into a free slot and then replacing the layout, so the layout is
+    true at every moment; free slots between rows are closed before the next step.
+    """
+
+    def __init__(self, model: LoopedLM, slots: int, reach: int) -> None:
+        """`reach`: the most tokens that a step writes beyond those that count."""
+        super().__init__(model.config, [], Passes([], [], []), model.config.context, model.tokens.weight)
+        self._slots, self._blocks, self._reach = slots, model.config.blocks, reach
+        self._order = torch.arange(slots, device=model.tokens.weight.device)
+        self._modulations: list[Tensor | None] = []  # of each loop [slots, k, 4, D]
+        self.layout: tuple[Slot | None, ...] = (None,) * slots
+
+    @property
+    def free(self) -> int:
+        return self.layout.count(None)
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory that belongs to rows, of what was taken."""
+        per_loop = sum(tensor[0].nbytes for pair in self._kept[0] for tensor in pair) if self._kept else 0
+        return sum(slot.budget for slot in self.layout if slot is not None) * per_loop
+
+    def keep(self, lengths: dict[int, int]) -> None:
+        """Only these tickets, with so many tokens each, still have slots; the rest are cleared and free, and rows
+        close up."""
+        for place, slot in enumerate(self.layout):
+            if slot is not None and slot.ticket not in lengths:
+                # Cleared, as a masked place is still multiplied: what was not a number there would spoil the next.
+                for loop in self._kept[: slot.budget]:
+                    for pair in loop:
+                        for tensor in pair:
+                            tensor[place, :, : slot.length + self._reach] = 0
+                self._publish({place: None})
+        self.layout = tuple(
+            slot if slot is None else slot._replace(length=lengths[slot.ticket]) for slot in self.layout
+        )
+        while True:
+            taken = [place for place, slot in enumerate(self.layout) if slot is not None]
+            hole = next((place for place in range(len(taken)) if self.layout[place] is None), None)
+            if hole is None:
+                return
+            after = next(self._budget(place) for place in taken if place > hole)
+            self._move(max(place for place in taken if self._budget(place) == after), hole)
+
+    def admit(self, ticket: int, table: Tensor | None, keys: RowKeys, length: int, budget: int) -> None:
+        """Take in a row that has run `length` tokens, with its modulations [M, k, 4, D]."""
+        while len(self._kept) < budget:
+            self._take_a_loop(table)
+        place = self._slots - self.free
+        shorter = sorted({slot.budget for slot in self.layout if slot is not None and slot.budget < budget})
+        for other in shorter:  # the shortest trajectories make room
+            first = next(at for at, slot in enumerate(self.layout) if slot is not None and slot.budget == other)
+            self._move(first, place)
+            place = first
+        for loop, others in zip(self._kept[:budget], keys.pairs, strict=False):
+            for mine, theirs in zip(loop, others, strict=True):
+                for tensor, other_tensor in zip(mine, theirs, strict=True):
+                    tensor[place, :, :length] = other_tensor[:, :length]
+        for loop_number, modulation in enumerate(self._modulations[:budget]):
+            if modulation is not None and table is not None:
+                modulation[place] = table[loop_number]
+        self._publish({place: Slot(ticket, budget, length)})
+
+    def place_tokens(self, lengths: dict[int, int]) -> list[int]:
+        """Get ready to extend rows that have so many tokens each; the tickets in the order of their slots."""
+        rows = [slot for slot in self.layout if slot is not None]
+        self.lengths = [lengths[slot.ticket] for slot in rows]
+        counts = [sum(slot.budget > loop for slot in rows) for loop in range(max(slot.budget for slot in rows))]
+        loops = zip(self._modulations, counts, strict=False)
+        modulations = [None if table is None else table[:count] for table, count in loops]
+        mixed = counts[-1] < counts[0]
+        self.passes = Passes(counts, modulations, list(range(len(rows))) if mixed else None)
+        return [slot.ticket for slot in rows]
+
+    def _budget(self, place: int) -> int:
+        slot = self.layout[place]
+        assert slot is not None
+        return slot.budget
+
+    def _move(self, source: int, target: int) -> None:
+        """Copy a row into a free slot; then it is there."""
+        slot = self.layout[source]
+        assert slot is not None
+        assert self.layout[target] is None
+        end = slot.length + self._reach  # a step may have been run since the length was noted
+        for loop, modulation in zip(self._kept[: slot.budget], self._modulations, strict=False):
+            for pair in loop:
+                for tensor in pair:
+                    tensor[target, :, :end] = tensor[source, :, :end]
+            if modulation is not None:
+                modulation[target] = modulation[source]
+        self._publish({target: slot, source: None})
+
+    def _publish(self, changes: dict[int, Slot | None]) -> None:
+        self.layout = tuple(changes.get(place, slot) for place, slot in enumerate(self.layout))
+
+    def _take_a_loop(self, table: Tensor | None) -> None:
+        modulation = None if table is None else table.new_zeros((self._slots, *table.shape[1:]))
+        pairs = self._empty_loop(self._slots, self._blocks)
+        self._modulations = [*self._modulations[: len(self._kept)], modulation]
+        self._kept = [*self._kept, pairs]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prompt and its keys."""
+
+    tokens: tuple[int, ...]
+    keys: RowKeys
+
+
+class PrefixCache:
+    """Prompts that were run lately, so that what a new one shares with them is not run again.
+
+    Keys of one trajectory mean nothing under another, so only prompts of the same trajectory share. At most
+    `most_tokens` tokens are kept; what was used longest ago goes first.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self.most_tokens = most_tokens
+        self._kept: list[Prefix] = []  # the one used last at the end
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(prefix.tokens) for prefix in self._kept)
+
+    def find(self, trajectory: Trajectory, prompt: Sequence[int]) -> tuple[RowKeys, int]:
+        """The keys of the prompt that shares the longest beginning, and its length; all but the last token at most,
+        since that one's output is what is wanted."""
+        best = max(self._along(trajectory), key=lambda prefix: common(prefix.tokens, prompt), default=None)
+        shared = min(common(best.tokens, prompt), len(prompt) - 1) if best is not None else 0
+        if best is None or shared == 0:
+            return RowKeys(trajectory, []), 0
+        self._kept = [prefix for prefix in self._kept if prefix is not best] + [best]
+        return best.keys, shared
+
+    def remember(self, prompt: Sequence[int], keys: RowKeys) -> None:
+        """Keep a prompt, unless nearly all of it is known; one that it begins with is then forgotten."""
+        same = self._along(keys.trajectory)
+        known = max((common(prefix.tokens, prompt) for prefix in same), default=0)
+        if len(prompt) > self.most_tokens or len(prompt) - known < WORTH_SHARING:
+            return
+        beginnings = [prefix for prefix in same if common(prefix.tokens, prompt) == len(prefix.tokens)]
+        kept = [prefix for prefix in self._kept if not any(prefix is other for other in beginnings)]
+        kept.append(Prefix(tuple(prompt), keys.copy()))
+        while sum(len(prefix.tokens) for prefix in kept) > self.most_tokens:
+            del kept[0]
+        self._kept = kept
+
+    def _along(self, trajectory: Trajectory) -> list[Prefix]:
+        return [prefix for prefix in self._kept if prefix.keys.trajectory == trajectory]
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    for count, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return count
+    return min(len(one), len(other))
+
+
+class PlainBackend:
+    """Continuous batching in PyTorch on any device: rows of any budget, prompts that share beginnings, drafts."""
+
+    def __init__(
+        self, model: LoopedLM, slots: int, remember: int | None = None, draft: Draft | None = None
+    ) -> None:
+        """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default."""
+        if draft is not None:
+            model.resolve(draft.trajectory)
+        self.model, self.draft, self.draft_report = model, draft, DraftReport()
+        reach = 2 if draft is None else 2 + (draft.length or LONGEST)
+        self.pool = SlotPool(model, slots, reach)
+        self._draft_pool = None if draft is None else SlotPool(model, slots, reach)
+        self._draft_rate = HOPED_RATE
+        self._prefixes = PrefixCache(4 * model.config.context if remember is None else remember)
+        self._tables: dict[Trajectory, Tensor | None] = {}
+        self.prompt_tokens = self.shared_tokens = 0
+
+    @property
+    def used_bytes(self) -> int:
+        return self.pool.used_bytes
+
+    def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
+        """The next that can run together, prompts of about the same length in a group, so that little is padded;
+        one that shares its beginning with another waits for it."""
+        chosen: list[tuple[int, int, RowState]] = []  # tokens to run, tokens shared
+        for row in waiting[: self.pool.free]:
+            prompt = row.request.prompt
+            _, shared = self._prefixes.find(row.trajectory, prompt)
+            beside = (
+                common(other.request.prompt, prompt) for _, _, other in chosen if other.trajectory == row.trajectory
+            )
+            if self._prefixes.most_tokens and max(beside, default=0) >= shared + WORTH_SHARING:
+                break
+            chosen.append((len(prompt) - shared, shared, row))
+            tokens -= len(prompt) - shared
+            if tokens <= 0:
+                break
+        groups: list[list[RowState]] = []
+        longest = 0
+        for rest, shared, row in sorted(chosen, key=lambda entry: -entry[0]):
+            if 4 * rest >= 3 * longest > 0 and shared + longest <= self.model.config.context:
+                groups[-1].append(row)
+            else:
+                groups.append([row])
+                longest = rest
+        return groups
+
+    @torch.no_grad()
+    def prefill(self, rows: Sequence[RowState]) -> list[Choice]:
+        trajectories = [row.trajectory for row in rows]
+        shared = [self._prefixes.find(row.trajectory, row.request.prompt) for row in rows]
+        ids, counts = padded(self.model, [row.request.prompt[n:] for row, (_, n) in zip(rows, shared, strict=True)])
+        capacity = max(count for _, count in shared) + max(counts)
+        cache = self.model.cache(trajectories, len(rows), capacity)
+        for number, (keys, count) in enumerate(shared):
+            cache.write(number, keys, count)
+        choices = self._choose(ends(self.model.extend(ids, cache, counts, check=False), counts), rows)
+        for number, (row, choice) in enumerate(zip(rows, choices, strict=True)):
+            if math.isnan(choice.logprob):
+                continue  # it has ended, and its keys must not come near the others'
+            keys, prompt = cache.read(number), row.request.prompt
+            self._prefixes.remember(prompt, keys)
+            if self._draft_pool is not None:
+                self._prefill_draft(row)
+            self.pool.admit(row.ticket, self._table(row.trajectory), keys, len(prompt), row.trajectory.budget)
+        self.prompt_tokens += sum(counts)
+        self.shared_tokens += sum(count for _, count in shared)
+        self.draft_report.verifications += len(rows)
+        return choices
+
+    @torch.no_grad()
+    def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
+        length = self._draft_length(rows)
+        drafts = self._draft(rows, length)
+        by_ticket = {row.ticket: row for row in rows}
+        placed = [by_ticket[ticket] for ticket in self.pool.place_tokens({row.ticket: row.cached for row in rows})]
+        new = [[row.ids[-1], *drafts[row.ticket]] for row in placed]
+        ids = torch.tensor(new, device=self.model.tokens.weight.device)
+        hidden = self.model.extend(ids, self.pool, check=False)  # [B, 1 + length, D]
+        draws = [row.draw(drafts[row.ticket][:done]) for row in placed for done in range(length + 1)]
+        chosen = sample(self._logits(hidden.flatten(0, 1)), draws)
+        accepted: dict[int, list[Choice]] = {}
+        for number, row in enumerate(placed):
+            own = chosen[number * (length + 1) : (number + 1) * (length + 1)]
+            # The tokens of the full trajectory, as long as what was drafted before them was right.
+            right = common([choice.token for choice in own], drafts[row.ticket])
+            accepted[row.ticket] = own[: right + 1]
+        if self.draft is not None:
+            self._count(length, accepted)
+        return [accepted[row.ticket] for row in rows]
+
+    def keep(self, rows: Sequence[RowState]) -> None:
+        self.pool.keep({row.ticket: row.cached for row in rows})
+        if self._draft_pool is not None:
+            self._draft_pool.keep({row.ticket: max(0, row.length - 2) for row in rows})
+        followed = {row.trajectory for row in rows} | ({self.draft.trajectory} if self.draft is not None else set())
+        if len(self._tables) > len(followed):
+            self._tables = {known: table for known, table in self._tables.items() if known in followed}
+
+    def _prefill_draft(self, row: RowState) -> None:
+        """Run a prompt along the draft's trajectory; all but its last token, which the first draft runs."""
+        assert self.draft is not None
+        assert self._draft_pool is not None
+        prompt, trajectory = row.request.prompt[:-1], self.draft.trajectory
+        keys = RowKeys(trajectory, [])
+        if prompt:
+            cache = self.model.cache(trajectory, 1, len(prompt), passes=self.draft.passes)
+            self.model.extend(padded(self.model, [prompt])[0], cache, check=False)
+            keys = cache.read(0)
+        self._draft_pool.admit(row.ticket, self._table(trajectory), keys, len(prompt), self.draft.budget)
+
+    def _draft_length(self, rows: Sequence[RowState]) -> int:
+        """How many tokens to draft: no more than are wanted, and no more than there is room for."""
+        if self.draft is None:
+            return 0
+        budget = round(sum(row.trajectory.budget for row in rows) / len(rows))
+        length = self.draft.length or best_length(self.model.cost, self.draft, budget, self._draft_rate)
+        wanted = max(row.request.max_tokens - len(row.ids) for row in rows) - 1  # one comes from the verification
+        return max(0, min(length, wanted, *(row.places_left for row in rows)))
+
+    def _draft(self, rows: Sequence[RowState], length: int) -> dict[int, list[int]]:
+        """`length` tokens for each row along the draft's trajectory."""
+        drafts: dict[int, list[int]] = {row.ticket: [] for row in rows}
+        pool, by_ticket = self._draft_pool, {row.ticket: row for row in rows}
+        for turn in range(length):
+            assert pool is not None
+            # A draft that was accepted whole leaves its last token unrun, so the first pass runs two tokens.
+            known = {row.ticket: row.length - 2 if turn == 0 else row.length + turn - 1 for row in rows}
+            placed = [by_ticket[ticket] for ticket in pool.place_tokens(known)]
+            new = [row.tail(2) if turn == 0 else drafts[row.ticket][-1:] for row in placed]
+            ids = torch.tensor(new, device=self.model.tokens.weight.device)
+            hidden = self.model.extend(ids, pool, check=False)[:, -1]
+            choices = sample(self._logits(hidden), [row.draw(drafts[row.ticket]) for row in placed])
+            for row, choice in zip(placed, choices, strict=True):
+                drafts[row.ticket].append(choice.token)
+        return drafts
+
+    def _count(self, length: int, accepted: dict[int, list[Choice]]) -> None:
+        report = self.draft_report
+        for choices in accepted.values():
+            report.drafted += length
+            report.accepted += len(choices) - 1
+            report.verifications += 1
+            self._draft_rate = updated_rate(self._draft_rate, length, len(choices) - 1)
+
+    def _choose(self, hidden: Tensor, rows: Sequence[RowState]) -> list[Choice]:
+        """The next token of each row, from the hidden states of their last ones [B, D]."""
+        return sample(self._logits(hidden), [row.draw() for row in rows])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.model.head(hidden)[:, : self.model.config.vocab]
+
+    def _table(self, trajectory: Trajectory) -> Tensor | None:
+        """The modulations of a trajectory, computed once for as long as someone follows it."""
+        if trajectory not in self._tables:
+            self._tables = {**self._tables, trajectory: self.model.table(trajectory)}
+        return self._tables[trajectory]

@@ -1,198 +1,34 @@
-"""Prompts that were run lately, so that what a new one shares with them is not run again.
-
-prefixes = Prefixes(most_tokens=4096)
-prefixes.keep(prompt, cache.read(0))
-kept, shared = prefixes.find(route, other_prompt)    # the longest common beginning
-
-Keys of one trajectory mean nothing under another, so only prompts of the same trajectory share. What was used
-longest ago goes first.
-
-A cache whose rows come and go: the memory of continuous batching.
-
-pool = Pool(model, rows=16)
-place = pool.admit(state, table, cache.read(0), length)   # a prompt that was run elsewhere
-hidden = model.extend(last_tokens, pool)                  # all rows, in the order of pool.tags
-pool.retire(place)                                        # its memory is the next one's
-
-Rows lie longest trajectory first, so that those still in the loop are always the first ones. One that comes or goes
-moves at most one row of each shorter budget.
-
-Continuous batching: requests of any budget come and go at every token.
+"""The one decode loop: requests of any budget come and go at every token, and no fault harms them.
 
 engine = Engine(model, tokenizer, rows=16, queue=64)
 ticket = engine.submit(Request(prompt, Trajectory.uniform(2)))   # Busy when the queue is full
-for event in engine.run(): ...                                   # event.row is the ticket; or engine.step()
+for event in engine.run(): ...                                   # event.ticket, event.piece; or engine.step()
 engine.cancel(ticket)
 
-At each step, waiting requests take free rows and run their prompts, and every other row gets one token more. What a
-prompt shares with one that was run lately, along the same trajectory, is not run again. A request's text is what it
-would be alone. `submit` and `cancel` may be called from any thread, `step` from one.
+At each step every request that has a batch slot gets its next token (decode), and waiting ones take free slots and
+run their prompts (prefill); tokens become text (take), and a request that has ended gives its slot back (retire).
+`lm.generate`, `lm.stream`, drafts and servers all run through here; what computes is a backend (decode.py).
+
+A step is a transaction. What all requests have come to is one immutable value, and what a step has found out
+replaces it in one assignment: whatever is raised before that, a full memory or Ctrl-C, nothing has happened, and
+the next step does it again. Events are part of that value until they are taken. A request whose own work fails
+twice in a row ends with a result that says so. On the plain fp32 path a request's text is what it would be alone.
+`submit` and `cancel` may be called from any thread, `step` and `run` from one at a time.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count as counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 from threading import Lock
-from typing import Generic, Protocol, TypeVar
 
-import torch
-from torch import Tensor
-
-from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import LoopformerError, require
-from loopformer.inference.decode import ends, padded, take_all
-from loopformer.inference.request import Event, Request, RowState
+from loopformer.errors import LoopformerError, RunFailed
+from loopformer.inference.decode import Backend, PlainBackend
+from loopformer.inference.draft import Draft, DraftReport
+from loopformer.inference.request import EndingDetokenizer, Event, Request, Result, RowState
+from loopformer.inference.sampling import Choice
 from loopformer.model import LoopedLM
-from loopformer.model.cache import Cache, Passes, RowKeys
-from loopformer.trajectory import Trajectory
-
-WORTH_SHARING = 8  # tokens; fewer are run again
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """A prompt and its keys."""
-
-    tokens: tuple[int, ...]
-    keys: RowKeys
-
-
-class Prefixes:
-    """At most `most_tokens` tokens of prompts, the one used last at the end."""
-
-    def __init__(self, most_tokens: int) -> None:
-        self.most_tokens = most_tokens
-        self._kept: list[Prefix] = []
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(prefix.tokens) for prefix in self._kept)
-
-    def find(self, trajectory: Trajectory, prompt: Sequence[int]) -> tuple[RowKeys, int]:
-        """The keys of the prompt that shares the longest beginning, and its length; all but the last token at most,
-        since that one's output is what is wanted."""
-        best = max(self._along(trajectory), key=lambda prefix: common(prefix.tokens, prompt), default=None)
-        shared = min(common(best.tokens, prompt), len(prompt) - 1) if best is not None else 0
-        if best is None or shared == 0:
-            return RowKeys(trajectory, []), 0
-        self._kept = [prefix for prefix in self._kept if prefix is not best] + [best]
-        return best.keys, shared
-
-    def keep(self, prompt: Sequence[int], keys: RowKeys) -> None:
-        """Remember a prompt, unless nearly all of it is remembered; one that it begins with is then forgotten."""
-        same = self._along(keys.trajectory)
-        known = max((common(one.tokens, prompt) for one in same), default=0)
-        if len(prompt) > self.most_tokens or len(prompt) - known < WORTH_SHARING:
-            return
-        beginnings = [one for one in same if common(one.tokens, prompt) == len(one.tokens)]
-        self._kept = [one for one in self._kept if not any(one is other for other in beginnings)]
-        self._kept.append(Prefix(tuple(prompt), keys.copy()))
-        while self.tokens > self.most_tokens:
-            del self._kept[0]
-
-    def _along(self, trajectory: Trajectory) -> list[Prefix]:
-        return [prefix for prefix in self._kept if prefix.keys.trajectory == trajectory]
-
-
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
-    for count, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return count
-    return min(len(one), len(other))
-
-
-class Tag(Protocol):
-    """What a row belongs to."""
-
-    @property
-    def trajectory(self) -> Trajectory: ...
-
-
-T = TypeVar("T", bound=Tag)
-
-
-class Pool(Cache, Generic[T]):
-    """At most `rows` sequences; `tags[place]` says whose row it is. A loop takes memory when it is first used."""
-
-    def __init__(self, model: LoopedLM, rows: int) -> None:
-        super().__init__(model.config, [], Passes([], [], []), model.config.context, model.tokens.weight)
-        self.most = rows
-        self.tags: list[T] = []
-        self._order = torch.arange(rows, device=model.tokens.weight.device)
-        self._told: list[Tensor | None] = []  # of each loop [rows, k, 4, D]
-        self._blocks = model.config.blocks
-
-    @property
-    def used_bytes(self) -> int:
-        """Memory that belongs to rows, of what was taken."""
-        counts = self.passes.rows
-        return sum(rows * k[0].nbytes * 2 for loop, rows in zip(self._kept, counts, strict=False) for k, _ in loop)
-
-    def admit(self, tag: T, table: Tensor | None, kept: RowKeys, length: int) -> int:
-        """Take in a row that has run `length` tokens, with its modulations [M, k, 4, D]; its place."""
-        while len(self._kept) < tag.trajectory.budget:
-            self._take_a_loop(table is not None)
-        place = len(self.tags)
-        self.tags.append(tag)
-        self.lengths.append(0)
-        for budget in sorted({one.trajectory.budget for one in self.tags[:-1]}):  # the shortest routes make room
-            if budget < tag.trajectory.budget:
-                first = next(number for number, one in enumerate(self.tags) if one.trajectory.budget == budget)
-                self._move(first, place)
-                place = first
-        self.tags[place] = tag
-        self._settle()
-        self.write(place, kept, length)
-        for loop, told in enumerate(self._told[: tag.trajectory.budget]):
-            if told is not None and table is not None:
-                told[place] = table[loop]
-        return place
-
-    def retire(self, place: int) -> None:
-        """Let a row go."""
-        mine = self.tags[place].trajectory.budget
-        for budget in sorted(
-            {one.trajectory.budget for one in self.tags if one.trajectory.budget <= mine}, reverse=True
-        ):
-            last = max(number for number, one in enumerate(self.tags) if one.trajectory.budget == budget)
-            if last != place:
-                self._move(last, place)
-                place = last
-        del self.tags[-1], self.lengths[-1]
-        self._settle()
-
-    def _place_of(self, row: int) -> int:
-        return row  # rows lie in their own order
-
-    def _move(self, source: int, target: int) -> None:
-        """Put one row's keys, values, modulations and tag over another's."""
-        length = self.lengths[source]
-        for loop in range(self.tags[source].trajectory.budget):
-            for pair in self._kept[loop]:
-                for tensor in pair:
-                    tensor[target, :, :length] = tensor[source, :, :length]
-            told = self._told[loop]
-            if told is not None:
-                told[target] = told[source]
-        self.tags[target], self.lengths[target] = self.tags[source], length
-
-    def _settle(self) -> None:
-        """The passes of the rows that are here now."""
-        budgets = [tag.trajectory.budget for tag in self.tags]
-        counts = [sum(budget > loop for budget in budgets) for loop in range(max(budgets, default=0))]
-        told = [None if (all_ := self._told[loop]) is None else all_[:rows] for loop, rows in enumerate(counts)]
-        self.passes = Passes(counts, told, list(range(len(budgets))))
-        self.trajectories = tuple(tag.trajectory for tag in self.tags)
-
-    def _take_a_loop(self, conditioned: bool) -> None:
-        self._kept.append(self._empty_loop(self.most, self._blocks))
-        told = self._weight.detach().new_zeros(self.most, self._blocks, 4, self._weight.shape[1])
-        self._told.append(told if conditioned else None)
-
 
 PROMPT_TOKENS = 2048  # of new requests in one step, so that those that run are not held up for long
 
@@ -202,7 +38,7 @@ class Busy(LoopformerError):
 
 
 @dataclass
-class Counts:
+class EngineCounts:
     """What an engine has done so far."""
 
     steps: int = 0
@@ -212,191 +48,253 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A request that has got a row, and what its prompt need not run again."""
+class _State:
+    """What all requests have come to."""
 
-    state: RowState
-    keys: RowKeys
-    shared: int
-
-    @property
-    def rest(self) -> tuple[int, ...]:
-        return self.state.request.prompt[self.shared :]
+    waiting: tuple[RowState, ...] = ()
+    running: tuple[RowState, ...] = ()  # those that have slots
+    cancelled: frozenset[int] = frozenset()
+    faults: Mapping[int, str] = field(default_factory=dict)  # requests whose own work failed the last time
+    events: tuple[Event, ...] = ()
+    first_event: int = 0  # the number of the first of these, counted from the engine's beginning
 
 
 class Engine:
     """Runs at most `rows` requests at once, and lets at most `queue` more wait."""
 
     def __init__(
-        self, model: LoopedLM, tokenizer: Tokenizer, rows: int = 16, queue: int = 64, remember: int | None = None
+        self,
+        model: LoopedLM,
+        tokenizer: EndingDetokenizer,
+        rows: int = 16,
+        queue: int = 64,
+        remember: int | None = None,
+        draft: Draft | None = None,
+        backend: Backend | None = None,
     ) -> None:
-        """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default."""
-        require(rows >= 1, f"An engine needs 1 row or more, got {rows}.")
-        require(queue >= 1, f"The queue must hold 1 request or more, got {queue}.")
-        self.model, self.counts = model, Counts()
-        self._tokenizer, self._rows, self._most_waiting = tokenizer, rows, queue
-        self._pool: Pool[RowState] = Pool(model, rows)
-        self._prefixes = Prefixes(4 * model.config.context if remember is None else remember)
-        self._tables: dict[Trajectory, Tensor | None] = {}
-        self._numbers = counter()
-        self._waiting: deque[RowState] = deque()
-        self._cancelled: set[int] = set()
-        self._events: list[Event] = []  # of a step that failed halfway, for the next one to return
-        self._door, self._work = Lock(), Lock()  # who waits; who runs
+        """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default. A backend of one's
+        own has its own rows, memory and draft."""
+        if rows < 1:
+            raise LoopformerError(f"An engine needs 1 row or more, got {rows}.")
+        if queue < 1:
+            raise LoopformerError(f"The queue must hold 1 request or more, got {queue}.")
+        self.model, self.backend = model, backend or PlainBackend(model, rows, remember, draft)
+        self._tokenizer, self._most_waiting = tokenizer, queue
+        self._steps = self._new_tokens = 0
+        self._tickets = count()
+        self._state = _State()
+        self._taken = 0  # events that were handed out
+        self._door, self._work = Lock(), Lock()  # who may replace the state; who runs
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._state.waiting)
 
     @property
     def running(self) -> int:
-        return len(self._pool.tags)
+        return len(self._state.running)
 
     @property
     def idle(self) -> bool:
-        return not self._waiting and not self._pool.tags
+        """Whether nothing is left to do: nobody waits or runs, and every event was taken."""
+        state = self._state
+        return not (state.waiting or state.running) and state.first_event + len(state.events) == self._taken
 
     @property
     def used_bytes(self) -> int:
         """Keys and values of the requests that run."""
-        return self._pool.used_bytes
+        return self.backend.used_bytes
+
+    @property
+    def counts(self) -> EngineCounts:
+        return EngineCounts(self._steps, self.backend.prompt_tokens, self.backend.shared_tokens, self._new_tokens)
 
     def submit(self, request: Request) -> int:
         """Put a request in the queue; its ticket. What is wrong with it is said here, not while others run."""
         self.model.resolve(request.trajectory)
-        state = RowState(next(self._numbers), request, self._tokenizer, self.model.config)
+        row = RowState.start(next(self._tickets), request, self._tokenizer, self.model.config)
         with self._door:
-            if len(self._waiting) >= self._most_waiting:
+            if len(self._state.waiting) >= self._most_waiting:
                 raise Busy(f"The queue is full ({self._most_waiting} requests are waiting); try again later.")
-            self._waiting.append(state)
-        return state.number
+            self._state = replace(self._state, waiting=(*self._state.waiting, row))
+        return row.ticket
 
     def cancel(self, ticket: int) -> None:
         """Drop a request, waiting or running; one that is done already is no matter.
 
-        Its row is free at once, or after the token that is being computed in another thread.
+        Its slot is free at once, or after the token that is being computed in another thread.
         """
-        with self._door:
-            self._waiting = deque(state for state in self._waiting if state.number != ticket)
-            self._cancelled.add(ticket)
+        self._publish(lambda state: replace(state, cancelled=state.cancelled | {ticket}))
         if self._work.acquire(blocking=False):
             try:
-                self._drop_cancelled()
+                self._retire()
             finally:
                 self._work.release()
 
     def run(self) -> Iterator[Event]:
-        """Step until nothing is left to do."""
+        """Step until nothing is left to do. Whoever leaves early finds the rest at the next `run` or `step`."""
         while not self.idle:
-            yield from self.step()
+            untaken = self._untaken()
+            if not untaken:
+                self._step()
+                continue
+            event = untaken[0]
+            self._taken += 1  # and no call before the yield: Ctrl-C cannot come between
+            yield event
 
-    @torch.no_grad()
     def step(self) -> list[Event]:
         """One token for every request that runs, and the first one for those that come in."""
-        with self._work:
-            self._drop_cancelled()
-            running = list(self._pool.tags)
-            if running:
-                self._events += self._decode(running)
-            self._admit()
-            self.counts.steps += 1
-            self.counts.new_tokens += len(self._events)
-            events, self._events = self._events, []
-            return events
-
-    def _decode(self, running: list[RowState]) -> list[Event]:
-        last = torch.tensor([[state.ids[-1]] for state in running], device=self.model.tokens.weight.device)
-        lengths = list(self._pool.lengths)
-        try:
-            hidden = self.model.extend(last, self._pool, check=False)[:, 0]
-            events = self._take(running, hidden)
-        except BaseException:  # the next step does it again
-            self._pool.lengths = lengths
-            raise
-        for place in reversed([place for place, event in enumerate(events) if event.result is not None]):
-            self._pool.retire(place)
+        self._step()
+        events = list(self._untaken())
+        self._taken += len(events)  # and no call before the return: Ctrl-C cannot come between
         return events
+
+    def _untaken(self) -> tuple[Event, ...]:
+        state = self._state
+        return state.events[self._taken - state.first_event :]
+
+    def _step(self) -> None:
+        with self._work:
+            self._retire()
+            running = self._state.running
+            if running:
+                self._take(running, self.backend.decode(running))
+            self._admit()
+            self._steps += 1
+
+    def _retire(self) -> None:
+        """Forget who was cancelled and what was taken; only those that run keep their slots."""
+
+        def without(state: _State) -> _State:
+            gone, taken = state.cancelled, self._taken  # read once: another thread may be taking events
+            return replace(
+                state,
+                waiting=tuple(row for row in state.waiting if row.ticket not in gone),
+                running=tuple(row for row in state.running if row.ticket not in gone),
+                cancelled=frozenset(),
+                events=state.events[taken - state.first_event :],
+                first_event=taken,
+            )
+
+        if self._state.cancelled or self._state.first_event < self._taken:
+            self._publish(without)
+        self.backend.keep(self._state.running)
 
     def _admit(self) -> None:
-        """Run the prompts of waiting requests, as many as there are rows for, and few enough at a time."""
-        tokens = 0
-        while self._waiting and len(self._pool.tags) < self._rows and tokens < PROMPT_TOKENS:
-            arrivals = self._next_arrivals(self._rows - len(self._pool.tags), PROMPT_TOKENS - tokens)
-            tokens += sum(len(arrival.rest) for arrival in arrivals)
-            groups = _groups(arrivals, self.model.config.context)
-            while groups:
-                try:
-                    self._events += self._prefill(groups[0])
-                except BaseException:  # memory, or Ctrl-C: nobody is lost
-                    with self._door:
-                        self._waiting.extendleft(one.state for group in groups for one in group)
-                    raise
-                del groups[0]
+        """Run the prompts of waiting requests, as many as there are slots for, and few enough at a time."""
+        most = self.backend.prompt_tokens + PROMPT_TOKENS
+        while self._state.waiting and (tokens := most - self.backend.prompt_tokens) > 0:
+            groups = self.backend.plan(self._state.waiting, tokens)
+            if not groups:
+                return
+            for group in groups:
+                self._prefill(group)
 
-    def _next_arrivals(self, most: int, tokens: int) -> list[Arrival]:
-        """The next requests that can run together; one that shares its beginning with another waits for it."""
-        arrivals: list[Arrival] = []
+    def _prefill(self, group: Sequence[RowState]) -> None:
+        try:
+            choices = [[choice] for choice in self.backend.prefill(group)]
+        except Exception as error:
+            self.backend.keep(self._state.running)  # some of the group may have got slots
+            if len(group) == 1:
+                self._fault(group[0], error)
+                return
+            for row in group:  # so that only the one whose fault it is has to do with it
+                self._prefill([row])
+            return
+        self._take(group, choices)
+
+    def _take(self, rows: Sequence[RowState], choices: Sequence[Sequence[Choice]]) -> None:
+        """Tokens become text, and what the rows have come to by it is published."""
+        after: dict[int, RowState] = {}
+        events: list[Event] = []
+        for row, chosen in zip(rows, choices, strict=True):
+            try:
+                after[row.ticket], event = row.take(chosen)
+            except Exception as error:
+                self._fault(row, error)
+                continue
+            events.append(event)
+        ended = {event.ticket for event in events if event.result is not None}
+
+        def taken(state: _State) -> _State:
+            running = [after.get(row.ticket, row) for row in state.running]
+            known = {row.ticket for row in running}
+            running += [row for ticket, row in after.items() if ticket not in known]
+            return replace(
+                state,
+                waiting=tuple(row for row in state.waiting if row.ticket not in after),
+                running=tuple(row for row in running if row.ticket not in ended),
+                faults={ticket: said for ticket, said in state.faults.items() if ticket not in after},
+                events=(*state.events, *events),
+            )
+
+        self._publish(taken)
+        if ended:
+            self.backend.keep(self._state.running)
+        self._new_tokens += sum(len(after[row.ticket].ids) - len(row.ids) for row in rows if row.ticket in after)
+
+    def _fault(self, row: RowState, error: Exception) -> None:
+        """The first time it is raised, and the next step tries again; the second time the request ends with it."""
+        sentence = str(error) or type(error).__name__
+        if row.ticket not in self._state.faults:
+            self._publish(lambda state: replace(state, faults={**state.faults, row.ticket: sentence}))
+            raise error
+
+        def without(state: _State) -> _State:
+            return replace(
+                state,
+                waiting=tuple(other for other in state.waiting if other.ticket != row.ticket),
+                running=tuple(other for other in state.running if other.ticket != row.ticket),
+                faults={ticket: said for ticket, said in state.faults.items() if ticket != row.ticket},
+                events=(*state.events, row.failed(sentence)),
+            )
+
+        self._publish(without)
+
+    def _publish(self, change: Callable[[_State], _State]) -> None:
         with self._door:
-            while self._waiting and len(arrivals) < most and tokens > 0:
-                request = self._waiting[0].request
-                keys, shared = self._prefixes.find(request.trajectory, request.prompt)
-                beside = (
-                    common(other.state.request.prompt, request.prompt)
-                    for other in arrivals
-                    if other.state.trajectory == request.trajectory
-                )
-                if self._prefixes.most_tokens and max(beside, default=0) >= shared + WORTH_SHARING:
-                    break
-                arrivals.append(Arrival(self._waiting.popleft(), keys, shared))
-                tokens -= len(arrivals[-1].rest)
-        return arrivals
-
-    def _prefill(self, group: list[Arrival]) -> list[Event]:
-        """Run prompts together; those that go on after their first token get a row each."""
-        trajectories = [arrival.state.trajectory for arrival in group]
-        ids, counts = padded(self.model, [arrival.rest for arrival in group])
-        capacity = max(arrival.shared for arrival in group) + max(counts)
-        cache = self.model.cache(trajectories, len(group), capacity)
-        for row, arrival in enumerate(group):
-            cache.write(row, arrival.keys, arrival.shared)
-        hidden = ends(self.model.extend(ids, cache, counts, check=False), counts)
-        events = self._take([arrival.state for arrival in group], hidden)
-        for row, (arrival, event) in enumerate(zip(group, events, strict=True)):
-            keys, prompt, trajectory = cache.read(row), arrival.state.request.prompt, trajectories[row]
-            self._prefixes.keep(prompt, keys)
-            if event.result is None:
-                self._pool.admit(arrival.state, self._table(trajectory), keys, len(prompt))
-        self.counts.prompt_tokens += sum(counts)
-        self.counts.shared_tokens += sum(arrival.shared for arrival in group)
-        return events
-
-    def _take(self, states: list[RowState], hidden: Tensor) -> list[Event]:
-        """The next token of each, from the hidden states of their last ones [B, D]."""
-        return take_all(states, self.model.head(hidden)[:, : self.model.config.vocab])
-
-    def _table(self, trajectory: Trajectory) -> Tensor | None:
-        """The modulations of a trajectory, computed once for as long as someone follows it."""
-        if trajectory not in self._tables:
-            followed = {state.trajectory for state in self._pool.tags}
-            self._tables = {known: table for known, table in self._tables.items() if known in followed}
-            self._tables[trajectory] = self.model.table(trajectory)
-        return self._tables[trajectory]
-
-    def _drop_cancelled(self) -> None:
-        with self._door:
-            cancelled, self._cancelled = self._cancelled, set()
-        for place in reversed(range(len(self._pool.tags))):
-            if self._pool.tags[place].number in cancelled:
-                self._pool.retire(place)
+            self._state = change(self._state)
 
 
-def _groups(arrivals: list[Arrival], context: int) -> list[list[Arrival]]:
-    """Prompts of about the same length together, so that little is padded; each group fits the context."""
-    groups: list[list[Arrival]] = []
-    for arrival in sorted(arrivals, key=lambda one: -len(one.rest)):
-        longest = len(groups[-1][0].rest) if groups else 0
-        if 4 * len(arrival.rest) >= 3 * longest > 0 and arrival.shared + longest <= context:
-            groups[-1].append(arrival)
-        else:
-            groups.append([arrival])
-    return groups
+def generate(
+    model: LoopedLM, tokenizer: EndingDetokenizer, requests: Sequence[Request], backend: Backend | None = None
+) -> Iterator[Event]:
+    """Run requests together to their ends; events come as tokens do, their tickets count the requests from 0."""
+    most = max(1, len(requests))
+    engine = Engine(model, tokenizer, most, most, remember=0, backend=backend)
+    for request in requests:
+        engine.submit(request)
+    return engine.run()
+
+
+def complete(
+    model: LoopedLM,
+    tokenizer: EndingDetokenizer,
+    requests: Sequence[Request],
+    backend: Backend,
+    show: Callable[[Event], object] = lambda event: None,
+) -> list[Result]:
+    """Run requests to their ends: their results in order. One that failed is raised."""
+    results: dict[int, Result] = {}
+    for event in generate(model, tokenizer, requests, backend):
+        show(event)
+        if event.result is not None:
+            if event.result.error is not None:
+                raise RunFailed(event.result.error)
+            results[event.ticket] = event.result
+    return [results[ticket] for ticket in range(len(requests))]
+
+
+def speculate(
+    model: LoopedLM,
+    tokenizer: EndingDetokenizer,
+    requests: Sequence[Request],
+    draft: Draft,
+    show: Callable[[Event], object] = lambda event: None,
+    backend: Backend | None = None,
+) -> tuple[list[Result], DraftReport]:
+    """Run requests to their ends with a draft: the texts are those of `generate`; `show` gets events as they
+    come."""
+    backend = backend or PlainBackend(model, max(1, len(requests)), remember=0, draft=draft)
+    results = complete(model, tokenizer, requests, backend, show)
+    return results, replace(backend.draft_report, tokens=sum(len(result.ids) for result in results))

@@ -1,53 +1,216 @@
-"""Tokens to text as they come: whole characters only, and nothing beyond a stop string.
+"""A request on its way from prompt to result: what is asked, its text as it comes, what became of it.
 
-stream = TextStream(tokenizer, stops=["\n\n"], after=prompt)
-piece = stream.push(token)     # what can be shown now; "" while a character or a stop string may be half there
-piece = stream.finish()        # what was held back
+request = Request(prompt_ids, Trajectory.uniform(4), Sampling(temperature=0.8, seed=3), max_tokens=64)
+row = RowState.start(ticket, request, tokenizer, model.config)
+row, event = row.take([Choice(token, logprob)])      # event.piece to show now; event.result when it has ended
 
-Many tokenizers write a space only between two words of what they decode at once, so a token is always decoded
-together with those before it.
-
-Generate text for a batch of requests, each with its own prompt, trajectory, sampling and limits.
-
-for event in generate(model, tokenizer, [Request(ids, Trajectory.uniform(4))]): ...
-
-Prefill all prompts, then one token at a time through the cache. A row that is done leaves the batch, and each row's
-text is what it would be alone. The context limit ends a request with a stated reason; nothing slides.
+A `RowState` never changes: taking tokens gives another one. So whoever holds the old one has lost nothing when a
+step fails half-way. The context limit ends a request with a stated reason; nothing slides.
 """
 
 from __future__ import annotations
 
 import math
-import random
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from torch import Tensor
-
 from loopformer.config import ModelConfig
-from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import RunFailed, require
-from loopformer.inference.sampling import Sampling, choose, is_whole, pick
+from loopformer.errors import LoopformerError
+from loopformer.inference.sampling import Choice, Draw, Sampling, is_whole
 from loopformer.trajectory import Trajectory
 
-BROKEN = "\ufffd"  # what decoding half a character gives
+Reason = Literal["stop", "end", "length", "context", "error"]
+REASONS = {
+    "stop": "a stop string came",
+    "end": "the model ended the text",
+    "length": "the limit of new tokens was reached",
+    "context": "the model's context is full",
+    "error": "it failed",
+}
+NOT_A_NUMBER = "The model's output is not a number; are its weights damaged, or too large for bf16?"
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that is needed here."""
+@dataclass(frozen=True)
+class Request:
+    """One text to continue."""
+
+    prompt: tuple[int, ...]
+    trajectory: Trajectory
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int = 128
+    stops: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise LoopformerError("The prompt is empty; give at least one character.")
+        if not isinstance(self.trajectory, Trajectory):
+            raise LoopformerError(f"{self.trajectory!r} is no Trajectory; make one of it.")
+        if not (is_whole(self.max_tokens) and self.max_tokens >= 1):
+            raise LoopformerError(f"max_tokens must be 1 or more, a whole number; got {self.max_tokens!r}.")
+        for stop in self.stops:
+            if not isinstance(stop, str):
+                raise LoopformerError(f"A stop string must be text, got {stop!r}.")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a request. `logprobs[i]` is the model's log-probability of `ids[i]`, before any sampling."""
+
+    text: str
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    reason: Reason
+    prompt_tokens: int
+    trajectory: Trajectory
+    error: str | None = None  # one sentence where the reason is "error"; text and ids are what came before
+
+
+@dataclass(frozen=True)
+class Event:
+    """A piece of text of one request; the last one carries its result."""
+
+    ticket: int
+    piece: str
+    result: Result | None = None
+
+
+class Detokenizer(Protocol):
+    """What text needs of a tokenizer."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-class TextStream:
-    """The text of one request, piece by piece."""
+class EndingDetokenizer(Detokenizer, Protocol):
+    """One that also knows the token that ends a text."""
 
-    def __init__(self, tokenizer: Decoder, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
+    @property
+    def eot(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class RowState:
+    """A request in a batch slot, or waiting for one: its tokens and its text so far."""
+
+    ticket: int
+    request: Request
+    text: TextStream
+    seed: int  # the request's, or one drawn for it
+    context: int
+    end: int  # the token that ends a text
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+    @classmethod
+    def start(cls, ticket: int, request: Request, tokenizer: EndingDetokenizer, config: ModelConfig) -> RowState:
+        """A request that nothing was run of yet; refused if this model cannot run it."""
+        if len(request.prompt) > config.context:
+            raise LoopformerError(
+                f"The prompt has {len(request.prompt)} tokens but the context is {config.context}; shorten it."
+            )
+        low, high = min(request.prompt), max(request.prompt)
+        if low < 0 or high >= config.vocab:
+            raise LoopformerError(
+                f"Token ids must lie in 0…{config.vocab - 1}, got {low}…{high}; is this the model's own tokenizer?"
+            )
+        seed = request.sampling.seed
+        text = TextStream(tokenizer, request.stops, after=request.prompt)
+        drawn = secrets.randbits(63) if seed is None else int(seed)
+        return cls(ticket, request, text, drawn, config.context, tokenizer.eot)
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self.request.trajectory
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        """Prompt and new tokens."""
+        return (*self.request.prompt, *self.ids)
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt) + len(self.ids)
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys and values are kept: all but the last new one, which the next step runs."""
+        return self.length - bool(self.ids)
+
+    @property
+    def places_left(self) -> int:
+        """How many tokens after the last one the context can hold."""
+        return self.context - self.length
+
+    def tail(self, count: int) -> tuple[int, ...]:
+        """The last `count` tokens."""
+        new = self.ids[max(0, len(self.ids) - count) :]
+        older = count - len(new)
+        return (*self.request.prompt[len(self.request.prompt) - older :], *new) if older > 0 else new
+
+    def draw(self, drafted: Sequence[int] = ()) -> Draw:
+        """What decides the next token, if the drafted ones come before it."""
+        sampling = self.request.sampling
+        history = (*self.history, *drafted) if sampling.repetition_penalty != 1 else ()
+        return Draw(sampling, self.seed, self.length + len(drafted), history)
+
+    def take(self, choices: Sequence[Choice]) -> tuple[RowState, Event]:
+        """Append tokens, up to the one that ends the text: the state then, and what can be shown of it."""
+        ids, logprobs, text, piece = list(self.ids), list(self.logprobs), copy(self.text), ""
+        reason: Reason | None = None
+        for token, logprob in choices:
+            if math.isnan(logprob):
+                reason = "error"
+                break
+            ids.append(token)
+            logprobs.append(logprob)
+            if token == self.end:
+                reason = "end"
+                break
+            piece += text.push(token)
+            if text.stopped:
+                reason = "stop"
+            elif len(ids) == self.request.max_tokens:
+                reason = "length"
+            elif len(self.request.prompt) + len(ids) > self.context:  # this token has no place, so none can follow
+                reason = "context"
+            if reason is not None:
+                break
+        after = replace(self, ids=tuple(ids), logprobs=tuple(logprobs), text=text)
+        if reason is None:
+            return after, Event(self.ticket, piece)
+        piece += text.finish()
+        return after, Event(self.ticket, piece, after._result(reason, NOT_A_NUMBER if reason == "error" else None))
+
+    def failed(self, sentence: str) -> Event:
+        """The end of a request that could not be run."""
+        return Event(self.ticket, "", self._result("error", sentence))
+
+    def _result(self, reason: Reason, error: str | None) -> Result:
+        prompt, trajectory = len(self.request.prompt), self.request.trajectory
+        return Result(self.text.text, self.ids, self.logprobs, reason, prompt, trajectory, error)
+
+
+BROKEN = "\ufffd"  # what decoding half a character gives
+
+
+class TextStream:
+    """Tokens to text as they come: whole characters only, and nothing beyond a stop string.
+
+        stream = TextStream(tokenizer, stops=["\\n\\n"], after=prompt)
+        piece = stream.push(token)     # what can be shown now; "" while a character may be half there
+        piece = stream.finish()        # what was held back
+
+    Many tokenizers write a space only between two words of what they decode at once, so a token is always decoded
+    together with those before it. A shallow copy goes its own way.
+    """
+
+    def __init__(self, tokenizer: Detokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
         """`after`: the tokens that the text follows."""
         self._tokenizer = tokenizer
-        self._stops = [stop for stop in stops if stop]
-        self._ids = list(after)  # what is decoded: the last tokens with settled text, then those not yet settled
+        self._stops = tuple(stop for stop in stops if stop)
+        self._ids = tuple(after)  # what is decoded: the last tokens with settled text, then those not yet settled
         self._done = len(after)  # how many of them are settled; a token may end in the middle of a character
         self._known = tokenizer.decode(self._ids) if after else ""  # what is settled of their text
         self._text = ""  # settled text
@@ -61,7 +224,7 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Add a token and return what can be shown."""
-        self._ids.append(token)
+        self._ids = (*self._ids, token)
         self._settle(whole=False)
         return self._show(self._held())
 
@@ -104,134 +267,3 @@ class TextStream:
         piece = self._text[self._shown : end]
         self._shown = end
         return piece
-
-
-Reason = Literal["stop", "end", "length", "context"]
-
-
-REASONS = {
-    "stop": "a stop string came",
-    "end": "the model ended the text",
-    "length": "the limit of new tokens was reached",
-    "context": "the model's context is full",
-}
-
-
-@dataclass(frozen=True)
-class Request:
-    """One text to continue."""
-
-    prompt: tuple[int, ...]
-    trajectory: Trajectory
-    sampling: Sampling = field(default_factory=Sampling)
-    max_tokens: int = 128
-    stops: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        require(len(self.prompt) > 0, "The prompt is empty; give at least one character.")
-        require(isinstance(self.trajectory, Trajectory), f"{self.trajectory!r} is no Trajectory; make one of it.")
-        whole = is_whole(self.max_tokens) and self.max_tokens >= 1
-        require(whole, f"max_tokens must be 1 or more, a whole number; got {self.max_tokens!r}.")
-        for stop in self.stops:
-            require(isinstance(stop, str), f"A stop string must be text, got {stop!r}.")
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of a request. `logprobs[i]` is the model's log-probability of `ids[i]`, before any sampling."""
-
-    text: str
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    reason: Reason
-    prompt_tokens: int
-    trajectory: Trajectory
-
-
-@dataclass(frozen=True)
-class Event:
-    """A piece of text of one request; the last one carries its result."""
-
-    row: int
-    piece: str
-    result: Result | None = None
-
-
-class RowState:
-    """A request on its way: its tokens, its text, its own random numbers."""
-
-    def __init__(self, number: int, request: Request, tokenizer: Tokenizer, config: ModelConfig) -> None:
-        require(
-            len(request.prompt) <= config.context,
-            f"The prompt has {len(request.prompt)} tokens but the context is {config.context}; shorten it.",
-        )
-        low, high = min(request.prompt), max(request.prompt)
-        require(
-            low >= 0 and high < config.vocab,
-            f"Token ids must lie in 0…{config.vocab - 1}, got {low}…{high}; is this the model's own tokenizer?",
-        )
-        self.number, self.request = number, request
-        self.stream = TextStream(tokenizer, request.stops, after=request.prompt)
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self._context, self._end = config.context, tokenizer.eot
-        seed = request.sampling.seed
-        self._draws = random.Random(None if seed is None else int(seed))
-        self.random = self._draws.random
-
-    @property
-    def trajectory(self) -> Trajectory:
-        return self.request.trajectory
-
-    @property
-    def history(self) -> tuple[int, ...]:
-        """Prompt and new tokens."""
-        return (*self.request.prompt, *self.ids)
-
-    @property
-    def length(self) -> int:
-        return len(self.request.prompt) + len(self.ids)
-
-    @property
-    def places_left(self) -> int:
-        """How many tokens after the last one the context can hold."""
-        return self._context - self.length
-
-    def tail(self, count: int) -> tuple[int, ...]:
-        """The last `count` tokens."""
-        return self.history[self.length - count :]
-
-    def draw(self, likely: Tensor) -> int:
-        """A token from probabilities [V]."""
-        return pick(likely, self.random())
-
-    def take(self, logits: Tensor) -> Event:
-        """Choose the next token from logits [V]."""
-        return self.add(choose(logits, self.request.sampling, self.random(), self.history), logits)
-
-    def add(self, token: int, logits: Tensor) -> Event:
-        """Append a token that was chosen with these logits [V]."""
-        return self.note(token, float(logits.float().log_softmax(-1)[token]))
-
-    def note(self, token: int, logprob: float) -> Event:
-        """Append a token and its log-probability."""
-        if math.isnan(logprob):
-            raise RunFailed("The model's output is not a number; are its weights damaged, or too large for bf16?")
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        if token == self._end:
-            return self._finish("", "end")
-        piece = self.stream.push(token)
-        if self.stream.stopped:
-            return self._finish(piece, "stop")
-        if len(self.ids) == self.request.max_tokens:
-            return self._finish(piece, "length")
-        if self.places_left < 0:  # this token has no place, so none can follow
-            return self._finish(piece, "context")
-        return Event(self.number, piece)
-
-    def _finish(self, piece: str, reason: Reason) -> Event:
-        piece += self.stream.finish()
-        ids, logprobs = tuple(self.ids), tuple(self.logprobs)
-        prompt, trajectory = len(self.request.prompt), self.request.trajectory
-        return Event(self.number, piece, Result(self.stream.text, ids, logprobs, reason, prompt, trajectory))

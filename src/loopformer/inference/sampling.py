@@ -1,9 +1,11 @@
-"""How the next token is chosen from its logits.
+"""How the next token is chosen from its logits, for a whole batch at once.
 
-choose(logits, Sampling(temperature=0.8, top_p=0.95), draw=0.37, history=ids)
+choices = sample(logits, [Draw(Sampling(temperature=0.8, top_p=0.95), seed=3, position=17), …])    # logits [B, V]
 
-Greedy by default. Temperature, repetition penalty, top-k, top-p and min-p apply in that order; one uniform number
-per token decides, so a request's text follows from its own seed, whatever else is in the batch.
+Greedy by default. Repetition penalty, temperature, top-k, top-p and min-p apply in that order. What is drawn is the
+largest of log-probability plus Gumbel noise, and the noise of a token follows from (seed, position, token) alone:
+so a request's text follows from its own seed, whatever else is in the batch and whichever path computes the logits,
+and a draft that draws with the same noise as the model it drafts for is right as often as the two agree.
 """
 
 from __future__ import annotations
@@ -12,16 +14,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from loopformer.errors import require
+from loopformer.errors import LoopformerError
 
-
-def is_whole(value: object) -> bool:
-    """Whether it is a whole number; NumPy's are too."""
-    return isinstance(value, Integral)
+# splitmix64's constants
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_64_BITS = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,22 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and math.isfinite(value)
-            require(number, f"{name} must be a finite number, got {value!r}.")
-        require(self.temperature >= 0, f"temperature must be 0 (greedy) or more, got {self.temperature}.")
+            if not (isinstance(value, int | float) and math.isfinite(value)):
+                raise LoopformerError(f"{name} must be a finite number, got {value!r}.")
         for name in ("top_k", "seed"):
             value = getattr(self, name)
-            require(value is None or is_whole(value), f"{name} must be a whole number, got {value!r}.")
-        require(self.top_k is None or self.top_k >= 1, f"top_k must be 1 or more, got {self.top_k}.")
-        require(0 < self.top_p <= 1, f"top_p must lie in (0, 1], got {self.top_p}.")
-        require(0 <= self.min_p <= 1, f"min_p must lie in [0, 1], got {self.min_p}.")
-        require(self.repetition_penalty > 0, f"repetition_penalty must be positive, got {self.repetition_penalty}.")
+            if not (value is None or is_whole(value)):
+                raise LoopformerError(f"{name} must be a whole number, got {value!r}.")
+        if self.temperature < 0:
+            raise LoopformerError(f"temperature must be 0 (greedy) or more, got {self.temperature}.")
+        if self.top_k is not None and self.top_k < 1:
+            raise LoopformerError(f"top_k must be 1 or more, got {self.top_k}.")
+        if not 0 < self.top_p <= 1:
+            raise LoopformerError(f"top_p must lie in (0, 1], got {self.top_p}.")
+        if not 0 <= self.min_p <= 1:
+            raise LoopformerError(f"min_p must lie in [0, 1], got {self.min_p}.")
+        if self.repetition_penalty <= 0:
+            raise LoopformerError(f"repetition_penalty must be positive, got {self.repetition_penalty}.")
 
     @property
     def greedy(self) -> bool:
@@ -59,37 +67,112 @@ class Sampling:
         return self.greedy and self.repetition_penalty == 1
 
 
-def probabilities(logits: Tensor, sampling: Sampling, history: Sequence[int]) -> Tensor:
-    """What is drawn from: logits [V] → probabilities [V] in fp64 on the CPU."""
-    scores = logits.detach().to(torch.float64 if logits.device.type != "mps" else torch.float32).cpu().double()
-    if sampling.repetition_penalty != 1 and history:
-        seen = torch.tensor(sorted(set(history)))
-        penalty = sampling.repetition_penalty
-        scores[seen] = torch.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
-    if sampling.greedy:
-        return torch.nn.functional.one_hot(scores.argmax(), len(scores)).double()
-    likely = ((scores - scores.max()) / sampling.temperature).softmax(-1)  # finite for any temperature
-    if sampling.top_k is not None and sampling.top_k < len(likely):
-        likely = likely.where(likely >= likely.topk(sampling.top_k).values[-1], 0.0)
-    if sampling.top_p < 1:
-        ranked, order = likely.sort(descending=True)
-        before = ranked.cumsum(-1) - ranked  # a token stays while those before it have not made up top_p
-        keep = torch.zeros_like(likely, dtype=torch.bool)
-        keep[order] = before < sampling.top_p * likely.sum()
-        likely = likely.where(keep, 0.0)
-    if sampling.min_p > 0:
-        likely = likely.where(likely >= sampling.min_p * likely.max(), 0.0)
-    return likely / likely.sum()
+class Draw(NamedTuple):
+    """What decides the next token of a row, besides its logits."""
+
+    sampling: Sampling
+    seed: int = 0
+    position: int = 0  # tokens before it
+    history: tuple[int, ...] = ()  # these tokens, where a repetition penalty asks for them
 
 
-def choose(logits: Tensor, sampling: Sampling, draw: float, history: Sequence[int]) -> int:
-    """The next token: logits [V], and a number drawn uniformly from [0, 1)."""
-    if sampling.most_likely:
-        return int(logits.argmax())
-    return pick(probabilities(logits, sampling, history), draw)
+class Choice(NamedTuple):
+    """A token, and the log-probability that the model gives it before any sampling."""
+
+    token: int
+    logprob: float
 
 
-def pick(likely: Tensor, draw: float) -> int:
-    """The token that a uniform number falls on: probabilities [V]."""
-    place = int(torch.searchsorted(likely.cumsum(-1), draw, right=True))
-    return min(place, int(likely.nonzero()[-1]))  # rounding may leave the sum a hair below 1
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number; NumPy's are too."""
+    return isinstance(value, Integral)
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Choice]:
+    """The next token of each row of logits [B, V]. Where logits are not numbers, nor is the log-probability."""
+    scores = logits
+    if not all(draw.sampling.most_likely for draw in draws):
+        scores = log_probabilities(logits, draws)
+        drawn = [row for row, draw in enumerate(draws) if not draw.sampling.greedy]
+        if drawn:
+            keys = [_key(draws[row].seed, draws[row].position) for row in drawn]
+            scores[drawn] += gumbel_noise(keys, logits.shape[-1], logits.device).to(scores.dtype)
+    tokens = scores.argmax(-1)
+    logprobs = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    return [Choice(token, logprob) for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+
+
+def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """What each row is drawn from: logits [B, V] → log-probabilities [B, V], -inf for tokens that are left out.
+
+    Those of greedy rows are not normalised.
+    """
+    device, vocab = logits.device, logits.shape[-1]
+    scores = logits.detach().to(torch.float32 if device.type == "mps" else torch.float64, copy=True)
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, device=device, dtype=scores.dtype)[:, None]
+
+    seen = [
+        (row, token, draw.sampling.repetition_penalty)
+        for row, draw in enumerate(draws)
+        if draw.sampling.repetition_penalty != 1
+        for token in sorted(set(draw.history))
+    ]
+    if seen:
+        rows, tokens, penalties = zip(*seen, strict=True)
+        penalty = column(penalties)[:, 0]
+        before = scores[list(rows), list(tokens)]
+        scores[list(rows), list(tokens)] = torch.where(before > 0, before / penalty, before * penalty)
+
+    settings = [draw.sampling for draw in draws]
+    # Less the largest, so that any temperature gives finite numbers; greedy rows keep their order.
+    scores = (scores - scores.amax(-1, keepdim=True)) / column([one.temperature or 1.0 for one in settings])
+    if any(one.top_k is not None or one.top_p < 1 for one in settings):
+        ranked, order = scores.sort(-1, descending=True)
+        last = torch.tensor([min(one.top_k or vocab, vocab) - 1 for one in settings], device=device)[:, None]
+        scores = scores.masked_fill(scores < ranked.gather(1, last), -math.inf)
+        likely = ranked.masked_fill(ranked < ranked.gather(1, last), -math.inf).softmax(-1)
+        # A token stays while those before it have not made up top_p.
+        within = likely.cumsum(-1) - likely < column([one.top_p for one in settings])
+        scores = scores.masked_fill(~torch.zeros_like(within).scatter(1, order, within), -math.inf)
+    if any(one.min_p > 0 for one in settings):
+        least = column([math.log(one.min_p) if one.min_p else -math.inf for one in settings])
+        scores = scores.masked_fill(scores < least, -math.inf)  # the most likely has 0
+    return scores.log_softmax(-1) if not all(one.greedy for one in settings) else scores
+
+
+def gumbel_noise(keys: Sequence[int], vocab: int, device: torch.device) -> Tensor:
+    """Gumbel noise [B, V] in fp64, each number a function of its row's key and its token alone."""
+    where = torch.device("cpu") if device.type == "mps" else device
+    key = torch.tensor([_signed(key) for key in keys], device=where)[:, None]
+    bits = key + torch.arange(vocab, device=where) * _signed(_GOLDEN)
+    bits = (bits ^ _shifted(bits, 30)) * _signed(_MIX_1)
+    bits = (bits ^ _shifted(bits, 27)) * _signed(_MIX_2)
+    bits = bits ^ _shifted(bits, 31)
+    uniform = (_shifted(bits, 12).double() + 0.5) * 2.0**-52  # never 0 and never 1
+    noise = -(-uniform.log()).log()
+    return noise.float().to(device) if device.type == "mps" else noise
+
+
+def _key(seed: int, position: int) -> int:
+    """64 bits for a place in a text: two places share them about as seldom as random numbers do."""
+    mixed = _mixed(seed & _64_BITS)
+    return _mixed((mixed + position * _GOLDEN) & _64_BITS)
+
+
+def _mixed(bits: int) -> int:
+    """splitmix64's finisher."""
+    bits = ((bits ^ (bits >> 30)) * _MIX_1) & _64_BITS
+    bits = ((bits ^ (bits >> 27)) * _MIX_2) & _64_BITS
+    return bits ^ (bits >> 31)
+
+
+def _shifted(bits: Tensor, places: int) -> Tensor:
+    """A logical shift to the right: PyTorch's keeps the sign."""
+    return (bits >> places) & ((1 << (64 - places)) - 1)
+
+
+def _signed(bits: int) -> int:
+    """The same 64 bits as a tensor of int64 holds them."""
+    return bits - (1 << 64) if bits >> 63 else bits

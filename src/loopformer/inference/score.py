@@ -1,60 +1,423 @@
-"""How likely a model finds given texts, along a trajectory."""
+"""How likely a model finds given tokens: the one scorer behind perplexity, benchmarks, `lm.score` and validation.
+
+    spans = [Span((*context, *continuation), scored=len(continuation))]
+    loglikelihoods(model, spans, trajectories)[trajectory].answers[0]    # (log-likelihood, is it the greedy choice)
+    for batch in score_spans(model, windows, trajectories): ...          # log-probabilities token by token
+    token_logprobs(model, hidden, targets)                               # of hidden states that are there already
+
+A log-probability is computed in fp32 over the model's vocabulary, without the rows that only pad it; sums are in
+float64. The head runs here and nowhere else, over chunks of tokens (`head_chunks`), so full logits never exist.
+
+Trajectories that begin with the same steps share the states after them exactly, because a pass is told only its
+(t, Δ). They are followed as a tree, depth first; only the states on the current path are kept, M + 1 of them.
+
+Rows that begin with the same tokens are packed: the four answers to a question become one sequence, the question
+followed by each answer. An answer sees the question and itself, at the positions it would have alone, so the
+outputs are those of the rows run one by one. Rows are sorted by their tokens, so that those with a common prefix
+are neighbours; neighbours that share half of what precedes their scored tokens or more become one pack.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import chain
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from loopformer.errors import require
-from loopformer.inference.decode import padded
+from loopformer.errors import LoopformerError, RunFailed
 from loopformer.model import LoopedLM
+from loopformer.model.block import Rotary
 from loopformer.trajectory import Trajectory
 
-BATCH_TOKENS = 16384  # that run at once, padding included
+Tokens = tuple[int, ...]
+Answer = tuple[float, bool]  # log-likelihood; whether each token was the most likely one
+Count = Callable[[int, int], None]  # how many are done, of how many
+
+BATCH_TOKENS = 8192
+WORTH_SHARING = 8  # tokens
+_LONGEST_PACK = 2  # contexts; what attention costs grows with the square of its length
+_CHUNK_LOGITS = 1 << 24  # numbers in a chunk of logits
+
+
+def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many items two sequences begin with in common."""
+    for count, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return count
+    return min(len(first), len(second))
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens of which the last `scored` are scored, each given those before it."""
+
+    tokens: Tokens
+    scored: int
+
+    @classmethod
+    def text(cls, ids: Sequence[int], end: int) -> Span:
+        """A whole text: its first token is scored given an end token, every other given those before it."""
+        return cls((end, *ids), len(ids))
+
+    @property
+    def inputs(self) -> Tokens:
+        """What the model runs; its last `scored` outputs are those of the targets."""
+        return self.tokens[:-1]
+
+    @property
+    def targets(self) -> Tokens:
+        return self.tokens[len(self.tokens) - self.scored :]
+
+    def windows(self, size: int, stride: int | None = None, reach_back: bool = False) -> list[Span]:
+        """Cut into spans of at most `size` inputs that score each token once.
+
+        Each window begins `stride` tokens after the one before, `size` by default, and scores what is new in it.
+        With `reach_back` every window, also the last, begins as early as its size allows: a continuation is given
+        as much of its context as fits, as in lm-evaluation-harness.
+        """
+        windows: list[Span] = []
+        done = len(self.tokens) - self.scored
+        end = done + size
+        while done < len(self.tokens):
+            stop = min(end, len(self.tokens))
+            start = max(0, (stop if reach_back else end) - size - 1)
+            windows.append(Span(self.tokens[start:stop], stop - done))
+            done, end = stop, end + (stride or size)
+        return windows
+
+
+def head_chunks(model: LoopedLM, hidden: Tensor, chunk: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of hidden states [N, D], which are after the final norm, and their logits [n, V] in fp32.
+
+    `chunk` is how many tokens at a time. Rows of the head that only pad the vocabulary are left out.
+    """
+    size = chunk or max(1, _CHUNK_LOGITS // model.config.vocab_rows)
+    for start in range(0, len(hidden), size):
+        part = slice(start, start + size)
+        yield part, model.head(hidden[part])[:, : model.config.vocab].float()
+
+
+def token_logprobs(model: LoopedLM, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """log p of targets [N] given hidden [N, D], in fp32, and whether each is the most likely token."""
+    logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+    greedy = torch.empty(len(targets), dtype=torch.bool, device=hidden.device)
+    for part, logits in head_chunks(model, hidden):
+        all_logprobs = logits.log_softmax(-1)  # [n, V]
+        logprobs[part] = all_logprobs.gather(1, targets[part, None])[:, 0]
+        greedy[part] = all_logprobs.argmax(-1) == targets[part]
+    return logprobs, greedy
+
+
+class TrajectoryTree:
+    """A model and the trajectories to follow, their modulations computed once for any number of batches.
+
+    tree = TrajectoryTree(model, Trajectory.enumerate(8, 4))
+    for trajectory, hidden in tree.run(ids): ...      # hidden [B, T, D] after the final norm
+    count_passes(tree.trajectories)                   # 90, where each on its own would take 140
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: LoopedLM, trajectories: Iterable[Trajectory]) -> None:
+        self.model = model
+        self.trajectories = sorted(set(trajectories), key=lambda each: each.steps)  # common prefixes side by side
+        self._modulations: dict[tuple[Fraction, Fraction], Tensor | None] = {}  # (t, Δ) → [1, k, 4, D]
+        for trajectory in self.trajectories:
+            steps = list(zip(trajectory.times, trajectory.steps, strict=True))
+            if not self._modulations.keys() >= set(steps):
+                self._modulations.update(zip(steps, model.passes(trajectory, 1).modulations, strict=True))
+
+    def run(self, ids: Tensor) -> Iterator[tuple[Trajectory, Tensor]]:
+        """Each trajectory with the hidden states [B, T, D] of ids [B, T] at its end."""
+        yield from self.run_from(*self.model.embed(ids))
+
+    @torch.no_grad()
+    def run_from(
+        self, x: Tensor, rotary: Rotary | None, mask: Tensor | None
+    ) -> Iterator[tuple[Trajectory, Tensor]]:
+        """The same from the state before the first pass [B, T, D]."""
+        path: list[Tensor] = [x]  # path[i]: the state after i steps of `before`
+        before: tuple[Fraction, ...] = ()
+        for trajectory in self.trajectories:
+            del path[1 + common_prefix(before, trajectory.steps) :]
+            for number in range(len(path) - 1, len(trajectory)):
+                modulation = self._modulations[trajectory.times[number], trajectory.steps[number]]
+                path.append(self.model.stack(path[-1], modulation, rotary, mask))
+            before = trajectory.steps
+            yield trajectory, self.model.final_norm(path[-1])
+
+
+def count_passes(trajectories: Iterable[Trajectory]) -> int:
+    """Passes through the stack that these trajectories take together."""
+    return len({each.steps[:length] for each in trajectories for length in range(1, len(each) + 1)})
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Distinct rows as one sequence: the prefix they share, then what follows it in each."""
+
+    prefix: Tokens
+    suffixes: tuple[Tokens, ...]
+
+    def __len__(self) -> int:
+        return len(self.prefix) + sum(map(len, self.suffixes))
+
+    @property
+    def shared(self) -> bool:
+        """Whether rows share it, which takes a mask."""
+        return len(self.suffixes) > 1
+
+    @property
+    def rows(self) -> list[Tokens]:
+        return [self.prefix + suffix for suffix in self.suffixes]
+
+    @property
+    def ends(self) -> list[int]:
+        """Where each row ends in the sequence."""
+        ends = [len(self.prefix)]
+        for suffix in self.suffixes:
+            ends.append(ends[-1] + len(suffix))
+        return ends[1:]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Packs to run together, all of them shared or none, and the spans that they answer."""
+
+    packs: tuple[Pack, ...]
+    spans: tuple[tuple[int, int, int], ...]  # (number of the span, its pack, where its row ends in the pack)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that go through the model, padding not counted."""
+        return sum(map(len, self.packs))
+
+    def start(self, model: LoopedLM) -> tuple[Tensor, Rotary | None, Tensor | None]:
+        """The states [B, T, D] before the first pass, angles and mask: each row of a pack as if alone."""
+        device = model.tokens.weight.device
+
+        def padded(rows: Iterable[Iterable[int]]) -> Tensor:  # [B, T]; no earlier token sees what is added
+            return pad_sequence([torch.tensor([*row]) for row in rows], batch_first=True).to(device)
+
+        ids = padded(chain(pack.prefix, *pack.suffixes) for pack in self.packs)
+        positions, mask = torch.arange(ids.shape[1], device=device)[None], None
+        if self.packs[0].shared:  # then all of them are
+            shared = [len(pack.prefix) for pack in self.packs]
+            positions = padded(
+                chain(range(first), *(range(first, first + len(suffix)) for suffix in pack.suffixes))
+                for pack, first in zip(self.packs, shared, strict=True)
+            )
+            # 0 for the prefix, which all may see, and a number for each suffix, which only itself may see
+            owners = padded(
+                chain([0] * first, *([number] * len(suffix) for number, suffix in enumerate(pack.suffixes, 1)))
+                for pack, first in zip(self.packs, shared, strict=True)
+            )
+            visible = (owners[:, None, :] == owners[:, :, None]) | (owners[:, None, :] == 0)
+            mask = visible.tril()[:, None]  # [B, 1, T, T]
+        x, rotary = model.place(model.tokens(ids), positions)
+        return x, rotary, mask
+
+
+def plan_batches(
+    spans: Sequence[Span], context: int, batch_tokens: int = BATCH_TOKENS, share: bool = True
+) -> list[PackedBatch]:
+    """Batches of at most `batch_tokens` tokens, or of one pack, that score all spans; the longest packs first.
+
+    Equal rows run once, and their common prefixes too, unless `share` is False.
+    """
+    numbers: dict[Tokens, list[int]] = {}  # of the spans that a row answers
+    free: dict[Tokens, int] = {}  # tokens of a row whose outputs nobody needs
+    for number, span in enumerate(spans):
+        numbers.setdefault(span.inputs, []).append(number)
+        before = len(span.inputs) - span.scored
+        free[span.inputs] = min(before, free.get(span.inputs, before))
+    rows = (Pack((), (row,)) for row in numbers)
+    packs = _packs(sorted(numbers), free, _LONGEST_PACK * context) if share else rows
+    groups: list[list[Pack]] = []
+    for pack in sorted(packs, key=lambda pack: (pack.shared, -len(pack), pack.prefix, pack.suffixes)):
+        last = groups[-1] if groups else []
+        if last and last[0].shared == pack.shared and (len(last) + 1) * len(last[0]) <= batch_tokens:
+            last.append(pack)
+        else:
+            groups.append([pack])
+    return [
+        PackedBatch(
+            tuple(group),
+            tuple(
+                (number, place, end)
+                for place, pack in enumerate(group)
+                for row, end in zip(pack.rows, pack.ends, strict=True)
+                for number in numbers[row]
+            ),
+        )
+        for group in groups
+    ]
+
+
+def _packs(rows: Sequence[Tokens], free: dict[Tokens, int], longest: int) -> Iterator[Pack]:
+    """Sorted rows, cut where neighbours begin differently, as packs of at most `longest` tokens or of one row."""
+    families: list[tuple[list[Tokens], int]] = []  # neighbours, and the length of their common prefix
+    for row in rows:
+        if families:
+            family, shared = families[-1]
+            common = min(common_prefix(family[-1], row), free[family[-1]], free[row])
+            if common >= max(WORTH_SHARING, min(free[family[-1]], free[row]) / 2):
+                family.append(row)
+                families[-1] = family, common if len(family) == 2 else min(shared, common)
+                continue
+        families.append(([row], 0))
+    for family, shared in families:
+        suffixes: list[Tokens] = []
+        length = shared
+        for row in family:
+            if suffixes and length + len(row) - shared > longest:
+                yield Pack(family[0][:shared], tuple(suffixes))
+                suffixes, length = [], shared
+            suffixes.append(row[shared:])
+            length += len(row) - shared
+        yield Pack(family[0][:shared], tuple(suffixes))
+
+
+@dataclass(frozen=True)
+class BatchScores:
+    """The scored tokens of some spans, one span after the other, on the CPU."""
+
+    spans: list[int]  # their numbers
+    sizes: list[int]  # how many tokens of each are scored
+    targets: Tensor  # [N]
+    along: dict[Trajectory, tuple[Tensor, Tensor]]  # log-probabilities [N] in fp32; whether each is most likely [N]
+    tokens: int  # that were run for them, padding not counted
+
+
+@torch.no_grad()
+def score_spans(
+    model: LoopedLM,
+    spans: Sequence[Span],
+    trajectories: Iterable[Trajectory],
+    batch_tokens: int = BATCH_TOKENS,
+    share: bool = True,
+) -> Iterator[BatchScores]:
+    """Score spans, none longer than the context + 1, batch by batch along all trajectories."""
+    if batch_tokens < 1:
+        raise LoopformerError(f"--batch-tokens must be 1 or more, got {batch_tokens}.")
+    largest, vocab = max((max(span.tokens) for span in spans), default=0), model.config.vocab
+    if largest >= vocab:
+        raise LoopformerError(
+            f"There are token ids up to {largest} but the model knows {vocab}; is this the model's own tokenizer?"
+        )
+    tree = TrajectoryTree(model, trajectories)
+    for batch in plan_batches(spans, model.config.context, batch_tokens, share):
+        numbers = [number for number, _, _ in batch.spans]
+        sizes = [spans[number].scored for number in numbers]
+        targets = torch.tensor([token for number in numbers for token in spans[number].targets])  # [N]
+        length = max(map(len, batch.packs))
+        places = torch.tensor(
+            [
+                pack * length + place
+                for number, pack, end in batch.spans
+                for place in range(end - spans[number].scored, end)
+            ]
+        )
+        along = {}
+        try:
+            start = batch.start(model)
+            where, wanted = places.to(start[0].device), targets.to(start[0].device)
+            for trajectory, hidden in tree.run_from(*start):
+                logprobs, greedy = token_logprobs(model, hidden.flatten(0, 1)[where], wanted)
+                along[trajectory] = logprobs.cpu(), greedy.cpu()
+        except torch.OutOfMemoryError as error:
+            raise RunFailed(
+                f"Batches of {batch_tokens} tokens do not fit into the device's memory; lower --batch-tokens."
+            ) from error
+        yield BatchScores(numbers, sizes, targets, along, batch.tokens)
+
+
+@dataclass(frozen=True)
+class Loglikelihoods:
+    """Answers in the order of the spans; `tokens` were run for them, and `cut` of them did not fit the context."""
+
+    answers: list[Answer]
+    tokens: int
+    cut: int
+
+
+def loglikelihoods(
+    model: LoopedLM,
+    spans: Sequence[Span],
+    trajectories: Sequence[Trajectory],
+    batch_tokens: int = BATCH_TOKENS,
+    share: bool = True,
+    count: Count | None = None,
+) -> dict[Trajectory, Loglikelihoods]:
+    """Score spans of any length along each trajectory; what does not fit the context is cut off from the left."""
+    context = model.config.context
+    windows: list[Span] = []
+    owners: list[int] = []  # the span of each window
+    for number, span in enumerate(spans):
+        parts = span.windows(context, reach_back=True)
+        windows += parts
+        owners += [number] * len(parts)
+    totals = {trajectory: [0.0] * len(spans) for trajectory in trajectories}
+    greedy = {trajectory: [True] * len(spans) for trajectory in trajectories}
+    done = tokens = 0
+    for batch in score_spans(model, windows, trajectories, batch_tokens, share):
+        for trajectory, (logprobs, likely) in batch.along.items():
+            scored = zip(
+                batch.spans, torch.split(logprobs, batch.sizes), torch.split(likely, batch.sizes), strict=True
+            )
+            for number, values, first in scored:
+                totals[trajectory][owners[number]] += math.fsum(values.tolist())
+                greedy[trajectory][owners[number]] &= bool(first.all())
+        done += len(batch.spans)
+        tokens += batch.tokens
+        if count:
+            count(done * len(spans) // len(windows), len(spans))
+    for trajectory, sums in totals.items():
+        if not all(map(math.isfinite, sums)):
+            raise RunFailed(f"The model's output along {trajectory} is not a number; check its weights and dtype.")
+    cut = sum(len(span.tokens) > context + 1 for span in spans)
+    return {
+        trajectory: Loglikelihoods(list(zip(totals[trajectory], greedy[trajectory], strict=True)), tokens, cut)
+        for trajectory in totals
+    }
 
 
 @dataclass(frozen=True)
 class Score:
-    """Log-probabilities of a text's tokens, each given those before it; the first token has none."""
+    """Log-probabilities of a text's tokens: the first one's after an end token, the others' given those before."""
 
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of ids[1:]
+    ids: Tokens
+    logprobs: tuple[float, ...]  # one for each id
 
     @property
     def total(self) -> float:
         return sum(self.logprobs)
 
     @property
-    def perplexity(self) -> float | None:
-        """None for a text of one token."""
-        return math.exp(-self.total / len(self.logprobs)) if self.logprobs else None
+    def perplexity(self) -> float:
+        return math.exp(-self.total / len(self.logprobs))
 
 
-@torch.no_grad()
-def score(model: LoopedLM, texts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory]) -> list[Score]:
-    """Score token sequences, each along its own trajectory; as many at once as memory is spent on readily."""
+def score_texts(
+    model: LoopedLM, texts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory], end: int
+) -> list[Score]:
+    """Score texts that fit the context, each after the `end` token and along its own trajectory."""
     context = model.config.context
     for ids in texts:
-        require(len(ids) > 0, "A text to score is empty; give at least one character.")
-        require(len(ids) <= context, f"A text has {len(ids)} tokens but the context is {context}; shorten it.")
-    batch = max(1, BATCH_TOKENS // max(map(len, texts), default=1))
-    scores: list[Score] = []
-    for first in range(0, len(texts), batch):
-        scores += _score_batch(model, texts[first : first + batch], trajectories[first : first + batch])
-    return scores
-
-
-def _score_batch(
-    model: LoopedLM, texts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory]
-) -> list[Score]:
-    filled, _ = padded(model, texts)
-    hidden = model(filled, list(trajectories), logits=False).hidden
-    scores = []
-    for row, ids in enumerate(texts):
-        logits = model.head(hidden[row, : len(ids) - 1])[:, : model.config.vocab].float()
-        chosen = logits.log_softmax(-1).gather(1, filled[row, 1 : len(ids), None])[:, 0]
-        scores.append(Score(tuple(ids), tuple(chosen.tolist())))
-    return scores
+        if not ids:
+            raise LoopformerError("A text to score is empty; give at least one character.")
+        if len(ids) > context:  # the end token takes the place of the last one, which is no input
+            raise LoopformerError(f"A text has {len(ids)} tokens but the context is {context}; shorten it.")
+    logprobs: list[tuple[float, ...]] = [()] * len(texts)
+    for trajectory in dict.fromkeys(trajectories):
+        same = [number for number, own in enumerate(trajectories) if own == trajectory]
+        spans = [Span.text(texts[number], end) for number in same]
+        for batch in score_spans(model, spans, [trajectory]):
+            values, _ = batch.along[trajectory]
+            for place, part in zip(batch.spans, torch.split(values, batch.sizes), strict=True):
+                logprobs[same[place]] = tuple(part.tolist())
+    return [Score(tuple(ids), values) for ids, values in zip(texts, logprobs, strict=True)]

@@ -1,6 +1,9 @@
-"""Which rows of a step go where: the short routes of the global batch, and each rank's share of its rows.
+"""Which rows of a step follow which trajectory: a rank's micro-batches, and the short trajectory of each.
 
-A global batch is cut into `route_draws` equal parts. The length and schedule of each part's short route come
+    for rows in micro_batches(480, 12, run.objective):
+        short = short_trajectory(run.model.loops, run.objective, seed, step, rows.part)
+
+A global batch is cut into `route_draws` equal parts. The length and schedule of each part's short trajectory come
 from (seed, step, part) alone, so any number of ranks trains the same thing.
 """
 
@@ -14,8 +17,8 @@ from loopformer.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Rows start:stop of the global batch, one micro-batch: its short route and which rows take it."""
+class MicroBatch:
+    """Rows start:stop of the global batch, the part they lie in, and which of them follow its short trajectory."""
 
     start: int
     stop: int
@@ -24,19 +27,19 @@ class Piece:
 
 
 def short_trajectory(loops: int, objective: ObjectiveConfig, seed: int, step: int, part: int) -> Trajectory | None:
-    """The short route of a part at a step; None where the objective has none."""
+    """The short trajectory of a part at a step; None where the objective has none."""
     if not objective.elastic:
         return None
     return Trajectory.sample(loops, random.Random(f"{seed}/{step}/{part}"), sampler=objective.sampler)
 
 
-def pieces(
+def micro_batches(
     batch: int, micro_batch: int, objective: ObjectiveConfig, rank: int = 0, world: int = 1, in_step: bool = False
-) -> list[Piece]:
+) -> list[MicroBatch]:
     """A rank's micro-batches of one step, in order; none of them crosses the border of a part.
 
     Each rank takes a run of rows. With `in_step` each takes a share of every part instead, so that all ranks follow
-    the same route at the same time, as sharded weights need.
+    the same trajectory at the same time, as sharded weights need.
     """
     size = batch // objective.route_draws
     shared = size if in_step else batch
@@ -47,24 +50,24 @@ def pieces(
             + (" or objective.route_draws." if in_step else ".")
         )
     share = shared // world
-    found = []
+    mine = []
     for part in range(objective.route_draws):
         first = part * size + rank * share if in_step else max(part * size, rank * share)
         last = first + share if in_step else min((part + 1) * size, (rank + 1) * share)
         for start in range(first, last, micro_batch):
             stop = min(start + micro_batch, last)
-            found.append(Piece(start, stop, part, _short_rows(start, stop, part * size, objective)))
-    return found
+            mine.append(MicroBatch(start, stop, part, _short_rows(start, stop, part * size, objective)))
+    return mine
 
 
-def largest_piece(batch: int, objective: ObjectiveConfig, world: int, in_step: bool) -> int:
+def largest_micro_batch(batch: int, objective: ObjectiveConfig, world: int, in_step: bool) -> int:
     """Rows that a micro-batch can have at most."""
     size = batch // objective.route_draws
     return max(1, size // world if in_step else min(size, batch // world))
 
 
 def _short_rows(start: int, stop: int, origin: int, objective: ObjectiveConfig) -> tuple[int, ...]:
-    """The rows that take the short route, spread evenly over the part and the same for any cut of it."""
+    """The rows that follow the short trajectory, spread evenly over the part and the same for any cut of it."""
     if not objective.elastic:
         return ()
     fraction = objective.short_fraction

@@ -18,6 +18,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -75,6 +76,8 @@ def write_checkpoint(
         if ranks.any(trouble is not None):
             if ranks.main:
                 shutil.rmtree(part, ignore_errors=True)
+                with suppress(OSError):  # it holds the earlier ones
+                    part.parent.rmdir()
             kept = checkpoints(run)
             last = f"the last good one is {kept[-1]}" if kept else "there is no earlier one"
             reason = " ".join(str(trouble or "on another rank").split())
@@ -128,14 +131,14 @@ def _remove(checkpoint: Path) -> None:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """AdamW's moments by parameter name; made as zeros where no step was taken yet."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
         for moment in MOMENTS:
             if moment not in state:
                 state[moment] = torch.zeros_like(parameter)
-            found[f"{moment}.{name}"] = state[moment]
-    return found
+            tensors[f"{moment}.{name}"] = state[moment]
+    return tensors
 
 
 def restore_optimizer(

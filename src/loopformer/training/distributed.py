@@ -12,17 +12,20 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from loopformer.device import choose_device
-from loopformer.training.objective import Objective
+
+if TYPE_CHECKING:  # Ranks are for those who know nothing of an objective
+    from loopformer.training.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,7 @@ class Parallel:
     """An objective on one rank of many; gradients are averaged over the ranks after each last micro-batch."""
 
     def __init__(self, objective: Objective, ranks: Ranks, sharded: bool) -> None:
-        self.ranks = ranks
-        self.objective = objective
+        self.ranks, self.objective = ranks, objective
         self.sharded = ranks.world > 1 and sharded
         self.module: nn.Module = objective
         if self.sharded:
@@ -95,6 +97,7 @@ class Parallel:
             stack.set_reshard_after_backward(False)  # the next loop of the same backward needs it again
             # The root unit holds the rest: the tied embedding is used first and last of all.
             fully_shard(objective, mesh=mesh, reshard_after_forward=False)
+            register_fsdp_forward_method(objective, "logprobs")  # validation's way in gathers the weights too
         elif ranks.world > 1:
             on = None if ranks.device.type == "cpu" else [ranks.device]
             self.module = DistributedDataParallel(objective, device_ids=on)
@@ -115,11 +118,6 @@ class Parallel:
         stack = self.objective.model.stack
         if isinstance(stack, FSDPModule):
             stack.reshard()
-
-    @property
-    def evaluated(self) -> nn.Module:
-        """What to call without gradients: FSDP must be entered through its root."""
-        return self.module if self.sharded else self.objective
 
 
 def whole(tensor: Tensor) -> Tensor:

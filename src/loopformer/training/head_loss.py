@@ -5,7 +5,7 @@
 For each chunk of tokens the logits, their losses and their gradients are computed at once, inside forward;
 only the gradients with respect to the hidden states and the head weight are kept. Memory is one chunk of logits
 instead of all of them, and nothing is computed twice. On a GPU with Triton the two cross-entropies are one kernel
-each (cross_entropy.py), which leaves room for chunks four times as long.
+each (fused/kernels.py), which leaves room for chunks four times as long.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.data.loader import NO_LOSS
-from loopformer.training.fused.ops import add_product
+from loopformer.training.fused.ops import add_matmul
 
 FUSED_CHUNKS = 4  # the fused kernel holds one copy of the logits where the plain path holds four
 
@@ -29,7 +29,7 @@ class LossWeights:
     full: float = 1.0
     short: float = 0.0
     logits: float = 0.0  # squared difference of the logits, mean over the vocabulary
-    distribution: float = 0.0  # cross-entropy to the full route's distribution
+    distribution: float = 0.0  # cross-entropy to the full trajectory's distribution
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def head_losses(
 ) -> HeadSums:
     """Losses of hidden states `full` [N, D], and `short` [N, D] if given, against targets [N] (-100: ignored).
 
-    weight is the head [V, D]. With autocast on, products run in its dtype; losses are always fp32.
+    weight is the head [V, D]. With autocast on, matmuls run in its dtype; losses are always fp32.
     """
     apply: Any = _ChunkedHead.apply
     return HeadSums(*apply(weight, full, short, targets, weights, chunk, torch.is_grad_enabled()))
@@ -70,18 +70,20 @@ class _ChunkedHead(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if needs_grad else None
         grad_full = torch.zeros_like(full) if needs_grad else None
         grad_short = torch.zeros_like(short) if needs_grad and short is not None else None
-        # Cast once for all chunks; their gradients in the products' dtype are summed in the weight's.
-        leaf = weight.detach().to(_product_dtype(weight))
+        # Cast once for all chunks; their gradients in the matmuls' dtype are summed in the weight's.
+        leaf = weight.detach().to(_matmul_dtype(weight))
         fused = _can_fuse(weight, weights)
         chunk = FUSED_CHUNKS * chunk if fused else chunk
         for start in range(0, len(full), chunk):
             part = slice(start, start + chunk)
             if fused:
-                one = _fused(leaf, full[part], targets[part], weights.full, grad_weight, grad_full, part)
-                two = torch.zeros_like(one)
+                ce_full = _fused(leaf, full[part], targets[part], weights.full, grad_weight, grad_full, part)
+                ce_short = zero = torch.zeros_like(ce_full)
                 if short is not None:
-                    two = _fused(leaf, short[part], targets[part], weights.short, grad_weight, grad_short, part)
-                sums += torch.stack([weights.full * one + weights.short * two, one, two, torch.zeros_like(one)])
+                    ce_short = _fused(
+                        leaf, short[part], targets[part], weights.short, grad_weight, grad_short, part
+                    )
+                sums += torch.stack([weights.full * ce_full + weights.short * ce_short, ce_full, ce_short, zero])
                 continue
             rows = [full[part].detach()] + ([] if short is None else [short[part].detach()])
             with torch.set_grad_enabled(needs_grad):
@@ -112,8 +114,8 @@ class _ChunkedHead(torch.autograd.Function):
 
 def _can_fuse(weight: Tensor, weights: LossWeights) -> bool:
     """Whether the two cross-entropies are all there is, and the kernel can run."""
-    alone = not weights.logits and not weights.distribution
-    return alone and weight.device.type == "cuda" and find_spec("triton") is not None
+    only_cross_entropy = not weights.logits and not weights.distribution
+    return only_cross_entropy and weight.device.type == "cuda" and find_spec("triton") is not None
 
 
 def _fused(
@@ -133,11 +135,11 @@ def _fused(
     losses = cross_entropy_(logits, targets, scale if grad_weight is not None else None)
     if grad_weight is not None and grad_hidden is not None:
         grad_hidden[part] = logits @ head
-        add_product(grad_weight, logits.t(), inputs)
+        add_matmul(grad_weight, logits.t(), inputs)
     return losses.sum()
 
 
-def _product_dtype(weight: Tensor) -> torch.dtype:
+def _matmul_dtype(weight: Tensor) -> torch.dtype:
     kind = weight.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
@@ -159,7 +161,7 @@ def _terms(head: Tensor, hidden: list[Tensor], targets: Tensor, weights: LossWei
         consistency = ((short_logits - teacher).square().mean(-1) * counted).sum()
         total = total + weights.logits * consistency
     elif weights.distribution:
-        each = F.cross_entropy(short_logits, teacher.softmax(-1), reduction="none")
-        consistency = (each * counted).sum()
+        per_token = F.cross_entropy(short_logits, teacher.softmax(-1), reduction="none")
+        consistency = (per_token * counted).sum()
         total = total + weights.distribution * consistency
     return total, full, short, consistency

@@ -1,32 +1,38 @@
 """Start or continue a run: settings in, a run folder out.
 
-launch("demo", ["training.steps=200"], out="runs/demo")
-launch(None, [], out="runs/demo", resume=True)       # with the run's own settings
+    launch("demo", ["training.steps=200"], out="runs/demo")
+    launch(None, [], out="runs/demo", resume=True)       # with the run's own settings
+    plan("paper/loopformer", [], out="runs/paper")       # what --dry-run prints
+
+Settings are a preset or a file and what the user wrote over it; the data and the starting model fill in the rest.
+A run that goes on keeps the settings it was started with, but for those in `FREE`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from loopformer.config import RunConfig, load_run, run_from_mapping, run_to_yaml, with_expected_vocab
+import torch
+
+from loopformer.config import ModelConfig, RunConfig, load_run, run_from_mapping, with_expected_vocab
 from loopformer.data.shards import TokenData, is_prepared
 from loopformer.data.splits import SPLITS
+from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import available_bytes
-from loopformer.errors import FileProblem, LoopformerError
-from loopformer.files import locked, read_yaml, write_atomic, writing
+from loopformer.errors import FileProblem, LoopformerError, RunFailed
+from loopformer.files import locked, read_yaml, writing
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, checkpoints, data_folder
-from loopformer.training.batches import pieces
+from loopformer.training.batches import micro_batches
 from loopformer.training.distributed import Ranks
 from loopformer.training.plan import estimated_micro_batch, make_plan
 from loopformer.training.reporting import draw_curves
-from loopformer.training.setup import check_given, fused_numbers, out_of_memory_advice, settle_run
-from loopformer.training.trainer import Trainer
+from loopformer.training.trainer import Trainer, fused_precision
 
 # Settings that may change when a run goes on; any other would make it another run.
 FREE = {
@@ -67,13 +73,13 @@ def launch(
 ) -> dict[str, Any]:
     """Train; what happened comes back as plain data."""
     out = Path(out)
-    run, given = _settings(source, overrides, out, resume)
+    run, written = _settings(source, overrides, out, resume)
     run = _from_anywhere(run)
     ranks = Ranks.start(run.training.device)
-    with locked(out) if ranks.main else nullcontext(), out_of_memory_advice():
-        before = _stored(out) if resume and checkpoints(out) else None
-        if before is not None:
-            run = _continued(_from_anywhere(before), run, given)
+    with locked(out) if ranks.main else nullcontext(), _out_of_memory_advice():
+        stored = _stored_file(out) if resume and checkpoints(out) else None
+        if stored is not None:
+            run = _continued(_from_anywhere(run_from_mapping(read_yaml(stored))), run, written)
             if not is_prepared(run.data.path):
                 raise FileProblem(
                     f"The data of this run, {run.data.path}, cannot be found; give its folder with data.path=…"
@@ -84,15 +90,12 @@ def launch(
             if ranks.main:
                 _prepare_if_asked(run, say)
             ranks.wait()
-            run = settle_run(run, given, TokenData.open(run.data.path, "train"))
+            run = _settle_run(run, written, TokenData.open(run.data.path, "train"))
         if ranks.main:
             for split in SPLITS:
                 TokenData.open(run.data.path, split).verify(changed_only=True, say=say)
         ranks.wait()
-        trainer = Trainer(run, out, ranks, resume, quiet)
-        if ranks.main:
-            write_atomic(out / SETTINGS, run_to_yaml(run).encode())
-        result = trainer.train()
+        result = Trainer(run, out, ranks, resume, quiet).train()
         if ranks.main:
             with writing(out):
                 result["curves"] = draw_curves(out)
@@ -104,30 +107,30 @@ def launch(
 
 def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: bool = False) -> dict[str, Any]:
     """What `--dry-run` prints: the estimate, and the settings it is for."""
-    run, given = _settings(source, overrides, Path(out), resume)
-    run = with_expected_vocab(run, given)
+    run, written = _settings(source, overrides, Path(out), resume)
+    run = with_expected_vocab(run, written)
     tokens = 0
     if is_prepared(run.data.path):
         data = TokenData.open(run.data.path, "train")
-        run, tokens = settle_run(run, given, data), data.tokens
+        run, tokens = _settle_run(run, written, data), data.tokens
     elif run.init_from is not None:
-        run = dataclasses.replace(run, model=find_config(run.init_from)[0])
+        run = replace(run, model=find_config(run.init_from)[0])
     ranks = Ranks.start(run.training.device)
-    fused = fused_numbers(run, ranks) is not None
+    fused = fused_precision(run, ranks) is not None
     if isinstance(run.training.micro_batch, int):
         micro = run.training.micro_batch
     else:
         micro = estimated_micro_batch(run, 0.9 * available_bytes(ranks.device), ranks.world, fused)
-    pieces(run.training.batch, micro, run.objective, world=ranks.world, in_step=run.training.sharded)
+    micro_batches(run.training.batch, micro, run.objective, world=ranks.world, in_step=run.training.sharded)
     made = make_plan(run, tokens, ranks.device, micro, ranks.world, fused).as_dict()
     ranks.close()
     if not tokens:
         made["epochs"] = None
-    return {"plan": made, "settings": dataclasses.asdict(run)}
+    return {"plan": made, "settings": asdict(run)}
 
 
 def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: bool) -> tuple[RunConfig, set[str]]:
-    """The settings asked for, and the keys that the user wrote; a run that goes on finds its data by itself."""
+    """The settings, and the names of those that the user wrote; a run that goes on finds its data by itself."""
     if source is None and not resume:
         raise LoopformerError("Name a config file or a preset, as in: loopformer train demo.")
     stored = _stored_file(out) if resume else None
@@ -137,7 +140,7 @@ def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: b
     if stored is not None and checkpoints(out) and not any(word.startswith("data.path=") for word in overrides):
         own = run_from_mapping(read_yaml(stored)).data.path
         path = data_folder(out, run.data.path) or data_folder(out, own) or own
-        run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(path)))
+        run = replace(run, data=replace(run.data, path=str(path)))
     return run, keys
 
 
@@ -146,19 +149,14 @@ def _from_anywhere(run: RunConfig) -> RunConfig:
     start = run.init_from
     if start is not None and Path(start).exists():  # it may be a Hub id
         start = os.path.abspath(start)
-    data = dataclasses.replace(run.data, path=os.path.abspath(run.data.path))
-    return dataclasses.replace(run, data=data, init_from=start)
+    data = replace(run.data, path=os.path.abspath(run.data.path))
+    return replace(run, data=data, init_from=start)
 
 
 def _stored_file(out: Path) -> Path | None:
     """The settings a run was started with: its own file, or the newest checkpoint's copy."""
     places = [out, *reversed(checkpoints(out))]
     return next((place / SETTINGS for place in places if (place / SETTINGS).is_file()), None)
-
-
-def _stored(out: Path) -> RunConfig | None:
-    stored = _stored_file(out)
-    return None if stored is None else run_from_mapping(read_yaml(stored))
 
 
 def _prepare_if_asked(run: RunConfig, say: Callable[[str], None]) -> None:
@@ -171,12 +169,52 @@ def _prepare_if_asked(run: RunConfig, say: Callable[[str], None]) -> None:
     prepare([run.data.prepare], run.data.path, train_tokenizer=run.data.train_tokenizer)
 
 
-def _continued(stored: RunConfig, asked: RunConfig, given: set[str]) -> RunConfig:
-    """The settings to go on with: the asked ones, where they do not make it another run."""
+def _settle_run(run: RunConfig, written: set[str], data: TokenData) -> RunConfig:
+    """Fill in what the data and the starting model decide: the vocabulary, or all model settings."""
+    if run.init_from is not None:
+        model, tokenizer = find_config(run.init_from)
+        _check_same_tokenizer(tokenizer, model, data)
+        _check_written(run.model, model, written)
+        run = replace(run, model=model)
+    elif "model.vocab" not in written:
+        run = replace(run, model=replace(run.model, vocab=data.vocab_size))
+    if run.model.vocab < data.vocab_size:
+        raise LoopformerError(
+            f"The data's tokenizer has {data.vocab_size} tokens but model.vocab is {run.model.vocab}; "
+            "leave model.vocab out."
+        )
+    return run
+
+
+def _check_same_tokenizer(folder: Path | None, model: ModelConfig, data: TokenData) -> None:
+    if folder is None and data.vocab_size != model.vocab:
+        raise LoopformerError(
+            f"The starting model has {model.vocab} tokens and no tokenizer beside it, the data's tokenizer has "
+            f"{data.vocab_size}; prepare the data with the model's own tokenizer."
+        )
+    if folder is not None and Tokenizer.load(folder).hash != data.tokenizer.hash:
+        raise LoopformerError(
+            f"The data in {data.folder} was made with another tokenizer than the model in {folder}; "
+            f"prepare it again with --tokenizer {folder / 'tokenizer.json'}."
+        )
+
+
+def _check_written(wanted: ModelConfig, model: ModelConfig, written: set[str]) -> None:
+    """Model settings that the user wrote must be those of the model a run starts from."""
+    for name in sorted(written):
+        section, _, key = name.partition(".")
+        if section == "model" and getattr(wanted, key) != getattr(model, key):
+            raise LoopformerError(
+                f"{name} is {getattr(wanted, key)} but the starting model has {getattr(model, key)}; leave it out."
+            )
+
+
+def _continued(stored: RunConfig, wanted: RunConfig, written: set[str]) -> RunConfig:
+    """The settings to go on with: the wanted ones, where they do not make it another run."""
     # The data and the starting model decided some of the model's settings; only what the user wrote can differ.
-    check_given(asked.model, stored.model, given)
-    asked = dataclasses.replace(asked, model=stored.model)
-    before, now = dataclasses.asdict(stored), dataclasses.asdict(asked)
+    _check_written(wanted.model, stored.model, written)
+    wanted = replace(wanted, model=stored.model)
+    before, now = asdict(stored), asdict(wanted)
     for section, values in before.items():
         for key, value in values.items() if isinstance(values, dict) else [("", values)]:
             other = now[section][key] if key else now[section]
@@ -185,4 +223,18 @@ def _continued(stored: RunConfig, asked: RunConfig, given: set[str]) -> RunConfi
                 raise LoopformerError(
                     f"This run was started with {name} = {value}, not {other}; leave it so, or start a new run."
                 )
-    return asked
+    return wanted
+
+
+@contextmanager
+def _out_of_memory_advice() -> Iterator[None]:
+    """Turn running out of memory, on a GPU or the CPU, into a sentence that says what to do."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+            raise RunFailed(
+                "The device ran out of memory; lower training.micro_batch (or set it to auto), set "
+                "training.checkpoint_loops=true, or lower objective.chunk, then --resume: checkpoints are safe."
+            ) from error
+        raise

@@ -15,13 +15,11 @@ import torch
 from loopformer.config import RunConfig
 from loopformer.device import device_name, peak_flops
 from loopformer.model.cost import Cost
-from loopformer.training.batches import largest_piece
-from loopformer.training.fused.ops import TOGETHER
+from loopformer.training.batches import largest_micro_batch
+from loopformer.training.fused.passes import FP8_PASSES_PER_GRADIENT
 
 COMMON_SHARE = 0.4  # of the peak, on a GPU
-
-
-CPU_SHARE = 0.5  # of what large products reach, on a CPU
+CPU_SHARE = 0.5  # of what large matmuls reach, on a CPU
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def make_plan(
 
 
 def training_flops_per_token(run: RunConfig, short_budget: float | None = None) -> float:
-    """Forward and backward of both routes; the mean short route unless one is given."""
+    """Forward and backward of both trajectories; the mean short one unless its budget is given."""
     cost, objective = Cost(run.model), run.objective
     full = cost.training_flops()
     if not objective.elastic:
@@ -86,15 +84,15 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1, fused: bool =
     parameters = Cost(config).parameters.total
     states = parameters * 4 * (1 + 3 / shards)  # the gathered weights stay whole during a step
     low = training.dtype != "float32"
-    # Kept per token and block: inputs of norms, attention and products. Calibrated against measured peaks.
+    # Kept per token and block: inputs of norms, attention and matmuls. Calibrated against measured peaks.
     per_block = (28 * config.width + 4 * config.ffn) if low else (48 * config.width + 8 * config.ffn)
     waiting = 0
-    if fused:  # two states, what four products gave, attention's result; in fp8 also what went into them
+    if fused:  # two states, what four matmuls gave, attention's result; in fp8 also what went into them
         size, fp8, turned = (2 if low else 4), training.dtype == "float8", 2 * (config.positions == "rotary")
         factors = (3 * config.width + config.ffn) * fp8
         per_block = 8 * config.width + size * ((6 + turned) * config.width + config.ffn) + factors
         # Both factors of the weight gradients of some passes; without recomputing, backward has freed more by then.
-        waiting = (TOGETHER - 1) * config.blocks * (8 * config.width + 2 * config.ffn) * fp8
+        waiting = (FP8_PASSES_PER_GRADIENT - 1) * config.blocks * (8 * config.width + 2 * config.ffn) * fp8
     passes = config.loops + (config.loops - 1) * run.objective.short_fraction * run.objective.elastic
     if training.checkpoint_loops:
         per_token = passes * 4 * config.width + config.blocks * per_block + waiting
@@ -107,15 +105,15 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1, fused: bool =
     return states + micro_batch * config.context * per_token + head
 
 
-def micro_batches(run: RunConfig, world: int) -> list[int]:
+def micro_batch_sizes(run: RunConfig, world: int) -> list[int]:
     """The micro-batches that cut a part of the batch evenly, largest first."""
-    rows = largest_piece(run.training.batch, run.objective, world, run.training.sharded)
+    rows = largest_micro_batch(run.training.batch, run.objective, world, run.training.sharded)
     return [size for size in range(rows, 0, -1) if rows % size == 0]
 
 
 def estimated_micro_batch(run: RunConfig, room: float, world: int, fused: bool) -> int:
     """The largest micro-batch that should fit into so many bytes."""
-    return next((size for size in micro_batches(run, world) if memory_bytes(run, size, world, fused) < room), 1)
+    return next((size for size in micro_batch_sizes(run, world) if memory_bytes(run, size, world, fused) < room), 1)
 
 
 def reachable_flops(device: torch.device) -> float | None:

@@ -1,9 +1,11 @@
 """What a run says while it trains: metrics.jsonl always, a live line on a terminal, plain lines elsewhere.
 
+    reporter.record("train", step, {"loss_full": 3.2})
+    read_metrics(Path("runs/mine"))        # [{"kind": "train", "step": 10, "loss_full": 3.2, …}, …]
+    draw_curves(Path("runs/mine"))         # curves.png: training losses, validation perplexity by budget
+
 `metrics.jsonl` has one JSON object per record; TensorBoard and Weights & Biases get the same numbers when asked.
 After a resume, records beyond the checkpoint are dropped, so the file reads as if nothing had happened.
-
-The picture of a run: training losses and validation perplexity by budget, `curves.png`.
 """
 
 from __future__ import annotations
@@ -13,36 +15,39 @@ import math
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from loopformer.config import RunConfig
-from loopformer.errors import LoopformerError
+from loopformer.device import peak_flops
+from loopformer.errors import FileProblem, LoopformerError
 from loopformer.files import write_atomic, writing
+from loopformer.plots import Line, Panel, available, line_figure, save, wide
 
 METRICS = "metrics.jsonl"
 
 
 class Reporter:
-    """Records and shows metrics; on ranks other than the main one it does nothing."""
+    """Records and shows metrics; on ranks other than the main one it does nothing.
+
+    It writes from `with reporter:` on, so that a run which cannot start leaves nothing behind; it speaks before.
+    """
 
     def __init__(self, run: RunConfig, out: Path, active: bool, first_step: int, quiet: bool = False) -> None:
         self.active, self.steps = active, run.training.steps
-        self._writers: list[Any] = []
+        self._path, self._quiet = out / METRICS, quiet
+        self._writers: list[_TensorBoard | _WandB] = []
         self._bar: Any = None
         self._started, self._first = time.perf_counter(), first_step
-        if not active:
-            return
-        _drop_after(out / METRICS, first_step)
-        with writing(out / METRICS):
-            self._file = (out / METRICS).open("a", encoding="utf-8")
-        if run.training.tensorboard:
+        if active and run.training.tensorboard:
             self._writers.append(_TensorBoard(out, first_step))
-        if run.training.wandb is not None:
+        if active and run.training.wandb is not None:
             self._writers.append(_WandB(run.training.wandb, out))
-        self._quiet = quiet
-        if sys.stderr.isatty() and not quiet:
+        if active and sys.stderr.isatty() and not quiet:
             self._bar = _bar(self.steps, first_step)
 
     def say(self, sentence: str) -> None:
@@ -59,7 +64,7 @@ class Reporter:
         if not self.active:
             return
         finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
-        with writing(Path(self._file.name)):
+        with writing(self._path):
             self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
             self._file.flush()
         for writer in self._writers:
@@ -86,6 +91,12 @@ class Reporter:
             self.say(f"step {step}/{self.steps}  {text}  {_clock(left)} left")
 
     def __enter__(self) -> Reporter:
+        if self.active:
+            _drop_after(self._path, self._first)
+            with writing(self._path):
+                self._file = self._path.open("a", encoding="utf-8")
+        for writer in self._writers:
+            writer.open()
         if self._bar is not None:
             self._bar.start()
         return self
@@ -108,7 +119,10 @@ class _TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise LoopformerError("TensorBoard is not installed; run: pip install 'loopformer[log]'.") from error
-        self._writer: Any = SummaryWriter(str(out / "tensorboard"), purge_step=first_step + 1)
+        self._open = partial(SummaryWriter, str(out / "tensorboard"), purge_step=first_step + 1)
+
+    def open(self) -> None:
+        self._writer: Any = self._open()
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -125,7 +139,10 @@ class _WandB:
             import wandb
         except ImportError as error:
             raise LoopformerError("wandb is not installed; run: pip install 'loopformer[log]'.") from error
-        self._run: Any = wandb.init(project=project, dir=str(out), name=out.name)
+        self._open = partial(wandb.init, project=project, dir=str(out), name=out.name)
+
+    def open(self) -> None:
+        self._run: Any = self._open()
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         self._run.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
@@ -134,21 +151,82 @@ class _WandB:
         self._run.finish()
 
 
+class SpeedMeter:
+    """Speed since the last reading, without the time that validation and saving take."""
+
+    def __init__(self, run: RunConfig, device: torch.device, world: int) -> None:
+        self._tokens_per_step = run.training.batch * run.model.context
+        self._device, self._world, self._peak = device, world, peak_flops(device)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps, self._flops, self._since = 0, 0.0, time.perf_counter()
+        self._away = 0.0
+        self._last = self._since
+
+    def add(self, flops: float) -> None:
+        self._steps += 1
+        self._flops += flops
+        self._last = time.perf_counter()
+
+    def skip(self) -> None:
+        """What happened since the last step was not training."""
+        now = time.perf_counter()
+        self._away += now - self._last
+        self._last = now
+
+    def read(self) -> dict[str, float | None]:
+        seconds = max(1e-9, time.perf_counter() - self._since - self._away)
+        flops = self._flops / seconds / self._world
+        memory = torch.cuda.max_memory_allocated() / 2**30 if self._device.type == "cuda" else _peak_rss()
+        values = {
+            "tokens_per_second": self._steps * self._tokens_per_step / seconds,
+            "tflops_per_device": flops / 1e12,
+            "mfu": flops / self._peak if self._peak else None,
+            "peak_memory_gib": memory,
+        }
+        self._reset()
+        return values
+
+
+def _peak_rss() -> float | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """All whole records of a run; a last line cut by a crash is left out."""
-    records = []
+    """All whole records of a run. Lines that are none are left out: one cut by a crash, or damaged on the disk."""
     path = run / METRICS
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+    if not path.is_file():
+        return []
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise FileProblem(f"{path} cannot be read: {error.strerror or error}.") from error
+    return [record for line in lines if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """A record as `Reporter.record` writes it: its kind, its step, numbers and nulls."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):  # a wrong encoding is a ValueError
+        return None
+    if not isinstance(record, dict) or record.get("kind") not in ("train", "validation"):
+        return None
+    numbers = all(
+        value is None or isinstance(value, int | float) for name, value in record.items() if name != "kind"
+    )
+    return record if numbers and isinstance(record.get("step"), int) else None
 
 
 def _drop_after(path: Path, step: int) -> None:
     if path.is_file():
-        kept = [record for record in read_metrics(path.parent) if record.get("step", step + 1) <= step]
+        kept = [record for record in read_metrics(path.parent) if record["step"] <= step]
         write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
 
@@ -180,37 +258,26 @@ FILE = "curves.png"
 
 def draw_curves(run: Path) -> str | None:
     """Draw `curves.png` from metrics.jsonl and return its path; None without matplotlib or records."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-    except ImportError:
-        return None
     records = read_metrics(run)
-    train = [record for record in records if record["kind"] == "train"]
+    train = [record for record in records if {"loss_full", "loss_short"} <= record.keys()]
     tested = [record for record in records if record["kind"] == "validation"]
-    if not train:
+    if not train or not available():
         return None
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
     steps = [record["step"] for record in train]
-    left.plot(steps, [record["loss_full"] for record in train], label="full route")
+    losses = [Line("full route", steps, [record["loss_full"] for record in train])]
     if any(record["loss_short"] for record in train):
-        left.plot(steps, [record["loss_short"] for record in train], label="short routes", alpha=0.7)
-    left.set(xlabel="optimizer step", ylabel="cross-entropy", title="training")
-    left.legend()
-    for name in _budgets(tested):
-        perplexity = [math.nan if record[name] is None else math.exp(min(record[name], 30)) for record in tested]
-        right.plot(
-            [r["step"] for r in tested], perplexity, marker="o", label=f"M = {name.removeprefix('loss_at_')}"
+        losses.append(Line("short routes", steps, [record["loss_short"] for record in train]))
+    perplexities = [
+        Line(
+            f"M = {name.removeprefix('loss_at_')}",
+            [record["step"] for record in tested],
+            [None if record[name] is None else math.exp(min(record[name], 30)) for record in tested],
         )
-    if tested:
-        right.set(xlabel="optimizer step", ylabel="perplexity", title="validation", yscale="log")
-        right.legend()
-    figure.savefig(run / FILE, dpi=120)
-    plt.close(figure)
-    return str(run / FILE)
-
-
-def _budgets(tested: list[dict[str, Any]]) -> list[str]:
-    return [name for name in tested[0] if name.startswith("loss_at_")] if tested else []
+        for name in (tested[0] if tested else ())
+        if name.startswith("loss_at_")
+    ]
+    panels = [Panel(losses, title="training", xlabel="optimizer step", ylabel="cross-entropy")]
+    if perplexities:
+        log = wide(value for line in perplexities for value in line.y)
+        panels.append(Panel(perplexities, "validation", "optimizer step", "perplexity", log_y=log))
+    return str(save(line_figure(panels, legend=None), run / FILE))

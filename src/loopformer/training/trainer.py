@@ -2,19 +2,20 @@
 
     Trainer(run, Path("runs/mine"), Ranks.start(), resume=False).train()
 
-Everything a step does follows from (seed, step): its samples, its short routes, its learning rate. A checkpoint
-holds the weights, the moments and the counters; continuing from one is the same as never having stopped.
+Everything a step does follows from (seed, step): its samples, its short trajectories, its learning rate. A
+checkpoint holds the weights, the moments and the counters; continuing from one is the same as never having
+stopped.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import signal
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +28,13 @@ from loopformer.config import RunConfig, run_to_yaml
 from loopformer.config.run import validation_budgets
 from loopformer.data.loader import NO_LOSS, Batch, Loader, Prefetcher, validation_windows
 from loopformer.data.shards import TokenData
-from loopformer.device import device_name, peak_flops
-from loopformer.errors import FileProblem, LoopformerError, RunFailed
-from loopformer.files import read_json
+from loopformer.device import available_bytes, device_name
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
+from loopformer.files import read_json, write_atomic
+from loopformer.loading import find_model
 from loopformer.loading.folder import SETTINGS, STATE, latest_good, load_model, save_tensors
-from loopformer.training.batches import Piece, pieces, short_trajectory
+from loopformer.model import LoopedLM
+from loopformer.training.batches import MicroBatch, micro_batches, short_trajectory
 from loopformer.training.checkpoint import (
     optimizer_tensors,
     restore_optimizer,
@@ -40,24 +43,26 @@ from loopformer.training.checkpoint import (
     write_checkpoint,
 )
 from loopformer.training.distributed import Parallel, Ranks, whole
-from loopformer.training.objective import Divisors, Objective
-from loopformer.training.plan import training_flops_per_token
-from loopformer.training.reporting import Reporter
-from loopformer.training.setup import (
-    autocast,
-    choose_micro_batch,
-    compile_step,
-    fused_numbers,
-    learning_rate,
-    make_model,
-    make_optimizer,
+from loopformer.training.fused.passes import obstacle
+from loopformer.training.fused.types import Precision
+from loopformer.training.objective import Divisors, Objective, autocast
+from loopformer.training.optimizer import learning_rate, make_optimizer
+from loopformer.training.plan import (
+    estimated_micro_batch,
+    memory_bytes,
+    micro_batch_sizes,
+    training_flops_per_token,
 )
+from loopformer.training.reporting import Reporter, SpeedMeter
 from loopformer.training.validation import validate
+from loopformer.trajectory import Trajectory
+
+StepBatch = list[tuple[MicroBatch, Batch]]  # a rank's rows of one step
 
 
 @dataclass
-class Progress:
-    """Counters that travel with a checkpoint."""
+class TrainingState:
+    """What travels with a checkpoint besides tensors: counters, the data's hash, RNG."""
 
     step: int = 0
     updates: int = 0  # steps that changed the weights; the others were not finite
@@ -82,7 +87,7 @@ class Trainer:
         self.run, self.out, self.ranks = run, out, ranks
         training = run.training
         self.stop_signal: int | None = None
-        fused = fused_numbers(run, ranks)  # refused before anything is written
+        fused = fused_precision(run, ranks)  # refused before anything is written
         if training.threads is not None:
             torch.set_num_threads(training.threads)
         torch.set_float32_matmul_precision("highest" if training.dtype == "float32" else "high")
@@ -100,12 +105,12 @@ class Trainer:
             raise FileProblem(
                 f"{' '.join(notes)} None is left; restore one, or start a new run with another --out."
             )
-        self.progress = self._restore_progress(checkpoint, data) if checkpoint else Progress(data=data.index_hash)
-        self.reporter = Reporter(run, out, ranks.main, self.progress.step, quiet)
+        self.state = self._restore_state(checkpoint, data) if checkpoint else TrainingState(data=data.index_hash)
+        self.reporter = Reporter(run, out, ranks.main, self.state.step, quiet)
         for note in notes:
             self.reporter.say(note)
         if checkpoint and ranks.main:
-            for aside in set_aside_newer(out, self.progress.step):
+            for aside in set_aside_newer(out, self.state.step):
                 self.reporter.say(f"It is kept as {aside}.")
         if resume:
             self.reporter.say(f"going on from {checkpoint}" if checkpoint else "no checkpoint yet; starting anew")
@@ -113,9 +118,9 @@ class Trainer:
         model = load_model(checkpoint) if checkpoint else make_model(run)
         objective = Objective(model.to(ranks.device), run.objective, training.checkpoint_loops, fused)
         self._settle_micro_batch(objective)
-        self.pieces = pieces(
+        self.micro_batches = micro_batches(
             training.batch,
-            self.progress.micro_batch,
+            self.state.micro_batch,
             run.objective,
             ranks.rank,
             ranks.world,
@@ -127,33 +132,32 @@ class Trainer:
         on_gpu = ranks.device.type == "cuda"
         self.optimizer = make_optimizer(model, training, fused=on_gpu)
         if checkpoint:
-            restore_optimizer(model, self.optimizer, checkpoint, self.progress.updates, on_gpu)
+            restore_optimizer(model, self.optimizer, checkpoint, self.state.updates, on_gpu)
 
     def _settle_micro_batch(self, objective: Objective) -> None:
         """The configured micro-batch; with `auto` the one found before, unless it was found for other devices."""
-        progress, ranks, asked = self.progress, self.ranks, self.run.training.micro_batch
-        place = device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
-        training = self.run.training
+        state, ranks, training = self.state, self.ranks, self.run.training
+        device = device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
         way = f"{training.dtype} fused={objective.fused is not None} checkpoint_loops={training.checkpoint_loops}"
-        now = (ranks.world, place, way)
-        if isinstance(asked, int):
-            progress.micro_batch = asked
-        elif not progress.micro_batch_found or (progress.world, progress.device, progress.way) != now:
-            progress.micro_batch = choose_micro_batch(self.run, objective, ranks, self.reporter.say)
-        progress.micro_batch_found = not isinstance(asked, int)
-        progress.world, progress.device, progress.way = now
+        now = (ranks.world, device, way)
+        if isinstance(training.micro_batch, int):
+            state.micro_batch = training.micro_batch
+        elif not state.micro_batch_found or (state.world, state.device, state.way) != now:
+            state.micro_batch = choose_micro_batch(self.run, objective, ranks, self.reporter.say)
+        state.micro_batch_found = not isinstance(training.micro_batch, int)
+        state.world, state.device, state.way = now
 
-    def _restore_progress(self, checkpoint: Path, data: TokenData) -> Progress:
-        progress = Progress(**read_json(checkpoint / STATE))
-        if progress.data != data.index_hash:
+    def _restore_state(self, checkpoint: Path, data: TokenData) -> TrainingState:
+        state = TrainingState(**read_json(checkpoint / STATE))
+        if state.data != data.index_hash:
             raise LoopformerError(
                 f"The data in {data.folder} is not what this run was trained on; restore it, or start a new run "
                 "with init_from."
             )
         if self.ranks.device.type == "cpu" and self.run.training.threads is None:
-            torch.set_num_threads(progress.threads)  # sums split over other threads differ in their last bits
-        torch.set_rng_state(torch.tensor(progress.rng, dtype=torch.uint8))
-        return progress
+            torch.set_num_threads(state.threads)  # sums split over other threads differ in their last bits
+        torch.set_rng_state(torch.tensor(state.rng, dtype=torch.uint8))
+        return state
 
     def train(self) -> dict[str, Any]:
         """Train to the last step, or to a signal; return what happened."""
@@ -161,17 +165,19 @@ class Trainer:
         started = time.perf_counter()
         try:
             with self.reporter, closing(Prefetcher(self._batches(), depth=2)) as batches:
+                if self.ranks.main:
+                    write_atomic(self.out / SETTINGS, run_to_yaml(self.run).encode())
                 self._loop(batches)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         return {
             "out": str(self.out),
-            "step": self.progress.step,
-            "finished": self.progress.step >= self.run.training.steps,
+            "step": self.state.step,
+            "finished": self.state.step >= self.run.training.steps,
             "signal": self.stop_signal,
-            "best_step": self.progress.best_step,
-            "best_loss": self.progress.best_loss,
+            "best_step": self.state.best_step,
+            "best_loss": self.state.best_loss,
             "seconds": time.perf_counter() - started,
         }
 
@@ -180,9 +186,9 @@ class Trainer:
             raise RunFailed("Stopped at once, as asked twice; --resume goes on from the last checkpoint.")
         self.stop_signal = number
 
-    def _batches(self) -> Iterator[list[tuple[Piece, Batch]]]:
-        for step in range(self.progress.step, self.run.training.steps):
-            yield [(piece, self._pinned(self.loader.batch(step, piece.start, piece.stop))) for piece in self.pieces]
+    def _batches(self) -> Iterator[StepBatch]:
+        for step in range(self.state.step, self.run.training.steps):
+            yield [(cut, self._pinned(self.loader.batch(step, cut.start, cut.stop))) for cut in self.micro_batches]
 
     def _pinned(self, batch: Batch) -> Batch:
         if self.ranks.device.type != "cuda":
@@ -190,16 +196,16 @@ class Trainer:
         documents = None if batch.documents is None else batch.documents.pin_memory()
         return Batch(batch.inputs.pin_memory(), batch.targets.pin_memory(), documents)
 
-    def _loop(self, batches: Iterator[list[tuple[Piece, Batch]]]) -> None:
-        training, progress = self.run.training, self.progress
-        meter = _Meter(self.run, self.ranks)
+    def _loop(self, batches: Iterator[StepBatch]) -> None:
+        training, state = self.run.training, self.state
+        meter = SpeedMeter(self.run, self.ranks.device, self.ranks.world)
         for batch in batches:
-            step = progress.step + 1
+            step = state.step + 1
             terms, norm, rate, flops = self._step(step, batch)
             finite = self._update(norm)
-            progress.step = step
-            progress.tokens += training.batch * self.run.model.context
-            progress.bad_in_a_row = 0 if finite else progress.bad_in_a_row + 1
+            state.step = step
+            state.tokens += training.batch * self.run.model.context
+            state.bad_in_a_row = 0 if finite else state.bad_in_a_row + 1
             meter.add(flops)
             self.reporter.tick(step)
             if step % training.log_every == 0 or step == training.steps or not finite:
@@ -210,15 +216,15 @@ class Trainer:
                     "consistency": consistency,
                     "gradient_norm": float(norm),
                     "learning_rate": rate,
-                    "skipped": step - progress.updates,
+                    "skipped": step - state.updates,
                     "epoch": self.loader.epoch(step),
                     **meter.read(),
                 }
                 self.reporter.record("train", step, values)
                 self.reporter.progress(step, values)
-            if progress.bad_in_a_row >= training.bad_steps:
+            if state.bad_in_a_row >= training.bad_steps:
                 raise RunFailed(
-                    f"{progress.bad_in_a_row} steps in a row had a gradient that is not finite, at step {step}; "
+                    f"{state.bad_in_a_row} steps in a row had a gradient that is not finite, at step {step}; "
                     "lower training.learning_rate, lengthen training.warmup, or look at the data, then --resume."
                 )
             stopping = self.ranks.any(self.stop_signal is not None)
@@ -233,7 +239,7 @@ class Trainer:
                 self.reporter.say(f"stopped at step {step}; go on with --resume")
                 return
 
-    def _step(self, step: int, batch: list[tuple[Piece, Batch]]) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+    def _step(self, step: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor, float, float]:
         """Gradients of one step: the loss terms, the gradient's norm before clipping, the rate, the FLOPs."""
         run, device = self.run, self.ranks.device
         rate = learning_rate(step, run.training)
@@ -242,8 +248,8 @@ class Trainer:
         divisors = self._divisors(batch)
         terms = torch.zeros(3, dtype=torch.float32, device=device)
         flops = 0.0
-        for number, (piece, rows) in enumerate(batch):
-            short = short_trajectory(run.model.loops, run.objective, run.training.seed, step, piece.part)
+        for number, (micro_batch, rows) in enumerate(batch):
+            short = short_trajectory(run.model.loops, run.objective, run.training.seed, step, micro_batch.part)
             with self.parallel.micro_batch(last=number == len(batch) - 1):
                 with autocast(device, run):
                     losses = self.parallel.module(
@@ -253,7 +259,7 @@ class Trainer:
                         divisors,
                         None,
                         short,
-                        piece.short_rows,
+                        micro_batch.short_rows,
                     )
                 (losses.total * self.ranks.world).backward()  # the wrappers average over ranks, we sum
             terms += losses.terms
@@ -263,12 +269,12 @@ class Trainer:
         norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.training.clip))
         return terms, norm, rate, flops * self.ranks.world
 
-    def _divisors(self, batch: list[tuple[Piece, Batch]]) -> Divisors:
+    def _divisors(self, batch: StepBatch) -> Divisors:
         counts = torch.zeros(2)
-        for piece, rows in batch:
+        for micro_batch, rows in batch:
             counted = (rows.targets != NO_LOSS).sum(1)
             counts[0] += counted.sum()
-            counts[1] += counted[list(piece.short_rows)].sum()
+            counts[1] += counted[list(micro_batch.short_rows)].sum()
         full, short = self.ranks.sum(counts.to(self.ranks.device)).tolist()
         return Divisors(max(1.0, full), max(1.0, short))
 
@@ -277,85 +283,106 @@ class Trainer:
         finite = bool(torch.isfinite(norm))
         if finite:
             self.optimizer.step()
-            self.progress.updates += 1
+            self.state.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
         return finite
 
     def _validate(self, step: int) -> bool:
         """Validate, and say whether the full budget is the best so far."""
         budgets = validation_budgets(self.run.model.loops)
-        losses = validate(self.parallel, self.windows, budgets, self.progress.micro_batch, self.run)
+        losses = validate(self.parallel, self.windows, budgets, self.state.micro_batch, self.run)
         values = {f"loss_at_{budget}": loss for budget, loss in losses.items()}
         self.reporter.record("validation", step, values)
         shown = "  ".join(f"M={budget} {math.exp(min(loss, 99)):.2f}" for budget, loss in losses.items())
         self.reporter.say(f"step {step}: validation perplexity  {shown}")
-        now, before = losses[budgets[-1]], self.progress.best_loss
+        now, before = losses[budgets[-1]], self.state.best_loss
         best = math.isfinite(now) and (before is None or now < before)
         if best:
-            self.progress.best_step, self.progress.best_loss = step, now
+            self.state.best_step, self.state.best_loss = step, now
         return best
 
     def save(self) -> None:
         """Write a checkpoint of this moment."""
-        progress = self.progress
-        progress.threads = torch.get_num_threads()
-        progress.rng = torch.get_rng_state().tolist()
+        state = self.state
+        state.threads = torch.get_num_threads()
+        state.rng = torch.get_rng_state().tolist()
         tensors = {name: whole(tensor).detach() for name, tensor in self.model.state_dict().items()}
         moments = optimizer_tensors(self.model, self.optimizer)
 
         def fill(folder: Path) -> None:
-            save_tensors(tensors, self.run.model, folder, {"run": str(self.out), "step": progress.step})
+            save_tensors(tensors, self.run.model, folder, {"run": str(self.out), "step": state.step})
             self.tokenizer.save(folder)
             (folder / SETTINGS).write_text(run_to_yaml(self.run), encoding="utf-8")
-            (folder / STATE).write_text(json.dumps(dataclasses.asdict(progress)), encoding="utf-8")
+            (folder / STATE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
 
-        write_checkpoint(self.out, progress.step, fill, moments, self.ranks, self.parallel.sharded)
+        write_checkpoint(self.out, state.step, fill, moments, self.ranks, self.parallel.sharded)
         if self.ranks.main:
-            rotate(self.out, self.run.training.keep, progress.best_step)
+            rotate(self.out, self.run.training.keep, state.best_step)
 
 
-class _Meter:
-    """Speed since the last reading, without the time that validation and saving take."""
-
-    def __init__(self, run: RunConfig, ranks: Ranks) -> None:
-        self._tokens_per_step = run.training.batch * run.model.context
-        self._ranks, self._peak = ranks, peak_flops(ranks.device)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._steps, self._flops, self._since = 0, 0.0, time.perf_counter()
-        self._away = 0.0
-        self._last = self._since
-
-    def add(self, flops: float) -> None:
-        self._steps += 1
-        self._flops += flops
-        self._last = time.perf_counter()
-
-    def skip(self) -> None:
-        """What happened since the last step was not training."""
-        now = time.perf_counter()
-        self._away += now - self._last
-        self._last = now
-
-    def read(self) -> dict[str, float | None]:
-        seconds = max(1e-9, time.perf_counter() - self._since - self._away)
-        flops = self._flops / seconds / self._ranks.world
-        memory = torch.cuda.max_memory_allocated() / 2**30 if self._ranks.device.type == "cuda" else _peak_rss()
-        values = {
-            "tokens_per_second": self._steps * self._tokens_per_step / seconds,
-            "tflops_per_device": flops / 1e12,
-            "mfu": flops / self._peak if self._peak else None,
-            "peak_memory_gib": memory,
-        }
-        self._reset()
-        return values
+def make_model(run: RunConfig) -> LoopedLM:
+    """The starting weights, on the CPU: the same for any device and number of ranks."""
+    if run.init_from is not None:
+        return find_model(run.init_from)[0]
+    torch.manual_seed(run.training.seed)
+    return LoopedLM(run.model)
 
 
-def _peak_rss() -> float | None:
+def fused_precision(run: RunConfig, ranks: Ranks) -> Precision | None:
+    """What the matmuls of fused passes run in; None where passes are not fused."""
+    training, kind = run.training, ranks.device.type
+    fp8 = training.dtype == "float8"
+    precision = Precision(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
+    why = obstacle(run.model, ranks.device, fp8)
+    if ranks.world > 1 and training.sharded:
+        why = "with training.strategy=fsdp weights are gathered inside the stack; use ddp"
+    if training.fused is True or fp8:
+        require(training.fused is not False, "training.dtype=float8 needs training.fused; set it to true or auto.")
+        require(why is None, f"{'float8' if fp8 else 'training.fused'} cannot be used: {why}.")
+        return precision
+    wanted = training.fused == "auto" and kind == "cuda" and training.dtype != "float32"
+    return precision if wanted and why is None else None
+
+
+def compile_step(run: RunConfig, model: LoopedLM, device: torch.device, fused: bool) -> None:
+    """Compile the step where it is wanted; a fused one is not run by the compiler."""
+    if device.type == "cuda" and not fused if run.training.compile == "auto" else run.training.compile:
+        model.compile()
+
+
+def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: Callable[[str], None]) -> int:
+    """The largest micro-batch that fits: tried on a GPU, estimated elsewhere."""
+    sizes, fused = micro_batch_sizes(run, ranks.world), objective.fused is not None
+    if ranks.device.type != "cuda":
+        chosen = estimated_micro_batch(run, 0.6 * available_bytes(ranks.device), ranks.world, fused)
+    else:
+        likely = 1.5 * available_bytes(ranks.device)  # far beyond it a try is a waste of time
+        tried = (size for size in sizes if memory_bytes(run, size, ranks.world, fused) < likely)
+        chosen = next((size for size in tried if _fits(run, objective, ranks.device, size)), 1)
+    chosen = ranks.smallest(chosen)
+    say(f"micro-batch {chosen}: {run.training.batch // (chosen * ranks.world)} per step on each device")
+    return chosen
+
+
+def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int) -> bool:
+    """Run the costliest micro-batch once, forward and backward."""
+    loops = run.model.loops
+    ids = torch.zeros(rows, run.model.context, dtype=torch.long, device=device)
+    short = Trajectory.uniform(loops - 1) if run.objective.elastic else None
+    documents = torch.zeros_like(ids) if run.data.documents else None
+    spare = None
     try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+        # Moments, and gradients of the micro-batches before, are not there yet; hold their place.
+        spare = [torch.empty_like(p) for p in objective.parameters() for _ in range(3)]
+        with autocast(device, run):
+            losses = objective(ids, ids, documents, Divisors(1.0, 1.0), None, short, tuple(range(rows)))
+        losses.total.backward()
+        torch.cuda.synchronize(device)
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        del spare
+        objective.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,4 +1,10 @@
-"""Validation loss at several budgets, each rank its share, with nothing drawn from any random generator."""
+"""Validation loss at several budgets, each rank its share, with nothing drawn from any random generator.
+
+    validate(parallel, validation_windows(data, context), budgets=[1, 4], rows=8, run=run)[4]     # nats per token
+
+The loss is that of `loopformer eval --join` on the same windows (inference/score.py), not the objective's, whose
+softmax has the rows that pad the vocabulary in it, as the paper's has.
+"""
 
 import math
 
@@ -8,8 +14,7 @@ import torch.nn.functional as F
 from loopformer.config import RunConfig
 from loopformer.data.loader import NO_LOSS, Batch, Windows
 from loopformer.training.distributed import Parallel
-from loopformer.training.objective import Divisors
-from loopformer.training.setup import autocast
+from loopformer.training.objective import autocast
 from loopformer.trajectory import Trajectory
 
 
@@ -29,14 +34,13 @@ def validate(
         sums[-1] += float((targets != NO_LOSS).sum())
         for place, budget in enumerate(budgets):
             with autocast(ranks.device, run):
-                losses = parallel.evaluated(
+                logprobs = parallel.objective.logprobs(
                     batch.inputs.to(ranks.device),
                     targets.to(ranks.device),
                     None if batch.documents is None else batch.documents.to(ranks.device),
-                    Divisors(1.0, 1.0),
                     Trajectory.uniform(budget),
                 )
-            sums[place] += losses.terms[0].cpu().double()
+            sums[place] -= logprobs.cpu().double().sum()
     total = ranks.sum(sums.to(torch.float32 if ranks.device.type == "mps" else torch.float64).to(ranks.device))
     return {budget: float(total[place] / total[-1]) for place, budget in enumerate(budgets)}
 

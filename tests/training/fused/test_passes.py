@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from loopformer import LoopedLM, Trajectory
 from loopformer.config import ModelConfig, ObjectiveConfig
-from loopformer.training.fused.ops import Numbers
 from loopformer.training.fused.passes import FusedStack
+from loopformer.training.fused.types import Precision
 from loopformer.training.objective import Divisors, Objective
 
-PLAIN = Numbers(torch.float32)
+PLAIN = Precision(torch.float32)
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 WAYS = ["trajectory", "none", "time", "index"]
 
@@ -30,11 +30,11 @@ def gradients(model: LoopedLM) -> list[Tensor]:
 
 
 def run(
-    model: LoopedLM, numbers: Numbers | None, documents: Tensor | None = None, **settings: bool
+    model: LoopedLM, precision: Precision | None, documents: Tensor | None = None, **settings: bool
 ) -> list[Tensor]:
     """Loss terms and every gradient, with both routes."""
     ids = torch.randint(model.config.vocab, (4, 9), generator=torch.Generator().manual_seed(1))
-    objective = Objective(model, ObjectiveConfig(chunk=8), fused=numbers, **settings)
+    objective = Objective(model, ObjectiveConfig(chunk=8), fused=precision, **settings)
     inputs, targets, device = ids[:, :-1], ids[:, 1:], model.tokens.weight.device
     short = Trajectory.uniform(2)
     losses = objective(inputs.to(device), targets.to(device), documents, Divisors(32.0, 16.0), None, short, (1, 3))
@@ -98,20 +98,20 @@ def test_low_precision_stays_near(tiny: ModelConfig, positions: str, device: str
     exact = run(model, None)
     with torch.autocast(device, torch.bfloat16):
         usual = far(run(model, None), exact)
-        low = far(run(model, Numbers(torch.bfloat16)), exact)
-        lower = far(run(model, Numbers(torch.bfloat16, fp8=True)), exact)
+        low = far(run(model, Precision(torch.bfloat16)), exact)
+        lower = far(run(model, Precision(torch.bfloat16, fp8=True)), exact)
     assert low < 1.1 * usual
     assert low < lower < 10 * usual
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])])
-@pytest.mark.parametrize("numbers", [Numbers(torch.bfloat16), Numbers(torch.bfloat16, fp8=True)])
-def test_what_is_not_a_number_is_not_hidden(tiny: ModelConfig, numbers: Numbers, device: str) -> None:
+@pytest.mark.parametrize("precision", [Precision(torch.bfloat16), Precision(torch.bfloat16, fp8=True)])
+def test_what_is_not_a_number_is_not_hidden(tiny: ModelConfig, precision: Precision, device: str) -> None:
     """fp8 is clamped, but a step that went wrong must be seen."""
     model = model_of(tiny, width=32, ffn=64).to(device)
     with torch.no_grad():
         next(iter(model.stack.each())).attention.qkv.weight[3, 5] = torch.nan
-    assert not torch.stack([gradient.norm() for gradient in run(model, numbers)]).isfinite().all()
+    assert not torch.stack([gradient.norm() for gradient in run(model, precision)]).isfinite().all()
 
 
 def test_frozen_weights_learn_nothing_and_the_rest_does(tiny: ModelConfig) -> None:
@@ -129,12 +129,12 @@ def test_frozen_weights_learn_nothing_and_the_rest_does(tiny: ModelConfig) -> No
 def test_small_gradients_keep_their_precision(tiny: ModelConfig) -> None:
     """Losses are divided by all tokens of a step; scales of fp8 go as low."""
     model = model_of(tiny, width=32, ffn=64)
-    stack = FusedStack(model.stack, Numbers(torch.bfloat16, fp8=True))
+    stack = FusedStack(model.stack, Precision(torch.bfloat16, fp8=True))
     states = model(torch.arange(8)[None], stack=stack, states=True).states[-1]
     (states.square().mean() * 2.0**-40).backward()
     small = gradients(model)
     model.zero_grad()
-    stack = FusedStack(model.stack, Numbers(torch.bfloat16, fp8=True))
+    stack = FusedStack(model.stack, Precision(torch.bfloat16, fp8=True))
     model(torch.arange(8)[None], stack=stack, states=True).states[-1].square().mean().backward()
     for mine, theirs in zip(small, gradients(model), strict=True):
         torch.testing.assert_close(mine * 2.0**40, theirs, rtol=1e-5, atol=1e-9)

@@ -1,4 +1,3 @@
-"""A report on one or several models: asked.py (what is wanted) · collect.py, training.py (numbers, as plain data) ·
-matching.py, numbers.py, tables.py, charts.py (what is shown of them) · content.py, provenance.py (the sentences) ·
-document.py, markdown.py, html.py, folder.py (the files).
+"""A report on one or several models: collect.py (what is asked for, and measuring it) · tables.py · content.py (the
+sentences around them) · page.py with page.html.j2 and page.md.j2 (figures and files).
 """

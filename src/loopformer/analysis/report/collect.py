@@ -1,71 +1,40 @@
-"""Models and budgets that can be compared because they cost the same, within a stated tolerance.
+"""Everything a report shows, measured or taken from what is kept beside the models, as plain data.
 
-    matched(rows, "flops_per_token")     # groups of rows of different models, the cheapest group first
-
-A group begins with its smallest value and goes up to TOLERANCE above it, so no two rows of it differ by more. Only
-groups with at least two models say anything.
-
-The numbers of a report in rows, one for each model and budget, and how numbers are written.
-
-    rows = entries(found)                     # found: what collect.collect returned
-    rows[0]["model"], rows[0]["budget"], rows[0]["flops_per_token"], rows[0]["ppl:demo"], rows[0]["average"]
-    counted(3_244_032)                        # "3.244 M"
-
-Of the paper's tasks the ten scores and their average are taken; of any others each task's own metric, and their
-mean where all of them are shares of right answers. Errors are standard errors; that of a mean takes the tasks for
-independent.
-
-The tables of a report, from its plain data: main, scores, matched by FLOPs or parameters, training, and the
-numbers behind the figures.
-
-What a report is asked for, checked before anything is measured.
-
-asked = Asked(("runs/a", "runs/b"), texts=read_texts(["news=news.jsonl"]), budgets=read_budgets("1,2,4"))
-asked.names                       # ("a", "b"): the shortest ends of the paths that tell them apart
-asked.budgets_of(ModelConfig())   # those of the budgets that this model can follow
-
-What training a model took, from its run: FLOPs by formula, tokens per second as recorded, and a fair comparison.
-
-    facts = training_facts("runs/elastic")            # None for a model without a run
-    slowdown(facts, [training_facts("runs/fixed")])   # (1.52, "fixed") or (None, why there is none)
-
-Elastic training takes a short route beside the full one. Its cost in FLOPs follows from the sizes; its cost in time
-is the ratio of tokens per second of two runs that differ in the objective alone.
-
-Everything a report shows, measured or taken from what is kept beside the models, as plain data.
-
-    found = collect(Asked(("runs/elastic", "runs/fixed"), data=Path("data/eval"), limit=50))
+    request = ReportRequest(("runs/elastic", "runs/fixed"), texts=read_texts(["news=news.jsonl"]), limit=50)
+    found = collect(request)                    # what report.json holds
     found["models"][0]["perplexity"], found["models"][0]["missing"]
 
 One model is in memory at a time. Perplexity, answers, schedules and dynamics are kept in the store of each model as
 they are finished, so a report that is stopped, repeated or extended measures only what is new. A part that cannot
-be had of a model is one sentence in its `missing`.
+be had of a model is one sentence in its `missing`. Of training, nothing is measured: FLOPs follow from the settings
+of the run, tokens per second are as recorded.
 """
 
 from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from loopformer.analysis.dynamics import Prompts, analyze, model_names, read_prompts, short_path
+from loopformer.analysis.dynamics import Prompts, analyze, read_prompts
+from loopformer.analysis.results import REPORT_FORMAT, TextSource, TrainingFacts, model_names, short_path
 from loopformer.config import ModelConfig, load_run, whole_numbers
 from loopformer.config.run import validation_budgets
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import DTYPES, choose_device, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
+from loopformer.evaluation.benchmarks import LoadedModel
 from loopformer.evaluation.schedules import count_schedules, search
-from loopformer.evaluation.score import BATCH_TOKENS
 from loopformer.evaluation.store import Piece
-from loopformer.evaluation.subject import Subject
-from loopformer.evaluation.text import Protocol, Report, Text, default_text, perplexity, read_text
+from loopformer.evaluation.text import Protocol, ReportProgress, Text, default_text, perplexity, read_text
 from loopformer.files import read_json
+from loopformer.inference.score import BATCH_TOKENS
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, STATE, is_run_folder, newest_model, step_of
 from loopformer.model.cost import Cost
@@ -76,28 +45,25 @@ if TYPE_CHECKING:
     from loopformer.evaluation.harness import Suite
 
 
-def listed(words: Sequence[str]) -> str:
-    """Words in a sentence: a, b and c."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
+VERSION = 1  # of what report.json holds
 PARTS = ("perplexity", "tasks", "search", "analysis")
 
+_LENGTH = 128  # tokens of a prompt, as in `loopformer analyze`
+# Of two runs whose speeds are compared, these have to be equal; the machine is not recorded.
+_SAME = ("batch", "dtype", "device", "fused", "compile", "checkpoint_loops", "strategy")
+_SAME_STATE = ("micro_batch", "world", "threads")
+_NO_TEXT = "No text was given, and no run has prepared data of its own; give one with --text NAME=SOURCE."
+_NO_TASKS = (
+    "No benchmarks were asked for; give their files with --data, or --tasks paper to have them from the Hub."
+)
+
 
 @dataclass(frozen=True)
-class Source:
-    """A text: the name it has in the report, and where it is."""
-
-    name: str
-    source: str
-
-
-@dataclass(frozen=True)
-class Asked:
+class ReportRequest:
     """Which models, measured on what, and how."""
 
     models: tuple[str, ...]
-    texts: tuple[Source, ...] = ()  # none: the data of the first run that has any
+    texts: tuple[TextSource, ...] = ()  # none: the data of the first run that has any
     tasks: str | None = None  # names, separated by commas; `paper` for its ten
     data: Path | None = None  # a folder with the paper's tasks as files
     limit: int | None = None  # examples of a task
@@ -138,215 +104,186 @@ class Asked:
         return self.tasks or ("paper" if self.data is not None else None)
 
     @cached_property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[TextSource, ...]:
         """The texts that are measured on."""
         if self.texts:
             return self.texts
-        own = next((found for model in self.models if (found := default_text(model))), None)
-        return () if own is None else (Source(short_path(own), own),)
+        own = next((text for model in self.models if (text := default_text(model))), None)
+        return () if own is None else (TextSource(short_path(own), own),)
 
     def check_depths(self, depths: Sequence[int]) -> None:
         """Refuse a budget that no model can follow."""
         deepest = max(depths)
         name = self.names[list(depths).index(deepest)]
-        for option, budget in [("--budgets", one) for one in self.budgets or ()] + [("--search", self.search or 1)]:
+        deepest_of_several = ", the deepest model" if len(depths) > 1 else ""
+        budgets = [("--budgets", budget) for budget in self.budgets or ()] + [("--search", self.search or 1)]
+        for option, budget in budgets:
             require(
                 budget <= deepest,
-                f"{option} {budget} is above the {deepest} loops of {name}"
-                + (", the deepest model; " if len(depths) > 1 else "; ")
-                + f"choose 1 to {deepest}.",
+                f"{option} {budget} is above the {deepest} loops of {name}{deepest_of_several}; "
+                f"choose 1 to {deepest}.",
             )
+
+    def to_json(self) -> Piece:
+        """As report.json holds it: nothing tells where things lie on this machine."""
+        return {
+            "texts": [{"name": text.name, "source": short_path(text.source)} for text in self.sources],
+            "tasks": self.wanted_tasks,
+            "data": self.data and short_path(self.data),
+            "limit": self.limit,
+            "budgets": self.budgets and list(self.budgets),
+            "search": self.search,
+            "search_tasks": self.search_tasks,
+            "prompts": self.prompts,
+            "skip": [part for part in PARTS if part in self.skip],
+            "max_tokens": self.max_tokens,
+            "field": self.field,
+            "device": self.device,
+            "dtype": self.dtype,
+        }
 
     def budgets_of(self, config: ModelConfig) -> list[int]:
         """The budgets of one model: those asked for that it has, its full depth where it has none of them."""
         if self.budgets is None:
             return validation_budgets(config.loops)
-        return [one for one in self.budgets if one <= config.loops] or [config.loops]
+        return [budget for budget in self.budgets if budget <= config.loops] or [config.loops]
 
 
-def read_texts(given: Sequence[str]) -> tuple[Source, ...]:
+def read_texts(texts: Sequence[str]) -> tuple[TextSource, ...]:
     """Texts as NAME=SOURCE or SOURCE; a text without a name has the last part of its path."""
-    found: list[Source] = []
-    for one in given:
-        name, equals, source = one.partition("=")
-        if not equals or Path(one).exists():
-            name, source = Path(one).name if Path(one).exists() else one, one
-        require(
-            bool(name.strip()) and bool(source), f"{one!r} is no text; write NAME=SOURCE, as in news=news.jsonl."
-        )
-        require(
-            name not in [other.name for other in found],
-            f"Two texts are named {name}; give each a name of its own, as in first={source}.",
-        )
-        found.append(Source(name.strip(), source))
-    return tuple(found)
+    sources: list[TextSource] = []
+    for text in texts:
+        name, equals, source = text.partition("=")
+        if not equals or Path(text).exists():
+            name, source = Path(text).name if Path(text).exists() else text, text
+        if not name.strip() or not source:
+            raise LoopformerError(f"{text!r} is no text; write NAME=SOURCE, as in news=news.jsonl.")
+        if name in [other.name for other in sources]:
+            raise LoopformerError(f"Two texts are named {name}; give each a name of its own, as in first={source}.")
+        sources.append(TextSource(name.strip(), source))
+    return tuple(sources)
 
 
-def read_budgets(given: str | None) -> tuple[int, ...] | None:
+def read_budgets(budgets: str | None) -> tuple[int, ...] | None:
     """Loops such as 1,2,4, in order and each once."""
-    if given is None:
-        return None
-    return tuple(sorted(set(whole_numbers(given, "--budgets"))))
+    return None if budgets is None else tuple(sorted(set(whole_numbers(budgets, "--budgets"))))
 
 
-def read_skip(given: str | None) -> frozenset[str]:
+def read_skip(skip: str | None) -> frozenset[str]:
     """Parts such as tasks,search."""
-    parts = [part.strip() for part in (given or "").split(",") if part.strip()]
+    parts = [part.strip() for part in (skip or "").split(",") if part.strip()]
     for part in parts:
-        require(part in PARTS, f"There is no part {part!r} to skip; {nearest(part, list(PARTS))}")
+        if part not in PARTS:
+            raise LoopformerError(f"There is no part {part!r} to skip; {nearest(part, list(PARTS))}")
     return frozenset(parts)
 
 
-# Of two runs whose speeds are compared, these have to be equal; the machine is not recorded.
-_SAME = ("batch", "dtype", "device", "fused", "compile", "checkpoint_loops", "strategy")
-
-
-_SAME_STATE = ("micro_batch", "world", "threads")
-
-
-Facts = dict[str, Any]
-
-
-def training_facts(source: str | Path) -> Facts | None:
-    """Everything about the training of a run, in plain data; None for a model that is no run."""
-    if not is_run_folder(source):
-        return None
-    folder = Path(source)
-    run, _ = load_run(str(folder / SETTINGS))
-    checkpoint = newest_model(folder, lambda _: None)
-    state = read_json(checkpoint / STATE) if (checkpoint / STATE).is_file() else {}
-    cost, step = Cost(run.model), step_of(checkpoint)
-    tokens = step * run.training.batch * run.model.context
-    speeds = [
-        record["tokens_per_second"]
-        for record in read_metrics(folder)
-        if record.get("kind") == "train" and record.get("tokens_per_second")
-    ]
-    per_token = training_flops_per_token(run)
-    return {
-        "elastic": run.objective.elastic,
-        "short_fraction": run.objective.short_fraction if run.objective.elastic else 0.0,
-        "step": step,
-        "steps": run.training.steps,
-        "tokens": tokens,
-        "seed": run.training.seed,
-        "fixed_flops_per_token": cost.training_flops(),
-        "flops_per_token": per_token,
-        "flops": per_token * tokens,
-        "tokens_per_second": statistics.median(speeds) if speeds else None,
-        "records": len(speeds),
-        "data": state.get("data"),
-        "model": asdict(run.model),
-        "same": {name: getattr(run.training, name) for name in _SAME}
-        | {name: state.get(name) for name in _SAME_STATE},
-    }
-
-
-def slowdown(elastic: Facts, others: Mapping[str, Facts | None]) -> tuple[float | None, str]:
-    """How many times slower than a fixed-depth run of the same settings, and which; or why that is not known."""
-    fixed = {name: facts for name, facts in others.items() if facts is not None and not facts["elastic"]}
-    if not fixed:
-        return None, "there is no fixed-depth run beside it"
-    differences = {name: _differences(elastic, facts) for name, facts in fixed.items()}
-    twin = next((name for name, found in differences.items() if not found), None)
-    if twin is None:
-        name, found = min(differences.items(), key=lambda pair: len(pair[1]))
-        return None, f"{name} differs in {listed(found)}"
-    if not (elastic["tokens_per_second"] and fixed[twin]["tokens_per_second"]):
-        return None, "no speed was recorded"
-    return fixed[twin]["tokens_per_second"] / elastic["tokens_per_second"], twin
-
-
-def _differences(one: Facts, other: Facts) -> list[str]:
-    found = [f"model.{name}" for name, value in one["model"].items() if other["model"].get(name) != value]
-    return found + [name for name, value in one["same"].items() if other["same"].get(name) != value]
-
-
-FORMAT, VERSION = "loopformer-report", 1
-
-
-_LENGTH = 128  # tokens of a prompt, as in `loopformer analyze`
-
-
-_NO_TEXT = "No text was given, and no run has prepared data of its own; give one with --text NAME=SOURCE."
-
-
-_NO_TASKS = (
-    "No benchmarks were asked for; give their files with --data, or --tasks paper to have them from the Hub."
-)
-
-
-def collect(asked: Asked, report: Report | None = None) -> Piece:
+def collect(request: ReportRequest, report: ReportProgress | None = None) -> Piece:
     """Measure whatever is missing of all models and put everything together."""
-    require(asked.dtype in DTYPES, f"There is no dtype {asked.dtype!r}; choose one of {', '.join(DTYPES)}.")
-    device = choose_device(asked.device)
-    configs = [find_config(model)[0] for model in asked.models]
-    asked.check_depths([config.loops for config in configs])
-    suite, why = _suite(asked, report)
-    shared = _Shared(asked, suite, why, min(_LENGTH, *(config.context for config in configs)))
-    models = [
-        _model(shared, source, name, _prefixed(report, name))
-        for source, name in zip(asked.models, asked.names, strict=True)
-    ]
+    require(request.dtype in DTYPES, f"There is no dtype {request.dtype!r}; choose one of {', '.join(DTYPES)}.")
+    device = choose_device(request.device)
+    configs = [find_config(model)[0] for model in request.models]
+    request.check_depths([config.loops for config in configs])
+    suite, why_none = _load_suite(request, report)
+    length = min(_LENGTH, *(config.context for config in configs))
+    collector = _Collector(request, suite, why_none, length, report)
+    models = [collector.model(source, name) for source, name in zip(request.models, request.names, strict=True)]
     return {
-        "format": FORMAT,
+        "format": REPORT_FORMAT,
         "version": VERSION,
         "made": {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": device_name(device),
             "machine": platform.machine(),
-            "dtype": asked.dtype,
+            "dtype": request.dtype,
             "python": platform.python_version(),
-            **{name: _version(name) for name in ("loopformer", "torch", "lm_eval", "matplotlib")},
+            **{package: _version(package) for package in ("loopformer", "torch", "lm_eval", "matplotlib")},
         },
-        "asked": {
-            "texts": [{"name": one.name, "source": short_path(one.source)} for one in asked.sources],
-            "tasks": asked.wanted_tasks,
-            "data": asked.data and short_path(asked.data),
-            "limit": asked.limit,
-            "budgets": asked.budgets and list(asked.budgets),
-            "search": asked.search,
-            "search_tasks": asked.search_tasks,
-            "prompts": asked.prompts,
-            "skip": [part for part in PARTS if part in asked.skip],
-            "max_tokens": asked.max_tokens,
-            "field": asked.field,
-            "device": asked.device,
-            "dtype": asked.dtype,
-        },
+        "asked": request.to_json(),
         "tasks": suite and suite.facts,
         "models": models,
     }
 
 
-@dataclass
-class _Shared:
-    """What the models have in common; texts are read once for each tokenizer."""
+def _load_suite(request: ReportRequest, report: ReportProgress | None) -> tuple[Suite | None, str]:
+    """The tasks, or why there are none; a wrong name or a missing file is the user's to mend."""
+    if request.wanted_tasks is None or "tasks" in request.skip:
+        return None, _NO_TASKS
+    if request.data is not None and not Path(request.data).is_dir():
+        raise FileProblem(
+            f"There is no folder {request.data}; --data takes one with files like copa.validation.jsonl."
+        )
+    try:
+        from loopformer.evaluation.harness import Suite
+    except LoopformerError as error:  # the harness is not installed
+        return None, str(error)
+    names = [name.strip() for name in request.wanted_tasks.split(",") if name.strip()]
+    try:
+        return Suite.load(names, request.data, None, request.limit, report), ""
+    except RunFailed as error:  # the Hub cannot be reached
+        return None, str(error)
 
-    asked: Asked
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@dataclass
+class _Collector:
+    """Measures model after model; texts and prompts are read once for each tokenizer."""
+
+    request: ReportRequest
     suite: Suite | None
-    no_suite: str
-    length: int
+    no_suite: str  # why there is none
+    length: int  # of a prompt
+    report: ReportProgress | None
     texts: dict[tuple[str, str], Text] = field(default_factory=dict)
     prompts: dict[str, Prompts] = field(default_factory=dict)
 
-    def text(self, number: int, tokenizer: Tokenizer, report: Report | None) -> Text:
-        one = self.asked.sources[number]
-        key = (one.name, tokenizer.hash)
-        if key not in self.texts:
-            read = read_text(one.source, tokenizer, self.asked.field, self.asked.max_tokens, report)
-            self.texts[key] = replace(read, name=one.name)
-        return self.texts[key]
+    def model(self, source: str, name: str) -> Piece:
+        """All parts of one model, and why some of them are missing."""
+        loaded = LoadedModel.open(source, self.request.device, self.request.dtype)
+        training, missing = training_facts(source), dict[str, str]()
+        if training is None:
+            missing["training"] = "A model without a run says nothing about its training."
+        report = self.report
+        named = None if report is None else lambda doing, done, total: report(f"{name}: {doing}", done, total)
+        measures: dict[str, Callable[[], Piece | list[Piece]]] = {
+            "perplexity": lambda: self._perplexity(loaded, named),
+            "tasks": lambda: self._tasks(loaded, named),
+            "search": lambda: self._search(loaded, named),
+            "analysis": lambda: self._analysis(loaded, name, named),
+        }
+        parts: Piece = dict.fromkeys(PARTS)
+        for part, measure in measures.items():
+            why = self._obstacle(loaded, part)
+            if not why:
+                parts[part], why = self._measured(part, measure)
+            if why:
+                missing[part] = why
+        return {
+            **_facts(loaded, name),
+            "training": None if training is None else asdict(training),
+            **parts,
+            "missing": missing,
+        }
 
-    def chosen(self, tokenizer: Tokenizer) -> Prompts:
-        """Prompts out of the first text."""
-        one = self.asked.sources[0]
-        if tokenizer.hash not in self.prompts:
-            read = read_prompts(one.source, tokenizer, self.asked.prompts, self.length, self.asked.field)
-            self.prompts[tokenizer.hash] = replace(read, text=one.name)
-        return self.prompts[tokenizer.hash]
+    def _obstacle(self, loaded: LoadedModel, part: str) -> str:
+        """Why a part is not even begun."""
+        if part in self.request.skip:
+            return f"Left out, as asked for with --skip {part}."
+        if loaded.lm.tokenizer is None:
+            return "This model came without a tokenizer; put its tokenizer.json beside its weights."
+        if part == "tasks":
+            return self.no_suite
+        return "" if self.request.sources else _NO_TEXT
 
-    def tried(self, part: str, measure: Callable[[], Piece | list[Piece]]) -> tuple[Any, str]:
+    def _measured(
+        self, part: str, measure: Callable[[], Piece | list[Piece]]
+    ) -> tuple[Piece | list[Piece] | None, str]:
         """What was measured, or the sentence that says why not; a wrong text is the user's to mend."""
         try:
             return measure(), ""
@@ -355,48 +292,116 @@ class _Shared:
         except LoopformerError as error:
             if part == "perplexity" and not isinstance(error, RunFailed):
                 raise
-            said = str(error)
-            for one in self.asked.sources:
-                said = said.replace(one.source, one.name)
-            return None, said
+            sentence = str(error)
+            for text in self.request.sources:
+                sentence = sentence.replace(text.source, text.name)
+            return None, sentence
+
+    def _perplexity(self, loaded: LoadedModel, report: ReportProgress | None) -> list[Piece]:
+        request, context = self.request, loaded.model.config.context
+        trajectories = [loaded.model.resolve(budget) for budget in request.budgets_of(loaded.model.config)]
+        rows = []
+        for source in request.sources:
+            text = self._text(source, loaded.lm.need_tokenizer(), report)
+            tokens = min(text.tokens, request.max_tokens or text.tokens)
+            if tokens < context:
+                raise LoopformerError(
+                    f"{text.name} has {tokens} tokens, fewer than one window of {context}; give more."
+                )
+            rows += perplexity(
+                loaded.model,
+                text,
+                trajectories,
+                Protocol(max_tokens=request.max_tokens),
+                weights=loaded.weights,
+                store=loaded.store,
+                batch_tokens=request.batch_tokens,
+                report=report,
+            )
+        return rows
+
+    def _tasks(self, loaded: LoadedModel, report: ReportProgress | None) -> list[Piece]:
+        from loopformer.evaluation.benchmarks import ask, model_facts, results
+
+        assert self.suite is not None
+        trajectories = [loaded.model.resolve(budget) for budget in self.request.budgets_of(loaded.model.config)]
+        runs = ask(loaded, self.suite.queries, trajectories, self.request.batch_tokens, report)
+        rows: list[Piece] = results(self.suite, model_facts(loaded, runs), runs)["runs"]
+        return rows
+
+    def _search(self, loaded: LoadedModel, report: ReportProgress | None) -> Piece:
+        from loopformer.evaluation.benchmarks import accuracy
+
+        request, loops = self.request, loaded.model.config.loops
+        budget = request.search or max(1, loops // 2)
+        require(budget <= loops, f"This model has {loops} loops, fewer than the {budget} of --search.")
+        require(
+            count_schedules(loops, budget) > 1,
+            "There is only one schedule of this budget, so there is nothing to search.",
+        )
+        suite = self.suite if request.search_tasks else None
+        return search(
+            loaded.model,
+            budget,
+            text=self._text(request.sources[0], loaded.lm.need_tokenizer(), report),
+            accuracy=None if suite is None else accuracy(loaded, suite, request.batch_tokens, report),
+            tasks=None if suite is None else suite.facts,
+            protocol=Protocol(max_tokens=request.max_tokens),
+            weights=loaded.weights,
+            store=loaded.store,
+            batch_tokens=request.batch_tokens,
+            report=report,
+        )
+
+    def _analysis(self, loaded: LoadedModel, name: str, report: ReportProgress | None) -> Piece:
+        """Representation dynamics along the full trajectory; kept like the others."""
+        prompts, model = self._prompts(loaded.lm.need_tokenizer()), loaded.model
+        weight = model.tokens.weight
+        key = {
+            "kind": "dynamics",
+            "weights": loaded.weights,
+            "prompts": prompts.hash,
+            "trajectory": str(model.resolve(None)),
+            "states": "before",
+            "dtype": str(weight.dtype),
+            "device": weight.device.type,
+        }
+        kept = loaded.store.get(key)
+        if kept is None:
+            progress = None if report is None else lambda done, total: report("prompts", done, total)
+            dynamics = replace(analyze(model, prompts, "", progress=progress), weights=loaded.weights)
+            kept = loaded.store.put(key, dynamics.to_json())
+        return {**kept, "model": name, "text": prompts.text, "part": prompts.part, "documents": prompts.documents}
+
+    def _text(self, source: TextSource, tokenizer: Tokenizer, report: ReportProgress | None) -> Text:
+        key = (source.name, tokenizer.hash)
+        if key not in self.texts:
+            text = read_text(source.source, tokenizer, self.request.field, self.request.max_tokens, report)
+            self.texts[key] = replace(text, name=source.name)
+        return self.texts[key]
+
+    def _prompts(self, tokenizer: Tokenizer) -> Prompts:
+        """Prompts out of the first text."""
+        source = self.request.sources[0]
+        if tokenizer.hash not in self.prompts:
+            prompts = read_prompts(source.source, tokenizer, self.request.prompts, self.length, self.request.field)
+            self.prompts[tokenizer.hash] = replace(prompts, text=source.name)
+        return self.prompts[tokenizer.hash]
 
 
-def _model(shared: _Shared, source: str, name: str, report: Report | None) -> Piece:
-    """All parts of one model, and why some of them are missing."""
-    asked = shared.asked
-    subject = Subject.open(source, asked.device, asked.dtype)
-    found, missing = _facts(subject, name), dict[str, str]()
-    found["training"] = training_facts(source)
-    if found["training"] is None:
-        missing["training"] = "A model without a run says nothing about its training."
-    parts: dict[str, Callable[[_Shared, Subject, Report | None], Any]] = {
-        "perplexity": _perplexity,
-        "tasks": _tasks,
-        "search": _search,
-        "analysis": _analysis,
-    }
-    for part, measure in parts.items():
-        found[part], why = None, _obstacle(shared, subject, part)
-        if not why:
-            found[part], why = shared.tried(part, partial(measure, shared, subject, report))
-        if why:
-            missing[part] = why
-    return {**found, "missing": missing}
-
-
-def _facts(subject: Subject, name: str) -> Piece:
+def _facts(loaded: LoadedModel, name: str) -> Piece:
     """What the model is and costs."""
-    config, cost = subject.model.config, subject.model.cost
+    config, cost = loaded.model.config, loaded.model.cost
     parameters = cost.parameters
     return {
         "name": name,
-        "source": short_path(subject.source),
+        "source": short_path(loaded.source),
         "shape": f"{config.blocks}⊗{config.loops}",
         "settings": asdict(config),
-        "weights": subject.weights,
-        "tokenizer": subject.lm.tokenizer and subject.lm.tokenizer.hash,
-        "dtype": subject.model.dtype_name,
-        "device": subject.model.tokens.weight.device.type,
+        "weights": loaded.weights,
+        "tokenizer": loaded.lm.tokenizer and loaded.lm.tokenizer.hash,
+        "dtype": loaded.model.dtype_name,
+        "device": loaded.model.tokens.weight.device.type,
         "parameters": {
             "total": parameters.total,
             "embeddings": parameters.embeddings,
@@ -410,124 +415,35 @@ def _facts(subject: Subject, name: str) -> Piece:
     }
 
 
-def _obstacle(shared: _Shared, subject: Subject, part: str) -> str:
-    """Why a part is not even begun."""
-    if part in shared.asked.skip:
-        return f"Left out, as asked for with --skip {part}."
-    if subject.lm.tokenizer is None:
-        return "This model came without a tokenizer; put its tokenizer.json beside its weights."
-    if part == "tasks" and shared.suite is None:
-        return shared.no_suite
-    return _NO_TEXT if part != "tasks" and not shared.asked.sources else ""
-
-
-def _perplexity(shared: _Shared, subject: Subject, report: Report | None) -> list[Piece]:
-    asked, tokenizer = shared.asked, subject.lm.need_tokenizer()
-    trajectories = [subject.model.resolve(budget) for budget in asked.budgets_of(subject.model.config)]
-    rows = []
-    for number in range(len(asked.sources)):
-        text, context = shared.text(number, tokenizer, report), subject.model.config.context
-        tokens = min(text.tokens, asked.max_tokens or text.tokens)
-        require(
-            tokens >= context, f"{text.name} has {tokens} tokens, fewer than one window of {context}; give more."
-        )
-        rows += perplexity(
-            subject.model,
-            text,
-            trajectories,
-            Protocol(max_tokens=asked.max_tokens),
-            weights=subject.weights,
-            store=subject.store,
-            batch_tokens=asked.batch_tokens,
-            report=report,
-        )
-    return rows
-
-
-def _tasks(shared: _Shared, subject: Subject, report: Report | None) -> list[Piece]:
-    from loopformer.evaluation.benchmarks import ask, model_facts, results
-
-    assert shared.suite is not None
-    trajectories = [subject.model.resolve(budget) for budget in shared.asked.budgets_of(subject.model.config)]
-    runs = ask(subject, shared.suite.queries, trajectories, shared.asked.batch_tokens, report)
-    found: list[Piece] = results(shared.suite, model_facts(subject, runs), runs)["runs"]
-    return found
-
-
-def _search(shared: _Shared, subject: Subject, report: Report | None) -> Piece:
-    from loopformer.evaluation.benchmarks import accuracy
-
-    asked, loops = shared.asked, subject.model.config.loops
-    budget = asked.search or max(1, loops // 2)
-    require(budget <= loops, f"This model has {loops} loops, fewer than the {budget} of --search.")
-    require(
-        count_schedules(loops, budget) > 1,
-        "There is only one schedule of this budget, so there is nothing to search.",
-    )
-    suite = shared.suite if asked.search_tasks else None
-    return search(
-        subject.model,
-        budget,
-        text=shared.text(0, subject.lm.need_tokenizer(), report),
-        accuracy=None if suite is None else accuracy(subject, suite, asked.batch_tokens, report),
-        tasks=None if suite is None else suite.facts,
-        protocol=Protocol(max_tokens=asked.max_tokens),
-        weights=subject.weights,
-        store=subject.store,
-        batch_tokens=asked.batch_tokens,
-        report=report,
-    )
-
-
-def _analysis(shared: _Shared, subject: Subject, report: Report | None) -> Piece:
-    """Representation dynamics along the full trajectory; kept like the others."""
-    prompts, model = shared.chosen(subject.lm.need_tokenizer()), subject.model
-    weight = model.tokens.weight
-    key = {
-        "kind": "dynamics",
-        "weights": subject.weights,
-        "prompts": prompts.hash,
-        "trajectory": str(model.resolve(None)),
-        "states": "before",
-        "dtype": str(weight.dtype),
-        "device": weight.device.type,
-    }
-    kept = subject.store.get(key)
-    if kept is None:
-        progress = None if report is None else lambda done, total: report("prompts", done, total)
-        found = replace(analyze(model, prompts, "", progress=progress), weights=subject.weights)
-        kept = subject.store.put(key, found.to_json())
-    name = dict(zip(shared.asked.models, shared.asked.names, strict=True))[subject.source]
-    return {**kept, "model": name, "text": prompts.text, "part": prompts.part, "documents": prompts.documents}
-
-
-def _suite(asked: Asked, report: Report | None) -> tuple[Suite | None, str]:
-    """The tasks, or why there are none; a wrong name or a missing file is the user's to mend."""
-    if asked.wanted_tasks is None or "tasks" in asked.skip:
-        return None, _NO_TASKS
-    if asked.data is not None and not Path(asked.data).is_dir():
-        raise FileProblem(
-            f"There is no folder {asked.data}; --data takes one with files like copa.validation.jsonl."
-        )
-    try:
-        from loopformer.evaluation.harness import Suite
-    except LoopformerError as error:  # the harness is not installed
-        return None, str(error)
-    names = [name.strip() for name in asked.wanted_tasks.split(",") if name.strip()]
-    try:
-        return Suite.load(names, asked.data, None, asked.limit, report), ""
-    except RunFailed as error:  # the Hub cannot be reached
-        return None, str(error)
-
-
-def _prefixed(report: Report | None, name: str) -> Report | None:
-    if report is None:
+def training_facts(source: str | Path) -> TrainingFacts | None:
+    """What training a run took; None for a model that is no run."""
+    if not is_run_folder(source):
         return None
-    return lambda doing, done, total: report(f"{name}: {doing}", done, total)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    folder = Path(source)
+    run, _ = load_run(str(folder / SETTINGS))
+    checkpoint = newest_model(folder, lambda _: None)
+    state = read_json(checkpoint / STATE) if (checkpoint / STATE).is_file() else {}
+    step, per_token = step_of(checkpoint), training_flops_per_token(run)
+    tokens = step * run.training.batch * run.model.context
+    speeds = [
+        record["tokens_per_second"]
+        for record in read_metrics(folder)
+        if record.get("kind") == "train" and record.get("tokens_per_second")
+    ]
+    return TrainingFacts(
+        elastic=run.objective.elastic,
+        short_fraction=run.objective.short_fraction if run.objective.elastic else 0.0,
+        step=step,
+        steps=run.training.steps,
+        tokens=tokens,
+        seed=run.training.seed,
+        fixed_flops_per_token=Cost(run.model).training_flops(),
+        flops_per_token=per_token,
+        flops=per_token * tokens,
+        tokens_per_second=statistics.median(speeds) if speeds else None,
+        records=len(speeds),
+        data=state.get("data"),
+        model=asdict(run.model),
+        same={name: getattr(run.training, name) for name in _SAME}
+        | {name: state.get(name) for name in _SAME_STATE},
+    )

@@ -1,60 +1,41 @@
-"""Models and budgets that can be compared because they cost the same, within a stated tolerance.
+"""The tables of a report: main, scores, matched by FLOPs or parameters, training, the numbers behind figures.
 
-    matched(rows, "flops_per_token")     # groups of rows of different models, the cheapest group first
+    rows = entries(results)                    # one for each model and budget; results: ReportResults
+    rows[0].model, rows[0].budget, rows[0].flops_per_token, rows[0].perplexity["demo"], rows[0].average
+    main_table(results).to_csv()
+    counted(3_244_032)                         # "3.244 M"
 
-A group begins with its smallest value and goes up to TOLERANCE above it, so no two rows of it differ by more. Only
-groups with at least two models say anything.
+A table holds raw values, which its CSV file gets; the page shows them as its columns say. Of the paper's tasks the
+ten scores and their average are taken; of any others each task's own metric, and their mean where all of them are
+shares of right answers. Errors are standard errors; that of a mean takes the tasks for independent.
 
-The numbers of a report in rows, one for each model and budget, and how numbers are written.
-
-    rows = entries(found)                     # found: what collect.collect returned
-    rows[0]["model"], rows[0]["budget"], rows[0]["flops_per_token"], rows[0]["ppl:demo"], rows[0]["average"]
-    counted(3_244_032)                        # "3.244 M"
-
-Of the paper's tasks the ten scores and their average are taken; of any others each task's own metric, and their
-mean where all of them are shares of right answers. Errors are standard errors; that of a mean takes the tasks for
-independent.
-
-The tables of a report, from its plain data: main, scores, matched by FLOPs or parameters, training, and the
-numbers behind the figures.
+Models and budgets can be compared where they cost the same. A matched group begins with its smallest value and goes
+up to TOLERANCE above it, so no two rows of it differ by more; only groups with at least two models say anything.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from __future__ import annotations
 
-from loopformer.analysis.dynamics import Dynamics
-from loopformer.analysis.report.collect import listed, slowdown
-from loopformer.analysis.report.document import Column, Group, Table
-from loopformer.config.run import validation_budgets
-from loopformer.evaluation.store import Piece
-from loopformer.evaluation.tasks import PAPER
+import csv
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
+from loopformer.analysis.results import (
+    Cells,
+    Entry,
+    ReportResults,
+    ScoreColumn,
+    TrainingFacts,
+    cka_rows,
+    entries,
+    metric_rows,
+    score_columns,
+)
+
+NOTHING = "–"  # a cell without a value
 TOLERANCE = 0.05
-
-
-Row = dict[str, Any]
-
-
-def matched(rows: Sequence[Row], key: str, tolerance: float = TOLERANCE) -> list[list[Row]]:
-    """Groups of rows whose `key` is the same within the tolerance, with more than one model in them."""
-    groups: list[list[Row]] = []
-    for row in sorted(rows, key=lambda row: float(row[key])):
-        if groups and row[key] <= groups[-1][0][key] * (1 + tolerance):
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    several = [group for group in groups if len({row["model"] for row in group}) > 1]
-    order = {id(row): place for place, row in enumerate(rows)}
-    return [sorted(group, key=lambda row: order[id(row)]) for group in several]
-
-
-_SHARES = ("acc", "exact_match")  # metrics that are shares of right answers
-
-
-_SHORT = {"hellaswag": "HS", "lambada": "LB", "openbookqa": "OBQA", "social_iqa": "SIQA", "winogrande": "WG"}
-
+_HASH = 16  # digits of a hash on the page; the CSV file has all
 
 # What guessing scores: one of so many choices; LAMBADA asks for a word.
 CHANCE = {
@@ -69,100 +50,103 @@ CHANCE = {
     "sciq": 1 / 4,
     "winogrande": 1 / 2,
 }
-
-
 CHANCE_AVERAGE = sum(CHANCE.values()) / len(CHANCE)
 
 
-class Benchmark(NamedTuple):
-    """One column of scores."""
+# What a table is.
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its name in the CSV file, its heading on the page, and how a value is shown."""
 
     key: str
-    label: str  # short, for a heading
-    name: str  # in full
-    share: bool  # of right answers, shown in percent
+    label: str
+    show: Callable[[Any], str] = str
+    best: Callable[[Sequence[float]], float] | None = None  # min or max: which value of a group is set in bold
+    text: bool = False  # words, not numbers
+    hidden: bool = False  # only in the CSV file
 
 
-def texts(found: Piece) -> list[str]:
-    """The names of the texts that a perplexity was measured on."""
-    return list(dict.fromkeys(row["text"] for model in found["models"] for row in model["perplexity"] or []))
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows that belong together, under a title of their own where there are several groups."""
+
+    rows: Sequence[Cells]
+    title: str = ""
 
 
-def is_paper(found: Piece) -> bool:
-    """Whether the scores are the paper's ten."""
-    runs = _runs(found)
-    return bool(runs) and all(run["paper"] for run in runs)
+@dataclass(frozen=True)
+class Table:
+    """A table; `name` is that of its CSV file. The first column says what a row is about."""
+
+    kind: ClassVar[str] = "table"
+    name: str
+    caption: str
+    columns: Sequence[Column]
+    groups: Sequence[RowGroup]
+
+    @property
+    def shown(self) -> list[Column]:
+        return [column for column in self.columns if not column.hidden]
+
+    def cells(self, group: RowGroup) -> Iterator[list[tuple[str, bool]]]:
+        """The cells of each row of a group as text, and whether they are the best of their column."""
+        best: dict[str, Any] = {}
+        for column in self.shown:
+            values: list[Any] = [row[column.key] for row in group.rows if row.get(column.key) is not None]
+            best[column.key] = column.best(values) if column.best and len(values) > 1 else None
+        for row in group.rows:
+            yield [
+                (NOTHING, False) if value is None else (column.show(value), value == best[column.key])
+                for column, value in ((column, row.get(column.key)) for column in self.shown)
+            ]
+
+    def to_csv(self) -> str:
+        """All columns with their raw values; what is not known is an empty cell."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        titled = any(group.title for group in self.groups)
+        writer.writerow([*(["group"] if titled else []), *(column.key for column in self.columns)])
+        for group in self.groups:
+            for row in group.rows:
+                values = [row.get(column.key) for column in self.columns]
+                writer.writerow([group.title, *values] if titled else values)
+        return text.getvalue()
 
 
-def benchmarks(found: Piece) -> list[Benchmark]:
-    """The columns of scores."""
-    if is_paper(found):
-        return [Benchmark(key, _SHORT.get(key, one.label), one.label, True) for key, one in PAPER.items()]
-    tasks = {name: task["metric"] for run in _runs(found)[:1] for name, task in run["tasks"].items()}
-    return [
-        Benchmark(name, name, f"{name} ({metric})", metric.startswith(_SHARES)) for name, metric in tasks.items()
-    ]
+# What can be compared.
 
 
-def entries(found: Piece) -> list[dict[str, Any]]:
-    """One row for each model and budget, the deepest budget last."""
-    rows = []
-    for model in found["models"]:
-        by_budget: dict[int, dict[str, Any]] = {}
-        for one in model["perplexity"] or []:
-            row = by_budget.setdefault(one["budget"], _cost(model, one["budget"]))
-            row |= {f"ppl:{one['text']}": one["perplexity"], f"bpb:{one['text']}": one["bits_per_byte"]}
-        for run in model["tasks"] or []:
-            row = by_budget.setdefault(run["budget"], _cost(model, run["budget"]))
-            row |= _scores(run, benchmarks(found), is_paper(found))
-        rows += [by_budget[budget] for budget in sorted(by_budget)] or [
-            _cost(model, budget) for budget in validation_budgets(model["settings"]["loops"])
-        ]
-    return rows
+class OfModel(Protocol):
+    """Anything that belongs to a model."""
+
+    @property
+    def model(self) -> str: ...
 
 
-def _cost(model: Piece, budget: int) -> dict[str, Any]:
-    blocks = model["settings"]["blocks"]
-    return {
-        "label": f"{model['name']} ({model['shape']})",
-        "model": model["name"],
-        "shape": model["shape"],
-        "budget": budget,
-        "paper_cost": f"{blocks}x / {blocks * budget}x",
-        "parameters": model["parameters"]["total"],
-        "stack": model["parameters"]["stack"],
-        "flops_per_token": model["flops_per_token"][str(budget)],
-        "training_flops": model["training"] and model["training"]["flops"],
-    }
+R = TypeVar("R", bound=OfModel)
 
 
-def _scores(run: Piece, columns: Sequence[Benchmark], paper: bool) -> dict[str, Any]:
-    """Scores and their standard errors, and their average."""
-    tasks: Mapping[str, Piece] = run["tasks"]
-    row: dict[str, Any] = {}
-    for one in columns:
-        members = PAPER[one.key].tasks if paper else (one.key,)
-        row[f"score:{one.key}"] = _mean([tasks[name]["value"] for name in members])
-        row[f"error:{one.key}"] = _mean_error([tasks[name]["stderr"] for name in members])
-    if all(one.share for one in columns):
-        row["average"] = _mean([row[f"score:{one.key}"] for one in columns])
-        row["average_error"] = _mean_error([row[f"error:{one.key}"] for one in columns])
-    return row
+def matched(rows: Sequence[R], cost: Callable[[R], float], tolerance: float = TOLERANCE) -> list[list[R]]:
+    """Groups of rows of different models that cost the same within the tolerance, the cheapest group first."""
+    groups: list[list[R]] = []
+    for row in sorted(rows, key=cost):
+        if groups and cost(row) <= cost(groups[-1][0]) * (1 + tolerance):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    several = [group for group in groups if len({row.model for row in group}) > 1]
+    order = {id(row): place for place, row in enumerate(rows)}
+    return [sorted(group, key=lambda row: order[id(row)]) for group in several]
 
 
-def _runs(found: Piece) -> list[Piece]:
-    return [run for model in found["models"] for run in model["tasks"] or []]
+# How things are written.
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known and len(known) == len(values) else None
-
-
-def _mean_error(errors: Sequence[float | None]) -> float | None:
-    """The standard error of a mean of independent values."""
-    known = [error for error in errors if error is not None]
-    return math.hypot(*known) / len(known) if known and len(known) == len(errors) else None
+def listed(words: Sequence[str]) -> str:
+    """Words in a sentence: a, b and c."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def counted(value: float) -> str:
@@ -184,78 +168,197 @@ def perplexity(value: float | None) -> str:
     return f"{value:.2f}" if value < 1000 else f"{value:.4g}"
 
 
-Rows = Sequence[dict[str, Any]]
+def short_hash(value: str) -> str:
+    return f"`{value[:_HASH]}`"
 
 
-TIMES = "{:.2f}×".format
+_times = "{:.2f}×".format
+_whole = "{:,}".format
 
 
-def main_table(found: Piece) -> Table:
+# The tables.
+
+
+def main_table(results: ReportResults) -> Table:
     """Models × budgets: cost, perplexities, average score."""
     caption = (
         "Every model at every budget M. kx / kMx is how the paper counts parameters and FLOPs: blocks held, "
         "blocks computed. Beside it the true counts: all parameters, and the FLOPs of a forward pass per token."
     )
-    scores = [replace(column, hidden=True) for column in _score_columns(benchmarks(found))]
-    return Table("main", caption, [*_columns(found), *scores], [Group(entries(found))])
+    scores = [replace(column, hidden=True) for column in _score_columns(score_columns(results))]
+    rows = [_cells(entry) for entry in entries(results)]
+    return Table("main", caption, [*_cost_and_quality(results), *scores], [RowGroup(rows)])
 
 
-def score_table(found: Piece) -> Table | None:
+def score_table(results: ReportResults) -> Table | None:
     """Models × budgets: every benchmark."""
-    columns, rows = benchmarks(found), [row for row in entries(found) if "average" in row or _scored(row)]
+    columns, rows = score_columns(results), [_cells(entry) for entry in entries(results) if entry.scores]
     if not columns or not rows:
         return None
-    chance = {"label": "guessing", **{f"score:{one.key}": CHANCE.get(one.key) for one in columns}}
-    caption = "Score by benchmark, in percent where it is a share of right answers. " + _legend(columns)
-    shown = [*_which(), *_score_columns(columns), *_average(found)]
-    if is_paper(found):
-        return Table("scores", caption, shown, [Group([*rows, {**chance, "average": CHANCE_AVERAGE}])])
-    return Table("scores", caption, shown, [Group(rows)])
+    full_names = [f"{column.label} is {column.name}" for column in columns if column.label != column.name]
+    caption = "Score by benchmark, in percent where it is a share of right answers. "
+    caption += f"{listed(full_names)}." if full_names else ""
+    if results.is_paper:
+        chance = {f"score:{column.key}": CHANCE.get(column.key) for column in columns}
+        rows.append({"label": "guessing", **chance, "average": CHANCE_AVERAGE})
+    shown = [*_which_model(), *_score_columns(columns), *_average(results)]
+    return Table("scores", caption, shown, [RowGroup(rows)])
 
 
-def flops_table(found: Piece) -> Table | None:
+def flops_table(results: ReportResults) -> Table | None:
     """Models and budgets of the same compute."""
     groups = [
-        Group(group, f"about {counted(group[0]['flops_per_token'])}FLOP per token")
-        for group in matched(entries(found), "flops_per_token")
+        RowGroup([_cells(entry) for entry in group], f"about {counted(group[0].flops_per_token)}FLOP per token")
+        for group in matched(entries(results), lambda entry: entry.flops_per_token)
     ]
     caption = (
         f"Models and budgets whose forward FLOPs per token lie within {100 * TOLERANCE:g} % of one another; the "
         "best of each group in bold. The last column shows whether training was matched, too."
     )
     training = Column("training_flops", "FLOP in training", counted)
-    columns = [*_columns(found, best=True, hidden="flops_per_token"), training]
+    columns = [*_cost_and_quality(results, best=True, hidden="flops_per_token"), training]
     return Table("flops_matched", caption, columns, groups) if groups else None
 
 
-def parameter_table(found: Piece) -> Table | None:
+def parameter_table(results: ReportResults) -> Table | None:
     """Models with stacks of the same size, at all their budgets."""
     groups = [
-        Group(group, f"about {counted(group[0]['stack'])} parameters in the stack")
-        for group in matched(entries(found), "stack")
+        RowGroup([_cells(entry) for entry in group], f"about {counted(group[0].stack)} parameters in the stack")
+        for group in matched(entries(results), lambda entry: entry.stack)
     ]
     caption = (
         f"Models whose stacks of blocks have the same number of parameters within {100 * TOLERANCE:g} %, "
         "embeddings and conditioning not counted, as in the paper's kx; the best of each group in bold."
     )
-    columns = [*_columns(found, best=True), Column("stack", "in the stack", hidden=True)]
+    columns = [*_cost_and_quality(results, best=True), Column("stack", "in the stack", hidden=True)]
     return Table("parameters_matched", caption, columns, groups) if groups else None
 
 
-def training_table(found: Piece) -> Table | None:
+def _cells(entry: Entry) -> Cells:
+    """An entry by the keys of its columns."""
+    plain = {name: value for name, value in asdict(entry).items() if not isinstance(value, dict)}
+    families = {"ppl": entry.perplexity, "bpb": entry.bits_per_byte, "score": entry.scores, "error": entry.errors}
+    named = {f"{name}:{key}": value for name, family in families.items() for key, value in family.items()}
+    return {"label": entry.label, **plain, **named}
+
+
+def _cost_and_quality(results: ReportResults, best: bool = False, hidden: str = "") -> list[Column]:
+    """Which model, its cost, its perplexities and its average."""
+    low, high = (min, max) if best else (None, None)
+    return [
+        *_which_model(),
+        Column("paper_cost", "kx\u00a0/\u00a0kMx"),
+        Column("parameters", "parameters", counted),
+        Column("flops_per_token", "FLOP per token", counted, hidden=hidden == "flops_per_token"),
+        *(Column(f"ppl:{name}", f"perplexity: {name}", perplexity, best=low) for name in results.texts),
+        *(Column(f"bpb:{name}", f"bits per byte: {name}", hidden=True) for name in results.texts),
+        *_average(results, high),
+    ]
+
+
+def _which_model() -> list[Column]:
+    hidden = [Column(name, name, hidden=True) for name in ("model", "shape")]
+    return [Column("label", "model", text=True), *hidden, Column("budget", "M")]
+
+
+def _average(results: ReportResults, best: Callable[[Sequence[float]], float] | None = None) -> list[Column]:
+    if not results.task_runs or not all(column.share for column in score_columns(results)):
+        return []
+    return [Column("average", "average, %", percent, best=best), Column("average_error", "± std. error", percent)]
+
+
+def _score_columns(scores: Sequence[ScoreColumn]) -> list[Column]:
+    plain = "{:.4g}".format
+    shown = [Column(f"score:{score.key}", score.label, percent if score.share else plain) for score in scores]
+    return shown + [Column(f"error:{score.key}", f"{score.label}, error", hidden=True) for score in scores]
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """What training one model took, and how much slower it was than a fixed-depth run of the same settings."""
+
+    model: str
+    objective: str  # elastic or fixed depth
+    fixed_flops_per_token: float
+    flops_per_token: float
+    overhead: float  # in FLOPs, as trained
+    formula: float | None  # in FLOPs, by the paper's formula
+    tokens_per_second: float | None
+    slowdown: float | None
+    compared_with: str | None  # the other run, or why there is none
+    tokens: int
+    flops: float
+    step: int
+    seed: int
+
+
+def training_costs(results: ReportResults) -> list[TrainingCost]:
+    """One for each model that has a run."""
+    rows = []
+    for model in results.models:
+        facts = model.training
+        if facts is None:
+            continue
+        times, compared = None, None
+        if facts.elastic:
+            others = {other.name: other.training for other in results.models if other is not model}
+            times, compared = slowdown(facts, others)
+        rows.append(
+            TrainingCost(
+                model=model.name,
+                objective="elastic" if facts.elastic else "fixed depth",
+                fixed_flops_per_token=facts.fixed_flops_per_token,
+                flops_per_token=facts.flops_per_token,
+                overhead=facts.flops_per_token / facts.fixed_flops_per_token,
+                formula=model.training_overhead if facts.elastic else None,
+                tokens_per_second=facts.tokens_per_second,
+                slowdown=times,
+                compared_with=compared,
+                tokens=facts.tokens,
+                flops=facts.flops,
+                step=facts.step,
+                seed=facts.seed,
+            )
+        )
+    return rows
+
+
+def slowdown(elastic: TrainingFacts, others: Mapping[str, TrainingFacts | None]) -> tuple[float | None, str]:
+    """How many times slower than a fixed-depth run of the same settings, and which; or why that is not known.
+
+    Elastic training takes a short trajectory beside the full one. Its cost in FLOPs follows from the sizes; its
+    cost in time is the ratio of tokens per second of two runs that differ in the objective alone.
+    """
+    fixed = {name: facts for name, facts in others.items() if facts is not None and not facts.elastic}
+    if not fixed:
+        return None, "there is no fixed-depth run beside it"
+    differences = {
+        name: [
+            *(f"model.{key}" for key, value in elastic.model.items() if facts.model.get(key) != value),
+            *(key for key, value in elastic.same.items() if facts.same.get(key) != value),
+        ]
+        for name, facts in fixed.items()
+    }
+    name = min(differences, key=lambda name: len(differences[name]))
+    if differences[name]:
+        return None, f"{name} differs in {listed(differences[name])}"
+    if not (elastic.tokens_per_second and fixed[name].tokens_per_second):
+        return None, "no speed was recorded"
+    return (fixed[name].tokens_per_second or 0.0) / elastic.tokens_per_second, name
+
+
+def training_table(results: ReportResults) -> Table | None:
     """What training took, and what elastic training adds."""
-    rows = [_training_row(model, found["models"]) for model in found["models"] if model["training"]]
-    if not rows:
-        return None
+    rows = [asdict(cost) for cost in training_costs(results)]
     columns = [
         Column("model", "model", text=True),
         Column("objective", "objective", text=True),
         Column("fixed_flops_per_token", "FLOP per token, full route", counted),
         Column("flops_per_token", "as trained", counted),
-        Column("overhead", "ratio as trained", TIMES),
-        Column("formula", "ratio by the formula", TIMES),
+        Column("overhead", "ratio as trained", _times),
+        Column("formula", "ratio by the formula", _times),
         Column("tokens_per_second", "tokens/s, median", "{:,.0f}".format),
-        Column("slowdown", "slower than fixed", TIMES),
+        Column("slowdown", "slower than fixed", _times),
         Column("compared_with", "compared with", text=True, hidden=True),
         Column("tokens", "tokens", counted),
         Column("flops", "FLOP in all", counted),
@@ -263,99 +366,127 @@ def training_table(found: Piece) -> Table | None:
         Column("seed", "seed"),
     ]
     caption = "Training, forward and backward. FLOPs are counted; tokens per second are what the runs recorded."
-    return Table("training", caption, columns, [Group(rows)])
+    return Table("training", caption, columns, [RowGroup(rows)]) if rows else None
 
 
-def figure_tables(found: Piece) -> list[Table]:
+def model_table(results: ReportResults) -> Table:
+    rows = [
+        {
+            **{
+                name: getattr(model, name)
+                for name in ("name", "source", "shape", "weights", "tokenizer", "dtype", "device")
+            },
+            **{name: getattr(model.settings, name) for name in ("conditioning", "width", "context", "vocab")},
+            **{name: getattr(model.parameters, name) for name in ("total", "embeddings", "stack")},
+            "conditioning_parameters": model.parameters.conditioning,
+            "step": model.training.step if model.training else None,
+        }
+        for model in results.models
+    ]
+    hidden = ("width", "context", "vocab", "dtype", "device", "tokenizer")
+    columns = [
+        Column("name", "model", text=True),
+        Column("source", "source", text=True),
+        Column("shape", "k⊗L", text=True),
+        Column("conditioning", "conditioning", text=True),
+        *(Column(name, name, hidden=True) for name in hidden),
+        Column("total", "parameters", _whole),
+        Column("embeddings", "in embeddings", _whole),
+        Column("stack", "in the stack", _whole),
+        Column("conditioning_parameters", "in conditioning", _whole),
+        Column("step", "step", _whole, hidden=True),
+        Column("weights", "weights, sha256", short_hash, text=True),
+    ]
+    caption = "The models. The hash is of settings and weights as they are on disk."
+    return Table("models", caption, columns, [RowGroup(rows)])
+
+
+def text_table(results: ReportResults) -> Table | None:
+    names = ("text", "part", "documents", "tokens", "bytes", "window", "sha256")
+    measured = [[getattr(row, name) for name in names] for model in results.models for row in model.perplexity]
+    rows = [dict(zip(names, values, strict=True)) for values in dict.fromkeys(map(tuple, measured))]
+    columns = [
+        Column("text", "text", text=True),
+        Column("part", "part", text=True),
+        Column("documents", "documents", _whole),
+        Column("tokens", "tokens scored", _whole),
+        Column("bytes", "bytes", _whole),
+        Column("window", "window", _whole),
+        Column("sha256", "text, sha256", short_hash, text=True),
+    ]
+    caption = "The texts. The hash is of the documents' UTF-8, a zero byte between two."
+    return Table("texts", caption, columns, [RowGroup(rows)]) if rows else None
+
+
+def perplexity_table(results: ReportResults) -> Table:
+    names = ("text", "budget", "perplexity", "bits_per_byte", "seconds", "tokens_per_second", "dtype", "device")
+    rows = [
+        {"model": model.name, **{name: getattr(row, name) for name in names}}
+        for model in results.models
+        for row in model.perplexity
+    ]
+    columns = [
+        Column("model", "model", text=True),
+        Column("text", "text", text=True),
+        Column("budget", "M"),
+        Column("perplexity", "perplexity", "{:.4f}".format),
+        Column("bits_per_byte", "bits per byte", "{:.4f}".format),
+        Column("seconds", "seconds", "{:.1f}".format),
+        Column("tokens_per_second", "tokens/s", "{:,.0f}".format),
+        Column("dtype", "dtype", hidden=True),
+        Column("device", "device", hidden=True),
+    ]
+    return Table("perplexity", "Perplexity and bits per byte, and what measuring took.", columns, [RowGroup(rows)])
+
+
+def task_table(results: ReportResults) -> Table:
+    """The tasks and where their examples come from."""
+    first, suite = results.task_runs[0], results.suite
+    names = ("examples", "of", "requests", "requests_sha256", "note", "source", "sha256")
+    rows = [
+        {
+            "task": name,
+            "metric": first.tasks[name].metric,
+            "cut": first.tasks[name].cut,
+            **{key: getattr(task, key) for key in names},
+        }
+        for name, task in (suite.tasks.items() if suite else ())
+    ]
+    columns = [
+        Column("task", "task", text=True),
+        Column("metric", "metric", text=True),
+        Column("examples", "examples", _whole),
+        Column("of", "of", _whole),
+        Column("requests", "requests", _whole),
+        Column("cut", "cut", _whole),
+        Column("source", "data", text=True),
+        Column("sha256", "data, sha256", short_hash, text=True),
+        Column("requests_sha256", "requests, sha256", hidden=True),
+        Column("note", "stand-in", text=True, hidden=True),
+    ]
+    return Table("tasks", "The tasks and their data.", columns, [RowGroup(rows)])
+
+
+def figure_tables(results: ReportResults) -> list[Table]:
     """The numbers behind the figures that are in no table on the page."""
-    results = [Dynamics.from_json(model["analysis"]) for model in found["models"] if model["analysis"]]
     tables = []
-    if results:
+    if results.dynamics:
         model = ("model", "shape", "trajectory")
-        tables.append(_plain("metrics", (*model, "loop", "depth", "metric", "mean", "std"), _metrics(results)))
-        tables.append(_plain("cka", (*model, "loop_i", "loop_j", "cka", "cka_debiased"), _similar(results)))
+        metrics = metric_rows(results.dynamics)
+        tables.append(_raw_table("metrics", (*model, "loop", "depth", "metric", "mean", "std"), metrics))
+        similarity = cka_rows(results.dynamics)
+        tables.append(_raw_table("cka", (*model, "loop_i", "loop_j", "cka", "cka_debiased"), similarity))
     schedules = [
-        {"model": model["name"], "budget": model["search"]["budget"], **row}
-        for model in found["models"]
-        if model["search"]
-        for row in model["search"]["schedules"]
+        {"model": model.name, "budget": model.search.budget, **asdict(row)}
+        for model in results.models
+        if model.search
+        for row in model.search.schedules
     ]
     if schedules:
         names = ("model", "budget", "rank", "schedule", "trajectory", "perplexity", "bits_per_byte", "accuracy")
-        tables.append(_plain("schedules", names, schedules))
+        tables.append(_raw_table("schedules", names, schedules))
     return tables
 
 
-def _columns(found: Piece, best: bool = False, hidden: str = "") -> list[Column]:
-    """Which model, its cost, its perplexities and its average."""
-    low, high = (min, max) if best else (None, None)
-    names = texts(found)
-    return [
-        *_which(),
-        Column("paper_cost", "kx\u00a0/\u00a0kMx"),
-        Column("parameters", "parameters", counted),
-        Column("flops_per_token", "FLOP per token", counted, hidden=hidden == "flops_per_token"),
-        *(Column(f"ppl:{name}", f"perplexity: {name}", perplexity, best=low) for name in names),
-        *(Column(f"bpb:{name}", f"bits per byte: {name}", hidden=True) for name in names),
-        *_average(found, high),
-    ]
-
-
-def _which() -> list[Column]:
-    plain = [Column(one, one, hidden=True) for one in ("model", "shape")]
-    return [Column("label", "model", text=True), *plain, Column("budget", "M")]
-
-
-def _average(found: Piece, best: Any = None) -> list[Column]:
-    if not any("average" in row for row in entries(found)):
-        return []
-    return [Column("average", "average, %", percent, best=best), Column("average_error", "± std. error", percent)]
-
-
-def _score_columns(columns: Sequence[Benchmark]) -> list[Column]:
-    shown = [Column(f"score:{one.key}", one.label, percent if one.share else "{:.4g}".format) for one in columns]
-    return shown + [Column(f"error:{one.key}", f"{one.label}, error", hidden=True) for one in columns]
-
-
-def _scored(row: dict[str, Any]) -> bool:
-    return any(key.startswith("score:") for key in row)
-
-
-def _legend(columns: Sequence[Benchmark]) -> str:
-    short = [f"{one.label} is {one.name}" for one in columns if one.label != one.name]
-    return f"{listed(short)}." if short else ""
-
-
-def _training_row(model: Piece, models: Sequence[Piece]) -> dict[str, Any]:
-    facts = model["training"]
-    row = {name: facts[name] for name in ("fixed_flops_per_token", "flops_per_token", "tokens_per_second")}
-    row |= {name: facts[name] for name in ("tokens", "flops", "step", "seed")}
-    row |= {"model": model["name"], "objective": "elastic" if facts["elastic"] else "fixed depth"}
-    row |= {
-        "overhead": facts["flops_per_token"] / facts["fixed_flops_per_token"],
-        "formula": model["training_overhead"] if facts["elastic"] else None,
-    }
-    if facts["elastic"]:
-        others = {one["name"]: one["training"] for one in models if one is not model}
-        row["slowdown"], row["compared_with"] = slowdown(facts, others)
-    return row
-
-
-def _metrics(results: Sequence[Dynamics]) -> Iterator[dict[str, Any]]:
-    for one in results:
-        for metric, series in one.metrics.items():
-            for loop, (depth, mean, std) in enumerate(zip(one.depth, series.mean, series.std, strict=True)):
-                where = {"model": one.model, "shape": one.shape, "trajectory": one.trajectory, "loop": loop}
-                yield {**where, "depth": depth, "metric": metric, "mean": mean, "std": std}
-
-
-def _similar(results: Sequence[Dynamics]) -> Iterator[dict[str, Any]]:
-    for one in results:
-        for i, (row, debiased) in enumerate(zip(one.cka, one.cka_debiased, strict=True)):
-            for j, (plain, other) in enumerate(zip(row, debiased, strict=True)):
-                where = {"model": one.model, "shape": one.shape, "trajectory": one.trajectory}
-                yield {**where, "loop_i": i, "loop_j": j, "cka": plain, "cka_debiased": other}
-
-
-def _plain(name: str, columns: Sequence[str], rows: Sequence[dict[str, Any]] | Iterator[dict[str, Any]]) -> Table:
-    return Table(name, "", [Column(one, one) for one in columns], [Group(list(rows))])
+def _raw_table(name: str, keys: Sequence[str], rows: Iterable[Cells]) -> Table:
+    return Table(name, "", [Column(key, key) for key in keys], [RowGroup(list(rows))])

@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import LoopformerError, nearest, require
+from loopformer.errors import LoopformerError, RunFailed, nearest, require
 from loopformer.inference.adaptive.ladder import Ladder, LadderCache, Tally, check_fill, rung
 from loopformer.inference.request import Event, Request, Result, RowState
+from loopformer.inference.sampling import sample
 from loopformer.model import LoopedLM
 from loopformer.model.cache import Cache
 from loopformer.trajectory import Trajectory
@@ -193,7 +194,7 @@ def stream_adaptive(
     model: LoopedLM, tokenizer: Tokenizer, requests: Sequence[Request], policy: Policy, tally: Tally
 ) -> Iterator[Event]:
     """The same, piece by piece as tokens come; `tally` counts along."""
-    follow: Callable[[RowState], Iterator[Tensor]]
+    follow: Callable[[_Row], Iterator[Tensor]]
     if isinstance(policy, TokenPolicy):
         follow = partial(_climbing, Ladder(model), policy, tally)
     else:
@@ -201,24 +202,36 @@ def stream_adaptive(
             model.resolve(route)
         follow = partial(_chosen, model, policy, tally)
     for number, request in enumerate(requests):
-        row = RowState(number, request, tokenizer, model.config)
+        row = _Row(RowState.start(number, request, tokenizer, model.config))
         for logits in follow(row):
-            event = row.take(logits)
+            row.state, event = row.state.take(sample(logits[None], [row.state.draw()]))
+            if event.result is not None and event.result.error is not None:
+                raise RunFailed(event.result.error)
             yield event
             if event.result is not None:
-                tally.finished(len(request.prompt), len(row.ids))
+                tally.finished(len(request.prompt), len(row.state.ids))
                 break
 
 
-def _climbing(ladder: Ladder, policy: TokenPolicy, tally: Tally, row: RowState) -> Iterator[Tensor]:
+@dataclass
+class _Row:
+    """The request that is being decoded, in its present state."""
+
+    state: RowState
+
+    def follow(self, trajectory: Trajectory) -> None:
+        self.state = replace(self.state, request=replace(self.state.request, trajectory=trajectory))
+
+
+def _climbing(ladder: Ladder, policy: TokenPolicy, tally: Tally, row: _Row) -> Iterator[Tensor]:
     """The logits [V] of each next token, at the rung that it settled on."""
-    row.request = replace(row.request, trajectory=rung(ladder.loops, policy.rungs[-1]))  # the deepest it may go
-    capacity = min(ladder.model.config.context, row.length + row.request.max_tokens)
+    row.follow(rung(ladder.loops, policy.rungs[-1]))  # the deepest it may go
+    capacity = min(ladder.model.config.context, row.state.length + row.state.request.max_tokens)
     cache = LadderCache(ladder, policy.fill, capacity, tally)
-    cache.feed(row.request.prompt)
+    cache.feed(row.state.request.prompt)
     while True:
         yield climb(ladder.model, cache, policy, tally)
-        cache.feed(row.tail(1))
+        cache.feed(row.state.tail(1))
 
 
 @torch.no_grad()
@@ -235,19 +248,19 @@ def climb(model: LoopedLM, cache: LadderCache, policy: TokenPolicy, tally: Tally
     return logits
 
 
-def _chosen(model: LoopedLM, policy: PromptPolicy, tally: Tally, row: RowState) -> Iterator[Tensor]:
+def _chosen(model: LoopedLM, policy: PromptPolicy, tally: Tally, row: _Row) -> Iterator[Tensor]:
     """The logits [V] of each next token, along the trajectory that the prompt asked for."""
-    prompt = row.request.prompt
+    prompt = row.state.request.prompt
     looked = [_look(model, route, prompt, LOOK_BACK, tally) for route in policy.routes[: policy.looks]]
     unsure = doubt(policy.measure, looked[-1][1], looked[0][1]).mean()
     place = policy.chosen(float(unsure))
     route = policy.routes[place]
-    row.request = replace(row.request, trajectory=route)
+    row.follow(route)
     tally.chosen[route] += 1
     cache, ends = looked[place] if place < policy.looks else _look(model, route, prompt, 1, tally)
     yield ends[-1]
     while True:
-        last = torch.tensor([row.tail(1)], device=ends.device)
+        last = torch.tensor([row.state.tail(1)], device=ends.device)
         hidden = model.extend(last, cache, check=False)[0, 0]
         for _ in range(route.budget):
             tally.passed(cache.lengths[0] - 1, cache.lengths[0], cache.lengths[0] - 1)

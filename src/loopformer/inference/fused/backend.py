@@ -1,73 +1,74 @@
-"""Generation through decoders (decoder.py): for few trajectories and many tokens on a GPU.
+"""The fused backend: static batches of one trajectory on a GPU, each through a decoder (decoder.py), and greedy
+drafts.
 
-fast = Fast(model)                                       # Fast.ready(model) says whether it can serve here
-for event in fast.generate(tokenizer, requests): ...     # the events of generate.py
-results, report = fast.speculate(tokenizer, requests, Draft(Trajectory.uniform(2), length=4))
-fast = Fast(model, int8=True)                            # the same with int8 weights
+decoders = DecoderPool(model)                       # DecoderPool.ready(model) says whether it can serve here
+backend = FusedBackend(decoders)                    # what Engine decodes with
+backend = FusedBackend(decoders, Draft(Trajectory.uniform(2), length=4))
 
 Requests of one trajectory run together, one trajectory after another; with int8 weights in groups of as many as a
-decoder takes. When half of a batch is done, the rest goes on in a smaller decoder. With a draft they run one by one
-(fast_speculation.py). Nobody shares a decoder, so several texts may be under way at once; what is free again serves
-the next, unless the model's weights have changed meanwhile.
+decoder takes, with a draft one by one (speculate.py). When half of a batch is done, the rest goes on in a smaller
+decoder. A decoder is lent to one backend at a time, so several texts may be under way at once; what is free again
+serves the next, unless the model's weights have changed meanwhile.
+
+Under faults: what a decoder holds is taken out of the backend while it works and put back when it has. If it is not
+there, or is not where the rows say they are, the rows' tokens are run again from the beginning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.decode import take_all
-from loopformer.inference.draft import Draft, Report
+from loopformer.errors import LoopformerError
+from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.fused.quantise import Weights, quantised
-from loopformer.inference.request import Event, Request, Result, RowState
+from loopformer.inference.request import RowState
+from loopformer.inference.sampling import Choice, sample
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from loopformer.inference.fused.decoder import Decoder, Tuning
-    from loopformer.inference.fused.speculate import Speculator
-
+    from loopformer.inference.fused.speculate import Speculator, Verdict
 
 # Each that is kept holds keys for the whole context; a batch of 128 that thins out goes through 8 decoders.
 MOST_KEPT = 8
+Lent = TypeVar("Lent")
 
 
-Kept = TypeVar("Kept")
-
-
-class Shelf(Generic[Kept]):
+class LendingPool(Generic[Lent]):
     """What may be used again: lent to one at a time, and of what is free the last few are kept."""
 
     def __init__(self) -> None:
-        self.free: list[tuple[Hashable, Kept]] = []  # the last used at the end
+        self.free: list[tuple[Hashable, Lent]] = []  # the last used at the end
 
     @contextmanager
-    def lend(self, key: Hashable, make: Callable[[], Kept]) -> Iterator[Kept]:
+    def lend(self, key: Hashable, make: Callable[[], Lent]) -> Iterator[Lent]:
         """One of this kind, made if none is free."""
         at = next((at for at, (kind, _) in enumerate(self.free) if kind == key), None)
-        one = make() if at is None else self.free.pop(at)[1]
+        lent = make() if at is None else self.free.pop(at)[1]
         try:
-            yield one
+            yield lent
         finally:
-            self.free.append((key, one))
+            self.free.append((key, lent))
             del self.free[:-MOST_KEPT]
 
 
-class Fast:
+class DecoderPool:
     """The decoders of a model, made when they are needed."""
 
     def __init__(self, model: LoopedLM, int8: bool = False, tuning: Tuning | None = None) -> None:
-        self.model, self._int8, self._tuning = model, int8, tuning
+        self.model, self.int8, self._tuning = model, int8, tuning
         self._seen: list[tuple[int, torch.dtype, int]] = []
         self._weights: Weights | None = None
-        self._decoders: Shelf[Decoder] = Shelf()
-        self._speculators: Shelf[Speculator] = Shelf()
+        self._decoders: LendingPool[Decoder] = LendingPool()
+        self._speculators: LendingPool[Speculator] = LendingPool()
 
     @staticmethod
     def ready(model: LoopedLM) -> bool:
@@ -91,55 +92,6 @@ class Fast:
         make = partial(Speculator, self.model, trajectory, draft, self._weights, self._tuning)
         return self._speculators.lend((trajectory, draft), make)
 
-    def speculate(
-        self,
-        tokenizer: Tokenizer,
-        requests: Sequence[Request],
-        draft: Draft,
-        show: Callable[[Event], object] = lambda event: None,
-    ) -> tuple[list[Result], Report]:
-        """As `speculate` of speculative.py, for greedy requests."""
-        from loopformer.inference.fused.speculate import speculate_one_by_one
-
-        return speculate_one_by_one(
-            self.model, lambda trajectory: self.speculator(trajectory, draft), tokenizer, requests, show
-        )
-
-    @torch.no_grad()
-    def generate(self, tokenizer: Tokenizer, requests: Sequence[Request]) -> Iterator[Event]:
-        """Run requests; events come as tokens do."""
-        from loopformer.inference.fused.decoder import MOST_INT8_ROWS
-
-        rows = [RowState(number, request, tokenizer, self.model.config) for number, request in enumerate(requests)]
-        for trajectory in dict.fromkeys(row.trajectory for row in rows):
-            alike = [row for row in rows if row.trajectory == trajectory]
-            most = MOST_INT8_ROWS if self._int8 else len(alike)
-            for start in range(0, len(alike), most):
-                yield from self._run(trajectory, alike[start : start + most])
-
-    def _run(self, trajectory: Trajectory, rows: list[RowState]) -> Iterator[Event]:
-        with ExitStack() as lent:
-            decoder = lent.enter_context(self.decoder(trajectory, len(rows)))
-            idle = [[0]] * (decoder.rows - len(rows))
-            hidden = decoder.prefill([*(row.request.prompt for row in rows), *idle])
-            logits = self.model.head(hidden)[:, : self.model.config.vocab]
-            seats = list(range(len(rows)))  # the decoder's row of each that goes on
-            while True:
-                events = take_all(rows, logits[seats])
-                yield from events
-                going = [place for place, event in enumerate(events) if event.result is None]
-                rows, seats = [rows[place] for place in going], [seats[place] for place in going]
-                if not rows:
-                    return
-                if 2 * len(rows) <= decoder.rows:
-                    smaller = lent.enter_context(self.decoder(trajectory, len(rows)))
-                    smaller.adopt(decoder, seats)
-                    decoder, seats = smaller, list(range(len(rows)))
-                tokens = torch.zeros(decoder.rows, dtype=torch.long)
-                tokens[seats] = torch.tensor([row.ids[-1] for row in rows])
-                decoder.rest(seats)
-                logits = decoder.step(tokens)
-
     def _look_at_weights(self) -> None:
         """Forget what was made for other weights than those of now: graphs and int8 copies still have them."""
         seen = [
@@ -147,5 +99,135 @@ class Fast:
             for weight in self.model.parameters()
         ]
         if seen != self._seen:
-            self._seen, self._decoders, self._speculators = seen, Shelf(), Shelf()
-            self._weights = quantised(self.model) if self._int8 else None
+            self._seen, self._decoders, self._speculators = seen, LendingPool(), LendingPool()
+            self._weights = quantised(self.model) if self.int8 else None
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Rows in a decoder: the slot of each ticket."""
+
+    decoder: Decoder
+    slots: dict[int, int]
+
+    def holds(self, rows: Sequence[RowState]) -> bool:
+        """Whether it stands where these rows stand."""
+        lengths = self.decoder.cache.lengths
+        return all(row.ticket in self.slots and lengths[self.slots[row.ticket]] == row.cached for row in rows)
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """A row that is being drafted for: its rounds to come, and the length its text has before the next."""
+
+    ticket: int
+    length: int
+    verdicts: Iterator[Verdict]
+
+
+class FusedBackend:
+    """A batch of one trajectory at a time; see the module's docstring."""
+
+    def __init__(self, decoders: DecoderPool, draft: Draft | None = None) -> None:
+        self.model, self.draft_report = decoders.model, DraftReport()
+        self.prompt_tokens = self.shared_tokens = 0
+        self._decoders, self._draft = decoders, draft
+        self._lent = ExitStack()
+        self._busy = False  # whether rows have slots
+        self._batch: _Batch | None = None
+        self._rounds: _Rounds | None = None
+
+    @property
+    def used_bytes(self) -> int:
+        return self._batch.decoder.cache.bytes if self._batch is not None else 0
+
+    def close(self) -> None:
+        """Give the decoders back."""
+        self._batch, self._rounds, self._busy = None, None, False
+        self._lent.close()
+
+    def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
+        """Everybody who follows the first one's trajectory, once the batch before is done."""
+        from loopformer.inference.fused.decoder import MOST_INT8_ROWS
+
+        if self._busy or not waiting:
+            return []
+        same = [row for row in waiting if row.trajectory == waiting[0].trajectory]
+        if self._draft is not None:
+            return [same[:1]]
+        return [same[:MOST_INT8_ROWS] if self._decoders.int8 else same]
+
+    @torch.no_grad()
+    def prefill(self, rows: Sequence[RowState]) -> list[Choice]:
+        prompts = [row.request.prompt for row in rows]
+        self.prompt_tokens += sum(map(len, prompts))
+        self._busy = True
+        if self._draft is not None:
+            return [self._start_drafting(rows[0])]
+        batch, hidden = self._begin(rows, prompts)
+        logits = self.model.head(hidden)[: len(rows), : self.model.config.vocab]
+        choices = sample(logits, [row.draw() for row in rows])
+        self._batch = batch
+        return choices
+
+    @torch.no_grad()
+    def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
+        if self._draft is not None:
+            return [self._next_round(rows[0])]
+        batch, self._batch = self._batch, None
+        if batch is None or not batch.holds(rows):
+            batch, _ = self._begin(rows, [row.history[:-1] for row in rows])
+        elif 2 * len(rows) <= batch.decoder.rows:
+            smaller = self._lent.enter_context(self._decoders.decoder(rows[0].trajectory, len(rows)))
+            smaller.adopt(batch.decoder, [batch.slots[row.ticket] for row in rows])
+            batch = _Batch(smaller, {row.ticket: slot for slot, row in enumerate(rows)})
+        slots = [batch.slots[row.ticket] for row in rows]
+        tokens = torch.zeros(batch.decoder.rows, dtype=torch.long)
+        tokens[slots] = torch.tensor([row.ids[-1] for row in rows])
+        batch.decoder.rest(slots)
+        logits = batch.decoder.step(tokens)
+        logits = logits if slots == list(range(len(logits))) else logits[slots]
+        choices = sample(logits, [row.draw() for row in rows])
+        self._batch = batch
+        return [[choice] for choice in choices]
+
+    def keep(self, rows: Sequence[RowState]) -> None:
+        if not rows and self._busy:
+            self.close()
+
+    def _begin(self, rows: Sequence[RowState], texts: Sequence[Sequence[int]]) -> tuple[_Batch, torch.Tensor]:
+        """Run texts in a decoder of their own: hidden [B, D] of each one's last token, idle slots at the end."""
+        decoder = self._lent.enter_context(self._decoders.decoder(rows[0].trajectory, len(rows)))
+        hidden = decoder.prefill([*texts, *[[0]] * (decoder.rows - len(rows))])
+        return _Batch(decoder, {row.ticket: slot for slot, row in enumerate(rows)}), hidden
+
+    def _start_drafting(self, row: RowState) -> Choice:
+        """Run a prompt, or a text again that was begun, along both trajectories: its next token."""
+        assert self._draft is not None
+        if not row.request.sampling.most_likely:
+            raise LoopformerError(
+                "fast with a draft is greedy: leave out temperature and repetition penalty, or fast."
+            )
+        self._rounds = None
+        speculator = self._lent.enter_context(self._decoders.speculator(row.trajectory, self._draft))
+        hidden = speculator.prefill(row.history if not row.ids else row.history[:-1])
+        (choice,) = sample(self.model.head(hidden)[None, : self.model.config.vocab], [row.draw()])
+        self.draft_report.verifications += 1  # this pass, which gave a token
+        last, wanted = (row.ids[-1], len(row.ids)) if row.ids else (choice.token, 1)
+        verdicts = speculator.follow(last, row.request.max_tokens - wanted)
+        self._rounds = _Rounds(row.ticket, row.length + (not row.ids), verdicts)
+        return choice
+
+    def _next_round(self, row: RowState) -> list[Choice]:
+        rounds, self._rounds = self._rounds, None
+        if rounds is None or (rounds.ticket, rounds.length) != (row.ticket, row.length):
+            self._lent.close()
+            self._start_drafting(row)
+            rounds = self._rounds
+            assert rounds is not None
+        verdict = next(rounds.verdicts)
+        self.draft_report.drafted += verdict.drafted
+        self.draft_report.accepted += len(verdict.tokens) - 1
+        self.draft_report.verifications += 1
+        self._rounds = _Rounds(row.ticket, row.length + len(verdict.tokens), rounds.verdicts)
+        return [Choice(token, logprob) for token, logprob in zip(verdict.tokens, verdict.logprobs, strict=True)]

@@ -6,9 +6,9 @@ logits = decoder.step(tokens)                      # [B, V] after one more token
 tokens = decoder.greedy(64)                        # [64, B] after `decoder.ids`, without a word with the host
 
 A decoder is bound to a trajectory and a number of rows, as its cache is; it can be filled with new prompts as often
-as wanted. Few rows go through products of our own, which read each weight once (kernels.py), more through the
+as wanted. Few rows go through matmuls of our own, which read each weight once (kernels.py), more through the
 library's. Kernels are compiled at first use, which takes seconds. With `together` its rows are tokens of one
-sequence, one after the other (fast_speculation.py).
+sequence, one after the other (speculate.py).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from loopformer.model.block import EPSILON, rotary_angles
 from loopformer.model.cache import Cache
 from loopformer.trajectory import Trajectory
 
-FEW_ROWS = 2  # up to here our own products are faster than the library's
+FEW_ROWS = 2  # up to here our own matmuls are faster than the library's
 
 
-MOST_INT8_ROWS = 4  # beyond, products are not limited by reading the weight
+MOST_INT8_ROWS = 4  # beyond, matmuls are not limited by reading the weight
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Tuning:
     overlap: bool = True  # on Hopper: start a kernel while the one before it ends
 
 
-class Told(NamedTuple):
-    """What a block is told in a pass: gates, if there are any, and scales, each [D]."""
+class Modulation(NamedTuple):
+    """The modulation of a block in a pass: gates, if there are any, and scales, each [D]."""
 
     gate_1: Tensor | None
     gate_2: Tensor | None
@@ -200,52 +200,53 @@ class Decoder:
             BLOCK_K=triton.next_power_of_2(config.width),
             **self.launch,
         )
-        told = self._told()
+        modulations = self._modulations()
         norm = model.final_norm.weight
         assert norm is not None
         if self._few:
-            for step in range(len(told)):
-                self._block_of_few(step, told[step])
+            for step in range(len(modulations)):
+                self._few_rows_block(step, modulations[step])
             self._norm_linear("head", self._weights.head, norm, self.logits, counted=config.vocab)
         else:
-            self._add_norm(None, None, told[0].scale_1)
-            for step in range(len(told)):
-                self._block_of_many(step, told[step], told[step + 1].scale_1 if step + 1 < len(told) else norm)
+            self._add_norm(None, None, modulations[0].scale_1)
+            for step in range(len(modulations)):
+                following = modulations[step + 1].scale_1 if step + 1 < len(modulations) else norm
+                self._many_rows_block(step, modulations[step], following)
             self._many_logits()
             best, where = self.logits[:, : config.vocab].max(-1, keepdim=True)
             self.best.copy_(best)
             self.where.copy_(where)
 
-    def _told(self) -> list[Told]:
-        """What each block is told in each pass, in the order they run."""
+    def _modulations(self) -> list[Modulation]:
+        """Of each block in each pass, in the order they run."""
         if self._table is not None:
-            return [Told(*block.unbind()) for loop in self._table for block in loop]
+            return [Modulation(*block.unbind()) for loop in self._table for block in loop]
         norms = [(block.norm_1.weight, block.norm_2.weight) for block in self.model.stack.each()]
-        each = [Told(None, None, one, two) for one, two in norms if one is not None and two is not None]
-        return each * self.trajectory.budget
+        weights = [Modulation(None, None, one, two) for one, two in norms if one is not None and two is not None]
+        return weights * self.trajectory.budget
 
-    def _block_of_few(self, step: int, told: Told) -> None:
+    def _few_rows_block(self, step: int, modulation: Modulation) -> None:
         """Five kernels."""
         qkv, out, up, down = self._weights.blocks[step % len(self._weights.blocks)]
         plus_one = self._table is not None
-        self._norm_linear("qkv", qkv, told.scale_1, self._qkv, plus_one=plus_one)
+        self._norm_linear("qkv", qkv, modulation.scale_1, self._qkv, plus_one=plus_one)
         self._attention(step)
-        self._linear_residual("out", out, self._mixed, told.gate_1)
-        self._norm_linear("up", up, told.scale_2, self._wide, plus_one=plus_one, gelu=True)
-        self._linear_residual("down", down, self._wide, told.gate_2)
+        self._linear_residual("out", out, self._mixed, modulation.gate_1)
+        self._norm_linear("up", up, modulation.scale_2, self._wide, plus_one=plus_one, gelu=True)
+        self._linear_residual("down", down, self._wide, modulation.gate_2)
 
-    def _block_of_many(self, step: int, told: Told, following: Tensor) -> None:
-        """The library's products, and what lies between them fused; `following` is the next norm's scale."""
+    def _many_rows_block(self, step: int, modulation: Modulation, following: Tensor) -> None:
+        """The library's matmuls, and what lies between them fused; `following` is the next norm's scale."""
         qkv, out, up, down = (one.values.t() for one in self._weights.blocks[step % len(self._weights.blocks)])
         torch.mm(self._normed, qkv, out=self._qkv)
         self._attention(step)
         torch.mm(self._mixed, out, out=self._change)
-        self._add_norm(self._change, told.gate_1, told.scale_2)
+        self._add_norm(self._change, modulation.gate_1, modulation.scale_2)
         torch.mm(self._normed, up, out=self._wide)
         count = self._wide.numel()
         kernels.gelu_kernel[(triton.cdiv(count, 1024),)](self._wide, count, BLOCK_N=1024, **self.launch)
         torch.mm(self._wide, down, out=self._change)
-        self._add_norm(self._change, told.gate_2, following)
+        self._add_norm(self._change, modulation.gate_2, following)
 
     def _many_logits(self) -> None:
         head = self._weights.head.values.t()
@@ -259,7 +260,7 @@ class Decoder:
         self,
         name: str,
         weight: Weight,
-        told: Tensor,
+        scale: Tensor,
         y: Tensor,
         counted: int = 0,
         plus_one: bool = False,
@@ -271,7 +272,7 @@ class Decoder:
             self._x,
             weight.values,
             weight.scales if weight.scales is not None else self._x,
-            told,
+            scale,
             y,
             self.best,
             self.where,
@@ -310,19 +311,19 @@ class Decoder:
             **self.launch,
         )
 
-    def _add_norm(self, change: Tensor | None, gate: Tensor | None, told: Tensor) -> None:
+    def _add_norm(self, change: Tensor | None, gate: Tensor | None, scale: Tensor) -> None:
         width = self.model.config.width
         kernels.add_norm_kernel[(self.rows,)](
             self._x,
             change if change is not None else self._x,
             gate if gate is not None else self._x,
-            told,
+            scale,
             self._normed,
             width,
             BLOCK_D=triton.next_power_of_2(width),
             ADD=change is not None,
             GATED=gate is not None,
-            PLUS_ONE=self._table is not None and told is not self.model.final_norm.weight,
+            PLUS_ONE=self._table is not None and scale is not self.model.final_norm.weight,
             EPSILON=EPSILON,
             **self.launch,
         )

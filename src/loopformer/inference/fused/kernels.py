@@ -1,7 +1,7 @@
 """Triton kernels of one decoded token: few, fused, and each reads every weight once.
 
 A token's pass through a block is five launches: norm and qkv, attention, out and residual, norm and up and GELU,
-down and residual. Products with few rows are limited by reading the weight, so each program reads its rows of the
+down and residual. Matmuls with few rows are limited by reading the weight, so each program reads its rows of the
 weight whole, before it waits for the kernel ahead of it. All lengths are read on the device, so that a CUDA graph
 can be replayed as the text grows.
 
@@ -38,6 +38,12 @@ def _most_likely(values, where, start, programs):
 
 
 @triton.jit
+def _gelu(x):
+    """Exact, in fp32."""
+    return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
 def embed_kernel(
     ids, lengths, tokens, places, x, width, LEARNED: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
 ):
@@ -57,7 +63,7 @@ def norm_linear_kernel(
     x,  # [B, K] fp32
     weight,  # [N, K]
     scales,  # [N], of weights in bytes
-    told,  # [K]: the modulation's scale, or the norm's weight
+    scale,  # [K]: the modulation's, or the norm's weight
     y,  # [B, N]
     best,  # [B, programs] largest outputs, and
     where,  # where they are
@@ -74,14 +80,14 @@ def norm_linear_kernel(
     PDL: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """y = W · (x / rms(x) · told), then GELU or the largest output, if asked."""
+    """y = W · (x / rms(x) · scale), then GELU or the largest output, if asked."""
     program = tl.program_id(0)
     rows = program * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
     inside = k < K
     tile = rows[:, None] * K + k[None, :]
     w = tl.load(weight + tile, mask=(rows < N)[:, None] & inside[None, :], other=0)
-    factor = tl.load(told + k, mask=inside, other=0).to(tl.float32)
+    factor = tl.load(scale + k, mask=inside, other=0).to(tl.float32)
     if PLUS_ONE:
         factor += 1.0
     if SCALED:
@@ -95,7 +101,7 @@ def norm_linear_kernel(
         if SCALED:
             out *= grain
         if GELU:
-            out = 0.5 * out * (1 + tl.erf(out * 0.7071067811865476))
+            out = _gelu(out)
         if BEST:
             out = tl.where(rows < counted, out, float("-inf"))
             tl.store(best + b * tl.num_programs(0) + program, tl.max(out))
@@ -261,7 +267,7 @@ def add_norm_kernel(
     x,  # [B, D] fp32, added to
     change,  # [B, D]
     gate,  # [D]
-    told,  # [D]
+    scale,  # [D]
     y,  # [B, D]
     D,
     BLOCK_D: tl.constexpr,
@@ -271,11 +277,11 @@ def add_norm_kernel(
     PDL: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """x += gate · change; y = x / rms(x) · told."""
+    """x += gate · change; y = x / rms(x) · scale."""
     row = tl.program_id(0)
     k = tl.arange(0, BLOCK_D)
     inside = k < D
-    factor = tl.load(told + k, mask=inside, other=0).to(tl.float32)
+    factor = tl.load(scale + k, mask=inside, other=0).to(tl.float32)
     if PLUS_ONE:
         factor += 1.0
     _wait(PDL)
@@ -296,7 +302,7 @@ def gelu_kernel(x, count, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     _wait(PDL)
     value = tl.load(x + n, mask=n < count, other=0).to(tl.float32)
-    tl.store(x + n, 0.5 * value * (1 + tl.erf(value * 0.7071067811865476)), mask=n < count)
+    tl.store(x + n, _gelu(value), mask=n < count)
 
 
 @triton.jit

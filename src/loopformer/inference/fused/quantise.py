@@ -1,4 +1,4 @@
-"""What the products of a decoder read: the model's own weights, or int8 copies with a scale for each output.
+"""What the matmuls of a decoder read: the model's own weights, or int8 copies with a scale for each output.
 
 weights = plain(model)
 weights = quantised(model)        # half the bytes of bf16; benchmarks/int8_perplexity.py measures what it costs
@@ -21,7 +21,7 @@ ZERO = 128  # the byte that stands for 0
 
 @dataclass(frozen=True)
 class Weight:
-    """A product's weight [N, K] as it is, or as bytes with a scale [N] for each output."""
+    """A matmul's weight [N, K] as it is, or as bytes with a scale [N] for each output."""
 
     values: Tensor
     scales: Tensor | None = None

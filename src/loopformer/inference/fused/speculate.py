@@ -7,27 +7,24 @@ for verdict in speculator.follow(first, count=64): ...       # verdict.tokens: w
 One sequence at a time. A round drafts `length` tokens with decoders along the short trajectory and verifies them as
 that many more rows of a decoder along the full one (decoder.py); the device itself finds out what is kept and where
 the next round begins, and the host reads that once a round. Tokens are those of `Decoder.greedy` along the full
-trajectory, up to rounding: products of several rows round otherwise than those of one, so where the two most likely
+trajectory, up to rounding: matmuls of several rows round otherwise than those of one, so where the two most likely
 tokens are equal but for that, either may be chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
-from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import require
-from loopformer.inference.draft import HOPED_RATE, LONGEST, Draft, Report, best_length, updated_rate
+from loopformer.inference.draft import HOPED_RATE, LONGEST, Draft, best_length, updated_rate
 from loopformer.inference.fused import kernels
 from loopformer.inference.fused.decoder import MOST_INT8_ROWS, Decoder, Tuning, record
 from loopformer.inference.fused.quantise import Weights, plain
-from loopformer.inference.request import Event, Request, Result, RowState
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -110,7 +107,7 @@ class Speculator:
 
     def _start(self, length: int, rate: float) -> int:
         """Begin a round after so many tokens; how many it drafts."""
-        drafted = self.draft.length or best_length(self.model, self.draft, self.trajectory.budget, rate)
+        drafted = self.draft.length or best_length(self.model.cost, self.draft, self.trajectory.budget, rate)
         drafted = min(drafted, self.longest)
         room = self._full.capacity - 1 - length
         if drafted > room:  # the last few tokens of a context are not worth compiling for
@@ -179,38 +176,3 @@ class Speculator:
             made.ids, made.lengths = self._ids[:rows], self._lengths[:rows]
             self._verifiers[rows] = made
         return self._verifiers[rows]
-
-
-@torch.no_grad()
-def speculate_one_by_one(
-    model: LoopedLM,
-    speculator: Callable[[Trajectory], AbstractContextManager[Speculator]],
-    tokenizer: Tokenizer,
-    requests: Sequence[Request],
-    show: Callable[[Event], object] = lambda event: None,
-) -> tuple[list[Result], Report]:
-    """Run greedy requests to their ends, one after the other, each with the speculator of its trajectory."""
-    for request in requests:
-        require(
-            request.sampling.most_likely,
-            "fast with a draft is greedy: leave out temperature and repetition penalty, or fast.",
-        )
-    rows = [RowState(number, request, tokenizer, model.config) for number, request in enumerate(requests)]
-    results: list[Result] = []
-    drafted = accepted = verifications = 0
-    for row in rows:
-        with speculator(row.trajectory) as one:
-            event = row.take(model.head(one.prefill(row.request.prompt))[: model.config.vocab])
-            show(event)
-            verifications += 1  # the prompt's pass, which gave the first token
-            verdicts = one.follow(row.ids[-1], row.request.max_tokens - 1)
-            while event.result is None:
-                verdict, used = next(verdicts), 0
-                while event.result is None and used < len(verdict.tokens):
-                    event = row.note(verdict.tokens[used], verdict.logprobs[used])
-                    show(event)
-                    used += 1
-                drafted, verifications = drafted + verdict.drafted, verifications + 1
-                accepted += min(used, len(verdict.tokens) - 1)
-        results.append(event.result)
-    return results, Report(drafted, accepted, verifications, sum(len(result.ids) for result in results))

@@ -1,1 +1,1 @@
-"""Training's fast way through the shared stack on a GPU: passes.py is the way in."""
+"""passes.py (a pass and its backward) · ops.py (its operations, in PyTorch) · kernels.py (in Triton) · types.py."""

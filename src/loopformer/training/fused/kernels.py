@@ -1,24 +1,19 @@
-"""Triton kernels of what lies between the products of a block in training, forward and backward.
+"""Triton kernels of what lies between the matmuls of a block in training, their launchers, and cross-entropy.
 
-A program takes whole rows (tokens). With `FP8` factors of products go out in fp8 with a scale for each row instead
-of their plain dtype, and what backward could make again is not made, since it is kept. elementwise.py says in
-PyTorch what each computes, launch.py launches them. TRITON_INTERPRET=1 runs them on the CPU.
+A program takes whole rows (tokens). With `FP8`, operands of matmuls go out in fp8 with a scale for each row
+instead of their plain dtype, and what backward could make again is not made, since it is kept. The launchers
+have the names and parameters of ops.py, which says in PyTorch what each computes. TRITON_INTERPRET=1 runs all
+of it on the CPU.
 
-Cross-entropy and its gradient in one Triton kernel, which writes the gradient over the logits.
+    losses = cross_entropy_(logits, targets, scale)   # [n] in fp32; logits [n, V] are now scale · d loss / d logits
 
-losses = cross_entropy_(logits, targets, scale)      # [n] in fp32; logits [n, V] are now scale · d loss / d logits
-
-A program reads its row of logits in pieces, twice: the second time it lies in the cache. Each lane keeps a largest
-logit and a sum of its own, so that nothing is exchanged before the end of the row. TRITON_INTERPRET=1 runs it on
-the CPU.
-
-Launches of the kernels, with the signatures of elementwise.py.
+Cross-entropy and its gradient are one kernel, which writes the gradient over the logits. A program reads its
+row of logits in chunks, twice: the second time it lies in the cache. Each lane keeps a largest logit and a sum
+of its own, so that nothing is exchanged before the end of the row.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -27,13 +22,20 @@ from torch import Tensor
 
 from loopformer.data.loader import NO_LOSS
 from loopformer.model.block import EPSILON
-from loopformer.training.fused import ops as products
-from loopformer.training.fused.ops import FP8, LEAST_GELU, MOST_SLOPE, Gated, Norm, Numbers, Rows, Sums
+from loopformer.training.fused import types
+from loopformer.training.fused.types import (
+    FP8,
+    LEAST_GELU,
+    MOST_SLOPE,
+    GateBackward,
+    ModulationGradient,
+    NormBackward,
+    Operand,
+    Precision,
+)
 
-LARGEST_FP8 = tl.constexpr(products.LARGEST_FP8)
-
-
-SMALLEST_SCALE = tl.constexpr(products.SMALLEST_SCALE)
+LARGEST_FP8 = tl.constexpr(types.LARGEST_FP8)
+SMALLEST_SCALE = tl.constexpr(types.SMALLEST_SCALE)
 
 
 @triton.jit
@@ -250,14 +252,14 @@ def columns_kernel(values, scales, scale, turned, N, K, stride, TILE: tl.constex
     tl.store(into, tl.trans(tile.to(tl.float8e4nv)), mask=tl.trans(inside))
 
 
-VOCAB_PIECE = 2048  # with 4 warps the fastest of six on an H200
-
-
+VOCAB_CHUNK = 2048  # of a row of logits at a time; with 4 warps the fastest of six on an H200
 LOWEST = tl.constexpr(-1e30)  # where a lane has seen nothing yet; minus infinity would make differences NaN
 
 
 @triton.jit
-def _kernel(logits, targets, losses, scale, V, NO_TARGET: tl.constexpr, BLOCK: tl.constexpr, GRAD: tl.constexpr):
+def cross_entropy_kernel(
+    logits, targets, losses, scale, V, NO_TARGET: tl.constexpr, BLOCK: tl.constexpr, GRAD: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     counted = target != NO_TARGET
@@ -288,34 +290,32 @@ def cross_entropy_(logits: Tensor, targets: Tensor, scale: float | None) -> Tens
     """The losses [n] of logits [n, V], which become their own gradient times `scale`; None leaves them alone."""
     rows, vocab = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    _kernel[(rows,)](
+    cross_entropy_kernel[(rows,)](
         logits,
         targets,
         losses,
         0.0 if scale is None else scale,
         vocab,
         NO_TARGET=NO_LOSS,
-        BLOCK=min(triton.next_power_of_2(vocab), VOCAB_PIECE),
+        BLOCK=min(triton.next_power_of_2(vocab), VOCAB_CHUNK),
         GRAD=scale is not None,
         num_warps=4,
     )
     return losses
 
 
-PIECE = 1024  # of a long row at a time
-
-
-TILE = 128  # of a matrix that is turned round
+CHUNK = 1024  # of a long row at a time
+TILE = 128  # of a matrix that is transposed
 
 
 def norm_forward(
-    x: Tensor, change: Tensor | None, gate: Tensor | None, gain: Tensor, numbers: Numbers
-) -> tuple[Tensor, Tensor, Rows]:
+    x: Tensor, change: Tensor | None, gate: Tensor | None, gain: Tensor, precision: Precision
+) -> tuple[Tensor, Tensor, Operand]:
     tokens, width = x.shape
     new_x = x if change is None else torch.empty_like(x)
     inverse = x.new_empty(tokens)
-    h = x if numbers.fp8 else torch.empty_like(x, dtype=numbers.dtype)
-    h8, scales = _fp8_rows(x, numbers)
+    h = x if precision.fp8 else torch.empty_like(x, dtype=precision.dtype)
+    h8, scales = _fp8_operand(x, precision)
     norm_forward_kernel[(tokens,)](
         x,
         x if change is None else change,
@@ -330,10 +330,10 @@ def norm_forward(
         EPSILON=EPSILON,
         BLOCK_D=triton.next_power_of_2(width),
         ADD=change is not None,
-        FP8=numbers.fp8,
+        FP8=precision.fp8,
         num_warps=4,
     )
-    return new_x, inverse, Rows(None, h8, scales) if numbers.fp8 else Rows(h)
+    return new_x, inverse, Operand(None, h8, scales) if precision.fp8 else Operand(h)
 
 
 def add_change(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:
@@ -344,35 +344,39 @@ def add_change(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:
     return out
 
 
-def gelu_forward(u: Tensor, numbers: Numbers) -> Rows:
-    a = u if numbers.fp8 else torch.empty_like(u)
-    a8, scales = _fp8_rows(u, numbers)
+def gelu_forward(u: Tensor, precision: Precision) -> Operand:
+    a = u if precision.fp8 else torch.empty_like(u)
+    a8, scales = _fp8_operand(u, precision)
     gelu_forward_kernel[(len(u),)](
-        u, a, a8, scales, u.shape[1], LEAST=LEAST_GELU, BLOCK=PIECE, FP8=numbers.fp8, num_warps=4
+        u, a, a8, scales, u.shape[1], LEAST=LEAST_GELU, BLOCK=CHUNK, FP8=precision.fp8, num_warps=4
     )
-    return Rows(None, a8, scales) if numbers.fp8 else Rows(a)
+    return Operand(None, a8, scales) if precision.fp8 else Operand(a)
 
 
-def gelu_backward(u: Tensor, da: Tensor, numbers: Numbers) -> tuple[Rows, Rows]:
-    a = u if numbers.fp8 else torch.empty_like(u)
-    du8, scales = _fp8_rows(u, numbers)
+def gelu_backward(u: Tensor, da: Tensor, precision: Precision) -> tuple[Operand, Operand]:
+    a = u if precision.fp8 else torch.empty_like(u)
+    du8, scales = _fp8_operand(u, precision)
     gelu_backward_kernel[(len(u),)](
-        u, da, a, da, du8, scales, u.shape[1], SLOPE=MOST_SLOPE, BLOCK=PIECE, FP8=numbers.fp8, num_warps=4
+        u, da, a, da, du8, scales, u.shape[1], SLOPE=MOST_SLOPE, BLOCK=CHUNK, FP8=precision.fp8, num_warps=4
     )
-    return Rows(a), Rows(None, du8, scales) if numbers.fp8 else Rows(da)
+    return Operand(a), Operand(None, du8, scales) if precision.fp8 else Operand(da)
 
 
 def residual_backward(
-    dx: Tensor, norm: Norm | None, gated: Gated | None, sums: Sums, numbers: Numbers
-) -> tuple[Tensor, Rows, Rows]:
+    dx: Tensor,
+    norm: NormBackward | None,
+    gated: GateBackward | None,
+    sums: ModulationGradient,
+    precision: Precision,
+) -> tuple[Tensor, Operand, Operand]:
     tokens, width = dx.shape
-    norm_of = norm or Norm(dx, dx, dx, dx, (0, 0))
-    gated_of = gated or Gated(dx, dx, (0, 0))
-    plain = not numbers.fp8
+    norm_of = norm or NormBackward(dx, dx, dx, dx, (0, 0))
+    gated_of = gated or GateBackward(dx, dx, (0, 0))
+    plain = not precision.fp8
     new_dx = torch.empty_like(dx) if norm else dx
-    h = torch.empty_like(dx, dtype=numbers.dtype) if norm and plain else dx
-    dchange = torch.empty_like(dx, dtype=numbers.dtype) if gated and plain else dx
-    dchange8, scales = _fp8_rows(dchange, numbers) if gated else (dx, dx)
+    h = torch.empty_like(dx, dtype=precision.dtype) if norm and plain else dx
+    dchange = torch.empty_like(dx, dtype=precision.dtype) if gated and plain else dx
+    dchange8, scales = _fp8_operand(dchange, precision) if gated else (dx, dx)
     residual_backward_kernel[(len(sums.partial),)](
         norm_of.dh,
         norm_of.x,
@@ -394,22 +398,26 @@ def residual_backward(
         BLOCK_D=triton.next_power_of_2(width),
         NORM=norm is not None,
         GATE=gated is not None,
-        FP8=numbers.fp8,
+        FP8=precision.fp8,
         num_warps=16,
     )
-    return new_dx, Rows(h), Rows(dchange) if plain else Rows(None, dchange8, scales)
+    return new_dx, Operand(h), Operand(dchange) if plain else Operand(None, dchange8, scales)
 
 
-def quantised(parts: Sequence[Tensor]) -> Rows:
-    parts = [part.contiguous() for part in parts]
-    tokens, width = parts[0].shape
-    values8 = parts[0].new_empty(tokens, len(parts) * width, dtype=FP8)
-    scales = parts[0].new_empty(tokens, 1, dtype=torch.float32)
-    quantise_kernel[(tokens,)](*(parts * 3)[:3], values8, scales, width, PARTS=len(parts), BLOCK=PIECE, num_warps=4)
-    return Rows(None, values8, scales)
+def quantise(*parts: Tensor) -> Operand:
+    matrices = [part.contiguous() for part in parts]
+    tokens, width = matrices[0].shape
+    values8 = matrices[0].new_empty(tokens, len(matrices) * width, dtype=FP8)
+    scales = matrices[0].new_empty(tokens, 1, dtype=torch.float32)
+    quantise_kernel[(tokens,)](
+        *(matrices * 3)[:3], values8, scales, width, PARTS=len(matrices), BLOCK=CHUNK, num_warps=4
+    )
+    return Operand(None, values8, scales)
 
 
-def columns(parts: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> Tensor:
+def transposed(*operands: Operand) -> tuple[Tensor, Tensor]:
+    parts = [rows.scaled for rows in operands]
+    scale = torch.cat([scales for _, scales in parts]).amax()
     total, width = sum(len(values) for values, _ in parts), parts[0][0].shape[1]
     turned = parts[0][0].new_empty(width, total)
     start = 0
@@ -419,11 +427,11 @@ def columns(parts: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> Tensor:
             values, scales, scale, turned[:, start:], rows, width, total, TILE=TILE, num_warps=4
         )
         start += rows
-    return turned
+    return turned, scale
 
 
-def _fp8_rows(like: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
+def _fp8_operand(like: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
     """Room for fp8 values and scales; without fp8 something that is not written."""
-    if not numbers.fp8:
+    if not precision.fp8:
         return like, like
     return torch.empty_like(like, dtype=FP8), like.new_empty(len(like), 1, dtype=torch.float32)

@@ -1,15 +1,18 @@
-"""Whether a pass can be fused here.
+"""A pass through the shared stack with a backward written out by hand: faster, and half the memory.
 
-A pass through the shared stack with a backward written out by hand: faster, and half the memory.
-
-    stack = FusedStack(model.stack, Numbers(torch.bfloat16))
-    out = model(ids, route, stack=stack, logits=False)        # as often as wanted
+    stack = FusedStack(model.stack, Precision(torch.bfloat16))
+    out = model(ids, trajectory, stack=stack, logits=False)   # as often as wanted
     loss.backward()                                           # the stack's weights get their gradients
 
 What autograd and a compiler cannot know of a looped model is used here: every pass multiplies with the same
-weights, so they are cast once, and the products that make their gradients add up in place over all passes. Between
-products there is one kernel (elementwise.py); what it can make again in backward is not kept, except in fp8, where
-it is small. The mathematics is that of model/block.py: products in bf16 or fp8, everything else in fp32.
+weights, so they are cast once, and the matmuls that make their gradients add up in place over all passes.
+Between two matmuls lies one kernel (ops.py); what it can make again in backward is not kept, except in fp8,
+where it is small. The mathematics is that of model/block.py: matmuls in bf16 or fp8, everything else in fp32.
+
+In fp8 (e4m3) a matmul and the gradient of its input have one scale for each row of either side
+(`torch._scaled_mm`). A weight's gradient sums over tokens, so its operands are transposed and get one scale
+each; scales are powers of two, and changing from one to the other loses nothing but what is 2^15 times smaller
+than the largest. Without a GPU, fp8 values are multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -25,20 +28,23 @@ from torch.autograd.function import once_differentiable
 from loopformer.config import ModelConfig
 from loopformer.model.block import Attention, Rotary, Stack
 from loopformer.training.fused.ops import (
-    Gated,
-    Norm,
-    Numbers,
-    Product,
-    Rows,
-    Sums,
     add_change,
+    add_matmul,
     gelu_backward,
     gelu_forward,
+    matmul_fp8,
     norm_forward,
+    operand,
+    quantise,
     residual_backward,
+    scaled_matmul,
+    transposed,
 )
+from loopformer.training.fused.types import GateBackward, ModulationGradient, NormBackward, Operand, Precision
 
 LEAST_CAPABILITY_FOR_FP8 = (8, 9)
+FP8_PASSES_PER_GRADIENT = 4  # passes that share one fp8 matmul for a weight's gradient: it cannot add to a sum
+GATE_1, GATE_2, GAIN_1, GAIN_2 = range(4)  # of a block's table [4, D]
 
 
 def obstacle(config: ModelConfig, device: torch.device, fp8: bool) -> str | None:
@@ -50,13 +56,54 @@ def obstacle(config: ModelConfig, device: torch.device, fp8: bool) -> str | None
     if not fp8:
         return None
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY_FOR_FP8:
-        return "this GPU has no fp8 products; use bfloat16"
+        return "this GPU has no fp8 matmuls; use bfloat16"
     if any(getattr(config, name) % 16 for name in ("width", "ffn", "context")):
-        return "its products need multiples of 16 for model.width, ffn and context; use bfloat16"
+        return "its matmuls need multiples of 16 for model.width, ffn and context; use bfloat16"
     return None
 
 
-GATE_1, GATE_2, GAIN_1, GAIN_2 = range(4)  # of a block's table [4, D]
+class SharedLinear:
+    """x ↦ x · weightᵀ with a weight [out, in] that is cast once for all passes and sums its gradient over them."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype, fp8: bool, frozen: bool = False) -> None:
+        self.fp8, self.frozen = fp8, frozen
+        self._grad: Tensor | None = None
+        self._waiting: list[tuple[Operand, Operand]] = []
+        if fp8:
+            self._weight_fp8, self._transposed_fp8 = quantise(weight), quantise(weight.t())
+        else:
+            self._weight = weight.to(dtype)
+
+    def __call__(self, rows: Operand) -> Tensor:
+        return matmul_fp8(rows, self._weight_fp8) if self.fp8 else rows.values @ self._weight.t()
+
+    def input_gradient(self, dy: Operand) -> Tensor:
+        return matmul_fp8(dy, self._transposed_fp8) if self.fp8 else dy.values @ self._weight
+
+    def add_weight_gradient(self, dy: Operand, rows: Operand) -> None:
+        """Add dyᵀ · rows to the weight's gradient: at once, or in fp8 with those of the next passes."""
+        if self.frozen:
+            return
+        if not self.fp8:
+            self._grad = add_matmul(self._grad, dy.values.t(), rows.values)
+            return
+        self._waiting.append((dy, rows))
+        if len(self._waiting) == FP8_PASSES_PER_GRADIENT:
+            self._flush()
+
+    def weight_gradient(self) -> Tensor | None:
+        """The weight's gradient [out, in] in fp32, once; None where there is none."""
+        if self._waiting:
+            self._flush()
+        gradient, self._grad = self._grad, None
+        return gradient
+
+    def _flush(self) -> None:
+        lefts, rights = zip(*self._waiting, strict=True)
+        (left, left_scale), (right, right_scale) = transposed(*lefts), transposed(*rights)
+        gradient = scaled_matmul(left, right.t(), left_scale, right_scale, torch.float32)
+        self._grad = gradient if self._grad is None else self._grad.add_(gradient)
+        self._waiting = []
 
 
 class FusedStack:
@@ -66,8 +113,8 @@ class FusedStack:
     handed over by a backward that reaches them, so one that is asked for something else alone must be the last.
     """
 
-    def __init__(self, stack: Stack, numbers: Numbers, recompute: bool = False) -> None:
-        self.stack, self.numbers, self.recompute = stack, numbers, recompute
+    def __init__(self, stack: Stack, precision: Precision, recompute: bool = False) -> None:
+        self.stack, self.precision, self.recompute = stack, precision, recompute
         weights = [
             weight
             for block in stack.each()
@@ -78,56 +125,56 @@ class FusedStack:
                 block.ffn.down.weight,
             )
         ]
-        self.products: list[list[Product]] = []
-        apply: Any = _Shared.apply
-        self._ticket: Tensor = apply(self, *weights)
+        self.linears: list[list[SharedLinear]] = []
+        apply: Any = _SharedWeights.apply
+        self._anchor: Tensor = apply(self, *weights)
 
     def __call__(self, x: Tensor, modulation: Tensor | None, rotary: Rotary | None, mask: Tensor | None) -> Tensor:
         """One pass: x [B, T, D]; modulation [1, k, 4, D], or None where norms have weights of their own."""
         apply: Any = _Pass.apply
-        out: Tensor = apply(x.float(), self._table(modulation), self._ticket, self, rotary, mask)
+        out: Tensor = apply(x.float(), self._table(modulation), self._anchor, self, rotary, mask)
         return out
 
     def _table(self, modulation: Tensor | None) -> Tensor:
         """Gates and gains of every block [k, 4, D] in fp32."""
         if modulation is not None:
-            assert len(modulation) == 1, "all rows follow one route in training"
-            told = modulation[0].float()
-            return torch.cat([told[:, :2], 1 + told[:, 2:]], dim=1)
+            assert len(modulation) == 1, "all rows follow one trajectory in training"
+            gates, scales = modulation[0].float().chunk(2, dim=1)
+            return torch.cat([gates, 1 + scales], dim=1)
         rows = []
         for block in self.stack.each():
-            one, two = block.norm_1.weight, block.norm_2.weight
-            assert one is not None
-            assert two is not None
-            rows.append(torch.stack([torch.ones_like(one), torch.ones_like(two), one, two]))
+            gain_1, gain_2 = block.norm_1.weight, block.norm_2.weight
+            assert gain_1 is not None
+            assert gain_2 is not None
+            rows.append(torch.stack([torch.ones_like(gain_1), torch.ones_like(gain_2), gain_1, gain_2]))
         return torch.stack(rows).float()
 
 
-class _Shared(torch.autograd.Function):
-    """The weights' place in the graph: every pass hangs on its ticket, so its backward comes after theirs."""
+class _SharedWeights(torch.autograd.Function):
+    """The weights' place in the graph: every pass takes its result, so its backward comes after theirs."""
 
     @staticmethod
     def forward(ctx: Any, fused: FusedStack, *weights: Tensor) -> Tensor:
-        numbers = fused.numbers
-        products = [
-            Product(weight.detach(), numbers.dtype, numbers.fp8, frozen=not learns)
+        precision = fused.precision
+        linears = [
+            SharedLinear(weight.detach(), precision.dtype, precision.fp8, frozen=not learns)
             for weight, learns in zip(weights, ctx.needs_input_grad[1:], strict=True)
         ]
-        fused.products = [products[start : start + 4] for start in range(0, len(products), 4)]
-        ctx.products = products
+        fused.linears = [linears[start : start + 4] for start in range(0, len(linears), 4)]
+        ctx.linears = linears
         return weights[0].new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(product.gradient() for product in ctx.products)
+        return None, *(linear.weight_gradient() for linear in ctx.linears)
 
 
 @dataclass
-class _Kept:
-    """What a block's backward needs: states, inverse rms, products' results, and attention's own graph.
+class _SavedBlock:
+    """What a block's backward needs: states, inverse rms, results of matmuls, and attention's own graph.
 
-    `factors` are what went into the four products, kept in fp8 only.
+    `operands` are what went into the four matmuls, kept in fp8 only.
     """
 
     x_1: Tensor
@@ -139,7 +186,7 @@ class _Kept:
     inverse_2: Tensor
     u: Tensor
     change_2: Tensor
-    factors: tuple[Rows, Rows, Rows, Rows] | None
+    operands: tuple[Operand, Operand, Operand, Operand] | None
 
 
 class _Pass(torch.autograd.Function):
@@ -148,56 +195,56 @@ class _Pass(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         table: Tensor,
-        ticket: Tensor,
+        anchor: Tensor,
         fused: FusedStack,
         rotary: Rotary | None,
         mask: Tensor | None,
     ) -> Tensor:
-        out, kept = _forward(fused, x, table, rotary, mask)
+        out, saved = _forward(fused, x, table, rotary, mask)
         ctx.save_for_backward(x, table)
         ctx.fused, ctx.rotary, ctx.mask = fused, rotary, mask
-        ctx.kept = None if fused.recompute else kept
+        ctx.saved_blocks = None if fused.recompute else saved
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, table = ctx.saved_tensors
-        kept = ctx.kept or _forward(ctx.fused, x, table, ctx.rotary, ctx.mask)[1]
-        ctx.kept = None
+        saved = ctx.saved_blocks or _forward(ctx.fused, x, table, ctx.rotary, ctx.mask)[1]
+        ctx.saved_blocks = None
         with torch.autocast(dout.device.type, enabled=False):
-            dx, dtable = _backward(ctx.fused, kept, table, dout)
+            dx, dtable = _backward(ctx.fused, saved, table, dout)
         return dx, dtable, dout.new_zeros(()), None, None, None
 
 
 @torch.no_grad()
 def _forward(
     fused: FusedStack, x: Tensor, table: Tensor, rotary: Rotary | None, mask: Tensor | None
-) -> tuple[Tensor, list[_Kept]]:
+) -> tuple[Tensor, list[_SavedBlock]]:
     """A pass over x [B, T, D] with table [k, 4, D], and what its backward needs."""
-    numbers, shape = fused.numbers, x.shape
+    precision, shape = fused.precision, x.shape
     x = x.flatten(0, 1).contiguous()  # [N, D]
     change: Tensor | None = None
     gate: Tensor | None = None
-    kept = []
+    saved = []
     with torch.autocast(x.device.type, enabled=False):
-        for block, told, (qkv_of, out_of, up_of, down_of) in zip(
-            fused.stack.each(), table, fused.products, strict=True
+        for block, modulation, (qkv_linear, out_linear, up_linear, down_linear) in zip(
+            fused.stack.each(), table, fused.linears, strict=True
         ):
-            x_1, inverse_1, h_1 = norm_forward(x, change, gate, told[GAIN_1], numbers)
-            qkv, mixed = _attend(block.attention, qkv_of(h_1).view(*shape[:2], -1), rotary, mask)
-            mixed_rows = numbers.rows(mixed.detach().flatten(0, 1))
-            change_1 = out_of(mixed_rows)
-            x_2, inverse_2, h_2 = norm_forward(x_1, change_1, told[GATE_1], told[GAIN_2], numbers)
-            u = up_of(h_2)
-            a = gelu_forward(u, numbers)
-            change = down_of(a)
-            factors = (h_1, mixed_rows, h_2, a) if numbers.fp8 else None
-            kept.append(_Kept(x_1, inverse_1, qkv, mixed, change_1, x_2, inverse_2, u, change, factors))
-            x, gate = x_2, told[GATE_2]
+            x_1, inverse_1, h_1 = norm_forward(x, change, gate, modulation[GAIN_1], precision)
+            qkv, mixed = _attend(block.attention, qkv_linear(h_1).view(*shape[:2], -1), rotary, mask)
+            mixed_operand = operand(precision, mixed.detach().flatten(0, 1))
+            change_1 = out_linear(mixed_operand)
+            x_2, inverse_2, h_2 = norm_forward(x_1, change_1, modulation[GATE_1], modulation[GAIN_2], precision)
+            u = up_linear(h_2)
+            a = gelu_forward(u, precision)
+            change = down_linear(a)
+            operands = (h_1, mixed_operand, h_2, a) if precision.fp8 else None
+            saved.append(_SavedBlock(x_1, inverse_1, qkv, mixed, change_1, x_2, inverse_2, u, change, operands))
+            x, gate = x_2, modulation[GATE_2]
     assert change is not None
     assert gate is not None
-    return add_change(x, change, gate).view(shape), kept
+    return add_change(x, change, gate).view(shape), saved
 
 
 def _attend(
@@ -210,27 +257,34 @@ def _attend(
 
 
 @torch.no_grad()
-def _backward(fused: FusedStack, kept: list[_Kept], table: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x [B, T, D] and of the table [k, 4, D]; those of the weights are added to their products."""
-    numbers = fused.numbers
+def _backward(fused: FusedStack, saved: list[_SavedBlock], table: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x [B, T, D] and of the table [k, 4, D]; those of the weights are added to their sums."""
+    precision = fused.precision
     dx = dout.float().flatten(0, 1).contiguous()
-    sums = Sums.like(table, len(dx))
+    sums = ModulationGradient.like(table, len(dx))
     # Where the residual stream goes on below a block: into what its predecessor added, or out of the pass.
-    added = [None, *(Gated(kept[n].change_2, table[n, GATE_2], (n, GATE_2)) for n in range(len(kept)))]
-    dx, _, dchange = residual_backward(dx, None, added.pop(), sums, numbers)
-    for number in range(len(kept) - 1, -1, -1):
-        now, told = kept.pop(), table[number]
-        qkv_of, out_of, up_of, down_of = fused.products[number]
-        a, du = gelu_backward(now.u, down_of.back(dchange), numbers)
-        down_of.learn(dchange, now.factors[3] if now.factors else a)
-        norm = Norm(up_of.back(du), now.x_2, now.inverse_2, told[GAIN_2], (number, GAIN_2))
-        gated = Gated(now.change_1, told[GATE_1], (number, GATE_1))
-        dx, h_2, dchange = residual_backward(dx, norm, gated, sums, numbers)
-        up_of.learn(du, now.factors[2] if now.factors else h_2)
-        dmixed = out_of.back(dchange).view_as(now.mixed)
-        out_of.learn(dchange, now.factors[1] if now.factors else Rows(now.mixed.detach().flatten(0, 1)))
-        into = numbers.rows(*(part.flatten(0, 1) for part in torch.autograd.grad(now.mixed, now.qkv, dmixed)))
-        norm = Norm(qkv_of.back(into), now.x_1, now.inverse_1, told[GAIN_1], (number, GAIN_1))
-        dx, h_1, dchange = residual_backward(dx, norm, added.pop(), sums, numbers)
-        qkv_of.learn(into, now.factors[0] if now.factors else h_1)
+    added = [None, *(GateBackward(saved[n].change_2, table[n, GATE_2], (n, GATE_2)) for n in range(len(saved)))]
+    dx, _, dchange = residual_backward(dx, None, added.pop(), sums, precision)
+    for number in range(len(saved) - 1, -1, -1):
+        block, modulation = saved.pop(), table[number]
+        qkv_linear, out_linear, up_linear, down_linear = fused.linears[number]
+        a, du = gelu_backward(block.u, down_linear.input_gradient(dchange), precision)
+        down_linear.add_weight_gradient(dchange, block.operands[3] if block.operands else a)
+        norm = NormBackward(
+            up_linear.input_gradient(du), block.x_2, block.inverse_2, modulation[GAIN_2], (number, GAIN_2)
+        )
+        gated = GateBackward(block.change_1, modulation[GATE_1], (number, GATE_1))
+        dx, h_2, dchange = residual_backward(dx, norm, gated, sums, precision)
+        up_linear.add_weight_gradient(du, block.operands[2] if block.operands else h_2)
+        dmixed = out_linear.input_gradient(dchange).view_as(block.mixed)
+        out_linear.add_weight_gradient(
+            dchange, block.operands[1] if block.operands else Operand(block.mixed.detach().flatten(0, 1))
+        )
+        # Not given a name: the three gradients would live as long as it, beside what they are joined into.
+        dqkv = operand(precision, *(d.flatten(0, 1) for d in torch.autograd.grad(block.mixed, block.qkv, dmixed)))
+        norm = NormBackward(
+            qkv_linear.input_gradient(dqkv), block.x_1, block.inverse_1, modulation[GAIN_1], (number, GAIN_1)
+        )
+        dx, h_1, dchange = residual_backward(dx, norm, added.pop(), sums, precision)
+        qkv_linear.add_weight_gradient(dqkv, block.operands[0] if block.operands else h_1)
     return dx.view_as(dout), sums.total()

@@ -1,0 +1,58 @@
+"""Options that several verbs share, each declared once; a verb gives its own default.
+
+    def search(model: Model, budget: …, device: Device = "auto", as_json: Json = False) -> None: …
+
+An option that only one verb has, or that means something else there, stands in that verb's file.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+# The model, and where it runs.
+_MODEL = Option("--model", "-m", help="A run, a model folder or published weights.")
+Model = Annotated[str, _MODEL]
+MaybeModel = Annotated[str | None, _MODEL]
+Heads = Annotated[int | None, Option(help="Attention heads, for weights without a config.")]
+Loops = Annotated[int | None, Option(help="Loops L, for weights without a config.")]
+Device = Annotated[str, Option(help="auto, cpu, cuda or mps.")]
+Dtype = Annotated[str, Option(help="float32, bfloat16 or float16.")]
+BatchTokens = Annotated[int, Option(help="Tokens in a batch.")]
+
+# What it follows.
+Budgets = Annotated[str | None, Option(help="Loops: 1,2,4,8; 1, L/4, L/2 and L by default.")]
+Trajectories = Annotated[
+    list[str] | None, Option("--trajectory", help="A schedule, such as 4-2-1-1; may be given several times.")
+]
+
+# What it is measured on: text.
+TEXT = (
+    "Files, folders or globs of .txt .md .jsonl .parquet (also .gz .xz .zst), hf:DATASET[:config][:split], a "
+    "prepared folder (its validation split), or the held-out part of stdlib, pile, fineweb-edu or openwebtext"
+)
+Field = Annotated[str, Option(help="The field of .jsonl, .parquet and datasets that is text.")]
+Window = Annotated[int | None, Option(help="Tokens the model sees at a time; its context.")]
+Join = Annotated[bool, Option("--join", help="Join documents into one stream, as in training.")]
+MaxTokens = Annotated[int | None, Option(help="Score only the first so many tokens of a text.")]
+
+# What it is measured on: benchmarks.
+TaskData = Annotated[
+    Path | None, Option("--data", help="A folder with the paper's benchmarks as files, instead of the Hub.")
+]
+Examples = Annotated[int | None, Option(help="Only the first so many examples of each task.")]
+
+# What comes out.
+OutFolder = Annotated[Path, Option("--out", "-o", help="The folder to write.")]
+OutFile = Annotated[Path | None, Option("--out", "-o", help="Also write the results to this file.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
+
+
+def own_text(model: str) -> str:
+    """What --text is where it is not given: the data that a run was trained with, for its validation split."""
+    from loopformer.errors import LoopformerError
+    from loopformer.evaluation.text import default_text
+
+    if prepared := default_text(model):
+        return prepared
+    raise LoopformerError(f"{model} has no prepared data of its own; say what to measure on with --text.")

@@ -1,0 +1,150 @@
+"""Tables, progress, numbers, places to write to and Ctrl-C, as in every verb."""
+
+import builtins
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from loopformer.cli import app
+from loopformer.cli.output import duration, number, output_file, output_folder, print_table, progress
+from loopformer.errors import LoopformerError
+
+from .process import invoke
+
+# Every verb, with what it cannot do without.
+VERBS = [
+    ["prepare"],
+    ["train", "demo"],
+    ["generate", "Once", "--model", "m"],
+    ["calibrate", "--model", "m", "--mean-budget", "2", "--out", "out"],
+    ["eval"],
+    ["search", "--model", "m", "--budget", "2"],
+    ["analyze", "--model", "m"],
+    ["report", "m", "--out", "out"],
+    ["info"],
+    ["import", "m", "out"],
+    ["export", "m", "out"],
+    ["bench", "decode"],
+    ["bench", "train"],
+    ["bench", "memory"],
+]
+
+
+def test_cells_are_plain_text_and_numbers_stand_to_the_right(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(["name", "loss"], [["[bold]a[/bold]", "3.2"], ["b", "13.21"]], left=1)
+    assert capsys.readouterr().out.splitlines() == [
+        "name             loss",
+        "[bold]a[/bold]    3.2",
+        "b               13.21",
+    ]
+
+
+def test_where_there_is_no_terminal_progress_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with progress("tokens") as report:
+        report("news", 1000, 10_000)  # what was there before counts for no speed
+        for now in (4.0, 6.0, 8.0):
+            report("news", 1000 + int(500 * now), 10_000)
+        now = 12.0
+        report("books", 5, None)
+    assert capsys.readouterr().err.splitlines() == [
+        "news: 4,000 of 10,000 tokens, 500 tokens/s, about 12 s left",
+        "books: 5 tokens",
+    ]
+
+
+def test_numbers_and_durations() -> None:
+    assert (number(1.23456, ".3f"), number(None, ".3f"), number(None, ".3f", missing="-")) == (
+        "1.235",
+        "not a number",
+        "-",
+    )
+    assert [duration(seconds) for seconds in (8, 90, 5400)] == ["8 s", "1.5 minutes", "1.5 hours"]
+
+
+def test_the_list_of_verbs_is_whole() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    known = {name for name in commands if name != "bench"} | {
+        f"bench {name}" for name in commands["bench"].commands
+    }
+    assert {" ".join(words[: 1 + (words[0] == "bench")]) for words in VERBS} == known
+
+
+@pytest.mark.parametrize("words", VERBS, ids=lambda words: "-".join(words[:2]))
+def test_control_c_is_one_sentence_in_every_verb(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def interrupted(name: str, *rest: Any) -> Any:
+        if name.startswith("loopformer.") and not name.startswith("loopformer.cli"):
+            raise KeyboardInterrupt  # a verb imports what it needs when it runs, which takes a while
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    done = invoke(*words)
+    assert done.exit_code == 130
+    assert done.stderr.startswith("loopformer: stopped; ")
+    assert "the same command" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["analyze", "-m", "m", "--text", "none.txt", "--out", "deep/out"],
+        ["analyze", "-m", "m", "--text", "a.txt", "--prompts", "500", "--out", "deep/out"],
+        ["calibrate", "-m", "m", "--text", "a.txt", "--mean-budget", "9", "--out", "deep/out"],
+        ["report", "m", "--text", "none.txt", "--out", "deep/out"],
+        ["eval", "-m", "m", "--text", "none.txt", "--out", "deep/out.json"],
+        ["eval", "--tasks", "paper", "--data", "none", "--export-requests", "deep/out.jsonl"],
+        ["search", "-m", "m", "--budget", "9", "--text", "a.txt", "--out", "deep/out.json"],
+        ["search", "-m", "m", "--budget", "2", "--text", "none.txt", "--figure", "deep/out.png"],
+        ["export", "m", "deep/out", "--budget", "9"],
+        ["import", "none.pt", "deep/out"],
+        ["bench", "decode", "-m", "m", "--paths", "none", "--out", "deep/out.json"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_command_that_failed_leaves_no_empty_folder(
+    words: list[str], model: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(LoopformerError):
+        invoke(*words)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("failure", [LoopformerError, KeyboardInterrupt, SystemExit])
+def test_what_was_there_or_is_not_empty_stays(tmp_path: Path, failure: type[BaseException]) -> None:
+    (tmp_path / "mine").mkdir()
+
+    def fail(out: Path, begun: bool) -> None:
+        with output_folder(out):
+            if begun:
+                (out.parent / "half").touch()
+            raise failure
+
+    for out, begun in ((tmp_path / "mine", False), (tmp_path / "mine" / "deep" / "er", True)):
+        with pytest.raises(failure):
+            fail(out, begun)
+    assert [path.name for path in sorted((tmp_path / "mine").rglob("*"))] == ["deep", "half"]
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(LoopformerError, match="is a file; give a folder with --out"),
+        output_folder(tmp_path / "file"),
+    ):
+        pytest.fail("the work began")
+    with (
+        pytest.raises(LoopformerError, match=r"--figure names a file to write, but .* is a folder"),
+        output_file(tmp_path, "--figure"),
+    ):
+        pytest.fail("the work began")

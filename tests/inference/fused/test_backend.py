@@ -1,0 +1,157 @@
+"""Fused generation: decoders are lent to one text at a time, kept for the next, and never outlive the weights.
+
+The kernels run on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+import copy
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.inference.adaptive.policy import TokenPolicy
+from loopformer.inference.draft import Draft
+from loopformer.inference.engine import generate, speculate
+from loopformer.inference.fused.backend import MOST_KEPT, DecoderPool, FusedBackend, LendingPool
+from loopformer.inference.request import Event, Request, Result
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+FULL = Trajectory.uniform(2)
+
+
+def test_nothing_is_lent_twice_and_the_last_few_are_kept() -> None:
+    pool: LendingPool[list[str]] = LendingPool()
+    with pool.lend("a", list) as one, pool.lend("a", list) as other:
+        assert one is not other
+    with pool.lend("a", list) as again:
+        assert again is one or again is other
+    for number in range(2 * MOST_KEPT):
+        with pool.lend(number, list):
+            pass
+    assert [key for key, _ in pool.free] == list(range(MOST_KEPT, 2 * MOST_KEPT))
+    with pytest.raises(ValueError, match="on purpose"), pool.lend("b", list):
+        raise ValueError("on purpose")
+    assert pool.free[-1][0] == "b"
+
+
+def test_what_fast_cannot_do_is_said(lm: LM) -> None:
+    policy, draft = TokenPolicy((1, 2, 4), (0.5, 0.5)), Draft(Trajectory.uniform(1))
+    untyped: Any = lm
+    mistakes: list[tuple[Any, str]] = [
+        (lambda: lm.generate("told", fast=True, adaptive=policy), "adaptive goes without fast"),
+        (lambda: lm.generate("told", int8=True, adaptive=policy), "adaptive goes without fast"),
+        (lambda: lm.generate("told", int8=True), "int8 goes with fast"),
+        (lambda: lm.stream("told", int8=True), "int8 goes with fast"),
+        (lambda: lm.generate("told", fast=True, int8=True), "int8 needs a CUDA device and Triton"),
+        (lambda: lm.generate("told", fast=True, int8=True, draft=draft), "int8 needs a CUDA device and Triton"),
+        (lambda: untyped.stream("told", draft=draft), "stream takes no draft; generate does"),
+        (lambda: untyped.stream("told", adaptive=policy), "stream takes no adaptive; generate does"),
+        (lambda: lm.generate(["a", "b"], budget=[4, 1], draft=draft), "gains nothing for a text at budget 1"),
+    ]
+    for call, said in mistakes:
+        with pytest.raises(LoopformerError, match=said):
+            call()
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["every pass is told its time and its step"] * 20, 270)
+
+
+@pytest.fixture
+def model(tokenizer: Tokenizer) -> LoopedLM:
+    """For the kernels, and only where they run."""
+    pytest.importorskip("triton")
+    if not INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    torch.set_float32_matmul_precision("highest")
+    config = ModelConfig(blocks=1, loops=2, width=8, heads=1, ffn=8, context=20, vocab=tokenizer.vocab_size)
+    model = LoopedLM(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.6)
+    return model.eval().to(DEVICE)
+
+
+def quick(model: LoopedLM, int8: bool = False) -> DecoderPool:
+    """In few programs, which the interpreter runs one after the other."""
+    from loopformer.inference.fused.decoder import Tuning
+
+    if not INTERPRETED:
+        return DecoderPool(model, int8)
+    few = dict.fromkeys(("qkv", "out", "up", "down", "head"), 128)
+    return DecoderPool(model, int8, Tuning(rows=few, piece=32, splits=2, block_n=8))
+
+
+def fused(decoders: DecoderPool, tokenizer: Tokenizer, requests: list[Request]) -> Iterator[Event]:
+    return generate(decoders.model, tokenizer, requests, FusedBackend(decoders))
+
+
+def asked(count: int, tokens: int) -> list[Request]:
+    return [Request((5 + number, 9), FULL, max_tokens=tokens) for number in range(count)]
+
+
+def results(events: Iterable[Event]) -> list[Result]:
+    found = {event.ticket: event.result for event in events if event.result is not None}
+    return [found[row] for row in sorted(found)]
+
+
+@pytest.mark.cuda
+def test_texts_at_once_do_not_meet(model: LoopedLM, tokenizer: Tokenizer) -> None:
+    requests = asked(2, 5)
+    expected = [result.ids for result in results(generate(model, tokenizer, requests))]
+    fast = quick(model)
+    for _ in range(2):  # with decoders that were used before, too
+        runs = [fused(fast, tokenizer, [request]) for request in requests]
+        one, other = zip(*zip(*runs, strict=True), strict=True)  # a token of each in turn
+        assert [results(one)[0].ids, results(other)[0].ids] == expected
+    assert len(fast._decoders.free) == 2
+    draft = Draft(Trajectory.uniform(1), 2)
+    backend = FusedBackend(fast, draft)
+    (drafted,), report = speculate(model, tokenizer, requests[:1], draft, backend=backend)
+    assert drafted.ids == expected[0]
+    assert 1 < report.verifications <= report.tokens
+
+
+@pytest.mark.cuda
+def test_other_weights_need_other_decoders(model: LoopedLM, tokenizer: Tokenizer) -> None:
+    fast, requests = quick(model, int8=True), asked(1, 3)
+    (first,) = results(fused(fast, tokenizer, requests))
+    with torch.no_grad():
+        for parameter in model.stack.parameters():
+            parameter.mul_(-1.5)
+    (changed,) = results(fused(fast, tokenizer, requests))
+    (expected,) = results(fused(quick(model, int8=True), tokenizer, requests))
+    assert changed.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    assert changed.logprobs != pytest.approx(first.logprobs, abs=1e-2)
+
+
+@pytest.mark.cuda
+def test_more_texts_than_int8_takes_run_in_groups(model: LoopedLM, tokenizer: Tokenizer) -> None:
+    from loopformer.inference.fused.decoder import MOST_INT8_ROWS
+
+    fast, requests = quick(model, int8=True), asked(MOST_INT8_ROWS + 1, 2)
+    together = results(fused(fast, tokenizer, requests))
+    assert len(together) == MOST_INT8_ROWS + 1
+    for number in (0, MOST_INT8_ROWS):
+        (alone,) = results(fused(fast, tokenizer, [requests[number]]))
+        assert together[number].logprobs == pytest.approx(alone.logprobs, abs=1e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_user_can_ask_for_int8_and_change_the_weights(lm: LM) -> None:
+    pytest.importorskip("triton")
+    ready = LM(copy.deepcopy(lm.model), lm.tokenizer).to("cuda")
+    text = ready.generate("told", max_tokens=8, fast=True, int8=True).text
+    assert "".join(ready.stream("told", max_tokens=8, fast=True, int8=True)) == text
+    plain = ready.generate("told", max_tokens=8)
+    assert ready.generate("told", max_tokens=8, fast=True).text == plain.text
+    ready.model.to(torch.bfloat16)  # behind its back
+    rounded = ready.generate("told", max_tokens=1, fast=True)
+    assert rounded.logprobs == pytest.approx(plain.logprobs[:1], abs=0.2)

@@ -1,0 +1,114 @@
+"""Lines, maps and files of pictures: what is given is drawn, in one style, and nothing is left behind."""
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loopformer.errors import LoopformerError
+from loopformer.plots import (
+    COLOURS,
+    HeatMap,
+    Line,
+    Panel,
+    available,
+    check_drawing,
+    line_figure,
+    map_figure,
+    rendered,
+    save,
+    wide,
+)
+
+pytest.importorskip("matplotlib")
+Image = pytest.importorskip("PIL.Image")  # comes with it
+
+
+def _points(line: Any) -> list[tuple[float, float]]:
+    return list(zip(line.get_xdata(), line.get_ydata(), strict=True))
+
+
+def test_points_without_a_place_are_left_out() -> None:
+    line = Line("a", [1, 2, 3, 4], [None, 0.0, 3.0, 40.0], errors=[None, 1.0, 1.0, None])
+    plain, log = line_figure([Panel([line]), Panel([line], log_y=True)]).axes
+    assert _points(plain.get_lines()[0]) == [(2, 0), (3, 3), (4, 40)]
+    assert _points(log.get_lines()[0]) == [(3, 3), (4, 40)]
+    assert log.get_yscale() == "log"
+    (empty,) = line_figure([Panel([Line("a", [1], [None])], log_y=True)]).axes
+    assert not empty.get_lines()
+
+
+def test_a_line_keeps_its_look_where_others_are_missing() -> None:
+    panel = Panel([Line("b", [1.0], [2.0], colour=1, marker=1), Line("free", [1.0], [3.0], dash=None)])
+    (axis,) = line_figure([panel]).axes
+    first, second = axis.get_lines()
+    assert (first.get_color(), first.get_marker()) == (COLOURS[1], "s")
+    assert (second.get_linestyle(), second.get_marker()) == ("None", "s")
+
+
+def test_markers_are_drawn_only_where_there_is_room() -> None:
+    few, many = (Line(str(count), range(count), [1.0] * count) for count in (10, 100))
+    (axis,) = line_figure([Panel([few, many])]).axes
+    assert [line.get_marker() for line in axis.get_lines()] == ["o", ""]
+
+
+def test_names_stand_above_the_highest_point_and_below_the_others() -> None:
+    lines = [Line("a", [1.0], [5.0], names=["M=1"]), Line("b", [1.01], [4.0], names=["M=2"])]
+    (axis,) = line_figure([Panel(lines, falling=True)]).axes
+    looks: list[Any] = list(axis.texts)
+    assert [(text.get_text(), text.get_va(), text.get_ha()) for text in looks] == [
+        ("M=1", "bottom", "left"),
+        ("M=2", "top", "right"),
+    ]
+
+
+def test_one_legend_names_every_line_once_and_panels_may_have_their_own() -> None:
+    panels = [Panel([Line("a", [1], [2])]), Panel([Line("a", [1], [2]), Line("b", [1], [2])])]
+    together = line_figure(panels, legend="both")
+    assert [text.get_text() for text in together.legends[0].get_texts()] == ["a", "b"]
+    assert together.legends[0].get_title().get_text() == "both"
+    apart = line_figure(panels, legend=None)
+    assert not apart.legends
+    assert all(axis.get_legend() is not None for axis in apart.axes)
+
+
+def test_steps_are_whole_numbers_and_wide_values_want_a_log_axis() -> None:
+    (axis,) = line_figure([Panel([Line("a", [2, 3, 4], [1.0, 2.0, 3.0])])]).axes
+    assert all(float(tick).is_integer() for tick in axis.get_xticks())
+    assert wide([1.0, None, 5.0])
+    assert not wide([2.0, 5.0])
+    assert not wide([])
+
+
+def test_a_long_label_of_a_map_keeps_its_end() -> None:
+    label = f"{'very ' * 20}long name (1⊗4)"
+    axis = map_figure([HeatMap(label, [[1.0, None], [None, 1.0]])] * 3, label="CKA").axes[0]
+    name, shape = axis.get_title().split("\n")
+    assert name.startswith("…")
+    assert name.endswith("long name")
+    assert shape == "(1⊗4)"
+
+
+def test_the_same_figure_is_the_same_file() -> None:
+    panel = Panel([Line("a", [1, 2], [3.0, 4.0])])
+    for ending in (".png", ".svg", ".pdf"):
+        assert rendered(line_figure([panel]), ending) == rendered(line_figure([panel]), ending)
+    assert Image.open(io.BytesIO(rendered(line_figure([panel]), ".png", dpi=100))).size[0] == 460
+
+
+def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    figure = line_figure([Panel([Line("a", [1], [2])])])
+    with pytest.raises(LoopformerError, match=r"end the name with \.png, \.pdf or \.svg"):
+        save(figure, tmp_path / "new" / "a.doc")
+    assert not list(tmp_path.iterdir())
+    assert save(figure, tmp_path / "new" / "a.png").is_file()
+
+
+def test_without_matplotlib_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert not available()
+    for draw in (lambda: check_drawing("a.png"), lambda: line_figure([Panel([])])):
+        with pytest.raises(LoopformerError, match=r"^Figures need matplotlib; pip install 'loopformer\[plot\]'\.$"):
+            draw()

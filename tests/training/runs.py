@@ -1,0 +1,25 @@
+"""What tests ask of a run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from loopformer.loading.folder import checkpoints, step_of
+from loopformer.training.reporting import read_metrics
+
+Small = Callable[..., list[str]]  # the fixture of conftest.py
+
+
+def weights(run: Path) -> bytes:
+    """Of the newest checkpoint."""
+    return (checkpoints(run)[-1] / "model.safetensors").read_bytes()
+
+
+def training_losses(run: Path) -> list[float]:
+    return [record["loss_full"] for record in read_metrics(run) if record["kind"] == "train"]
+
+
+def go_back(run: Path, step: int) -> None:
+    """Take away the checkpoints after a step, as if the run had been stopped there."""
+    for path in checkpoints(run):
+        if step_of(path) > step:
+            path.rename(run.parent / f"gone-{run.name}-{path.name}")
