@@ -130,7 +130,7 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
 
 
 def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: bool) -> tuple[RunConfig, set[str]]:
-    """The settings asked for, and the keys that the user wrote; a run that goes on finds its data by itself."""
+    """The settings, and the names of those that the user wrote; a run that goes on finds its data by itself."""
     if source is None and not resume:
         raise LoopformerError("Name a config file or a preset, as in: loopformer train demo.")
     stored = _stored_file(out) if resume else None
