@@ -64,6 +64,21 @@ def test_no_file_is_long() -> None:
     assert not long
 
 
+def test_public_types_have_names_of_their_own() -> None:
+    """A reader who meets a type in two files must not wonder which one it is."""
+    homes: dict[str, list[str]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            if isinstance(node, ast.Assign):
+                assigned = [target.id for target in node.targets if isinstance(target, ast.Name)]
+                names = [name for name in assigned if re.fullmatch(r"[A-Z]\w*[a-z]\w*", name)]
+            for name in names:
+                if not name.startswith("_"):
+                    homes.setdefault(name, []).append(str(file.relative_to(PACKAGE)))
+    assert not {name: files for name, files in homes.items() if len(files) > 1}
+
+
 def _readme_commands() -> list[str]:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", text, flags=re.DOTALL)

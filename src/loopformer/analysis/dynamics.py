@@ -36,7 +36,7 @@ from loopformer.analysis.results import (
     STATES,
     Cells,
     Dynamics,
-    Number,
+    MaybeNumber,
     Series,
     States,
     cka_rows,
@@ -206,7 +206,7 @@ def _series(values: Tensor) -> Series:
     return Series(_numbers(mean), _numbers(torch.where(count > 1, std, math.nan)))
 
 
-def _numbers(values: Tensor) -> list[Number]:
+def _numbers(values: Tensor) -> list[MaybeNumber]:
     """Plain numbers; JSON knows no nan."""
     return [value if math.isfinite(value) else None for value in values.tolist()]
 

@@ -24,7 +24,7 @@ from loopformer.trajectory import Trajectory
 
 States = Literal["before", "after"]
 STATES: tuple[States, ...] = get_args(States)
-Number = float | None  # None where a value has no meaning
+MaybeNumber = float | None  # None where a value has no meaning
 Cells = Mapping[str, str | float | None]  # of a row of a table, by column
 REPORT_FORMAT = "loopformer-report"  # by which a report.json is known
 
@@ -67,8 +67,8 @@ def short_path(path: str | Path) -> str:
 class Series:
     """A metric at the embedding and after each loop: mean and standard deviation over prompts."""
 
-    mean: list[Number]  # [M + 1]
-    std: list[Number]
+    mean: list[MaybeNumber]  # [M + 1]
+    std: list[MaybeNumber]
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Dynamics:
     dtype: str
     seconds: float
     metrics: dict[str, Series]
-    cka: list[list[Number]]  # [M + 1, M + 1]
-    cka_debiased: list[list[Number]]
+    cka: list[list[MaybeNumber]]  # [M + 1, M + 1]
+    cka_debiased: list[list[MaybeNumber]]
 
     @property
     def trajectory_name(self) -> str:
@@ -144,9 +144,9 @@ class ScheduleResult:
     schedule: str  # for people, in units of 1/L
     trajectory: str
     steps: list[float]
-    perplexity: Number = None
-    bits_per_byte: Number = None
-    accuracy: Number = None
+    perplexity: MaybeNumber = None
+    bits_per_byte: MaybeNumber = None
+    accuracy: MaybeNumber = None
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class SearchResults:
     measured: int
     text: str | None
     tokens: int | None  # of the text
-    rank_correlation: Number  # of perplexity and accuracy
+    rank_correlation: MaybeNumber  # of perplexity and accuracy
     schedules: list[ScheduleResult]
     best: ScheduleResult
     uniform: ScheduleResult
@@ -187,8 +187,8 @@ class PerplexityResult:
     window: int
     sha256: str  # of the text
     budget: int
-    perplexity: Number
-    bits_per_byte: Number
+    perplexity: MaybeNumber
+    bits_per_byte: MaybeNumber
     seconds: float
     tokens_per_second: float
     dtype: str
@@ -200,8 +200,8 @@ class TaskScore:
     """What a model scored on one task."""
 
     metric: str
-    value: Number
-    stderr: Number
+    value: MaybeNumber
+    stderr: MaybeNumber
     cut: int  # requests that were longer than the context
 
 
@@ -220,7 +220,7 @@ class TaskRun:
 
 
 @dataclass(frozen=True)
-class TaskData:
+class TaskFacts:
     """Where the examples of a task come from."""
 
     examples: int
@@ -232,7 +232,7 @@ class TaskData:
     sha256: str | None
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> TaskData:
+    def from_json(cls, plain: Mapping[str, Any]) -> TaskFacts:
         data = plain["data"]
         return _from_keys(cls, plain, source=data.get("file") or data.get("dataset"), sha256=data.get("sha256"))
 
@@ -243,7 +243,7 @@ class TaskSuite:
 
     harness: str  # its version
     limit: int | None
-    tasks: dict[str, TaskData]
+    tasks: dict[str, TaskFacts]
     notes: list[str]
 
 
@@ -260,7 +260,7 @@ class TrainingFacts:
     fixed_flops_per_token: float
     flops_per_token: float
     flops: float
-    tokens_per_second: Number  # the median of what was recorded
+    tokens_per_second: MaybeNumber  # the median of what was recorded
     records: int
     data: str | None  # hash
     model: dict[str, Any]  # settings of the model, and of the run as far as speeds depend on them
@@ -291,7 +291,7 @@ class ModelResults:
     device: str
     parameters: ParameterCounts
     flops_per_token: dict[int, float]  # by budget
-    training_overhead: Number  # by the paper's formula
+    training_overhead: MaybeNumber  # by the paper's formula
     io_flops: float
     loop_flops: float
     training: TrainingFacts | None
@@ -376,7 +376,7 @@ class ReportResults:
     def from_json(cls, plain: Mapping[str, Any]) -> ReportResults:
         settings, suite = plain["asked"], plain["tasks"]
         if suite is not None:
-            tasks = {name: TaskData.from_json(task) for name, task in suite["tasks"].items()}
+            tasks = {name: TaskFacts.from_json(task) for name, task in suite["tasks"].items()}
             suite = _from_keys(TaskSuite, suite, tasks=tasks)
         return cls(
             made=ReportMachine(**plain["made"]),

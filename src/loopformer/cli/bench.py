@@ -18,16 +18,16 @@ bench = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 
 _KEPT = "nothing is kept but the lines above, the same command starts again"
 _PAPER = "paper/loopformer-3x8"
-Weights = Annotated[str, typer.Option("--model", "-m", help="A preset (random weights), a run or a model folder.")]
-Settings = Annotated[str, typer.Option("--model", "-m", help="A preset, a run or a model folder: its settings.")]
-Dtype = Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 elsewhere.")]
+AnyModel = Annotated[str, typer.Option("--model", "-m", help="A preset (random weights), a run or a model folder.")]
+AnySettings = Annotated[str, typer.Option("--model", "-m", help="A preset, a run or a model folder: its settings.")]
+BenchDtype = Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 elsewhere.")]
 Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
 
 
 @bench.command("decode")
 @stoppable(_KEPT)
 def decode(
-    model: Weights = _PAPER,
+    model: AnyModel = _PAPER,
     budgets: Annotated[str | None, typer.Option(help="Loops per token: 1,2,4; by default L, L/2 and L/4.")] = None,
     batches: Annotated[str, typer.Option(help="Rows at a time: 1,64.")] = "1",
     contexts: Annotated[str | None, typer.Option(help="Tokens before the first new one; half the context.")] = None,
@@ -35,7 +35,7 @@ def decode(
     int8: Annotated[bool, typer.Option("--int8", help="Also with int8 weights, for a few rows on a GPU.")] = False,
     paths: Annotated[str | None, typer.Option(help="Of naive,plain,fused,transformers; by default all.")] = None,
     device: Device = "auto",
-    dtype: Dtype = None,
+    dtype: BenchDtype = None,
     out: Out = None,
 ) -> None:
     """Time per token: without a cache, with ours, and by Transformers' GPT-2 with its own; the last line is JSON.
@@ -84,7 +84,7 @@ def decode(
 @bench.command("train")
 @stoppable(_KEPT)
 def train(
-    model: Settings = _PAPER,
+    model: AnySettings = _PAPER,
     micro_batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 12,
     paths: Annotated[
         str | None,
@@ -92,7 +92,7 @@ def train(
     ] = None,
     steps: Annotated[int, typer.Option(help="Micro-batches that are timed.")] = 20,
     device: Device = "auto",
-    dtype: Dtype = None,
+    dtype: BenchDtype = None,
     out: Out = None,
 ) -> None:
     """Tokens per second, MFU and peak memory: the naive path, ours, Transformers' GPT-2; the last line is JSON.
@@ -125,7 +125,7 @@ def train(
 @bench.command("memory")
 @stoppable(_KEPT)
 def memory(
-    model: Settings = _PAPER,
+    model: AnySettings = _PAPER,
     micro_batches: Annotated[str, typer.Option(help="Sequences at a time: 4,8,12.")] = "12",
     device: Device = "auto",
     out: Out = None,

@@ -84,7 +84,7 @@ def prefill(
     return cache, ends(model.extend(ids, cache, counts), counts)
 
 
-class Slot(NamedTuple):
+class BatchSlot(NamedTuple):
     """Whose a batch slot is, and how many loops it has keys for."""
 
     ticket: int
@@ -106,7 +106,7 @@ class SlotPool(Cache):
         self._slots, self._blocks, self._reach = slots, model.config.blocks, reach
         self._order = torch.arange(slots, device=model.tokens.weight.device)
         self._modulations: list[Tensor | None] = []  # of each loop [slots, k, 4, D]
-        self.layout: tuple[Slot | None, ...] = (None,) * slots
+        self.layout: tuple[BatchSlot | None, ...] = (None,) * slots
 
     @property
     def free(self) -> int:
@@ -157,7 +157,7 @@ class SlotPool(Cache):
         for loop_number, modulation in enumerate(self._modulations[:budget]):
             if modulation is not None and table is not None:
                 modulation[place] = table[loop_number]
-        self._publish({place: Slot(ticket, budget, length)})
+        self._publish({place: BatchSlot(ticket, budget, length)})
 
     def place_tokens(self, lengths: dict[int, int]) -> list[int]:
         """Get ready to extend rows that have so many tokens each; the tickets in the order of their slots."""
@@ -189,7 +189,7 @@ class SlotPool(Cache):
                 modulation[target] = modulation[source]
         self._publish({target: slot, source: None})
 
-    def _publish(self, changes: dict[int, Slot | None]) -> None:
+    def _publish(self, changes: dict[int, BatchSlot | None]) -> None:
         self.layout = tuple(changes.get(place, slot) for place, slot in enumerate(self.layout))
 
     def _take_a_loop(self, table: Tensor | None) -> None:

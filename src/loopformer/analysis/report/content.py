@@ -41,7 +41,7 @@ from loopformer.analysis.results import (
     DEFINITIONS,
     Dynamics,
     Entry,
-    Number,
+    MaybeNumber,
     ReportResults,
     SearchResults,
     entries,
@@ -207,7 +207,7 @@ def _average_ends(rows: Sequence[Entry], what: str) -> str:
     return _ends([(row.budget, row.average) for row in rows], what, lambda value: f"{percent(value)}\u00a0%")
 
 
-def _ends(points: Iterable[tuple[int, Number]], what: str, show: Callable[[float], str]) -> str:
+def _ends(points: Iterable[tuple[int, MaybeNumber]], what: str, show: Callable[[float], str]) -> str:
     """A value at the largest and at the smallest budget."""
     known = [(budget, value) for budget, value in points if value is not None]
     if not known:
@@ -351,7 +351,7 @@ def _series_in_words(results: Sequence[Dynamics], metrics: Sequence[str]) -> str
     )
 
 
-def _values(values: Sequence[Number]) -> str:
+def _values(values: Sequence[MaybeNumber]) -> str:
     return ", ".join("none" if value is None else f"{value:.3g}" for value in values)
 
 
