@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loopformer.cli.options import Device, Field, Json, OutFolder, Trajectories
+from loopformer.cli.options import Device, Field, Json, OutFolder, Trajectories, own_text
 from loopformer.cli.output import number, output_folder, print_files, print_table, progress, stoppable
 
 if TYPE_CHECKING:
@@ -92,19 +92,13 @@ def analyze(
 
 def _own_text(models: Sequence[str]) -> str:
     """The held-out text of the first run; where no model is a run, that of stdlib, and that is said."""
-    from loopformer.errors import FileProblem
-    from loopformer.evaluation.text import default_text
     from loopformer.loading.folder import run_of
 
     run = next((model for model in models if run_of(model) is not None), None)
     if run is None:
         typer.echo("No model here is a run with data of its own; measured on stdlib, or give --text.", err=True)
         return "stdlib"
-    if (text := default_text(run)) is None:
-        raise FileProblem(
-            f"The data that {run} was trained on cannot be found; give its folder or another text with --text."
-        )
-    return text
+    return own_text(run)
 
 
 def _trajectories(

@@ -50,9 +50,14 @@ Json = Annotated[bool, Option("--json", help="Print JSON.")]
 
 def own_text(model: str) -> str:
     """What --text is where it is not given: the data that a run was trained with, for its validation split."""
-    from loopformer.errors import LoopformerError
+    from loopformer.errors import FileProblem, LoopformerError
     from loopformer.evaluation.text import default_text
+    from loopformer.loading.folder import run_of
 
     if prepared := default_text(model):
         return prepared
+    if run_of(model) is not None:
+        raise FileProblem(
+            f"The data that {model} was trained on cannot be found; give its folder or another text with --text."
+        )
     raise LoopformerError(f"{model} has no prepared data of its own; say what to measure on with --text.")

@@ -52,7 +52,7 @@ _LENGTH = 128  # tokens of a prompt, as in `loopformer analyze`
 # Of two runs whose speeds are compared, these have to be equal; the machine is not recorded.
 _SAME = ("batch", "dtype", "device", "fused", "compile", "checkpoint_loops", "strategy")
 _SAME_STATE = ("micro_batch", "world", "threads")
-_NO_TEXT = "No text was given, and no run has prepared data of its own; give one with --text NAME=SOURCE."
+_NO_TEXT = "No text was given, and no run has prepared data that can be found; give one with --text NAME=SOURCE."
 _NO_TASKS = (
     "No benchmarks were asked for; give their files with --data, or --tasks paper to have them from the Hub."
 )
