@@ -239,6 +239,8 @@ class LM:
     ) -> list[Request]:
         """What `generate` and `stream` run."""
         _check_options(options, RequestOptions)
+        if isinstance(prompts, str):
+            raise LoopformerError("requests takes a list of prompts; put the one prompt in brackets.")
         settings: dict[str, Any] = dict(options)
         stops, max_tokens = settings.pop("stops", None) or (), settings.pop("max_tokens", 128)
         stops = (stops,) if isinstance(stops, str) else tuple(stops)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from loopformer import LM, LoopedLM, ModelConfig, Trajectory
 from loopformer.data.tokenizer import Tokenizer
+from loopformer.inference.decode import SlotPool, prefill
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Event, Request, Result
@@ -293,3 +294,32 @@ def fault_after_take(engine: Engine) -> Iterator[None]:
         yield
     finally:
         engine.backend.keep = keep  # type: ignore[method-assign]
+
+
+def test_a_slot_that_a_row_left_is_clear(small: LM) -> None:
+    """Also of what a step wrote that was never finished: the next row must not meet it."""
+    pool, table = SlotPool(small.model, 3, reach=2), small.model.table(Trajectory.uniform(2))
+    cache, _ = prefill(small.model, [[5, 6, 7]], [Trajectory.uniform(2)])
+    for ticket in (1, 2):
+        pool.admit(ticket, table, cache.read(0), 3, 2)
+    pool.tensors(0, 0)[1][1, :, 3] = float("nan")  # ticket 2's, beyond what counts
+    pool.keep({2: 3})
+    assert [slot and slot.ticket for slot in pool.layout] == [2, None, None]
+    for loop in range(2):
+        assert all(not tensor[1:].any() for tensor in pool.tensors(loop, 0))
+
+
+def test_a_request_that_was_cancelled_leaves_nothing_behind(small: LM) -> None:
+    engine = small.engine(rows=1)
+    tickets = [engine.submit(small.requests([text], max_tokens=4)[0]) for text in ("its", "told")]
+    broken, engine.backend.prefill = engine.backend.prefill, _refuse  # type: ignore[method-assign]
+    with pytest.raises(Injected):
+        engine.step()
+    engine.backend.prefill = broken  # type: ignore[method-assign]
+    engine.cancel(tickets[0])
+    assert engine._state.faults == {}
+    assert list(finished(list(engine.run()))) == tickets[1:]
+
+
+def _refuse(rows: Any) -> Any:
+    raise Injected("on purpose")

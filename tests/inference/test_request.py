@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import tokenizers
@@ -6,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from loopformer import LM
+from loopformer import LM, LoopformerError
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.request import BROKEN, TextStream
+from loopformer.inference.request import BROKEN, Request, RowState, TextStream
+from loopformer.inference.sampling import Choice
 
 TEXT = "every pass is told its time and its step, naïve café ☕ 日本語, and so on"
 
@@ -87,3 +89,24 @@ def test_nothing_of_a_stop_string_is_ever_shown(lm: LM, before: str, stop: str, 
     pieces, stream = push_all(lm.tokenizer, text, [stop])
     assert stream.stopped
     assert "".join(pieces) == text[: text.index(stop)] == stream.text
+
+
+def test_what_was_held_back_comes_with_a_failure(lm: LM) -> None:
+    tokenizer = lm.need_tokenizer()
+    (request,) = lm.requests(["its"], stops="ever and ever")
+    row, _ = RowState.start(0, request, tokenizer, lm.model.config).take(
+        [Choice(token, -1.0) for token in tokenizer.encode("for ever")]
+    )
+    failed = row.failed("no luck")
+    assert failed.result is not None
+    assert failed.result.text.endswith("ever")
+    assert failed.piece
+    assert failed.result.text.endswith(failed.piece)
+
+
+def test_a_request_takes_stops_as_a_tuple(lm: LM) -> None:
+    wrong: Any = "the"
+    with pytest.raises(LoopformerError, match="not the one text 'the'"):
+        Request((1,), lm.model.resolve(1), stops=wrong)
+    with pytest.raises(LoopformerError, match="takes a list of prompts"):
+        lm.requests("abc")

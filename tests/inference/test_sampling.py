@@ -97,6 +97,13 @@ def test_a_row_is_drawn_alike_alone_and_in_company(rows: list[tuple[Sampling, in
         assert together[row].logprob == pytest.approx(float(logits[row].log_softmax(-1)[alone.token]), abs=1e-5)
 
 
+def test_equal_logits_are_ranked_alike_in_company() -> None:
+    logits = torch.zeros(2, 500)
+    greedy, drawn_beside = Draw(Sampling(top_p=0.5)), Draw(Sampling(temperature=1.0, top_p=0.5), seed=1)
+    (alone,) = sample(logits[:1], [greedy])
+    assert sample(logits, [greedy, drawn_beside])[0].token == alone.token
+
+
 def test_what_is_not_a_number_shows() -> None:
     logits = torch.stack([LOGITS, LOGITS.where(LOGITS != 1.0, math.nan)])
     for sampling in (Sampling(), Sampling(temperature=1.0, top_p=0.9)):
@@ -109,6 +116,8 @@ def test_what_is_not_a_number_shows() -> None:
     ("options", "said"),
     [
         ({"temperature": math.nan}, "temperature must be a finite number"),
+        ({"temperature": 10**400}, "temperature must be a finite number"),
+        ({"temperature": "hot"}, "temperature must be a finite number"),
         ({"temperature": -1}, "0 \\(greedy\\) or more"),
         ({"top_k": 0}, "top_k must be 1 or more"),
         ({"top_k": 2.5}, "top_k must be a whole number"),

@@ -69,6 +69,9 @@ def main() -> None:
     except LoopformerError as error:
         print(f"loopformer: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:  # before a verb began, or a second time
+        print("loopformer: stopped.", file=sys.stderr)
+        raise SystemExit(130) from None
     except OSError as error:
         problem = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
         print(f"loopformer: {problem}; check the path, its permissions and the disk.", file=sys.stderr)

@@ -1,3 +1,3 @@
-"""From a model to text: sampling.py · text.py (streaming) · generate.py · speculative.py · score.py ·
-adaptive.py, ladder.py, certainty.py, tally.py (depth by certainty) · budget.py (targets) ·
-layout.py (memory order)."""
+"""Running a model: request.py (a request, its text, its result) · sampling.py · decode.py (KV slots, plain backend)
+· engine.py (the one decode loop) · draft.py · score.py (the one scorer) · budget.py (targets) · fused/ (on a GPU) ·
+adaptive/ (depth by certainty, on trial)."""

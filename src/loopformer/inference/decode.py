@@ -29,7 +29,8 @@ from loopformer.model import LoopedLM
 from loopformer.model.cache import Cache, Passes, RowKeys
 from loopformer.trajectory import Trajectory
 
-WORTH_SHARING = 8  # tokens of a common beginning; fewer are run again
+WORTH_WAITING = 8  # tokens that a prompt shares with one beside it: then it waits for that one's keys
+NOBODY = -1  # the ticket of a slot that is still to be cleared
 
 
 class Backend(Protocol):
@@ -56,9 +57,8 @@ class Backend(Protocol):
         """These have slots; what others had is cleared and free."""
         ...
 
-    @property
-    def used_bytes(self) -> int:
-        """Keys and values of the rows that have slots."""
+    def used_bytes(self, rows: Sequence[RowState]) -> int:
+        """Keys and values of these rows."""
         ...
 
 
@@ -113,22 +113,16 @@ class SlotPool(Cache):
         return self.layout.count(None)
 
     @property
-    def used_bytes(self) -> int:
-        """Memory that belongs to rows, of what was taken."""
-        per_loop = sum(tensor[0].nbytes for pair in self._kept[0] for tensor in pair) if self._kept else 0
-        return sum(slot.budget for slot in self.layout if slot is not None) * per_loop
+    def bytes_per_loop(self) -> int:
+        """Memory of one row's keys and values in one loop."""
+        return sum(tensor[0].nbytes for pair in self._kept[0] for tensor in pair) if self._kept else 0
 
     def keep(self, lengths: dict[int, int]) -> None:
         """Only these tickets, with so many tokens each, still have slots; the rest are cleared and free, and rows
         close up."""
         for place, slot in enumerate(self.layout):
             if slot is not None and slot.ticket not in lengths:
-                # Cleared, as a masked place is still multiplied: what was not a number there would spoil the next.
-                for loop in self._kept[: slot.budget]:
-                    for pair in loop:
-                        for tensor in pair:
-                            tensor[place, :, : slot.length + self._reach] = 0
-                self._publish({place: None})
+                self._clear(place)
         self.layout = tuple(
             slot if slot is None else slot._replace(length=lengths[slot.ticket]) for slot in self.layout
         )
@@ -187,10 +181,24 @@ class SlotPool(Cache):
                     tensor[target, :, :end] = tensor[source, :, :end]
             if modulation is not None:
                 modulation[target] = modulation[source]
-        self._publish({target: slot, source: None})
+        self._publish({target: slot, source: slot._replace(ticket=NOBODY)})
+        self._clear(source)
+
+    def _clear(self, place: int) -> None:
+        """Free a slot. A masked place is still multiplied: what is not a number there would spoil the next row."""
+        slot = self.layout[place]
+        assert slot is not None
+        for loop in self._kept[: slot.budget]:
+            for pair in loop:
+                for tensor in pair:
+                    tensor[place, :, : slot.length + self._reach] = 0
+        self._publish({place: None})
 
     def _publish(self, changes: dict[int, BatchSlot | None]) -> None:
-        self.layout = tuple(changes.get(place, slot) for place, slot in enumerate(self.layout))
+        layout = list(self.layout)
+        for place, slot in changes.items():
+            layout[place] = slot
+        self.layout = tuple(layout)
 
     def _take_a_loop(self, table: Tensor | None) -> None:
         modulation = None if table is None else table.new_zeros((self._slots, *table.shape[1:]))
@@ -218,10 +226,6 @@ class PrefixCache:
         self.most_tokens = most_tokens
         self._kept: list[Prefix] = []  # the one used last at the end
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(prefix.tokens) for prefix in self._kept)
-
     def find(self, trajectory: Trajectory, prompt: Sequence[int]) -> tuple[RowKeys, int]:
         """The keys of the prompt that shares the longest beginning, and its length; all but the last token at most,
         since that one's output is what is wanted."""
@@ -236,7 +240,7 @@ class PrefixCache:
         """Keep a prompt, unless nearly all of it is known; one that it begins with is then forgotten."""
         same = self._along(keys.trajectory)
         known = max((common_prefix(prefix.tokens, prompt) for prefix in same), default=0)
-        if len(prompt) > self.most_tokens or len(prompt) - known < WORTH_SHARING:
+        if len(prompt) > self.most_tokens or len(prompt) - known < WORTH_WAITING:
             return
         beginnings = [prefix for prefix in same if common_prefix(prefix.tokens, prompt) == len(prefix.tokens)]
         kept = [prefix for prefix in self._kept if not any(prefix is other for other in beginnings)]
@@ -267,9 +271,8 @@ class PlainBackend:
         self._tables: dict[Trajectory, Tensor | None] = {}
         self.prompt_tokens = self.shared_tokens = 0
 
-    @property
-    def used_bytes(self) -> int:
-        return self.pool.used_bytes
+    def used_bytes(self, rows: Sequence[RowState]) -> int:
+        return sum(row.trajectory.budget for row in rows) * self.pool.bytes_per_loop
 
     def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
         """The next that can run together, prompts of about the same length in a group, so that little is padded;
@@ -283,7 +286,7 @@ class PlainBackend:
                 for _, _, other in chosen
                 if other.trajectory == row.trajectory
             )
-            if self._prefixes.most_tokens and max(beside, default=0) >= shared + WORTH_SHARING:
+            if self._prefixes.most_tokens and max(beside, default=0) >= shared + WORTH_WAITING:
                 break
             chosen.append((len(prompt) - shared, shared, row))
             tokens -= len(prompt) - shared

@@ -36,7 +36,8 @@ class Draft:
             raise LoopformerError(f"A draft follows a Trajectory, not {self.trajectory!r}.")
         if not (self.length is None or (is_whole(self.length) and self.length >= 1)):
             raise LoopformerError(f"A draft needs 1 token or more, a whole number; got {self.length!r}.")
-        if not (self.passes is None or 1 <= self.passes <= self.trajectory.budget):
+        passes = self.passes
+        if not (passes is None or (is_whole(passes) and 1 <= passes <= self.trajectory.budget)):
             raise LoopformerError(
                 f"A draft stops after 1 to {self.trajectory.budget} passes of its trajectory, not {self.passes}."
             )

@@ -27,7 +27,7 @@ from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.decode import Backend, PlainBackend
 from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.request import EndingDetokenizer, Event, Request, Result, RowState
-from loopformer.inference.sampling import Choice
+from loopformer.inference.sampling import Choice, is_whole
 from loopformer.model import LoopedLM
 
 PROMPT_TOKENS = 2048  # of new requests in one step, so that those that run are not held up for long
@@ -53,7 +53,6 @@ class _State:
 
     waiting: tuple[RowState, ...] = ()
     running: tuple[RowState, ...] = ()  # those that have slots
-    cancelled: frozenset[int] = frozenset()
     faults: Mapping[int, str] = field(default_factory=dict)  # requests whose own work failed the last time
     events: tuple[Event, ...] = ()
     first_event: int = 0  # the number of the first of these, counted from the engine's beginning
@@ -74,9 +73,9 @@ class Engine:
     ) -> None:
         """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default. A backend of one's
         own has its own rows, memory and draft."""
-        if rows < 1:
+        if not is_whole(rows) or rows < 1:
             raise LoopformerError(f"An engine needs 1 row or more, got {rows}.")
-        if queue < 1:
+        if not is_whole(queue) or queue < 1:
             raise LoopformerError(f"The queue must hold 1 request or more, got {queue}.")
         self.model, self.backend = model, backend or PlainBackend(model, rows, remember, draft)
         self._tokenizer, self._most_waiting = tokenizer, queue
@@ -103,7 +102,7 @@ class Engine:
     @property
     def used_bytes(self) -> int:
         """Keys and values of the requests that run."""
-        return self.backend.used_bytes
+        return self.backend.used_bytes(self._state.running)
 
     @property
     def counts(self) -> EngineCounts:
@@ -122,14 +121,9 @@ class Engine:
     def cancel(self, ticket: int) -> None:
         """Drop a request, waiting or running; one that is done already is no matter.
 
-        Its slot is free at once, or after the token that is being computed in another thread.
+        Its slot serves the next from the next step on. Events that were made before may still be taken.
         """
-        self._publish(lambda state: replace(state, cancelled=state.cancelled | {ticket}))
-        if self._work.acquire(blocking=False):
-            try:
-                self._retire()
-            finally:
-                self._work.release()
+        self._publish(lambda state: _without(state, ticket))
 
     def run(self) -> Iterator[Event]:
         """Step until nothing is left to do. Whoever leaves early finds the rest at the next `run` or `step`."""
@@ -155,30 +149,16 @@ class Engine:
 
     def _step(self) -> None:
         with self._work:
-            self._retire()
+            taken = self._taken
+            self._publish(
+                lambda state: replace(state, events=state.events[taken - state.first_event :], first_event=taken)
+            )
             running = self._state.running
+            self.backend.keep(running)
             if running:
                 self._take(running, self.backend.decode(running))
             self._admit()
             self._steps += 1
-
-    def _retire(self) -> None:
-        """Forget who was cancelled and what was taken; only those that run keep their slots."""
-
-        def without(state: _State) -> _State:
-            gone, taken = state.cancelled, self._taken  # read once: another thread may be taking events
-            return replace(
-                state,
-                waiting=tuple(row for row in state.waiting if row.ticket not in gone),
-                running=tuple(row for row in state.running if row.ticket not in gone),
-                cancelled=frozenset(),
-                events=state.events[taken - state.first_event :],
-                first_event=taken,
-            )
-
-        if self._state.cancelled or self._state.first_event < self._taken:
-            self._publish(without)
-        self.backend.keep(self._state.running)
 
     def _admit(self) -> None:
         """Run the prompts of waiting requests, as many as there are slots for, and few enough at a time."""
@@ -191,17 +171,20 @@ class Engine:
                 self._prefill(group)
 
     def _prefill(self, group: Sequence[RowState]) -> None:
+        failure: Exception | None = None
         try:
             choices = [[choice] for choice in self.backend.prefill(group)]
         except Exception as error:
-            self.backend.keep(self._state.running)  # some of the group may have got slots
-            if len(group) == 1:
-                self._fault(group[0], error)
-                return
-            for row in group:  # so that only the one whose fault it is has to do with it
-                self._prefill([row])
+            failure = error.with_traceback(None)  # whose frames hold the memory of what failed
+        if failure is None:
+            self._take(group, choices)
             return
-        self._take(group, choices)
+        self.backend.keep(self._state.running)  # some of the group may have got slots
+        if len(group) == 1:
+            self._fault(group[0], failure)
+            return
+        for row in group:  # so that only the one whose fault it is has to do with it
+            self._prefill([row])
 
     def _take(self, rows: Sequence[RowState], choices: Sequence[Sequence[Choice]]) -> None:
         """Tokens become text, and what the rows have come to by it is published."""
@@ -217,15 +200,15 @@ class Engine:
         ended = {event.ticket for event in events if event.result is not None}
 
         def taken(state: _State) -> _State:
-            running = [after.get(row.ticket, row) for row in state.running]
-            known = {row.ticket for row in running}
-            running += [row for ticket, row in after.items() if ticket not in known]
+            admitted = [row for row in state.waiting if row.ticket in after]
+            running = [after.get(row.ticket, row) for row in (*state.running, *admitted)]
+            present = {row.ticket for row in running}  # but for those that were cancelled meanwhile
             return replace(
                 state,
                 waiting=tuple(row for row in state.waiting if row.ticket not in after),
                 running=tuple(row for row in running if row.ticket not in ended),
                 faults={ticket: said for ticket, said in state.faults.items() if ticket not in after},
-                events=(*state.events, *events),
+                events=(*state.events, *(event for event in events if event.ticket in present)),
             )
 
         self._publish(taken)
@@ -236,24 +219,31 @@ class Engine:
     def _fault(self, row: RowState, error: Exception) -> None:
         """The first time it is raised, and the next step tries again; the second time the request ends with it."""
         sentence = str(error) or type(error).__name__
-        if row.ticket not in self._state.faults:
-            self._publish(lambda state: replace(state, faults={**state.faults, row.ticket: sentence}))
+        again = row.ticket in self._state.faults
+
+        def noted(state: _State) -> _State:
+            if row.ticket not in {other.ticket for other in (*state.waiting, *state.running)}:
+                return state  # it was cancelled meanwhile
+            if not again:
+                return replace(state, faults={**state.faults, row.ticket: sentence})
+            return replace(_without(state, row.ticket), events=(*state.events, row.failed(sentence)))
+
+        self._publish(noted)
+        if not again:
             raise error
-
-        def without(state: _State) -> _State:
-            return replace(
-                state,
-                waiting=tuple(other for other in state.waiting if other.ticket != row.ticket),
-                running=tuple(other for other in state.running if other.ticket != row.ticket),
-                faults={ticket: said for ticket, said in state.faults.items() if ticket != row.ticket},
-                events=(*state.events, row.failed(sentence)),
-            )
-
-        self._publish(without)
 
     def _publish(self, change: Callable[[_State], _State]) -> None:
         with self._door:
             self._state = change(self._state)
+
+
+def _without(state: _State, ticket: int) -> _State:
+    return replace(
+        state,
+        waiting=tuple(row for row in state.waiting if row.ticket != ticket),
+        running=tuple(row for row in state.running if row.ticket != ticket),
+        faults={other: said for other, said in state.faults.items() if other != ticket},
+    )
 
 
 def generate(

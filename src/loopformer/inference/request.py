@@ -50,6 +50,9 @@ class Request:
             raise LoopformerError(f"{self.trajectory!r} is no Trajectory; make one of it.")
         if not (is_whole(self.max_tokens) and self.max_tokens >= 1):
             raise LoopformerError(f"max_tokens must be 1 or more, a whole number; got {self.max_tokens!r}.")
+        stops: object = self.stops
+        if isinstance(stops, str):
+            raise LoopformerError(f"stops takes a tuple of texts, not the one text {stops!r}; put it in brackets.")
         for stop in self.stops:
             if not isinstance(stop, str):
                 raise LoopformerError(f"A stop string must be text, got {stop!r}.")
@@ -184,8 +187,8 @@ class RowState:
         return after, Event(self.ticket, piece, after._result(reason, NOT_A_NUMBER if reason == "error" else None))
 
     def failed(self, sentence: str) -> Event:
-        """The end of a request that could not be run."""
-        return Event(self.ticket, "", self._result("error", sentence))
+        """The end of a request that could not be run: what was held back is shown, and nothing more decoded."""
+        return Event(self.ticket, copy(self.text).flush(), self._result("error", sentence))
 
     def _result(self, reason: Reason, error: str | None) -> Result:
         prompt, trajectory = len(self.request.prompt), self.request.trajectory
@@ -232,6 +235,10 @@ class TextStream:
         """Show what is left."""
         if not self.stopped:
             self._settle(whole=True)
+        return self._show(0)
+
+    def flush(self) -> str:
+        """Show what was held back of the text so far."""
         return self._show(0)
 
     def _settle(self, whole: bool) -> None:

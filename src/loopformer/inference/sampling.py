@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
-            if not (isinstance(value, int | float) and math.isfinite(value)):
+            if not _is_finite(value):
                 raise LoopformerError(f"{name} must be a finite number, got {value!r}.")
         for name in ("top_k", "seed"):
             value = getattr(self, name)
@@ -88,6 +88,13 @@ def is_whole(value: object) -> bool:
     return isinstance(value, Integral)
 
 
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond any float
+        return False
+
+
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Choice]:
     """The next token of each row of logits [B, V]. Where logits are not numbers, nor is the log-probability."""
     scores = logits
@@ -129,7 +136,7 @@ def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     # Less the largest, so that any temperature gives finite numbers; greedy rows keep their order.
     scores = (scores - scores.amax(-1, keepdim=True)) / column([one.temperature or 1.0 for one in settings])
     if any(one.top_k is not None or one.top_p < 1 for one in settings):
-        ranked, order = scores.sort(-1, descending=True)
+        ranked, order = scores.sort(dim=-1, descending=True, stable=True)
         last = torch.tensor([min(one.top_k or vocab, vocab) - 1 for one in settings], device=device)[:, None]
         scores = scores.masked_fill(scores < ranked.gather(1, last), -math.inf)
         likely = ranked.masked_fill(ranked < ranked.gather(1, last), -math.inf).softmax(-1)

@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_ATTEMPTS = 20  # at a run whose checkpoints rotate faster than they can be read
 
 
 def find_model(
@@ -76,13 +77,15 @@ def from_model_folder(source: str | Path, read: Callable[[Path], T]) -> T:
 
     A run that goes on may rotate its checkpoint away while it is read; then it is the next newest.
     """
-    while True:
+    for attempt in range(_ATTEMPTS):
         folder = model_folder(source)
         try:
             return read(folder)
         except (FileProblem, OSError):
-            if not is_run_folder(source) or folder.is_dir():
+            whole = folder.is_dir() and damage(folder, (WEIGHTS, CONFIG, TOKENIZER)) is None
+            if not is_run_folder(source) or whole or attempt == _ATTEMPTS - 1:
                 raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def model_folder(source: str | Path) -> Path:

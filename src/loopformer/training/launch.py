@@ -28,6 +28,7 @@ from loopformer.errors import FileProblem, LoopformerError, RunFailed
 from loopformer.files import locked, read_yaml, writing
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, checkpoints, data_folder
+from loopformer.plots import available
 from loopformer.training.batches import micro_batches
 from loopformer.training.distributed import Ranks
 from loopformer.training.plan import estimated_micro_batch, make_plan
@@ -99,7 +100,7 @@ def launch(
         if ranks.main:
             with writing(out):
                 result["curves"] = draw_curves(out)
-            if result["curves"] is None and not quiet:
+            if not available() and not quiet:
                 say("no curves.png: it needs matplotlib, pip install 'loopformer[plot]'")
         ranks.close()
     return result

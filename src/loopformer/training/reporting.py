@@ -264,9 +264,9 @@ def draw_curves(run: Path) -> str | None:
     if not train or not available():
         return None
     steps = [record["step"] for record in train]
-    losses = [Line("full route", steps, [record["loss_full"] for record in train])]
+    losses = [Line("full trajectory", steps, [record["loss_full"] for record in train])]
     if any(record["loss_short"] for record in train):
-        losses.append(Line("short routes", steps, [record["loss_short"] for record in train]))
+        losses.append(Line("short ones", steps, [record["loss_short"] for record in train]))
     perplexities = [
         Line(
             f"M = {name.removeprefix('loss_at_')}",

@@ -18,7 +18,7 @@ from loopformer.inference.adaptive.policy import TokenPolicy
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import generate, speculate
 from loopformer.inference.fused.backend import MOST_KEPT, DecoderPool, FusedBackend, LendingPool
-from loopformer.inference.request import Event, Request, Result
+from loopformer.inference.request import Event, Request, Result, RowState
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -116,6 +116,21 @@ def test_texts_at_once_do_not_meet(model: LoopedLM, tokenizer: Tokenizer) -> Non
     (drafted,), report = speculate(model, tokenizer, requests[:1], draft, backend=backend)
     assert drafted.ids == expected[0]
     assert 1 < report.verifications <= report.tokens
+
+
+@pytest.mark.cuda
+def test_what_was_interrupted_is_run_again_in_one_decoder(model: LoopedLM, tokenizer: Tokenizer) -> None:
+    (expected,) = results(generate(model, tokenizer, asked(1, 5)))
+    decoders = quick(model)
+    backend = FusedBackend(decoders)
+    row = RowState.start(0, asked(1, 5)[0], tokenizer, model.config)
+    row, event = row.take(backend.prefill([row]))
+    while event.result is None:
+        backend._batch = None  # as a fault inside a step leaves it
+        row, event = row.take(backend.decode([row])[0])
+    backend.close()
+    assert event.result.ids == expected.ids
+    assert len(decoders._decoders.free) == 1
 
 
 @pytest.mark.cuda

@@ -65,7 +65,7 @@ _COSTS = (
     "counted.",
     "kx / kMx is the paper's count: k blocks hold the parameters, k·M are computed. It leaves out embeddings, head "
     "and conditioning, which the true counts include.",
-    "Training is counted as three forward passes per token and route.",
+    "Training is counted as three forward passes per token and trajectory.",
     "Seconds and tokens per second are those of the time when the number was measured.",
 )
 
@@ -357,8 +357,8 @@ def _values(values: Sequence[MaybeNumber]) -> str:
 
 def _training(results: ReportResults) -> list[PageBlock]:
     blocks: list[PageBlock] = [
-        "Elastic training takes a short route of M passes, M uniform on 1…L-1, beside the full one. With C₁ the "
-        "FLOPs of one pass and C_io those outside the loop, the paper's ratio to fixed-depth training is "
+        "Elastic training takes a short trajectory of M passes, M uniform on 1…L-1, beside the full one. With C₁ "
+        "the FLOPs of one pass and C_io those outside the loop, the paper's ratio to fixed-depth training is "
         "(2·C_io + 3/2·L·C₁) / (C_io + L·C₁): about 1.5 where the loops are most of the cost, up to 2 where the "
         "vocabulary is."
     ]

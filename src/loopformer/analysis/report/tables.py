@@ -353,7 +353,7 @@ def training_table(results: ReportResults) -> Table | None:
     columns = [
         Column("model", "model", text=True),
         Column("objective", "objective", text=True),
-        Column("fixed_flops_per_token", "FLOP per token, full route", counted),
+        Column("fixed_flops_per_token", "FLOP per token, full trajectory", counted),
         Column("flops_per_token", "as trained", counted),
         Column("overhead", "ratio as trained", _times),
         Column("formula", "ratio by the formula", _times),

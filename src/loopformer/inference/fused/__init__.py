@@ -1,1 +1,1 @@
-"""Decoding on a GPU: kernels.py (Triton) · decoder.py (a batch along one trajectory) · backend.py · quantise.py."""
+"""Decoding on a GPU: backend.py · decoder.py (rows of one trajectory) · speculate.py · kernels.py · quantise.py."""

@@ -137,9 +137,8 @@ class FusedBackend:
         self._batch: _Batch | None = None
         self._rounds: _Rounds | None = None
 
-    @property
-    def used_bytes(self) -> int:
-        return self._batch.decoder.cache.bytes if self._batch is not None else 0
+    def used_bytes(self, rows: Sequence[RowState]) -> int:
+        return self._batch.decoder.cache.bytes if self._batch is not None and rows else 0
 
     def close(self) -> None:
         """Give the decoders back."""
@@ -176,6 +175,7 @@ class FusedBackend:
             return [self._next_round(rows[0])]
         batch, self._batch = self._batch, None
         if batch is None or not batch.holds(rows):
+            self._lent.close()
             batch, _ = self._begin(rows, [row.history[:-1] for row in rows])
         elif 2 * len(rows) <= batch.decoder.rows:
             smaller = self._lent.enter_context(self._decoders.decoder(rows[0].trajectory, len(rows)))
