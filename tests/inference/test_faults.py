@@ -170,6 +170,7 @@ def test_real_signals_at_random_moments_harm_nobody(small: LM, draft: Draft | No
                 except KeyboardInterrupt:
                     pass
             assert engine.idle
+            assert torch.is_grad_enabled()
             results = finished(received)
             assert [(results[one].text, results[one].ids) for one in sorted(results)] == expected
     finally:

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import Lock
 
+import torch
+
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.decode import Backend, PlainBackend
 from loopformer.inference.draft import Draft, DraftReport
@@ -148,17 +150,24 @@ class Engine:
         return state.events[self._taken - state.first_event :]
 
     def _step(self) -> None:
-        with self._work:
-            taken = self._taken
-            self._publish(
-                lambda state: replace(state, events=state.events[taken - state.first_event :], first_event=taken)
-            )
-            running = self._state.running
-            self.backend.keep(running)
-            if running:
-                self._take(running, self.backend.decode(running))
-            self._admit()
-            self._steps += 1
+        gradients = torch.is_grad_enabled()
+        try:
+            with self._work:
+                taken = self._taken
+                self._publish(
+                    lambda state: replace(
+                        state, events=state.events[taken - state.first_event :], first_event=taken
+                    )
+                )
+                running = self._state.running
+                self.backend.keep(running)
+                if running:
+                    self._take(running, self.backend.decode(running))
+                self._admit()
+                self._steps += 1
+        finally:
+            # Ctrl-C inside torch.no_grad's own code would leave it on for the whole process. This is one call of C.
+            torch._C._set_grad_enabled(gradients)
 
     def _admit(self) -> None:
         """Run the prompts of waiting requests, as many as there are slots for, and few enough at a time."""
