@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,8 @@ class DamagedFile(FileProblem):
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace a file whole: a reader sees the old content or the new, also after a crash."""
-    temporary = path.with_name(path.name + ".tmp")
     with writing(path):
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(_write_aside(path, content), path)
         sync_folder(path.parent)
 
 
@@ -48,26 +43,21 @@ def write_together(folder: Path, contents: dict[str, bytes]) -> list[Path]:
 
     Whatever fails or interrupts the writing leaves the folder as it was, and no folder where there was none.
     """
-    made, temporaries = list[Path](), dict[Path, Path]()
-    try:
-        with writing(folder):
-            for name, content in contents.items():
-                path = folder / name
-                for parent in reversed([one for one in (path.parent, *path.parent.parents) if not one.exists()]):
-                    made.append(parent)
-                    parent.mkdir()
-                temporaries[path] = path.with_name(path.name + ".tmp")
-                with temporaries[path].open("wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-    except BaseException:
-        for temporary in temporaries.values():
-            temporary.unlink(missing_ok=True)
-        for parent in reversed(made):
-            with suppress(OSError):
-                parent.rmdir()
-        raise
+    temporaries = {folder / name: _aside(folder / name) for name in contents}
+    parents = sorted({path.parent for path in temporaries})
+    with ExitStack() as stack:
+        for parent in parents:
+            stack.enter_context(no_empty_folder(parent))
+        try:
+            with writing(folder):
+                for name, content in contents.items():
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    _write_aside(folder / name, content)
+        except BaseException:
+            for temporary in temporaries.values():
+                with suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+            raise
     with writing(folder):
         try:
             for path, temporary in temporaries.items():
@@ -76,9 +66,44 @@ def write_together(folder: Path, contents: dict[str, bytes]) -> list[Path]:
             for path, temporary in temporaries.items():
                 if temporary.exists():
                     os.replace(temporary, path)
-        for parent in {path.parent for path in temporaries}:
+        for parent in parents:
             sync_folder(parent)
     return list(temporaries)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def _write_aside(path: Path, content: bytes) -> Path:
+    """Write what is to take a file's place, safe on disk; where it lies."""
+    with _aside(path).open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return _aside(path)
+
+
+@contextmanager
+def no_empty_folder(folder: Path) -> Iterator[None]:
+    """If what is inside fails or is stopped, remove the folders that it made for `folder` and left empty."""
+    missing = _missing(folder)
+    try:
+        yield
+    except BaseException:
+        _remove_empty(missing)
+        raise
+
+
+def _missing(folder: Path) -> list[Path]:
+    """The folder and those above it that are not there, from the inside outwards."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):  # it was not made, or something is in it
+            folder.rmdir()
 
 
 def sync_folder(folder: Path) -> None:
@@ -108,7 +133,7 @@ def locked(folder: Path) -> Iterator[None]:
 
     Work that fails before it has written anything leaves no empty folder behind.
     """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = _missing(folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -122,9 +147,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            with suppress(OSError):  # the first that is not empty ends it
-                for path in missing:  # from the folder itself outwards
-                    path.rmdir()
+            _remove_empty(missing)  # before another process can get hold of it
             raise
     finally:
         os.close(descriptor)

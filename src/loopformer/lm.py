@@ -192,10 +192,9 @@ class LM:
                     f"{request.trajectory.budget}; take fewer loops."
                 )
         backend = self._backend(len(requests), fast, int8, draft)
-        if isinstance(backend, FusedBackend) and not all(one.sampling.most_likely for one in requests):
-            raise LoopformerError(
-                "fast with a draft is greedy: leave out temperature and repetition penalty, or fast."
-            )
+        if isinstance(backend, FusedBackend):
+            for request in requests:  # all of them, before the first is run
+                backend.check(request)
         try:
             return speculate(self.model, self.need_tokenizer(), requests, draft, show, backend)
         finally:

@@ -24,6 +24,8 @@ from loopformer.inference.draft import Draft
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Event, Request, Result
 
+from .models import spread
+
 EVERYWHERE = os.environ.get("LOOPFORMER_FAULTS") == "all"
 DRAFTS = [None, Draft(Trajectory.uniform(1), 2)]
 
@@ -34,14 +36,9 @@ class Injected(RuntimeError):
 
 @pytest.fixture(scope="module")
 def small() -> LM:
-    torch.manual_seed(3)
     tokenizer = Tokenizer.train(["every pass is told its time and its step"] * 20, 270)
-    model = LoopedLM(
-        ModelConfig(blocks=1, loops=3, width=16, heads=2, ffn=16, context=32, vocab=tokenizer.vocab_size)
-    )
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return LM(model.eval(), tokenizer)
+    config = ModelConfig(blocks=1, loops=3, width=16, heads=2, ffn=16, context=32, vocab=tokenizer.vocab_size)
+    return LM(spread(config, seed=3, std=0.5), tokenizer)
 
 
 def requests_of(lm: LM) -> list[Request]:
@@ -318,7 +315,7 @@ def test_a_request_that_was_cancelled_leaves_nothing_behind(small: LM) -> None:
         engine.step()
     engine.backend.prefill = broken  # type: ignore[method-assign]
     engine.cancel(tickets[0])
-    assert engine._state.faults == {}
+    assert engine._state.faults == frozenset()
     assert list(finished(list(engine.run()))) == tickets[1:]
 
 

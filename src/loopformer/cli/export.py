@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from loopformer.cli.options import Heads, Json, Loops
-from loopformer.cli.output import stoppable, tidy
+from loopformer.cli.output import stoppable
 
 
 @stoppable("an export is there when it is whole, the same command starts again")
@@ -29,9 +29,10 @@ def export(
 
     Example: loopformer export runs/mine exported --self-contained
     """
+    from loopformer.files import no_empty_folder
     from loopformer.hf.export import export as run
 
-    with tidy(out):
+    with no_empty_folder(out):
         done = run(
             source,
             out,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from loopformer.cli.options import Json
-from loopformer.cli.output import stoppable, tidy
+from loopformer.cli.output import stoppable
 
 
 @stoppable("a model is there when it is whole, the same command starts again")
@@ -24,6 +24,7 @@ def import_(
     Example: loopformer import armenjeddi/LoopFormer-3block-8iterations models/3x8 --loops 8
     """
     from loopformer.errors import LoopformerError
+    from loopformer.files import no_empty_folder
     from loopformer.lm import load_official
     from loopformer.loading.folder import CONFIG, WEIGHTS, save_model
 
@@ -31,7 +32,7 @@ def import_(
         raise LoopformerError(f"{out} already holds a model; choose another folder or add --force.")
     if out.exists() and not out.is_dir():
         raise LoopformerError(f"{out} is a file; name a folder to write to.")
-    with tidy(out):
+    with no_empty_folder(out):
         lm = load_official(source, heads, loops)
         save_model(lm.model, out, source={"imported_from": source})
         if lm.tokenizer is not None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -121,26 +121,14 @@ def print_files(files: Iterable[Path]) -> None:
 
 
 @contextmanager
-def tidy(out: Path) -> Iterator[None]:
-    """If what is inside fails or is stopped, remove the folders it made for `out` and left empty."""
-    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
-    try:
-        yield
-    except BaseException:
-        for folder in missing:
-            with suppress(OSError):  # it was not made, or something is in it
-                folder.rmdir()
-        raise
-
-
-@contextmanager
 def output_folder(out: Path, option: str = "--out") -> Iterator[None]:
     """Make a folder for what is written inside, and refuse one that cannot be written to."""
     from loopformer.errors import FileProblem
+    from loopformer.files import no_empty_folder
 
     if out.exists() and not out.is_dir():
         raise FileProblem(f"{out} is a file; give a folder with {option}.")
-    with tidy(out):
+    with no_empty_folder(out):
         out.mkdir(parents=True, exist_ok=True)
         if not os.access(out, os.W_OK):
             raise FileProblem(f"The folder {out} cannot be written to; choose another with {option}.")
@@ -181,8 +169,9 @@ def stoppable(kept: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
                 pressed = True
                 signal.default_int_handler(number, frame)
 
-            ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            if ours := ours and threading.current_thread() is threading.main_thread():
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            ours = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if ours:
                 signal.signal(signal.SIGINT, note)
             try:
                 verb(*args, **options)

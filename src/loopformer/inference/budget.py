@@ -15,10 +15,12 @@ from loopformer.trajectory import Trajectory
 
 def budget_for_flops(model: LoopedLM, most: float) -> int:
     """The largest budget whose forward pass takes at most so many FLOPs per token, at a full context."""
-    fitting = [m for m in range(1, model.config.loops + 1) if model.cost.forward_flops(m) <= most]
+    affordable = [m for m in range(1, model.config.loops + 1) if model.cost.forward_flops(m) <= most]
     least = model.cost.forward_flops(1)
-    require(bool(fitting), f"One loop takes {least:.4g} FLOPs per token, above the limit of {most:.4g}; raise it.")
-    return fitting[-1]
+    require(
+        bool(affordable), f"One loop takes {least:.4g} FLOPs per token, above the limit of {most:.4g}; raise it."
+    )
+    return affordable[-1]
 
 
 def budget_for_milliseconds(model: LoopedLM, most: float, prompt: Sequence[int]) -> tuple[int, float]:
@@ -31,12 +33,12 @@ def budget_for_milliseconds(model: LoopedLM, most: float, prompt: Sequence[int])
     def expected(budget: int) -> float:
         return measured[0] + slope * (budget - 1)
 
-    fitting = [budget for budget in range(1, loops + 1) if expected(budget) <= most]
+    affordable = [budget for budget in range(1, loops + 1) if expected(budget) <= most]
     require(
-        bool(fitting),
+        bool(affordable),
         f"One loop takes {measured[0]:.3g} ms per token here, above the limit of {most:.3g}; raise it.",
     )
-    return fitting[-1], expected(fitting[-1])
+    return affordable[-1], expected(affordable[-1])
 
 
 def milliseconds_per_token(model: LoopedLM, budget: int, prompt: Sequence[int], tokens: int = 8) -> float:

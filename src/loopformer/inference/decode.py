@@ -311,7 +311,8 @@ class PlainBackend:
         cache = self.model.cache(trajectories, len(rows), capacity)
         for number, (keys, count) in enumerate(shared):
             cache.write(number, keys, count)
-        choices = self._choose(ends(self.model.extend(ids, cache, counts, check=False), counts), rows)
+        hidden = ends(self.model.extend(ids, cache, counts, check=False), counts)
+        choices = sample(self._logits(hidden), [row.draw() for row in rows])
         for number, (row, choice) in enumerate(zip(rows, choices, strict=True)):
             if math.isnan(choice.logprob):
                 continue  # it has ended, and its keys must not come near the others'
@@ -399,10 +400,6 @@ class PlainBackend:
             report.accepted += len(choices) - 1
             report.verifications += 1
             self._draft_rate = updated_rate(self._draft_rate, length, len(choices) - 1)
-
-    def _choose(self, hidden: Tensor, rows: Sequence[RowState]) -> list[Choice]:
-        """The next token of each row, from the hidden states of their last ones [B, D]."""
-        return sample(self._logits(hidden), [row.draw() for row in rows])
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.model.head(hidden)[:, : self.model.config.vocab]

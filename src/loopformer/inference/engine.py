@@ -18,8 +18,8 @@ twice in a row ends with a result that says so. On the plain fp32 path a request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from threading import Lock
 
@@ -55,7 +55,7 @@ class _State:
 
     waiting: tuple[RowState, ...] = ()
     running: tuple[RowState, ...] = ()  # those that have slots
-    faults: Mapping[int, str] = field(default_factory=dict)  # requests whose own work failed the last time
+    faults: frozenset[int] = frozenset()  # requests whose own work failed the last time
     events: tuple[Event, ...] = ()
     first_event: int = 0  # the number of the first of these, counted from the engine's beginning
 
@@ -216,7 +216,7 @@ class Engine:
                 state,
                 waiting=tuple(row for row in state.waiting if row.ticket not in after),
                 running=tuple(row for row in running if row.ticket not in ended),
-                faults={ticket: said for ticket, said in state.faults.items() if ticket not in after},
+                faults=state.faults - after.keys(),
                 events=(*state.events, *(event for event in events if event.ticket in present)),
             )
 
@@ -234,7 +234,7 @@ class Engine:
             if row.ticket not in {other.ticket for other in (*state.waiting, *state.running)}:
                 return state  # it was cancelled meanwhile
             if not again:
-                return replace(state, faults={**state.faults, row.ticket: sentence})
+                return replace(state, faults=state.faults | {row.ticket})
             return replace(_without(state, row.ticket), events=(*state.events, row.failed(sentence)))
 
         self._publish(noted)
@@ -251,7 +251,7 @@ def _without(state: _State, ticket: int) -> _State:
         state,
         waiting=tuple(row for row in state.waiting if row.ticket != ticket),
         running=tuple(row for row in state.running if row.ticket != ticket),
-        faults={other: said for other, said in state.faults.items() if other != ticket},
+        faults=state.faults - {ticket},
     )
 
 

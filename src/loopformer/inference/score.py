@@ -6,7 +6,7 @@
     token_logprobs(model, hidden, targets)                               # of hidden states that are there already
 
 A log-probability is computed in fp32 over the model's vocabulary, without the rows that only pad it; sums are in
-float64. The head runs here and nowhere else, over chunks of tokens (`head_chunks`), so full logits never exist.
+float64. For scoring the head runs here alone, over chunks of tokens (`head_chunks`), so full logits never exist.
 
 Trajectories that begin with the same steps share the states after them exactly, because a pass is told only its
 (t, Δ). They are followed as a tree, depth first; only the states on the current path are kept, M + 1 of them.

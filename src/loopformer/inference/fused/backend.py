@@ -28,7 +28,7 @@ import torch
 from loopformer.errors import LoopformerError
 from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.fused.quantise import Weights, quantised
-from loopformer.inference.request import RowState
+from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import Choice, sample
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
@@ -140,6 +140,13 @@ class FusedBackend:
     def used_bytes(self, rows: Sequence[RowState]) -> int:
         return self._batch.decoder.cache.bytes if self._batch is not None and rows else 0
 
+    def check(self, request: Request) -> None:
+        """Refuse what this backend cannot run."""
+        if self._draft is not None and not request.sampling.most_likely:
+            raise LoopformerError(
+                "fast with a draft is greedy: leave out temperature and repetition penalty, or fast."
+            )
+
     def close(self) -> None:
         """Give the decoders back."""
         self._batch, self._rounds, self._busy = None, None, False
@@ -204,10 +211,7 @@ class FusedBackend:
     def _start_drafting(self, row: RowState) -> Choice:
         """Run a prompt, or a text again that was begun, along both trajectories: its next token."""
         assert self._draft is not None
-        if not row.request.sampling.most_likely:
-            raise LoopformerError(
-                "fast with a draft is greedy: leave out temperature and repetition penalty, or fast."
-            )
+        self.check(row.request)
         self._rounds = None
         speculator = self._lent.enter_context(self._decoders.speculator(row.trajectory, self._draft))
         hidden = speculator.prefill(row.history if not row.ids else row.history[:-1])
