@@ -88,7 +88,7 @@ def _describe(config: "ModelConfig", context: int | None) -> dict[str, Any]:
         "context": length,
         "training_gflops_per_token": {
             "full_route": cost.training_flops(length) / 1e9,
-            "with_short_route": cost.training_flops(length, config.loops / 2) / 1e9,
+            "with_short_route": cost.training_flops(length, [config.loops, config.loops / 2]) / 1e9,
             "overhead": cost.training_overhead(length),
         },
         "budgets": [

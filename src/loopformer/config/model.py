@@ -10,6 +10,7 @@ value is one sentence that names the key.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import types
 from collections.abc import Mapping
@@ -75,11 +76,16 @@ def from_mapping(cls: type[T], values: Any, where: str) -> T:
     """Build a settings dataclass from plain data; an unknown key names the nearest valid one."""
     if not isinstance(values, Mapping):
         raise LoopformerError(f"{where} must be a mapping of settings, got {values!r}.")
-    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    known = setting_names(cls)
     for key in values:
         if key not in known:
             raise LoopformerError(f"Unknown setting {where}.{key}; {nearest(str(key), known)}")
     return cls(**values)
+
+
+def setting_names(cls: type[Any]) -> list[str]:
+    """The keys that a settings dataclass is made from."""
+    return list(inspect.signature(cls).parameters)
 
 
 def check_types(settings: Any, where: str) -> None:
@@ -87,16 +93,16 @@ def check_types(settings: Any, where: str) -> None:
     hints = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         value, hint = getattr(settings, field.name), hints[field.name]
-        if float in _choices(hint) and (number := _number(value)) is not None:
+        if float in _choices(hint) and (number := as_number(value)) is not None:
             object.__setattr__(settings, field.name, value := number)
         if not _fits(value, hint):
             raise LoopformerError(f"{where}.{field.name} must be {_describe(hint)}, got {value!r}.")
 
 
-def _number(value: Any) -> float | None:
-    """An int where a float is meant, or text that is a number: YAML 1.1 reads 6e-4 as text."""
+def as_number(value: Any) -> float | None:
+    """What is meant as a number: an int too, and text, since YAML 1.1 reads 6e-4 as text; else None."""
     try:
-        return float(value) if type(value) in (int, str) else None
+        return float(value) if type(value) in (float, int, str) else None
     except ValueError:
         return None
 

@@ -55,8 +55,9 @@ FREE = {
         "bad_steps",
         "tensorboard",
         "wandb",
-        "learning_rate",  # this and the next two: what one turns when a run does not stay finite
+        "learning_rate",  # this and the next three: what one turns when a run does not stay finite
         "min_learning_rate",
+        "matrix_learning_rate",
         "warmup",
     },
     "objective": {"chunk"},

@@ -10,7 +10,7 @@ from loopformer import LoopedLM, Trajectory
 from loopformer.config import ModelConfig, ObjectiveConfig
 from loopformer.training.fused.passes import FusedStack
 from loopformer.training.fused.types import Precision
-from loopformer.training.objective import Divisors, Objective
+from loopformer.training.objective import Objective
 
 PLAIN = Precision(torch.float32)
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -36,8 +36,8 @@ def run(
     ids = torch.randint(model.config.vocab, (4, 9), generator=torch.Generator().manual_seed(1))
     objective = Objective(model, ObjectiveConfig(chunk=8), fused=precision, **settings)
     inputs, targets, device = ids[:, :-1], ids[:, 1:], model.tokens.weight.device
-    short = Trajectory.uniform(2)
-    losses = objective(inputs.to(device), targets.to(device), documents, Divisors(32.0, 16.0), None, short, (1, 3))
+    followed, rows = [Trajectory.uniform(model.config.loops), Trajectory.uniform(2)], [range(4), (1, 3)]
+    losses = objective(inputs.to(device), targets.to(device), documents, followed, rows, [32.0, 16.0])
     losses.total.backward()
     found = [losses.terms, *gradients(model)]
     model.zero_grad()

@@ -432,7 +432,7 @@ def training_facts(source: str | Path) -> TrainingFacts | None:
     ]
     return TrainingFacts(
         elastic=run.objective.elastic,
-        short_fraction=run.objective.short_fraction if run.objective.elastic else 0.0,
+        short_fraction=max((one.rows for one in run.objective.trajectories if one.budget != "full"), default=0.0),
         step=step,
         steps=run.training.steps,
         tokens=tokens,
