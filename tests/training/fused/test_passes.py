@@ -52,7 +52,7 @@ def test_gradients_are_autograds(tiny: ModelConfig, conditioning: str, positions
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{"qk_norm": True}], ids=str)
+@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"inject": "gated"}], ids=str)
 def test_settings_on_trial_train_alike(tiny: ModelConfig, changes: dict[str, object]) -> None:
     """Where `obstacle` has no objection."""
     model = model_of(tiny, **changes)
