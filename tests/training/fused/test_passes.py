@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from loopformer import LoopedLM, Trajectory
 from loopformer.config import ModelConfig, ObjectiveConfig
-from loopformer.training.fused.passes import FusedStack
+from loopformer.training.fused.passes import FusedStack, obstacle
 from loopformer.training.fused.types import Precision
 from loopformer.training.objective import Objective
 
@@ -50,6 +50,17 @@ def test_gradients_are_autograds(tiny: ModelConfig, conditioning: str, positions
     model = model_of(tiny, conditioning=conditioning, positions=positions)
     for mine, theirs in zip(run(model, PLAIN), run(model, None), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"inject": "gated"}], ids=str)
+def test_settings_on_trial_train_alike(tiny: ModelConfig, changes: dict[str, object]) -> None:
+    """Where `obstacle` has no objection."""
+    model = model_of(tiny, **changes)
+    assert obstacle(model.config, torch.device("cpu"), fp8=False) is None
+    for checkpoint_loops in (False, True):
+        fused, plain = (run(model, way, checkpoint_loops=checkpoint_loops) for way in (PLAIN, None))
+        for mine, theirs in zip(fused, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
 def test_documents_are_kept_apart(tiny: ModelConfig) -> None:
