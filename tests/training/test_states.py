@@ -56,7 +56,7 @@ def test_a_run_resumes_to_the_same_bits_and_its_model_is_whole(tmp_path: Path, t
     assert lm.need_tokenizer().encode("(12) ()") == [2, 0]
     assert lm.model.config.vocab == 7
     assert lm.score(["(12) (13)"])
-    with pytest.raises(LoopformerError, match="started with data.states = S3, not S5"):
+    with pytest.raises(LoopformerError, match=r"started with data\.states = S3, not S5"):
         launch("states", tracked(data__states="S5"), moved, resume=True, quiet=True)
 
 
