@@ -34,7 +34,7 @@ def measure(variant: str, tokens: int, width: int, vocab: int, chunk: int) -> di
             if variant == "plain":
                 loss = F.cross_entropy(F.linear(hidden, weight).float(), targets)
             else:
-                loss = head_losses(weight, hidden, targets, None, LossWeights(full=1 / tokens), chunk).total
+                loss = head_losses(weight, [hidden], targets, [LossWeights(1 / tokens)], None, chunk).total
         torch.autograd.backward(loss)
         weight.grad = hidden.grad = None
 

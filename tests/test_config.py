@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from loopformer import LoopformerError
-from loopformer.config import ModelConfig, from_mapping, load_preset, load_run, preset_names
+from loopformer.config import (
+    ModelConfig,
+    from_mapping,
+    load_preset,
+    load_run,
+    preset_names,
+    run_from_mapping,
+    run_to_mapping,
+)
 from loopformer.model import LoopedLM
 
 FAMILIES = ("base-loop", "tmlt", "loopformer")
@@ -31,6 +39,18 @@ def test_settings_survive_as_plain_data(tiny: ModelConfig) -> None:
     assert from_mapping(ModelConfig, dataclasses.asdict(tiny), "model") == tiny
 
 
+@pytest.mark.parametrize("option", [{"qk_norm": True}, {"inject": "gated"}], ids=str)
+def test_settings_on_trial_are_written_where_they_are_used(tiny: ModelConfig, option: dict[str, Any]) -> None:
+    assert not option.keys() & tiny.plain().keys()
+    assert tiny.plain().items() < dataclasses.replace(tiny, **option).plain().items()
+    used = dataclasses.replace(tiny, **option)
+    assert from_mapping(ModelConfig, used.plain(), "model") == used
+    assert used.trials == list(option)
+    run, _ = load_run("demo", [f"model.{name}={value}" for name, value in option.items()])
+    assert run_from_mapping(run_to_mapping(run)) == run
+    assert option.items() <= run_to_mapping(run)["model"].items()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -41,6 +61,7 @@ def test_settings_survive_as_plain_data(tiny: ModelConfig) -> None:
         ({"heads": 7}, "multiple of model.heads"),
         ({"conditioning": "times"}, "one of none, index, time, step, trajectory"),
         ({"time_scale": 0}, "model.time_scale must be positive"),
+        ({"inject": "gated", "conditioning": "none"}, "give model.conditioning another value than none"),
         ({"padded_vocab": 10}, "smaller than model.vocab"),
         ({"width": 32, "heads": 32, "positions": "rotary"}, "even width/heads"),
     ],

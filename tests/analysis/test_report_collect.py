@@ -172,7 +172,7 @@ def test_training_is_read_from_the_run(folder: Path) -> None:
     assert facts.tokens_per_second == 105.0  # the median of 101, 105 and 109
     assert facts.seed == 7
     assert facts.fixed_flops_per_token == fixed.flops_per_token == cost.training_flops()
-    both = cost.training_flops(short_budget=2)
+    both = cost.training_flops(budgets=[cost.config.loops, 2])
     assert facts.flops_per_token == pytest.approx((cost.training_flops() + both) / 2)  # half of the rows
     assert facts.same == fixed.same
     assert training_facts(folder / "bare") is None

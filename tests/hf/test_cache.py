@@ -34,6 +34,8 @@ def cases(draw: st.DrawFn) -> Case:
         vocab=50,
         positions=draw(st.sampled_from(["learned", "rotary"])),
         time_scale=30.0,
+        inject="none" if kind == "none" else draw(st.sampled_from(["none", "gated"])),
+        qk_norm=draw(st.booleans()),
     )
     grid = [trajectory for budget in range(1, loops + 1) for trajectory in Trajectory.enumerate(loops, budget)]
     allowed = [trajectory for trajectory in grid if kind not in ("none", "index") or trajectory.is_uniform]

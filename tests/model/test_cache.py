@@ -37,6 +37,8 @@ def cases(draw: st.DrawFn) -> tuple[ModelConfig, list[str], list[list[int]], int
         vocab=50,
         positions=draw(st.sampled_from(["learned", "rotary"])),
         time_scale=30.0,
+        inject="none" if kind == "none" else draw(st.sampled_from(["none", "gated"])),
+        qk_norm=draw(st.booleans()),
     )
     rows = draw(st.integers(1, 4))
     grid = [trajectory for budget in range(1, loops + 1) for trajectory in Trajectory.enumerate(loops, budget)]

@@ -1,5 +1,9 @@
 """The step is the compiled unit: one graph serves every budget and schedule."""
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
@@ -7,10 +11,11 @@ from loopformer import LoopedLM, Trajectory
 from loopformer.config import ModelConfig
 
 
-def test_one_graph_per_shape_and_grad_mode(tiny: ModelConfig) -> None:
+@pytest.mark.parametrize("changes", [{}, {"inject": "gated"}], ids=str)
+def test_one_graph_per_shape_and_grad_mode(tiny: ModelConfig, changes: dict[str, Any]) -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
-    model = LoopedLM(tiny)
+    model = LoopedLM(replace(tiny, **changes))
     ids = torch.randint(tiny.vocab, (2, 12))
     trajectories = [trajectory for budget in range(1, 5) for trajectory in Trajectory.enumerate(4, budget)]
     expected = [model(ids, trajectory).logits for trajectory in trajectories]

@@ -1,5 +1,5 @@
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -23,9 +23,21 @@ def test_forward_flops_are_what_torch_counts(tiny: ModelConfig, kind: Conditioni
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"inject": "gated"}], ids=str)
+def test_settings_on_trial_are_counted(tiny: ModelConfig, changes: dict[str, Any]) -> None:
+    model, budget = LoopedLM(replace(tiny, **changes)), 3
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(torch.randint(tiny.vocab, (3, 20)), budget)
+    expected = 3 * 20 * model.cost.forward_flops(budget, context=20, causal=False) + model.cost.table_flops(budget)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.001)
+    assert sum(parameter.numel() for parameter in model.parameters()) == model.cost.parameters.total
+    cache = model.cache(budget, 1)
+    assert cache.bytes == model.cost.kv_bytes(budget, value_bytes=4) * tiny.context
+
+
 def test_the_papers_numbers() -> None:
     assert PAPER.training_flops() == pytest.approx(6.36e9, rel=1e-3)
-    assert PAPER.training_flops(short_budget=4) == pytest.approx(9.84e9, rel=1e-3)
+    assert PAPER.training_flops(budgets=[8, 4]) == pytest.approx(9.84e9, rel=1e-3)
     assert PAPER.training_overhead() == pytest.approx(1.55, abs=0.005)
     assert PAPER.kv_bytes() == 192 * 1024
     assert [PAPER.decode_bytes(m) / 1e9 for m in (8, 4, 2)] == pytest.approx([2.02, 1.11, 0.66], abs=0.005)

@@ -1,5 +1,5 @@
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from loopformer import LoopedLM, LoopformerError, Trajectory
 from loopformer.config import Conditioning, ModelConfig
+from loopformer.inference.score import TrajectoryTree
+from loopformer.model.block import EPSILON, rotary_angles, rotate
 
 KINDS = get_args(Conditioning)
 
@@ -151,6 +153,81 @@ def test_learned_norms_only_where_nothing_modulates(tiny: ModelConfig) -> None:
     assert "stack.blocks.0.norm_1.weight" in names["none"]
     assert all("stack.blocks.0.norm_1.weight" not in names[kind] for kind in KINDS if kind != "none")
     assert all("final_norm.weight" in names[kind] for kind in KINDS)
+
+
+def test_injection_adds_some_of_the_embedding_before_every_later_pass(tiny: ModelConfig) -> None:
+    model, ids = spread(LoopedLM(replace(tiny, inject="gated"))), ids_for(tiny)
+    trajectory = Trajectory.parse("2-1-1")
+    condition = model.condition(trajectory)
+    embedded, rotary, mask = model.embed(ids)
+    x = model.stack(embedded, _some(condition.modulation)[:1], rotary, mask)
+    for number in (1, 2):
+        x = x + _some(condition.injection)[number] * embedded
+        x = model.stack(x, _some(condition.modulation)[number : number + 1], rotary, mask)
+    torch.testing.assert_close(model(ids, trajectory).hidden, model.final_norm(x))
+
+
+@pytest.mark.parametrize("option", [{"inject": "gated"}], ids=str)
+def test_what_starts_at_zero_starts_as_the_model_without_it(tiny: ModelConfig, option: dict[str, Any]) -> None:
+    ids, models = ids_for(tiny), []
+    for changes in ({}, option):
+        torch.manual_seed(3)
+        models.append(LoopedLM(replace(tiny, **changes)))
+    plain, other = (model.state_dict() for model in models)
+    assert all(torch.equal(tensor, other[name]) for name, tensor in plain.items())
+    assert torch.equal(models[0](ids, "2-1-1").logits, models[1](ids, "2-1-1").logits)
+    models[1](ids, "2-1-1").logits.square().mean().backward()
+    added = [parameter for name, parameter in models[1].named_parameters() if name not in plain]
+    assert added
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in added)
+
+
+@pytest.mark.parametrize("option", [{"inject": "gated"}], ids=str)
+def test_settings_on_trial_serve_rows_of_different_budgets(tiny: ModelConfig, option: dict[str, Any]) -> None:
+    model, ids = spread(LoopedLM(replace(tiny, **option))), ids_for(tiny, rows=4)
+    trajectories = ["2-1-1", "1", "4", "1-3"]
+    together = model(ids, trajectories, states=True)
+    tree = dict(TrajectoryTree(model, [Trajectory.parse(each) for each in trajectories]).run(ids))
+    for row, trajectory in enumerate(trajectories):
+        alone = model(ids[row : row + 1], trajectory, states=True)
+        torch.testing.assert_close(together.logits[row], alone.logits[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(tree[Trajectory.parse(trajectory)][row], alone.hidden[0], atol=1e-4, rtol=1e-4)
+        for step, state in enumerate(alone.states):
+            torch.testing.assert_close(together.states[step][row], state[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_with_qk_norm_the_size_of_queries_and_keys_says_nothing(tiny: ModelConfig, positions: str) -> None:
+    model = spread(LoopedLM(replace(tiny, qk_norm=True, positions=positions)))  # type: ignore[arg-type]
+    ids = ids_for(tiny)
+    expected = model(ids).logits
+    with torch.no_grad():
+        for block in model.stack.each():
+            block.attention.qkv.weight[: 2 * tiny.width] *= 50
+    torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    plain = LoopedLM(replace(tiny, positions=positions))  # type: ignore[arg-type]
+    plain.load_state_dict(model.state_dict())
+    assert not torch.allclose(plain(ids).logits, expected, atol=1e-2)
+
+
+def test_qk_norm_is_per_head_and_before_rotary_positions(tiny: ModelConfig) -> None:
+    config = replace(tiny, qk_norm=True, positions="rotary", blocks=1)
+    attention = next(iter(spread(LoopedLM(config)).stack.each())).attention
+    q, k, v = torch.randn(3, 2, 5, 32).unbind()
+    rotary = rotary_angles(torch.arange(5)[None], config.head_width, torch.float32)
+
+    def heads(x: Tensor) -> Tensor:  # [B, H, T, D/H]
+        return x.view(2, 5, 4, 8).transpose(1, 2)
+
+    def turned(x: Tensor) -> Tensor:
+        return rotate(heads(x) / (heads(x).square().mean(-1, keepdim=True) + EPSILON).sqrt(), *rotary)
+
+    scores = turned(q) @ turned(k).transpose(-1, -2) / 8**0.5
+    visible = torch.ones(5, 5, dtype=torch.bool).tril()
+    expected = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ heads(v)
+    torch.testing.assert_close(
+        attention.mix(q, k, v, rotary, None, None), expected.transpose(1, 2).reshape(2, 5, 32), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_causal(tiny: ModelConfig) -> None:

@@ -1,10 +1,14 @@
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loopformer import LoopformerError
-from loopformer.config import ObjectiveConfig
-from loopformer.training.batches import micro_batches, short_trajectory
+from loopformer.config import ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig
+from loopformer.config.run import TrainedTrajectory
+from loopformer.training.batches import draw_trajectories, micro_batches
+from loopformer.trajectory import Trajectory
 
 
 @given(
@@ -28,9 +32,9 @@ def test_any_ranks_and_micro_batches_share_the_same_rows(
             assert micro_batch.stop - micro_batch.start <= micro
             for row in range(micro_batch.start, micro_batch.stop):
                 assert row not in rows
-                rows[row] = (micro_batch.part, row - micro_batch.start in micro_batch.short_rows)
+                rows[row] = (micro_batch.part, row - micro_batch.start in micro_batch.rows[1])
     alone = {
-        row: (micro_batch.part, row - micro_batch.start in micro_batch.short_rows)
+        row: (micro_batch.part, row - micro_batch.start in micro_batch.rows[1])
         for micro_batch in micro_batches(batch, batch, objective)
         for row in range(micro_batch.start, micro_batch.stop)
     }
@@ -38,13 +42,41 @@ def test_any_ranks_and_micro_batches_share_the_same_rows(
     assert len(rows) == batch
 
 
-def test_routes_follow_from_seed_step_and_part() -> None:
-    objective = ObjectiveConfig()
-    drawn = [short_trajectory(8, objective, 0, step, part) for step in range(5) for part in range(5)]
-    assert drawn == [short_trajectory(8, objective, 0, step, part) for step in range(5) for part in range(5)]
-    assert len(set(drawn)) > 10
-    assert drawn != [short_trajectory(8, objective, 1, step, part) for step in range(5) for part in range(5)]
-    assert short_trajectory(8, ObjectiveConfig(short_weight=0, consistency_weight=0), 0, 0, 0) is None
+def drawn(objective: ObjectiveConfig, seed: int = 0, steps: int = 5) -> list[list[Trajectory | None]]:
+    run = RunConfig(ModelConfig(), objective=objective, training=TrainingConfig(seed=seed, steps=steps))
+    return [draw_trajectories(run, step, part) for step in range(1, steps + 1) for part in range(5)]
+
+
+def test_trajectories_follow_from_seed_step_and_part() -> None:
+    short = [followed[1] for followed in drawn(ObjectiveConfig())]
+    assert drawn(ObjectiveConfig()) == drawn(ObjectiveConfig()) != drawn(ObjectiveConfig(), seed=1)
+    assert len(set(short)) > 10
+    assert {followed[0] for followed in drawn(ObjectiveConfig())} == {Trajectory.uniform(8)}
+    assert all(len(followed) == 1 for followed in drawn(ObjectiveConfig(short_weight=0, consistency_weight=0)))
+
+
+def test_the_papers_pair_is_drawn_as_before() -> None:
+    """The same draws as `Trajectory.sample` makes from the part's own generator, so that old runs go on."""
+    run = RunConfig(ModelConfig(), training=TrainingConfig(seed=3))
+    for step in range(1, 20):
+        expected = Trajectory.sample(8, random.Random(f"3/{step}/2"), sampler="compositions")
+        assert draw_trajectories(run, step, 2) == [Trajectory.uniform(8), expected]
+
+
+def test_budgets_of_a_list() -> None:
+    objective = ObjectiveConfig(
+        trajectories=(
+            TrainedTrajectory("any"),
+            TrainedTrajectory(1, weight=0.5),
+            TrainedTrajectory([3, 5], "compositions"),
+            TrainedTrajectory(4, during=[0.5, 1.0]),
+        )
+    )
+    followed = list(zip(*drawn(objective, steps=40), strict=True))
+    budgets = [{None if one is None else one.budget for one in each} for each in followed]
+    assert budgets == [set(range(1, 9)), {1}, {3, 4, 5}, {None, 4}]
+    assert all(one is not None and one.is_uniform for one in followed[0])
+    assert [one is None for one in followed[3]] == [True] * 100 + [False] * 100
 
 
 def test_uneven_shares_are_refused() -> None:

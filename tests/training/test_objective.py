@@ -5,10 +5,11 @@ from torch import Tensor, nn
 
 from loopformer import LoopedLM, Trajectory
 from loopformer.config import ModelConfig, ObjectiveConfig
+from loopformer.config.run import TrainedTrajectory
 from loopformer.data.loader import NO_LOSS
-from loopformer.training.objective import Divisors, Objective
+from loopformer.training.objective import Objective
 
-SHORT = Trajectory.parse("2-1-1")
+FULL, SHORT = Trajectory.uniform(4), Trajectory.parse("2-1-1")
 
 
 def make(
@@ -40,16 +41,16 @@ def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 def test_it_is_the_papers_sum(tiny: ModelConfig, kind: str) -> None:
     config = ObjectiveConfig(short_weight=0.2, consistency_weight=0.3, consistency=kind, chunk=5)  # type: ignore[arg-type]
     objective, inputs, targets = make(tiny, config)
-    divisors = Divisors(float((targets != NO_LOSS).sum()), float((targets != NO_LOSS).sum()))
-    got = objective(inputs, targets, None, divisors, None, SHORT, (0, 1, 2, 3))
+    counted = float((targets != NO_LOSS).sum())
+    got = objective(inputs, targets, None, [FULL, SHORT], [range(4)] * 2, [counted] * 2)
     got.total.backward()
     mine = grads(objective)
 
     full, short = objective.model(inputs), objective.model(inputs, SHORT)
-    counted = targets != NO_LOSS
-    ce = [F.cross_entropy(out.logits[counted], targets[counted]) for out in (full, short)]
-    teacher = (full.hidden if kind == "hidden" else full.logits).detach()[counted]
-    student = (short.hidden if kind == "hidden" else short.logits)[counted]
+    ours = targets != NO_LOSS
+    ce = [F.cross_entropy(out.logits[ours], targets[ours]) for out in (full, short)]
+    teacher = (full.hidden if kind == "hidden" else full.logits).detach()[ours]
+    student = (short.hidden if kind == "hidden" else short.logits)[ours]
     if kind == "distribution":
         consistency = F.cross_entropy(student, teacher.softmax(-1))
     else:
@@ -57,18 +58,20 @@ def test_it_is_the_papers_sum(tiny: ModelConfig, kind: str) -> None:
     total = ce[0] + 0.2 * ce[1] + 0.3 * consistency
     torch.autograd.backward(total)
     torch.testing.assert_close(got.total, total)
-    torch.testing.assert_close(got.terms, torch.stack([ce[0], ce[1], consistency]).detach())
+    none = torch.zeros(())
+    expected = torch.stack([ce[0], ce[1], none, consistency]).detach().view(2, 2)
+    torch.testing.assert_close(got.terms / counted, expected)
     assert_same(mine, grads(objective))
 
 
 def test_micro_batches_sum_to_the_batch(tiny: ModelConfig) -> None:
     config = ObjectiveConfig(consistency="distribution")
     objective, inputs, targets = make(tiny, config)
-    divisors = Divisors(31.0, 23.0)
-    objective(inputs, targets, None, divisors, None, SHORT, (0, 1, 3)).total.backward()
+    followed, divisors = [FULL, SHORT], [31.0, 23.0]
+    objective(inputs, targets, None, followed, [range(4), (0, 1, 3)], divisors).total.backward()
     together = grads(objective)
     for rows, short_rows in ((slice(0, 2), (0, 1)), (slice(2, 4), (1,))):
-        objective(inputs[rows], targets[rows], None, divisors, None, SHORT, short_rows).total.backward()
+        objective(inputs[rows], targets[rows], None, followed, [range(2), short_rows], divisors).total.backward()
     assert_same(grads(objective), together)
 
 
@@ -76,7 +79,7 @@ def test_recomputing_loops_changes_nothing(tiny: ModelConfig) -> None:
     results = []
     for recompute in (False, True):
         objective, inputs, targets = make(tiny, ObjectiveConfig(), recompute)
-        losses = objective(inputs, targets, None, Divisors(31.0, 31.0), None, SHORT, (0, 1, 2, 3))
+        losses = objective(inputs, targets, None, [FULL, SHORT], [range(4)] * 2, [31.0, 31.0])
         losses.total.backward()
         results.append(grads(objective))
     assert_same(*results)
@@ -86,6 +89,54 @@ def test_fixed_depth_has_one_route(tiny: ModelConfig) -> None:
     objective, inputs, targets = make(tiny, ObjectiveConfig(short_weight=0, consistency_weight=0))
     seen: list[int] = []
     objective.model.stack.register_forward_hook(lambda *_: seen.append(1))
-    losses = objective(inputs, targets, None, Divisors(31.0, 1.0))
+    losses = objective(inputs, targets, None, [FULL], [range(4)], [31.0])
     assert len(seen) == tiny.loops
-    assert losses.terms[1:].tolist() == [0.0, 0.0]
+    assert losses.terms.shape == (2, 1)
+    assert losses.terms[1].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("kind", ["hidden", "logits", "distribution"])
+def test_a_list_is_the_sum_of_its_trajectories(tiny: ModelConfig, kind: str) -> None:
+    """A sandwich, with the one-step trajectory on some rows, against one loss at a time on the plain model."""
+    entries = (
+        TrainedTrajectory("full", weight=0.7),
+        TrainedTrajectory("short", "compositions", weight=0.2, match=0.3),
+        TrainedTrajectory(1, weight=0.1, match=0.4, rows=0.5),
+    )
+    config = ObjectiveConfig(trajectories=entries, consistency=kind, chunk=5)  # type: ignore[arg-type]
+    objective, inputs, targets = make(tiny, config)
+    followed, rows, divisors = (
+        [FULL, SHORT, Trajectory.uniform(1)],
+        [range(4), range(4), (1, 3)],
+        [31.0, 31.0, 15.0],
+    )
+    got = objective(inputs, targets, None, followed, rows, divisors)
+    got.total.backward()
+    mine = grads(objective)
+    full = objective.model(inputs)
+    total = torch.zeros(())
+    for entry, trajectory, own, divisor in zip(entries, followed, rows, divisors, strict=True):
+        out, counted = objective.model(inputs[list(own)], trajectory), targets[list(own)] != NO_LOSS
+        total = total + entry.weight / divisor * F.cross_entropy(
+            out.logits[counted], targets[list(own)][counted], reduction="sum"
+        )
+        if kind == "hidden":
+            apart = (out.hidden - full.hidden[list(own)].detach()).square().mean(-1)
+        elif kind == "logits":
+            apart = (out.logits - full.logits[list(own)].detach()).square().mean(-1)
+        else:
+            apart = -(full.logits[list(own)].detach().softmax(-1) * out.logits.log_softmax(-1)).sum(-1)
+        total = total + entry.match / divisor * apart[counted].sum()
+    torch.autograd.backward(total)
+    torch.testing.assert_close(got.total, total)
+    assert_same(mine, grads(objective))
+
+
+def test_a_trajectory_that_is_not_followed_costs_nothing(tiny: ModelConfig) -> None:
+    config = ObjectiveConfig(trajectories=(TrainedTrajectory("any"), TrainedTrajectory(2, during=[0.5, 1.0])))
+    objective, inputs, targets = make(tiny, config)
+    seen: list[int] = []
+    objective.model.stack.register_forward_hook(lambda *_: seen.append(1))
+    losses = objective(inputs, targets, None, [SHORT, None], [range(4)] * 2, [31.0, 31.0])
+    assert len(seen) == SHORT.budget
+    assert losses.terms[:, 1].tolist() == [0.0, 0.0]

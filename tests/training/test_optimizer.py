@@ -1,8 +1,9 @@
 import pytest
+import torch
 
 from loopformer import LoopedLM
 from loopformer.config import ModelConfig, TrainingConfig
-from loopformer.training.optimizer import learning_rate, make_optimizer
+from loopformer.training.optimizer import BlockMuon, ModelOptimizer, learning_rate, orthogonalised
 
 
 def test_rate_warms_up_and_follows_a_cosine() -> None:
@@ -15,9 +16,55 @@ def test_rate_warms_up_and_follows_a_cosine() -> None:
 
 
 def test_matrices_decay_and_vectors_do_not(tiny: ModelConfig) -> None:
-    optimizer = make_optimizer(LoopedLM(tiny), TrainingConfig(), fused=False)
-    decay, none = optimizer.param_groups
+    optimizer = ModelOptimizer(LoopedLM(tiny), TrainingConfig(), fused=False)
+    decay, none = optimizer.adamw.param_groups
+    assert optimizer.muon is None
     assert decay["weight_decay"] == 0.2
     assert none["weight_decay"] == 0
     assert all(parameter.ndim >= 2 for parameter in decay["params"])
     assert all(parameter.ndim < 2 for parameter in none["params"])
+
+
+def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest(tiny: ModelConfig) -> None:
+    model = LoopedLM(tiny)
+    optimizer = ModelOptimizer(model, TrainingConfig(optimizer="muon"), fused=False)
+    assert optimizer.muon is not None
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    matrices = {names[parameter]: parts for parameter, parts in optimizer.muon.parts.items()}
+    kinds = ("attention.qkv", "attention.out", "ffn.up", "ffn.down")
+    assert matrices == {
+        f"stack.blocks.{block}.{kind}.weight": 3 if kind == "attention.qkv" else 1
+        for block in range(tiny.blocks)
+        for kind in kinds
+    }
+    rest = {names[p] for group in optimizer.adamw.param_groups for p in group["params"]}
+    assert rest | matrices.keys() == set(names.values())
+    assert not rest & matrices.keys()
+    optimizer.set_rate(3e-4)
+    assert optimizer.muon.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])
+def test_muon_is_torchs_and_takes_stacked_matrices_apart(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    start, gradients = torch.randn(3 * shape[0], shape[1]), torch.randn(4, 3 * shape[0], shape[1])
+    together, apart = start.clone().requires_grad_(), [one.clone().requires_grad_() for one in start.chunk(3)]
+    ours = BlockMuon({together: 3}, lr=0.02, weight_decay=0.1)
+    theirs = torch.optim.Muon(apart, lr=0.02, weight_decay=0.1)
+    for gradient in gradients:
+        together.grad = gradient.clone()
+        for one, part in zip(apart, gradient.chunk(3), strict=True):
+            one.grad = part.clone()
+        ours.step()
+        theirs.step()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(together.detach(), torch.cat([one.detach() for one in apart]), atol=2e-3, rtol=0)
+    assert (together - start).norm() > 0.1
+
+
+def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
+    settings = torch.optim.Muon([torch.zeros(1, 1)]).param_groups[0]
+    matrices = [torch.randn(16, 48).bfloat16(), torch.randn(48, 16).bfloat16(), torch.randn(16, 48).bfloat16()]
+    for matrix, turned in zip(matrices, orthogonalised(matrices, settings), strict=True):
+        assert turned.shape == matrix.shape
+        values = torch.linalg.svdvals(turned.float())
+        assert 0.6 < float(values.min()) <= float(values.max()) < 1.3

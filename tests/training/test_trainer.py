@@ -71,9 +71,15 @@ def test_a_run_is_whole_and_loads(small: Small, tmp_path: Path) -> None:
     assert len(checkpoints(tmp_path / "run")) <= 4
 
 
-def test_resuming_is_the_same_as_never_stopping(small: Small, tmp_path: Path) -> None:
-    launch("demo", small(), tmp_path / "whole", quiet=True)
-    launch("demo", small(), tmp_path / "cut", quiet=True)
+LIST = "[{budget: any, sampler: compositions}, {budget: 1, weight: 0.2, during: [0.5, 1]}]"
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"training__optimizer": "muon", "objective__trajectories": LIST}], ids=["", "muon"]
+)
+def test_resuming_is_the_same_as_never_stopping(more: dict[str, str], small: Small, tmp_path: Path) -> None:
+    launch("demo", small(**more), tmp_path / "whole", quiet=True)
+    launch("demo", small(**more), tmp_path / "cut", quiet=True)
     go_back(tmp_path / "cut", 2)
     launch(None, [], tmp_path / "cut", resume=True, quiet=True)
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
@@ -296,6 +302,16 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(training__device="meta"), {}, "does not run on 'meta'"),
         ("demo", small(training__learning_rate="inf"), {}, "must be a finite number"),
         ("demo", small(objective__short_fraction=0.1), {}, "is no row at all"),
+        ("demo", small(objective__short_weight=-1), {}, "objective.short_weight must be a number of 0 or more"),
+        ("demo", small(objective__sampler="some"), {}, "objective.sampler must be one of compositions"),
+        ("demo", small(objective__trajectories="[{budget: 9}]"), {}, "beyond the model's 4 loops"),
+        ("demo", small(objective__trajectories="[{budget: some}]"), {}, "a budget is full, short, any"),
+        ("demo", small(objective__trajectories="[{budget: [3, 2]}]"), {}, "a budget is full, short, any"),
+        ("demo", small(objective__trajectories="[{budget: 2, match: 1}]"), {}, "must be in the list"),
+        ("demo", small(objective__trajectories="[{budget: 2, during: [0, 0.5]}]"), {}, "from 0.5 of training on"),
+        ("demo", small(objective__trajectories="[{bugdet: 2}]"), {}, "did you mean budget"),
+        ("demo", small(objective__trajectories="any"), {}, "must be a list"),
+        ("demo", small(training__optimizer="mu"), {}, "one of adamw, muon"),
         ("demo", ["training.steps"], {}, "write key=value"),
         ("demo", small(training__batch=0), {}, "training.batch must be 1 or more"),
         ("demo", small(training__dtype="float16"), {}, "one of float32, bfloat16"),

@@ -35,7 +35,7 @@ from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
 from loopformer.training.fused.passes import obstacle
 from loopformer.training.fused.types import Precision
-from loopformer.training.objective import Divisors, Objective
+from loopformer.training.objective import Objective
 from loopformer.trajectory import Trajectory
 
 Forward = Callable[[], Tensor]  # computes the loss of a micro-batch
@@ -85,7 +85,8 @@ def train(
             try:
                 forward = make_forward(path, config, ids, trajectory, low)
                 row |= measure(forward, device, low, steps)
-                flops = Cost(config).training_flops(short_budget=trajectory.budget if trajectory else None)
+                budgets = [config.loops, *([trajectory.budget] if trajectory else [])]
+                flops = Cost(config).training_flops(budgets=budgets)
                 row["tokens_per_second"] = ids[:, 1:].numel() / row["ms"] * 1e3
                 row["tflops"] = row["tokens_per_second"] * flops / 1e12
                 row["mfu"] = row["tflops"] / machine["peak_tflops"] if machine["peak_tflops"] and low else None
@@ -152,10 +153,10 @@ def make_forward(
         model.compile()
     fused = precision if path.startswith("fused") else None
     objective, tokens = Objective(model, ObjectiveConfig(), recompute, fused), float(ids[:, 1:].numel())
-    rows = tuple(range(len(ids))) if short is not None else ()
+    followed, rows = [Trajectory.uniform(config.loops), short], [range(len(ids))] * 2
 
     def forward() -> Tensor:
-        total: Tensor = objective(ids[:, :-1], ids[:, 1:], None, Divisors(tokens, tokens), None, short, rows).total
+        total: Tensor = objective(ids[:, :-1], ids[:, 1:], None, followed, rows, [tokens, tokens]).total
         return total
 
     return forward

@@ -77,7 +77,7 @@ def _describe(config: "ModelConfig", context: int | None) -> dict[str, Any]:
     length = config.context if context is None else context
     full = cost.forward_flops(context=length)
     return {
-        "settings": dataclasses.asdict(config),
+        "settings": config.plain(),
         "shape": f"{config.blocks}⊗{config.loops}",
         "parameters": {
             **dataclasses.asdict(parameters),
@@ -88,7 +88,7 @@ def _describe(config: "ModelConfig", context: int | None) -> dict[str, Any]:
         "context": length,
         "training_gflops_per_token": {
             "full_route": cost.training_flops(length) / 1e9,
-            "with_short_route": cost.training_flops(length, config.loops / 2) / 1e9,
+            "with_short_route": cost.training_flops(length, [config.loops, config.loops / 2]) / 1e9,
             "overhead": cost.training_overhead(length),
         },
         "budgets": [

@@ -10,6 +10,7 @@ value is one sentence that names the key.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import types
 from collections.abc import Mapping
@@ -21,6 +22,11 @@ from loopformer.errors import LoopformerError, nearest, require
 T = TypeVar("T")
 Conditioning = Literal["none", "index", "time", "step", "trajectory"]
 FORMAT, VERSION = "loopformer-model", 1  # how the config.json of a model folder says that it is ours
+
+
+def on_trial(default: Any) -> Any:
+    """A setting that may be removed again: where it is at its default, nothing that is written mentions it."""
+    return dataclasses.field(default=default, metadata={"on_trial": True})
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,10 @@ class ModelConfig:
     modulator_start: Literal["zero", "normal", "one"] = "zero"
     time_scale: float = 1.0  # multiplies t and Δ before their Fourier features
     residual_init: Literal["blocks", "depth"] = "blocks"  # residual projections start at 0.02/√(2k) or /√(2kL)
+    inject: Literal["none", "gated"] = on_trial(
+        "none"
+    )  # from the second pass on, some of the embedding is added again
+    qk_norm: bool = on_trial(False)  # queries and keys are RMS-normalised per head, before rotary positions
 
     def __post_init__(self) -> None:
         check_types(self, "model")
@@ -56,10 +66,28 @@ class ModelConfig:
             )
         require(self.time_scale > 0, f"model.time_scale must be positive, got {self.time_scale}.")
         require(
+            self.inject != "gated" or self.conditioning != "none",
+            "model.inject gated follows what a pass is told; give model.conditioning another value than none.",
+        )
+        require(
             self.padded_vocab is None or self.padded_vocab >= self.vocab,
             f"model.padded_vocab {self.padded_vocab} is smaller than model.vocab {self.vocab}; "
             "raise it, or leave it out.",
         )
+
+    def plain(self) -> dict[str, Any]:
+        """As files hold it: every setting, but those on trial only where they are not at their defaults.
+
+        So a model without them has the same file and the same hash in every version, with or without the trial.
+        """
+        known = [each.name for each in dataclasses.fields(self) if "on_trial" not in each.metadata]
+        return {name: getattr(self, name) for name in (*known, *self.trials)}
+
+    @property
+    def trials(self) -> list[str]:
+        """The settings on trial that are not at their defaults."""
+        known = [each for each in dataclasses.fields(self) if "on_trial" in each.metadata]
+        return [each.name for each in known if getattr(self, each.name) != each.default]
 
     @property
     def vocab_rows(self) -> int:
@@ -75,11 +103,16 @@ def from_mapping(cls: type[T], values: Any, where: str) -> T:
     """Build a settings dataclass from plain data; an unknown key names the nearest valid one."""
     if not isinstance(values, Mapping):
         raise LoopformerError(f"{where} must be a mapping of settings, got {values!r}.")
-    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    known = setting_names(cls)
     for key in values:
         if key not in known:
             raise LoopformerError(f"Unknown setting {where}.{key}; {nearest(str(key), known)}")
     return cls(**values)
+
+
+def setting_names(cls: type[Any]) -> list[str]:
+    """The keys that a settings dataclass is made from."""
+    return list(inspect.signature(cls).parameters)
 
 
 def check_types(settings: Any, where: str) -> None:
@@ -87,16 +120,16 @@ def check_types(settings: Any, where: str) -> None:
     hints = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         value, hint = getattr(settings, field.name), hints[field.name]
-        if float in _choices(hint) and (number := _number(value)) is not None:
+        if float in _choices(hint) and (number := as_number(value)) is not None:
             object.__setattr__(settings, field.name, value := number)
         if not _fits(value, hint):
             raise LoopformerError(f"{where}.{field.name} must be {_describe(hint)}, got {value!r}.")
 
 
-def _number(value: Any) -> float | None:
-    """An int where a float is meant, or text that is a number: YAML 1.1 reads 6e-4 as text."""
+def as_number(value: Any) -> float | None:
+    """What is meant as a number: an int too, and text, since YAML 1.1 reads 6e-4 as text; else None."""
     try:
-        return float(value) if type(value) in (int, str) else None
+        return float(value) if type(value) in (float, int, str) else None
     except ValueError:
         return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -18,9 +18,10 @@ from typing import Any, Literal
 
 import yaml
 
-from loopformer.config.model import ModelConfig, check_types, from_mapping
+from loopformer.config.model import ModelConfig, as_number, check_types, from_mapping, setting_names
 from loopformer.errors import FileProblem, LoopformerError, nearest, require
 from loopformer.files import read_yaml
+from loopformer.trajectory import SAMPLERS
 
 GroupName = Literal["S3", "A5", "S5"]
 
@@ -46,29 +47,159 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig:
-    """CE(full) + short_weight · CE(short) + consistency_weight · consistency, stop-gradient on the full one."""
+class TrainedTrajectory:
+    """A trajectory that every step follows: how it is drawn, and what it counts in the loss."""
 
-    short_weight: float = 0.1  # λ₁
-    consistency_weight: float = 0.1  # λ₂
-    consistency: Literal["hidden", "logits", "distribution"] = "hidden"
-    sampler: Literal["compositions", "sequential", "uniform", "continuous"] = "compositions"
-    route_draws: int = 1  # equal parts of the global batch, each with a short trajectory of its own
-    short_fraction: float = 1.0  # share of the rows that also follow the short trajectory
-    chunk: int = 1024  # tokens whose logits exist at a time
+    budget: str | int | list[int]  # full (L), short (drawn from 1…L-1), any (from 1…L), a number, or [low, high]
+    sampler: Literal["compositions", "sequential", "uniform", "continuous"] = "uniform"  # of its steps
+    weight: float = 1.0  # of its cross-entropy
+    match: float = 0.0  # of its match to the full trajectory, which gets no gradient from it
+    rows: float = 1.0  # share of the rows that follow it
+    during: list[float] = field(default_factory=lambda: [0.0, 1.0])  # the part of training in which it is followed
 
     def __post_init__(self) -> None:
+        check_types(self, "objective.trajectories")
+        where = f"objective.trajectories, budget {self.budget}"
+        if isinstance(self.budget, str):
+            require(
+                self.budget in ("full", "short", "any"),
+                f"{where}: a budget is full, short, any, a number or [low, high].",
+            )
+        else:
+            bounds = self.budget if isinstance(self.budget, list) else [self.budget]
+            whole = all(type(bound) is int and bound >= 1 for bound in bounds)
+            require(
+                whole and len(bounds) in (1, 2) and bounds == sorted(bounds),
+                f"{where}: a budget is full, short, any, a number or [low, high].",
+            )
+        for name in ("weight", "match"):
+            require(getattr(self, name) >= 0, f"{where}: {name} must be 0 or more, got {getattr(self, name)}.")
+        require(0 < self.rows <= 1, f"{where}: rows must lie in (0, 1], got {self.rows}.")
+        spanned = [as_number(bound) for bound in self.during]
+        numbers = [bound for bound in spanned if bound is not None]
+        require(
+            len(numbers) == 2 == len(spanned) and 0 <= numbers[0] < numbers[1] <= 1,
+            f"{where}: during must be two shares of training, such as [0, 0.5], got {self.during}.",
+        )
+        object.__setattr__(self, "during", numbers)
+
+    @property
+    def label(self) -> str:
+        """Its name in what is logged."""
+        return "-".join(map(str, self.budget)) if isinstance(self.budget, list) else str(self.budget)
+
+    def budgets(self, loops: int) -> tuple[int, int]:
+        """The smallest and the largest budget that it has with so many loops."""
+        if isinstance(self.budget, int):
+            return self.budget, self.budget
+        if isinstance(self.budget, list):
+            return self.budget[0], self.budget[-1]
+        return {"full": (loops, loops), "short": (1, loops - 1), "any": (1, loops)}[self.budget]
+
+    def active(self, progress: float) -> bool:
+        """Whether it is followed when this share of training is behind."""
+        return self.during[0] <= progress < self.during[1]
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """A weighted sum over trajectories: the cross-entropy of each, and its match to the full one.
+
+    The default is the paper's: the full trajectory and a short one, λ₁ = λ₂ = 0.1. `short_weight` (λ₁),
+    `consistency_weight` (λ₂), `sampler` and `short_fraction` are another way to write such a pair.
+    """
+
+    trajectories: tuple[TrainedTrajectory, ...] = ()
+    consistency: Literal["hidden", "logits", "distribution"] = "hidden"  # what is matched with the full one's
+    route_draws: int = 1  # equal parts of the global batch, each with drawn trajectories of its own
+    chunk: int = 1024  # tokens whose logits exist at a time
+    short_weight: InitVar[float | None] = None
+    consistency_weight: InitVar[float | None] = None
+    sampler: InitVar[str | None] = None
+    short_fraction: InitVar[float | None] = None
+
+    def __post_init__(
+        self,
+        short_weight: float | None,
+        consistency_weight: float | None,
+        sampler: str | None,
+        short_fraction: float | None,
+    ) -> None:
+        pair = (short_weight, consistency_weight, sampler, short_fraction)
+        written = [name for name, value in zip(PAIR, pair, strict=True) if value is not None]
+        require(
+            not self.trajectories or not written,
+            f"objective.trajectories says what objective.{''.join(written[:1])} says; leave one of them out.",
+        )
+        if isinstance(self.trajectories, list | tuple) and self.trajectories:
+            entries = [_trajectory(entry) for entry in self.trajectories]
+        else:
+            require(not self.trajectories, "objective.trajectories must be a list of trajectories to follow.")
+            entries = _pair(*pair)
+        object.__setattr__(self, "trajectories", tuple(entries))
         check_types(self, "objective")
-        for name in ("short_weight", "consistency_weight"):
-            require(getattr(self, name) >= 0, f"objective.{name} must be 0 or more, got {getattr(self, name)}.")
-        require(0 < self.short_fraction <= 1, "objective.short_fraction must lie in (0, 1].")
         require(self.route_draws >= 1, f"objective.route_draws must be 1 or more, got {self.route_draws}.")
         require(self.chunk >= 1, f"objective.chunk must be 1 or more, got {self.chunk}.")
+        for entry in entries:
+            full = self.full
+            followed = full is not None and entries[full].during[0] <= entry.during[0]
+            followed = followed and full is not None and entries[full].during[1] >= entry.during[1]
+            require(
+                entry.match == 0 or (followed and full is not None and entries[full].rows == 1),
+                f"objective.trajectories: budget {entry.label} is matched with the full trajectory, "
+                "which must be in the list, on all rows and for as long.",
+            )
+        borders = sorted({0.0, 1.0, *(bound for entry in entries for bound in entry.during)})
+        for start in borders[:-1]:
+            require(
+                any(entry.active(start) and entry.weight > 0 and entry.rows == 1 for entry in entries),
+                f"objective.trajectories: nothing is trained on all rows from {start:g} of training on.",
+            )
+
+    @property
+    def full(self) -> int | None:
+        """Which of the trajectories is the full one, the others' teacher."""
+        return next((place for place, entry in enumerate(self.trajectories) if entry.budget == "full"), None)
 
     @property
     def elastic(self) -> bool:
-        """Whether a short trajectory is followed at all."""
-        return self.short_weight > 0 or self.consistency_weight > 0
+        """Whether more than one budget is trained."""
+        budgets = {tuple(entry.budgets(1 << 30)) for entry in self.trajectories}
+        return len(budgets) > 1 or any(low < high for low, high in budgets)
+
+
+PAIR = ("short_weight", "consistency_weight", "sampler", "short_fraction")  # the paper's two trajectories, by λ
+
+
+def _trajectory(entry: Any) -> TrainedTrajectory:
+    return (
+        entry
+        if isinstance(entry, TrainedTrajectory)
+        else from_mapping(TrainedTrajectory, entry, "objective.trajectories")
+    )
+
+
+def _pair(
+    short_weight: float | None, consistency_weight: float | None, sampler: str | None, short_fraction: float | None
+) -> list[TrainedTrajectory]:
+    """CE(full) + λ₁·CE(short) + λ₂·match, or the full trajectory alone where both are 0."""
+
+    def number(name: str, given: Any, default: float) -> float:
+        value = default if given is None else as_number(given)
+        require(value is not None and value >= 0, f"objective.{name} must be a number of 0 or more, got {given!r}.")
+        assert value is not None
+        return value
+
+    weight, match = number("short_weight", short_weight, 0.1), number("consistency_weight", consistency_weight, 0.1)
+    rows = number("short_fraction", short_fraction, 1.0)
+    require(0 < rows <= 1, "objective.short_fraction must lie in (0, 1].")
+    drawn = "compositions" if sampler is None else sampler
+    require(
+        drawn in SAMPLERS,
+        f"objective.sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}.",
+    )
+    short = TrainedTrajectory("short", drawn, weight, match, rows)  # type: ignore[arg-type]
+    return [TrainedTrajectory("full"), *([short] if weight > 0 or match > 0 else [])]
 
 
 @dataclass(frozen=True)
@@ -78,10 +209,12 @@ class TrainingConfig:
     steps: int = 50_000
     batch: int = 480  # sequences per optimizer step, over all ranks
     micro_batch: int | Literal["auto"] = "auto"  # sequences at a time on one device
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: of the blocks' matrices; the rest is always AdamW's
     learning_rate: float = 6e-4
     min_learning_rate: float = 6e-5
+    matrix_learning_rate: float = 0.02  # Muon's; it follows the schedule of learning_rate in proportion
     warmup: int = 4000
-    weight_decay: float = 0.2
+    weight_decay: float = 0.2  # of matrices; with Muon only of its own
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
@@ -118,6 +251,10 @@ class TrainingConfig:
             0 < self.learning_rate <= 100, f"training.learning_rate must lie in (0, 100], got {self.learning_rate}."
         )
         require(
+            0 < self.matrix_learning_rate <= 100,
+            f"training.matrix_learning_rate must lie in (0, 100], got {self.matrix_learning_rate}.",
+        )
+        require(
             self.threads is None or self.threads >= 1, f"training.threads must be 1 or more, got {self.threads}."
         )
         require(
@@ -144,26 +281,29 @@ class RunConfig:
     init_from: str | None = None
 
     def __post_init__(self) -> None:
-        draws, batch = self.objective.route_draws, self.training.batch
+        draws, batch, loops = self.objective.route_draws, self.training.batch, self.model.loops
         require(batch % draws == 0, f"training.batch {batch} must be a multiple of objective.route_draws {draws}.")
-        rows = int(batch // draws * self.objective.short_fraction + 1e-9)
-        require(
-            not self.objective.elastic or rows >= 1,
-            f"objective.short_fraction {self.objective.short_fraction} of {batch // draws} rows is no row at all; "
-            "raise it, or lower objective.route_draws.",
-        )
-        require(
-            not self.objective.elastic or self.model.loops >= 2,
-            "A model of one loop has no shorter trajectory; "
-            "set objective.short_weight and consistency_weight to 0.",
-        )
-        require(
-            not self.objective.elastic
-            or self.objective.sampler == "uniform"
-            or self.model.conditioning not in ("none", "index"),
-            f"A model with conditioning {self.model.conditioning!r} only follows uniform trajectories; "
-            "set objective.sampler to uniform.",
-        )
+        for entry in self.objective.trajectories:
+            low, high = entry.budgets(loops)
+            require(
+                1 <= low <= high <= loops,
+                "A model of one loop has no shorter trajectory; "
+                "set objective.short_weight and consistency_weight to 0."
+                if loops == 1 and entry.budget == "short"
+                else f"objective.trajectories: budget {entry.label} is beyond the model's {loops} loops.",
+            )
+            require(
+                int(batch // draws * entry.rows + 1e-9) >= 1,
+                f"objective.short_fraction {entry.rows} of {batch // draws} rows is no row at all; "
+                "raise it, or lower objective.route_draws.",
+            )
+            require(
+                entry.sampler == "uniform"
+                or entry.budget in ("full", 1)
+                or self.model.conditioning not in ("none", "index"),
+                f"A model with conditioning {self.model.conditioning!r} only follows uniform trajectories; "
+                "set objective.sampler to uniform.",
+            )
 
 
 def validation_budgets(loops: int) -> list[int]:
@@ -222,8 +362,13 @@ def run_from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     return RunConfig(**sections, init_from=init_from)
 
 
+def run_to_mapping(run: RunConfig) -> dict[str, Any]:
+    """A whole run as plain data, which `run_from_mapping` reads."""
+    return {**dataclasses.asdict(run), "model": run.model.plain()}
+
+
 def run_to_yaml(run: RunConfig) -> str:
-    return yaml.safe_dump(dataclasses.asdict(run), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(run_to_mapping(run), sort_keys=False, allow_unicode=True)
 
 
 def _apply(settings: dict[str, Any], override: str) -> None:
@@ -235,7 +380,7 @@ def _apply(settings: dict[str, Any], override: str) -> None:
         return
     section, dot, key = name.partition(".")
     if section not in SECTIONS or not dot:
-        keys = [f"{s}.{f.name}" for s, cls in SECTIONS.items() for f in dataclasses.fields(cls)]
+        keys = [f"{section}.{key}" for section, cls in SECTIONS.items() for key in setting_names(cls)]
         full = next((key for key in keys if key.endswith(f".{name}")), None)
         hint = f"did you mean {full}?" if full else nearest(name, keys, f"sections are {', '.join(SECTIONS)}.")
         raise LoopformerError(f"Unknown setting {name}; {hint}")
@@ -246,6 +391,9 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     if not isinstance(settings.setdefault(section, {}), dict):
         require(settings[section] is None, f"{section} must be a mapping of settings, got {settings[section]!r}.")
         settings[section] = {}
+    if section == "objective":  # the list and the pair are two ways to write one thing: the last one counts
+        for other in PAIR if key == "trajectories" else ("trajectories",) if key in PAIR else ():
+            settings[section].pop(other, None)
     settings[section][key] = value
 
 

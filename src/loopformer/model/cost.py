@@ -8,6 +8,7 @@ A multiply-add is 2 FLOPs; only matrix products count. Only the number of steps 
 modulation table is computed once per trajectory, so its cost is apart (`table_flops`) and not per token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loopformer.config import ModelConfig
@@ -58,6 +59,11 @@ class Cost:
         return {"none": 0, "trajectory": 2}.get(self.config.conditioning, 1)
 
     @property
+    def told_per_pass(self) -> int:
+        """Vectors [D] that a conditioned pass is given: four per block, and one for the injection."""
+        return 4 * self.config.blocks + (self.config.inject == "gated")
+
+    @property
     def parameters(self) -> Parameters:
         config = self.config
         d, conditioned = config.width, config.conditioning != "none"
@@ -66,7 +72,7 @@ class Cost:
             tokens=self.head_products,
             positions=config.context * d if config.positions == "learned" else 0,
             stack=config.blocks * (self.block_products + (0 if conditioned else 2 * d)),
-            conditioning=self.conditioned_on * embedding + config.blocks * 4 * d * (d + 1) * conditioned,
+            conditioning=self.conditioned_on * embedding + self.told_per_pass * d * (d + 1) * conditioned,
             final_norm=d,
         )
 
@@ -91,25 +97,23 @@ class Cost:
         d, kind = self.config.width, self.config.conditioning
         if kind == "none":
             return 0
-        per_step = self.conditioned_on * 2 * (FOURIER_WIDTH * d + d * d) + self.config.blocks * 2 * 4 * d * d
+        per_step = self.conditioned_on * 2 * (FOURIER_WIDTH * d + d * d) + self.told_per_pass * 2 * d * d
         return per_step * (self.config.loops if budget is None else budget)
 
     def training_flops(
-        self, context: int | None = None, short_budget: float | None = None, causal: bool = True
+        self, context: int | None = None, budgets: Sequence[float] | None = None, causal: bool = True
     ) -> float:
-        """Forward and backward (twice the forward) per token: the full trajectory, and a short one if given.
+        """Forward and backward (twice the forward) per token of trajectories of these budgets; None: the full one.
 
-        `short_budget` is the mean length of the short trajectories, L/2 for the paper's uniform draw on 1…L-1.
+        A budget may be a mean: that of the paper's short trajectories, uniform on 1…L-1, is L/2.
         """
-        forward = self.forward_flops(context=context, causal=causal)
-        if short_budget is not None:
-            forward += 2 * self.head_products + short_budget * self.loop_flops(context, causal)
-        return 3 * forward
+        each = [float(self.config.loops)] if budgets is None else budgets
+        return 3 * sum(2 * self.head_products + budget * self.loop_flops(context, causal) for budget in each)
 
     def training_overhead(self, context: int | None = None) -> float:
         """The paper's (2·C_io + 3/2·L·C₁) / (C_io + L·C₁): training with a short trajectory against without."""
-        short = self.config.loops / 2
-        return self.training_flops(context, short) / self.training_flops(context)
+        loops = self.config.loops
+        return self.training_flops(context, [loops, loops / 2]) / self.training_flops(context)
 
     def kv_bytes(self, budget: int | None = None, value_bytes: int = 2) -> int:
         """Keys and values kept per token: one pair per (loop, block)."""
@@ -122,6 +126,6 @@ class Cost:
         Nothing is assumed to stay in a cache between loops, and the modulation table is read, not computed.
         """
         loops = self.config.loops if budget is None else budget
-        table = 0 if self.config.conditioning == "none" else self.config.blocks * 4 * self.config.width
+        table = 0 if self.config.conditioning == "none" else self.told_per_pass * self.config.width
         weights = loops * (self.parameters.stack + table) + self.head_products + self.config.width
         return weights * value_bytes + context * self.kv_bytes(budget, value_bytes)

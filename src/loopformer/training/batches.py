@@ -1,36 +1,46 @@
-"""Which rows of a step follow which trajectory: a rank's micro-batches, and the short trajectory of each.
+"""Which rows of a step follow which trajectory: a rank's micro-batches, and the trajectories of each.
 
-    for rows in micro_batches(480, 12, run.objective):
-        short = short_trajectory(run.model.loops, run.objective, seed, step, rows.part)
+    for micro_batch in micro_batches(480, 12, run.objective):
+        followed = draw_trajectories(run, step, micro_batch.part)
 
-A global batch is cut into `route_draws` equal parts. The length and schedule of each part's short trajectory come
-from (seed, step, part) alone, so any number of ranks trains the same thing.
+A global batch is cut into `route_draws` equal parts. What is drawn for a part comes from (seed, step, part) alone,
+so any number of ranks trains the same thing.
 """
 
 import math
 import random
 from dataclasses import dataclass
 
-from loopformer.config import ObjectiveConfig
+from loopformer.config import ObjectiveConfig, RunConfig
 from loopformer.errors import LoopformerError
 from loopformer.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows start:stop of the global batch, the part they lie in, and which of them follow its short trajectory."""
+    """Rows start:stop of the global batch, the part they lie in, and who of them follows each trajectory."""
 
     start: int
     stop: int
     part: int
-    short_rows: tuple[int, ...]  # counted from `start`
+    rows: tuple[tuple[int, ...], ...]  # of each trajectory of the objective, counted from `start`
 
 
-def short_trajectory(loops: int, objective: ObjectiveConfig, seed: int, step: int, part: int) -> Trajectory | None:
-    """The short trajectory of a part at a step; None where the objective has none."""
-    if not objective.elastic:
-        return None
-    return Trajectory.sample(loops, random.Random(f"{seed}/{step}/{part}"), sampler=objective.sampler)
+def draw_trajectories(run: RunConfig, step: int, part: int) -> list[Trajectory | None]:
+    """The objective's trajectories for a part at a step, counted from 1; None for one that is not followed then."""
+    rng, loops = random.Random(f"{run.training.seed}/{step}/{part}"), run.model.loops
+    drawn: list[Trajectory | None] = []
+    for entry in run.objective.trajectories:
+        if not entry.active((step - 1) / run.training.steps):
+            drawn.append(None)
+            continue
+        low, high = entry.budgets(loops)
+        if entry.budget == "full":
+            drawn.append(Trajectory.uniform(loops))
+            continue
+        budget = low + rng.randrange(high - low + 1) if low < high else low
+        drawn.append(Trajectory.sample(loops, rng, budget, entry.sampler))
+    return drawn
 
 
 def micro_batches(
@@ -56,7 +66,8 @@ def micro_batches(
         last = first + share if in_step else min((part + 1) * size, (rank + 1) * share)
         for start in range(first, last, micro_batch):
             stop = min(start + micro_batch, last)
-            mine.append(MicroBatch(start, stop, part, _short_rows(start, stop, part * size, objective)))
+            rows = [_rows(start, stop, part * size, entry.rows) for entry in objective.trajectories]
+            mine.append(MicroBatch(start, stop, part, tuple(rows)))
     return mine
 
 
@@ -66,13 +77,10 @@ def largest_micro_batch(batch: int, objective: ObjectiveConfig, world: int, in_s
     return max(1, size // world if in_step else min(size, batch // world))
 
 
-def _short_rows(start: int, stop: int, origin: int, objective: ObjectiveConfig) -> tuple[int, ...]:
-    """The rows that follow the short trajectory, spread evenly over the part and the same for any cut of it."""
-    if not objective.elastic:
-        return ()
-    fraction = objective.short_fraction
+def _rows(start: int, stop: int, origin: int, share: float) -> tuple[int, ...]:
+    """A share of the rows, spread evenly over the part and the same for any cut of it."""
 
     def taken(row: int) -> bool:
-        return math.floor((row + 1) * fraction + 1e-9) > math.floor(row * fraction + 1e-9)
+        return math.floor((row + 1) * share + 1e-9) > math.floor(row * share + 1e-9)
 
     return tuple(row - start for row in range(start, stop) if taken(row - origin))

@@ -2,7 +2,7 @@
 
     runs/x/checkpoints/step-00000100/
       model.safetensors, config.json, tokenizer.json   a model folder of ours: `loopformer.load` reads it
-      optimizer/*.safetensors                          AdamW's moments; one file, or one per rank (FSDP)
+      optimizer/*.safetensors                          the optimizer's moments; one file, or one per rank (FSDP)
       run.yaml, state.json                             settings, counters, RNG, data position
       checksums.json                                   written last, over all of the above
 
@@ -22,7 +22,6 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,9 +33,9 @@ from loopformer.errors import FileProblem
 from loopformer.files import sha256_of, sync_folder
 from loopformer.loading.folder import CHECKSUMS, FOLDER, checkpoints, step_of, write_safetensors
 from loopformer.training.distributed import Ranks
+from loopformer.training.optimizer import ModelOptimizer
 
 OPTIMIZER = "optimizer"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def write_checkpoint(
@@ -129,26 +128,12 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's moments by parameter name; made as zeros where no step was taken yet."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        state = optimizer.state[parameter]
-        for moment in MOMENTS:
-            if moment not in state:
-                state[moment] = torch.zeros_like(parameter)
-            tensors[f"{moment}.{name}"] = state[moment]
-    return tensors
-
-
 def restore_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path, updates: int, fused: bool
+    model: nn.Module, optimizer: ModelOptimizer, checkpoint: Path, updates: int, fused: bool
 ) -> None:
-    """Load the moments into the optimizer, whatever number of ranks wrote them."""
-    tensors = optimizer_tensors(model, optimizer)
+    """Load what the optimizer has gathered, whatever number of ranks wrote it."""
+    tensors = optimizer.tensors(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a single process without a process group is meant
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(checkpoint / OPTIMIZER)))
-    for _, parameter in model.named_parameters():
-        where = parameter.device if fused else torch.device("cpu")
-        optimizer.state[parameter]["step"] = torch.tensor(float(updates), dtype=torch.float32, device=where)
+    optimizer.set_updates(updates, fused)

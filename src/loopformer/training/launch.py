@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 
-from loopformer.config import ModelConfig, RunConfig, load_run, run_from_mapping, with_expected_vocab
+from loopformer.config import (
+    ModelConfig,
+    RunConfig,
+    load_run,
+    run_from_mapping,
+    run_to_mapping,
+    with_expected_vocab,
+)
 from loopformer.data.shards import TokenData, is_prepared
 from loopformer.data.splits import SPLITS
 from loopformer.data.states import Group, open_data
@@ -56,8 +63,9 @@ FREE = {
         "bad_steps",
         "tensorboard",
         "wandb",
-        "learning_rate",  # this and the next two: what one turns when a run does not stay finite
+        "learning_rate",  # this and the next three: what one turns when a run does not stay finite
         "min_learning_rate",
+        "matrix_learning_rate",
         "warmup",
     },
     "objective": {"chunk"},
@@ -128,7 +136,7 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     ranks.close()
     if not tokens:
         made["epochs"] = None
-    return {"plan": made, "settings": asdict(run)}
+    return {"plan": made, "settings": run_to_mapping(run)}
 
 
 def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: bool) -> tuple[RunConfig, set[str]]:

@@ -1,14 +1,15 @@
-"""The loss of one micro-batch: CE(full) + λ₁·CE(short) + λ₂·consistency.
+"""The loss of one micro-batch: a weighted sum over the objective's trajectories.
 
-The full trajectory is uniform(L); the short one is drawn by batches.py. Consistency pulls the short trajectory
-towards the full one, which gets no gradient from it: `hidden` is the squared difference after the final norm (the
-authors' code), `logits` that of the logits (the paper's text), `distribution` the cross-entropy to the full
-trajectory's next-token distribution. λ₁ = λ₂ = 0 is a fixed-depth model.
+    total = Σ weight · CE(trajectory) + match · distance(trajectory, the full one)
 
-Both trajectories, head and loss are one module's forward, so that data-parallel wrappers see a single call.
+The match pulls a trajectory towards the full one, which gets no gradient from it: `hidden` is the squared
+difference after the final norm (the authors' code), `logits` that of the logits (the paper's text), `distribution`
+the cross-entropy to the full trajectory's next-token distribution.
+
+All trajectories, head and loss are one module's forward, so that data-parallel wrappers see a single call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,24 +25,16 @@ from loopformer.inference.score import token_logprobs
 from loopformer.model import LoopedLM
 from loopformer.training.fused.passes import FusedStack
 from loopformer.training.fused.types import Precision
-from loopformer.training.head_loss import LossWeights, head_losses
+from loopformer.training.head_loss import LossWeights, Match, head_losses
 from loopformer.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
-class Divisors:
-    """How many counted targets the whole step has, over all ranks and micro-batches: on all rows, on short rows."""
-
-    full: float
-    short: float
-
-
-@dataclass(frozen=True)
 class Losses:
-    """One micro-batch's share of the step's mean losses; `total` carries the gradient, summed over a step."""
+    """One micro-batch's share of a step's loss; `total` carries the gradient."""
 
     total: Tensor
-    terms: Tensor  # [3]: full, short, consistency, detached
+    terms: Tensor  # [2, E], detached: cross-entropy and match of each trajectory, summed over tokens, not weighted
 
 
 class Objective(nn.Module):
@@ -66,59 +59,64 @@ class Objective(nn.Module):
         inputs: Tensor,
         targets: Tensor,
         documents: Tensor | None,
-        divisors: Divisors,
-        trajectory: Trajectory | None = None,
-        short: Trajectory | None = None,
-        short_rows: tuple[int, ...] = (),
+        followed: Sequence[Trajectory | None],
+        rows: Sequence[Sequence[int]],
+        divisors: Sequence[float],
     ) -> Losses:
-        """inputs, targets [B, T]; all rows follow `trajectory` (None: the full one), `short_rows` also `short`."""
-        config, model, stack = self.config, self.model, self._stack()
-        full = self._hidden(inputs, documents, trajectory, stack)  # [B, T, D]
-        elastic = [] if short is None else list(short_rows)
-        fixed = sorted(set(range(len(inputs))) - set(elastic))
-        # Each part is a sum over its tokens, divided by the whole step's count of tokens.
-        total = full.new_zeros((), dtype=torch.float32)
-        terms = torch.zeros(3, dtype=torch.float32, device=inputs.device)
-        if fixed:
-            rows = slice(None) if len(fixed) == len(inputs) else fixed
-            sums = head_losses(
-                model.tokens.weight,
-                full[rows].flatten(0, 1),
-                targets[rows].flatten(),
-                None,
-                LossWeights(full=1 / divisors.full),
-                config.chunk,
-            )
-            total = total + sums.total
-            terms[0] += sums.full / divisors.full
-        if elastic:
-            rows = slice(None) if len(elastic) == len(inputs) else elastic
-            student = self._hidden(inputs[rows], None if documents is None else documents[rows], short, stack)
-            teacher, wanted = full[rows], targets[rows]
-            consistency = config.consistency_weight / divisors.short
-            sums = head_losses(
-                model.tokens.weight,
-                teacher.flatten(0, 1),
-                wanted.flatten(),
-                student.flatten(0, 1),
-                LossWeights(
-                    full=1 / divisors.full,
-                    short=config.short_weight / divisors.short,
-                    logits=consistency if config.consistency == "logits" else 0.0,
-                    distribution=consistency if config.consistency == "distribution" else 0.0,
-                ),
-                config.chunk,
-            )
-            total = total + sums.total
-            distance = sums.consistency
-            if config.consistency == "hidden":
-                per_token = (student - teacher.detach()).float().square().mean(-1)  # [b, T]
-                distance = (per_token * (wanted != NO_LOSS)).sum()
-                total = total + consistency * distance
-            terms += torch.stack(
-                [sums.full / divisors.full, sums.short / divisors.short, distance.detach() / divisors.short]
-            )
+        """inputs, targets [B, T]; of each trajectory of the objective: the one drawn, its rows, its divisor.
+
+        A trajectory that is None is not followed. Losses are sums over tokens; the divisors are the counted targets
+        of each trajectory in the whole step, over all ranks and micro-batches.
+        """
+        stack, everyone = self._stack(), list(range(len(inputs)))
+        hidden: dict[int, Tensor] = {}  # of each trajectory that is followed: its rows [b, T, D]
+        for place, trajectory in enumerate(followed):
+            if trajectory is not None and rows[place]:
+                own = slice(None) if list(rows[place]) == everyone else list(rows[place])
+                hidden[place] = self._hidden(
+                    inputs[own], None if documents is None else documents[own], trajectory, stack
+                )
+        total = torch.zeros((), dtype=torch.float32, device=inputs.device)
+        terms = torch.zeros(2, len(followed), dtype=torch.float32, device=inputs.device)
+        for places, group in _groups(hidden, rows, len(inputs)).items():
+            states = [
+                hidden[place] if len(hidden[place]) == len(group) else hidden[place][_places(group, rows[place])]
+                for place in places
+            ]
+            losses = self._losses(states, targets if group == everyone else targets[group], places, divisors)
+            total = total + losses.total
+            for number, place in enumerate(places):
+                terms[:, place] += losses.terms[:, number]
         return Losses(total, terms)
+
+    def _losses(
+        self, states: list[Tensor], targets: Tensor, places: Sequence[int], divisors: Sequence[float]
+    ) -> Losses:
+        """The losses of rows that follow the same trajectories: states [b, T, D] of those in `places`."""
+        config = self.config
+        entries = [config.trajectories[place] for place in places]
+        matches = [entry.match / divisors[place] for entry, place in zip(entries, places, strict=True)]
+        teacher = places.index(config.full) if config.full in places else None
+        in_head = teacher is not None and config.consistency != "hidden"
+        sums = head_losses(
+            self.model.tokens.weight,
+            [state.flatten(0, 1) for state in states],
+            targets.flatten(),
+            [
+                LossWeights(entry.weight / divisors[place], match if in_head else 0.0)
+                for entry, place, match in zip(entries, places, matches, strict=True)
+            ],
+            Match(config.consistency, teacher) if teacher is not None and config.consistency != "hidden" else None,
+            config.chunk,
+        )
+        total, distances = sums.total, list(sums.match.unbind())
+        if teacher is not None and config.consistency == "hidden":
+            for number, (state, match) in enumerate(zip(states, matches, strict=True)):
+                if match:
+                    per_token = (state - states[teacher].detach()).float().square().mean(-1)  # [b, T]
+                    distance = (per_token * (targets != NO_LOSS)).sum()
+                    total, distances[number] = total + match * distance, distance.detach()
+        return Losses(total, torch.stack([sums.cross_entropy, torch.stack(distances)]))
 
     def logprobs(self, inputs: Tensor, targets: Tensor, documents: Tensor | None, trajectory: Trajectory) -> Tensor:
         """log p of the counted targets [N], as `loopformer eval` computes it: padding rows are no tokens."""
@@ -136,12 +134,26 @@ class Objective(nn.Module):
         self,
         inputs: Tensor,
         documents: Tensor | None,
-        trajectory: Trajectory | None,
+        trajectory: Trajectory,
         stack: Callable[..., Tensor] | None,
     ) -> Tensor:
         out = self.model(inputs, trajectory, documents=documents, logits=False, check=False, stack=stack)
         hidden: Tensor = out.hidden
         return hidden
+
+
+def _groups(followed: Iterable[int], rows: Sequence[Sequence[int]], count: int) -> dict[tuple[int, ...], list[int]]:
+    """The rows of a micro-batch by which trajectories they follow."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row in range(count):
+        groups.setdefault(tuple(place for place in followed if row in rows[place]), []).append(row)
+    groups.pop((), None)
+    return groups
+
+
+def _places(group: Sequence[int], rows: Sequence[int]) -> list[int]:
+    """Where the rows of a group lie among those of a trajectory."""
+    return [list(rows).index(row) for row in group]
 
 
 def autocast(device: torch.device, run: RunConfig) -> Any:

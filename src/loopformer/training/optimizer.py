@@ -1,25 +1,151 @@
-"""AdamW with decay on matrices only, and a learning rate that warms up and follows a cosine down.
+"""AdamW for every parameter, or Muon for the matrices of the blocks and AdamW for the rest; rates by a cosine.
 
-optimizer = make_optimizer(model, run.training, fused=True)
-rate = learning_rate(step, run.training)                  # of optimizer step 1, 2, …
+    optimizer = ModelOptimizer(model, run.training, fused=True)
+    optimizer.set_rate(learning_rate(step, run.training))      # of optimizer step 1, 2, …
+    optimizer.step()
+
+Muon moves a matrix by its orthogonalised momentum, so that every direction of it learns at one rate. Queries,
+keys and values are three matrices in one parameter, and are orthogonalised apart. Embeddings, vectors and the
+conditioner stay with AdamW.
 """
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from loopformer.config import TrainingConfig
+from loopformer.model.block import Attention, FeedForward
+from loopformer.training.distributed import whole
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
+MOMENTUM = "momentum_buffer"  # Muon's
 
 
-def make_optimizer(model: nn.Module, config: TrainingConfig, fused: bool) -> torch.optim.AdamW:
-    """Matrices decay, vectors (norms, biases) do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
+class ModelOptimizer:
+    """The optimizers of a model under one schedule of the learning rate."""
+
+    def __init__(self, model: nn.Module, config: TrainingConfig, fused: bool) -> None:
+        """`fused` runs AdamW in kernels of its own, on a GPU."""
+        self.config = config
+        matrices = block_matrices(model) if config.optimizer == "muon" else {}
+        rest = [
+            parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in matrices
+        ]
+        decay = 0.0 if matrices else config.weight_decay  # Muon's share is what decays
+        groups = [
+            {"params": [p for p in rest if p.ndim >= 2], "weight_decay": decay},
+            {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        betas = (config.beta1, config.beta2)
+        self.adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
+        self.muon = BlockMuon(matrices, config.matrix_learning_rate, config.weight_decay) if matrices else None
+
+    def set_rate(self, rate: float) -> None:
+        """AdamW's rate; Muon's follows in proportion."""
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        if self.muon is not None:
+            for group in self.muon.param_groups:
+                group["lr"] = self.config.matrix_learning_rate * rate / self.config.learning_rate
+
+    def step(self) -> None:
+        self.adamw.step()
+        if self.muon is not None:
+            self.muon.step()
+
+    def zero_grad(self) -> None:
+        self.adamw.zero_grad(set_to_none=True)
+        if self.muon is not None:
+            self.muon.zero_grad(set_to_none=True)
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """What is kept of past gradients, by kind and parameter name; zeros where no step was taken yet."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in model.named_parameters():
+            muon = self.muon is not None and parameter in self.muon.parts
+            state = self.muon.state[parameter] if self.muon is not None and muon else self.adamw.state[parameter]
+            for kind in (MOMENTUM,) if muon else MOMENTS:
+                if kind not in state:
+                    state[kind] = torch.zeros_like(parameter)
+                tensors[f"{kind}.{name}"] = state[kind]
+        return tensors
+
+    def set_updates(self, updates: int, fused: bool) -> None:
+        """Say how many steps were taken before, once `tensors` have been filled."""
+        for group in self.adamw.param_groups:
+            for parameter in group["params"]:
+                where = parameter.device if fused else torch.device("cpu")
+                count = torch.tensor(float(updates), dtype=torch.float32, device=where)
+                self.adamw.state[parameter]["step"] = count
+
+
+class BlockMuon(torch.optim.Muon):
+    """torch's Muon for matrices that are several in one, all those of a shape orthogonalised in one batch.
+
+    Sharded weights have sharded momentum; the update is made whole on every rank, which keeps its own rows.
+    """
+
+    def __init__(self, parts: dict[Tensor, int], lr: float, weight_decay: float) -> None:
+        """`parts` says of each parameter how many matrices it holds, one above the other."""
+        super().__init__(list(parts), lr=lr, weight_decay=weight_decay)
+        self.parts = parts
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            pieces = [list(self._update(one, group["momentum"]).chunk(self.parts[one])) for one in parameters]
+            turned = iter(orthogonalised([piece for of_one in pieces for piece in of_one], group))
+            for parameter, of_one in zip(parameters, pieces, strict=True):
+                rows, columns = of_one[0].shape
+                update = torch.cat([next(turned) for _ in of_one])
+                if isinstance(parameter, DTensor):
+                    update = DTensor.from_local(update, parameter.device_mesh, [Replicate()]).redistribute(
+                        placements=parameter.placements
+                    )
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"] * math.sqrt(max(1.0, rows / columns)))
+
+    def _update(self, parameter: Tensor, momentum: float) -> Tensor:
+        """The gradient along its momentum, whole, in bf16."""
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(gradient)
+        state[MOMENTUM].lerp_(gradient, 1 - momentum)
+        return whole(gradient.lerp(state[MOMENTUM], momentum).bfloat16())
+
+
+def orthogonalised(matrices: list[Tensor], settings: dict[str, Any]) -> Iterator[Tensor]:
+    """Each matrix with its singular values brought near 1 by Newton–Schulz steps; those of one shape together."""
+    a, b, c = settings["ns_coefficients"]
+    flat = [matrix if len(matrix) <= matrix.shape[1] else matrix.mT for matrix in matrices]
+    done: dict[int, Tensor] = {}
+    for shape in dict.fromkeys(matrix.shape for matrix in flat):
+        places = [place for place, matrix in enumerate(flat) if matrix.shape == shape]
+        x = torch.stack([flat[place] for place in places])  # [n, rows, columns]
+        x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=settings["eps"])
+        for _ in range(settings["ns_steps"]):
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        done |= dict(zip(places, x, strict=True))
+    for place, matrix in enumerate(matrices):
+        yield done[place] if matrix.shape == done[place].shape else done[place].mT
+
+
+def block_matrices(model: nn.Module) -> dict[Tensor, int]:
+    """The matrices of all blocks, and how many each parameter holds: queries, keys and values are three in one."""
+    found: dict[Tensor, int] = {}
+    for module in model.modules():
+        if isinstance(module, Attention):
+            found |= {module.qkv.weight: 3, module.out.weight: 1}
+        elif isinstance(module, FeedForward):
+            found |= {module.up.weight: 1, module.down.weight: 1}
+    return found
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:

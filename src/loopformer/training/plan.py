@@ -7,6 +7,7 @@ of the device's peak that training commonly reaches.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from loopformer.device import device_name, peak_flops
 from loopformer.model.cost import Cost
 from loopformer.training.batches import largest_micro_batch
 from loopformer.training.fused.passes import FP8_PASSES_PER_GRADIENT
+from loopformer.trajectory import Trajectory
 
 COMMON_SHARE = 0.4  # of the peak, on a GPU
 CPU_SHARE = 0.5  # of what large matmuls reach, on a CPU
@@ -67,14 +69,26 @@ def make_plan(
     )
 
 
-def training_flops_per_token(run: RunConfig, short_budget: float | None = None) -> float:
-    """Forward and backward of both trajectories; the mean short one unless its budget is given."""
-    cost, objective = Cost(run.model), run.objective
-    full = cost.training_flops()
-    if not objective.elastic:
-        return full
-    both = cost.training_flops(short_budget=run.model.loops / 2 if short_budget is None else short_budget)
-    return full + objective.short_fraction * (both - full)
+def training_flops_per_token(run: RunConfig, followed: Sequence[Trajectory | None] | None = None) -> float:
+    """Forward and backward of the objective's trajectories: those followed in a step, or the mean over training."""
+    cost, flops = Cost(run.model), 0.0
+    for place, entry in enumerate(run.objective.trajectories):
+        if followed is None:
+            budget, share = sum(entry.budgets(run.model.loops)) / 2, entry.during[1] - entry.during[0]
+        else:
+            drawn = followed[place]
+            budget, share = (0.0, 0.0) if drawn is None else (drawn.budget, 1.0)
+        flops += share * entry.rows * cost.training_flops(budgets=[budget])
+    return flops
+
+
+def most_passes(run: RunConfig) -> float:
+    """The most passes per row that a step can take, over all trajectories that are followed together."""
+    entries = run.objective.trajectories
+    return max(
+        sum(entry.rows * entry.budgets(run.model.loops)[1] for entry in entries if entry.active(one.during[0]))
+        for one in entries
+    )
 
 
 def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1, fused: bool = False) -> float:
@@ -93,15 +107,14 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1, fused: bool =
         per_block = 8 * config.width + size * ((6 + turned) * config.width + config.ffn) + factors
         # Both factors of the weight gradients of some passes; without recomputing, backward has freed more by then.
         waiting = (FP8_PASSES_PER_GRADIENT - 1) * config.blocks * (8 * config.width + 2 * config.ffn) * fp8
-    passes = config.loops + (config.loops - 1) * run.objective.short_fraction * run.objective.elastic
+    passes = most_passes(run)
     if training.checkpoint_loops:
         per_token = passes * 4 * config.width + config.blocks * per_block + waiting
     else:
         per_token = passes * config.blocks * per_block
     chunk = min(run.objective.chunk, micro_batch * config.context)
-    head = (
-        chunk * config.vocab_rows * 4 * (6 if run.objective.elastic else 3) + config.vocab_rows * config.width * 4
-    )
+    together = len(run.objective.trajectories)
+    head = chunk * config.vocab_rows * 4 * 3 * together + config.vocab_rows * config.width * 4
     return states + micro_batch * config.context * per_token + head
 
 

@@ -79,10 +79,12 @@ class Reporter:
         """Show a training record."""
         if not self.active:
             return
-        text = (
-            f"loss {values['loss_full']:.4f}  short {values['loss_short']:.4f}  "
-            f"{values['tokens_per_second']:,.0f} tok/s  lr {values['learning_rate']:.2e}"
+        losses = "  ".join(
+            f"{name.replace('loss_full', 'loss').removeprefix('loss_')} {value:.4f}"
+            for name, value in values.items()
+            if name.startswith("loss_")
         )
+        text = f"{losses}  {values['tokens_per_second']:,.0f} tok/s  lr {values['learning_rate']:.2e}"
         if self._bar is not None:
             self._bar.update(0, note=text)
         else:
@@ -259,14 +261,21 @@ FILE = "curves.png"
 def draw_curves(run: Path) -> str | None:
     """Draw `curves.png` from metrics.jsonl and return its path; None without matplotlib or records."""
     records = read_metrics(run)
-    train = [record for record in records if {"loss_full", "loss_short"} <= record.keys()]
+    train = [record for record in records if record["kind"] == "train"]
+    names = dict.fromkeys(name for record in train for name in record if name.startswith("loss_"))
     tested = [record for record in records if record["kind"] == "validation"]
-    if not train or not available():
+    if not names or not available():
         return None
-    steps = [record["step"] for record in train]
-    losses = [Line("full trajectory", steps, [record["loss_full"] for record in train])]
-    if any(record["loss_short"] for record in train):
-        losses.append(Line("short ones", steps, [record["loss_short"] for record in train]))
+    losses = []
+    for name in names:
+        followed = [record for record in train if record.get(name)]  # earlier versions wrote 0 where there was none
+        if followed:
+            label = {"loss_full": "full trajectory", "loss_short": "short ones"}.get(
+                name, name.removeprefix("loss_")
+            )
+            losses.append(
+                Line(label, [record["step"] for record in followed], [record[name] for record in followed])
+            )
     perplexities = [
         Line(
             f"M = {name.removeprefix('loss_at_')}",

@@ -35,19 +35,13 @@ from loopformer.files import read_json, write_atomic
 from loopformer.loading import find_model
 from loopformer.loading.folder import SETTINGS, STATE, latest_good, load_model, save_tensors
 from loopformer.model import LoopedLM
-from loopformer.training.batches import MicroBatch, micro_batches, short_trajectory
-from loopformer.training.checkpoint import (
-    optimizer_tensors,
-    restore_optimizer,
-    rotate,
-    set_aside_newer,
-    write_checkpoint,
-)
+from loopformer.training.batches import MicroBatch, draw_trajectories, micro_batches
+from loopformer.training.checkpoint import restore_optimizer, rotate, set_aside_newer, write_checkpoint
 from loopformer.training.distributed import Parallel, Ranks, whole
 from loopformer.training.fused.passes import obstacle
 from loopformer.training.fused.types import Precision
-from loopformer.training.objective import Divisors, Objective, autocast
-from loopformer.training.optimizer import learning_rate, make_optimizer
+from loopformer.training.objective import Objective, autocast
+from loopformer.training.optimizer import ModelOptimizer, learning_rate
 from loopformer.training.plan import (
     estimated_micro_batch,
     memory_bytes,
@@ -128,7 +122,7 @@ class Trainer:
         self.parallel = Parallel(objective, ranks, training.sharded)
         self.model = model
         on_gpu = ranks.device.type == "cuda"
-        self.optimizer = make_optimizer(model, training, fused=on_gpu)
+        self.optimizer = ModelOptimizer(model, training, fused=on_gpu)
         if checkpoint:
             restore_optimizer(model, self.optimizer, checkpoint, self.state.updates, on_gpu)
 
@@ -199,7 +193,8 @@ class Trainer:
         meter = SpeedMeter(self.run, self.ranks.device, self.ranks.world)
         for batch in batches:
             step = state.step + 1
-            terms, norm, rate, flops = self._step(step, batch)
+            divisors = self._divisors(batch)
+            terms, norm, rate, flops = self._step(step, batch, divisors)
             finite = self._update(norm)
             state.step = step
             state.tokens += training.batch * self.run.model.context
@@ -207,11 +202,8 @@ class Trainer:
             meter.add(flops)
             self.reporter.tick(step)
             if step % training.log_every == 0 or step == training.steps or not finite:
-                loss, short, consistency = self.ranks.sum(terms).tolist()
                 values = {
-                    "loss_full": loss,
-                    "loss_short": short,
-                    "consistency": consistency,
+                    **self._mean_losses(terms, divisors),
                     "gradient_norm": float(norm),
                     "learning_rate": rate,
                     "skipped": step - state.updates,
@@ -237,44 +229,55 @@ class Trainer:
                 self.reporter.say(f"stopped at step {step}; go on with --resume")
                 return
 
-    def _step(self, step: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-        """Gradients of one step: the loss terms, the gradient's norm before clipping, the rate, the FLOPs."""
+    def _step(
+        self, step: int, batch: StepBatch, divisors: list[float]
+    ) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+        """Gradients of one step: loss terms [2, E], the gradient's norm before clipping, the rate, the FLOPs."""
         run, device = self.run, self.ranks.device
         rate = learning_rate(step, run.training)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        divisors = self._divisors(batch)
-        terms = torch.zeros(3, dtype=torch.float32, device=device)
+        self.optimizer.set_rate(rate)
+        terms = torch.zeros(2, len(divisors), dtype=torch.float32, device=device)
         flops = 0.0
         for number, (micro_batch, rows) in enumerate(batch):
-            short = short_trajectory(run.model.loops, run.objective, run.training.seed, step, micro_batch.part)
+            followed = draw_trajectories(run, step, micro_batch.part)
             with self.parallel.micro_batch(last=number == len(batch) - 1):
                 with autocast(device, run):
                     losses = self.parallel.module(
                         rows.inputs.to(device, non_blocking=True),
                         rows.targets.to(device, non_blocking=True),
                         None if rows.documents is None else rows.documents.to(device, non_blocking=True),
+                        followed,
+                        micro_batch.rows,
                         divisors,
-                        None,
-                        short,
-                        micro_batch.short_rows,
                     )
                 (losses.total * self.ranks.world).backward()  # the wrappers average over ranks, we sum
             terms += losses.terms
             del losses  # its graph holds the cast weights
-            flops += len(rows) * run.model.context * training_flops_per_token(run, short.budget if short else None)
+            flops += len(rows) * run.model.context * training_flops_per_token(run, followed)
         self.parallel.before_update()
         norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.training.clip))
         return terms, norm, rate, flops * self.ranks.world
 
-    def _divisors(self, batch: StepBatch) -> Divisors:
-        counts = torch.zeros(2)
+    def _divisors(self, batch: StepBatch) -> list[float]:
+        """How many counted targets the whole step has for each trajectory, over all ranks and micro-batches."""
+        counts = torch.zeros(len(self.run.objective.trajectories))
         for micro_batch, rows in batch:
             counted = (rows.targets != NO_LOSS).sum(1)
-            counts[0] += counted.sum()
-            counts[1] += counted[list(micro_batch.short_rows)].sum()
-        full, short = self.ranks.sum(counts.to(self.ranks.device)).tolist()
-        return Divisors(max(1.0, full), max(1.0, short))
+            for place, own in enumerate(micro_batch.rows):
+                counts[place] += counted[list(own)].sum()
+        return [max(1.0, count) for count in self.ranks.sum(counts.to(self.ranks.device)).tolist()]
+
+    def _mean_losses(self, terms: torch.Tensor, divisors: list[float]) -> dict[str, float]:
+        """A step's losses per token, by trajectory, and how far those that are matched are from the full one."""
+        cross_entropies, matches = self.ranks.sum(terms).tolist()
+        values, consistency = dict[str, float](), 0.0
+        for entry, divisor, loss, match in zip(
+            self.run.objective.trajectories, divisors, cross_entropies, matches, strict=True
+        ):
+            if loss:  # those that are not followed in this step have none
+                values[f"loss_{entry.label}"] = loss / divisor
+            consistency += match / divisor
+        return {**values, "consistency": consistency}
 
     def _update(self, norm: torch.Tensor) -> bool:
         """Take the step unless its gradient is not finite; every rank sees the same norm."""
@@ -282,7 +285,7 @@ class Trainer:
         if finite:
             self.optimizer.step()
             self.state.updates += 1
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         return finite
 
     def _validate(self, step: int) -> bool:
@@ -305,7 +308,7 @@ class Trainer:
         state.threads = torch.get_num_threads()
         state.rng = torch.get_rng_state().tolist()
         tensors = {name: whole(tensor).detach() for name, tensor in self.model.state_dict().items()}
-        moments = optimizer_tensors(self.model, self.optimizer)
+        moments = self.optimizer.tensors(self.model)
 
         def fill(folder: Path) -> None:
             save_tensors(tensors, self.run.model, folder, {"run": str(self.out), "step": state.step})
@@ -377,14 +380,15 @@ def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int)
     """Run the costliest micro-batch once, forward and backward."""
     loops = run.model.loops
     ids = torch.zeros(rows, run.model.context, dtype=torch.long, device=device)
-    short = Trajectory.uniform(loops - 1) if run.objective.elastic else None
+    longest = [Trajectory.uniform(entry.budgets(loops)[1]) for entry in run.objective.trajectories]
     documents = torch.zeros_like(ids) if run.data.documents else None
     spare = None
     try:
         # Moments, and gradients of the micro-batches before, are not there yet; hold their place.
         spare = [torch.empty_like(p) for p in objective.parameters() for _ in range(3)]
         with autocast(device, run):
-            losses = objective(ids, ids, documents, Divisors(1.0, 1.0), None, short, tuple(range(rows)))
+            count = len(longest)
+            losses = objective(ids, ids, documents, longest, [range(rows)] * count, [1.0] * count)
         losses.total.backward()
         torch.cuda.synchronize(device)
         return True

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from loopformer import LoopedLM, Trajectory
 from loopformer.config import ModelConfig, ObjectiveConfig
-from loopformer.training.fused.passes import FusedStack
+from loopformer.training.fused.passes import FusedStack, obstacle
 from loopformer.training.fused.types import Precision
-from loopformer.training.objective import Divisors, Objective
+from loopformer.training.objective import Objective
 
 PLAIN = Precision(torch.float32)
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -36,8 +36,8 @@ def run(
     ids = torch.randint(model.config.vocab, (4, 9), generator=torch.Generator().manual_seed(1))
     objective = Objective(model, ObjectiveConfig(chunk=8), fused=precision, **settings)
     inputs, targets, device = ids[:, :-1], ids[:, 1:], model.tokens.weight.device
-    short = Trajectory.uniform(2)
-    losses = objective(inputs.to(device), targets.to(device), documents, Divisors(32.0, 16.0), None, short, (1, 3))
+    followed, rows = [Trajectory.uniform(model.config.loops), Trajectory.uniform(2)], [range(4), (1, 3)]
+    losses = objective(inputs.to(device), targets.to(device), documents, followed, rows, [32.0, 16.0])
     losses.total.backward()
     found = [losses.terms, *gradients(model)]
     model.zero_grad()
@@ -50,6 +50,17 @@ def test_gradients_are_autograds(tiny: ModelConfig, conditioning: str, positions
     model = model_of(tiny, conditioning=conditioning, positions=positions)
     for mine, theirs in zip(run(model, PLAIN), run(model, None), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"inject": "gated"}], ids=str)
+def test_settings_on_trial_train_alike(tiny: ModelConfig, changes: dict[str, object]) -> None:
+    """Where `obstacle` has no objection."""
+    model = model_of(tiny, **changes)
+    assert obstacle(model.config, torch.device("cpu"), fp8=False) is None
+    for checkpoint_loops in (False, True):
+        fused, plain = (run(model, way, checkpoint_loops=checkpoint_loops) for way in (PLAIN, None))
+        for mine, theirs in zip(fused, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
 def test_documents_are_kept_apart(tiny: ModelConfig) -> None:
