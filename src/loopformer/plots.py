@@ -3,6 +3,7 @@
     figure = line_figure([Panel([Line("full depth", steps, losses)], xlabel="step", ylabel="loss")])
     save(figure, "curves.png")                   # the ending chooses the format: .png, .pdf, .svg
     map_figure([HeatMap("mine", matrix)], label="linear CKA")
+    grid_figure({"M = 1": [1.0, 0.4]}, label="accuracy")
     schedule_figure("All schedules", bars, unit=8, marks={"best": 0, "uniform": 3})
 
 Made for print at full text width (7 in): text of 8 pt, the Okabe-Ito colours, which every kind of colour vision
@@ -310,6 +311,33 @@ def _draw_map(axis: Axes, heat_map: HeatMap, side: float) -> Any:
         label = (name if len(name) <= most else "…" + name[1 - most :]) + f"\n({rest}"
     axis.set_title(label)
     return image
+
+
+def grid_figure(rows: Mapping[str, Sequence[float]], *, label: str, xlabel: str = "", title: str = "") -> Figure:
+    """A heat map of named rows, the first at the bottom, on a scale of 0 to 1; columns are counted from 1."""
+    values = list(rows.values())
+    columns = len(values[0])
+    cell = (WIDTH - 1.9) / columns  # inches, beside the names and the colour bar
+    height = 0.22 if len(rows) > 1 else 0.4
+    with house_style():
+        figure = new_figure(WIDTH, 1.0 + max(height * len(rows), 0.8))
+        axis = figure.subplots()
+        image = axis.imshow(values, vmin=0, vmax=1, cmap="viridis", origin="lower", aspect="auto")
+        step = math.ceil(columns / 16)
+        places = range(0, columns, step)
+        axis.set_xticks(places, [str(place + 1) for place in places])
+        axis.set_yticks(range(len(rows)), list(rows))
+        axis.set(xlabel=xlabel, title=title)
+        axis.grid(False)
+        axis.spines[:].set_visible(False)
+        axis.tick_params(length=0)
+        if cell >= _SMALLEST_LABELLED:
+            for y, row in enumerate(values):
+                for x, value in enumerate(row):
+                    colour = "black" if value > 0.6 else "white"
+                    axis.text(x, y, f"{value:.2f}", ha="center", va="center", color=colour)
+        figure.colorbar(image, ax=axis, label=label, ticks=[0, 0.25, 0.5, 0.75, 1], pad=0.02, fraction=0.05)
+    return figure
 
 
 def schedule_figure(title: str, bars: Sequence[ScheduleBar], *, unit: int, marks: Mapping[str, int]) -> Figure:

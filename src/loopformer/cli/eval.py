@@ -1,4 +1,4 @@
-"""`loopformer eval`: how good a model is at each budget, by perplexity on texts and by accuracy on benchmarks.
+"""`loopformer eval`: how good a model is at each budget: on texts, on benchmarks, in state tracking.
 
 Benchmarks can be taken in three steps where lm-evaluation-harness is on another machine than the model: write what
 they ask to a file (--export-requests), answer it (--score-requests), make numbers of the answers (--aggregate).
@@ -6,6 +6,7 @@ they ask to a file (--export-requests), answer it (--score-requests), make numbe
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,21 +75,35 @@ def eval_(
     collect: Annotated[
         Path | None, typer.Option("--aggregate", help="Make numbers of the answers in this file.")
     ] = None,
+    states: Annotated[
+        str | None,
+        typer.Option(help="Track products over S3, A5 or S5, at 1…L by default. What a run with data.states does."),
+    ] = None,
+    sequences: Annotated[int | None, typer.Option(help="Words to track; 4096.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Which words; 0.")] = None,
+    beyond: Annotated[bool, typer.Option("--beyond", help="Allow more passes than L, in tracking.")] = False,
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw the accuracy of tracking by place and budget: a .png, .pdf or .svg.")
+    ] = None,
     batch_tokens: BatchTokens = 8192,
     device: Device = "auto",
     dtype: Dtype = "float32",
     out: OutFile = None,
     as_json: Json = False,
 ) -> None:
-    """Measure perplexity, or the accuracy on benchmarks, at any budgets; started again, it continues.
+    """Measure perplexity, accuracy on benchmarks, or state tracking, at any budgets; started again, it continues.
 
     Examples: loopformer eval --model runs/mine --text news.jsonl --budgets 1,2,4 --trajectory 4-2-1-1
 
     loopformer eval --model runs/mine --tasks paper --data data/eval --limit 50
+
+    loopformer eval --model runs/s3 --states S3 --figure s3.png
     """
     from loopformer.errors import LoopformerError, require
     from loopformer.evaluation.benchmarks import LoadedModel
+    from loopformer.evaluation.states import own_group, state_figure
     from loopformer.evaluation.text import Protocol
+    from loopformer.plots import check_drawing, save
 
     steps = (export, score, collect)
     require(
@@ -100,13 +115,26 @@ def eval_(
     require(limit is None or tasks is not None, "--limit goes with --tasks.")
     for name, folder in (("--data", data), ("--include", include)):
         require(folder is None or tasks is not None or collect is not None, f"{name} goes with --tasks.")
-    with output_file(out), output_file(export, "--export-requests"):
+    others = text or tasks is not None or any(file is not None for file in steps)
+    require(states is None or not others, "--states is measured on its own; leave out texts and tasks.")
+    if states is None and model is not None and not others:
+        states = own_group(model)
+    for name, given in (("--sequences", sequences), ("--seed", seed), ("--figure", figure)):
+        require(given is None or states is not None, f"{name} goes with --states.")
+    require(not beyond or states is not None, "--beyond goes with --states.")
+    require(states is None or schedule == "uniform", "--schedule is for texts and tasks; use --trajectory.")
+    if figure is not None:
+        check_drawing(figure)
+    with output_file(out), output_file(export, "--export-requests"), output_file(figure, "--figure"):
         if collect is not None:
             _finish({"tasks": _aggregate(collect, data, include)}, out, as_json)
             return
         if model is not None and export is None:  # first, since tasks may take long to load
             loaded = LoadedModel.open(model, device, dtype)
-            trajectories = loaded.trajectories(budgets, trajectory or (), schedule)
+            if states is None:
+                trajectories = loaded.trajectories(budgets, trajectory or (), schedule)
+            else:
+                trajectories = _tracked_along(loaded, budgets, trajectory or (), beyond)
         suite = None if tasks is None else load_tasks(tasks, data, include, limit)
         if export is not None and suite is not None:
             _export_requests(export, suite)
@@ -117,7 +145,11 @@ def eval_(
             _score_requests(score, loaded, trajectories, out, batch_tokens)
             return
         report: dict[str, Any] = {"model": model, "weights": loaded.weights}
-        if text or suite is None:
+        if states is not None:
+            report["states"] = _track(loaded, states, trajectories, sequences, seed, batch_tokens)
+            if figure is not None:
+                save(state_figure(report["states"]), figure)
+        elif text or suite is None:
             protocol = Protocol(window, stride, join, max_tokens)
             texts = text or [own_text(model)]
             report["perplexity"] = _perplexity(loaded, texts, trajectories, protocol, field, batch_tokens)
@@ -180,6 +212,37 @@ def _accuracy(
     return results(suite, model_facts(loaded, runs), runs)
 
 
+def _tracked_along(
+    loaded: "LoadedModel", budgets: str | None, trajectories: Sequence[str], beyond: bool
+) -> "list[Trajectory]":
+    """Budgets and trajectories, every budget by default; with `beyond` also of more passes than L."""
+    from loopformer.config import whole_numbers
+
+    numbers = [] if trajectories else list(range(1, loaded.model.config.loops + 1))
+    if budgets is not None:
+        numbers = whole_numbers(budgets, "--budgets")
+    by_budget = [loaded.model.resolve(number, beyond) for number in numbers]
+    return list(dict.fromkeys([*by_budget, *(loaded.model.resolve(one, beyond) for one in trajectories)]))
+
+
+def _track(
+    loaded: "LoadedModel",
+    group: str,
+    trajectories: "list[Trajectory]",
+    sequences: int | None,
+    seed: int | None,
+    batch_tokens: int,
+) -> dict[str, Any]:
+    """Products over a group, by place and trajectory."""
+    from loopformer.data.states import Group
+    from loopformer.evaluation.states import SEQUENCES, track_states
+
+    words = SEQUENCES if sequences is None else sequences
+    with progress("words") as report:
+        elements = Group.named(group)
+        return track_states(loaded.model, elements, trajectories, words, seed or 0, batch_tokens, report)
+
+
 # The same in three steps.
 
 
@@ -233,6 +296,8 @@ def _finish(report: dict[str, Any], out: Path | None, as_json: bool) -> None:
         _show_perplexity(report["perplexity"])
     if "tasks" in report:
         _show_tasks(report["tasks"])
+    if "states" in report:
+        _show_states(report["states"])
 
 
 def _show_perplexity(rows: list[dict[str, Any]]) -> None:
@@ -262,6 +327,54 @@ def _show_perplexity(rows: list[dict[str, Any]]) -> None:
                 ]
                 for row in own
             ],
+        )
+
+
+def _show_states(found: dict[str, Any]) -> None:
+    """Accuracy by runs of places, doubling in length, along each trajectory; then depth by certainty."""
+    typer.echo(
+        f"products over {found['group']} ({found['elements']} elements, chance {100 * found['chance']:.1f} %), "
+        f"{found['sequences']:,} words of {found['places']}, seed {found['seed']}, {found['dtype']} on "
+        f"{found['device']}; accuracy in percent"
+    )
+    ends = [1 << power for power in range(found["places"].bit_length()) if 1 << power < found["places"]]
+    runs = list(pairwise([0, *ends, found["places"]]))
+    print_table(
+        ["budget", "schedule", *(f"{a + 1}-{b}" if b > a + 1 else str(b) for a, b in runs), "tracked"],
+        [
+            [
+                str(row["budget"]),
+                "uniform" if row["trajectory"] == str(row["budget"]) else row["trajectory"],
+                *(f"{100 * sum(row['accuracy'][a:b]) / (b - a):.1f}" for a, b in runs),
+                str(row["tracked"]),
+            ]
+            for row in found["trajectories"]
+        ],
+    )
+    typer.echo("tracked: the longest prefix with 95 % or more at every place")
+    for name, how in (("exit", "leaving the longest trajectory early"), ("escalation", "trying budget by budget")):
+        if (certainty := found["certainty"][name]) is None:
+            continue
+        typer.echo(
+            f"\ndepth by certainty, {how}; passes per place: of the answer, run for it, run before it as well"
+        )
+        print_table(
+            ["depth", "accuracy", "answer", "run", "filled"],
+            [
+                *(
+                    [f"always {row['depth']}", f"{100 * row['accuracy']:.1f}", *[f"{row['depth']:.2f}"] * 3]
+                    for row in certainty["fixed"]
+                ),
+                *(
+                    [
+                        f"above {row['threshold']:g}",
+                        f"{100 * row['accuracy']:.1f}",
+                        *(f"{row[key]:.2f}" for key in ("mean_depth", "mean_passes", "mean_passes_filled")),
+                    ]
+                    for row in certainty["by_certainty"]
+                ),
+            ],
+            left=1,
         )
 
 

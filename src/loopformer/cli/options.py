@@ -51,11 +51,17 @@ Json = Annotated[bool, Option("--json", help="Print JSON.")]
 def own_text(model: str) -> str:
     """What --text is where it is not given: the data that a run was trained with, for its validation split."""
     from loopformer.errors import FileProblem, LoopformerError
+    from loopformer.evaluation.states import own_group
     from loopformer.evaluation.text import default_text
     from loopformer.loading.folder import run_of
 
     if prepared := default_text(model):
         return prepared
+    if group := own_group(model):
+        raise LoopformerError(
+            f"{model} was trained on words over {group}, not on text; give a text with --text, or see how it does "
+            f"there with loopformer eval --model {model}."
+        )
     if run_of(model) is not None:
         raise FileProblem(
             f"The data that {model} was trained on cannot be found; give its folder or another text with --text."

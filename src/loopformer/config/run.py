@@ -23,18 +23,27 @@ from loopformer.errors import FileProblem, LoopformerError, nearest, require
 from loopformer.files import read_yaml
 from loopformer.trajectory import SAMPLERS
 
+GroupName = Literal["S3", "A5", "S5"]
+
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the prepared tokens are and how they are read."""
+    """Where the prepared tokens are and how they are read, or the group whose states are to be tracked."""
 
     path: str = "data"
     documents: bool = False  # mask attention and restart positions at document borders
     prepare: str | None = None  # a source to prepare into `path` first, where it is not there yet
     train_tokenizer: int | None = None  # the size of the tokenizer to train on it
+    states: GroupName | None = None  # words over this group instead of text; nothing is read from `path`
 
     def __post_init__(self) -> None:
         check_types(self, "data")
+        if self.states is not None:
+            for name in ("documents", "prepare", "train_tokenizer"):
+                require(
+                    not getattr(self, name),
+                    f"data.{name} is for text and data.states draws words; set one of both.",
+                )
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Order:
     def locate(self, positions: npt.ArrayLike) -> Located:
         where = np.asarray(positions, dtype=np.uint64)
         block, place = np.divmod(where, np.uint64(BLOCK))
-        slot = permute(place, BLOCK, _key(self.seed, _BLOCKS_KEY, block)) if len(self.sizes) > 1 else place
+        slot = permute(place, BLOCK, stream_key(self.seed, _BLOCKS_KEY, block)) if len(self.sizes) > 1 else place
         ends = np.cumsum(self.shares)
         source = np.searchsorted(ends, slot, side="right")
         sample, epoch = np.empty_like(where), np.empty_like(where)
@@ -71,7 +71,7 @@ class Order:
             # Positions of this source before this one: its share of every earlier block, then its slots.
             running = block[own] * np.uint64(share) + slot[own] - np.uint64(end - share)
             epoch[own], inside = np.divmod(running, np.uint64(size))
-            sample[own] = permute(inside, size, _key(self.seed, number, epoch[own]))
+            sample[own] = permute(inside, size, stream_key(self.seed, number, epoch[own]))
         return Located(source.astype(np.int64), sample.astype(np.int64), epoch.astype(np.int64))
 
     def drawn(self, position: int) -> list[int]:
@@ -85,7 +85,7 @@ class Order:
 def permute(index: UInt64s, size: int, key: UInt64s) -> UInt64s:
     """A bijection of 0 … size-1 for each key."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
-    keys = [_mix(key + np.uint64(number)) for number in range(_ROUNDS)]
+    keys = [mix(key + np.uint64(number)) for number in range(_ROUNDS)]
     result = index.astype(np.uint64)
     outside = np.arange(len(result))
     while len(outside):
@@ -110,16 +110,16 @@ def _feistel(value: UInt64s, half: int, keys: Sequence[UInt64s]) -> UInt64s:
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = value >> shift, value & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        left, right = right, left ^ (mix(right ^ key) & mask)
     return (left << shift) | right
 
 
-def _key(seed: int, stream: int, number: UInt64s) -> UInt64s:
-    start = _mix(np.array([seed % 2**64], dtype=np.uint64)) + np.uint64(stream)
-    return _mix(_mix(start) + number)
+def stream_key(seed: int, stream: int, number: UInt64s) -> UInt64s:
+    start = mix(np.array([seed % 2**64], dtype=np.uint64)) + np.uint64(stream)
+    return mix(mix(start) + number)
 
 
-def _mix(value: UInt64s) -> UInt64s:
+def mix(value: UInt64s) -> UInt64s:
     """SplitMix64's step: 64 bits in, 64 well mixed bits out, wrapping on purpose."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -63,7 +63,10 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Each text on its own, in parallel."""
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # plain, where a vocabulary of words has none for unknown ones
+            raise LoopformerError(f"A text has words that the tokenizer does not know ({error}).") from error
         return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:

@@ -115,7 +115,8 @@ def default_text(model: str | Path) -> str | None:
     """The data folder of a run, or of a checkpoint's run; None where there is none or it cannot be found."""
     if (run := run_of(model)) is None:
         return None
-    folder = data_folder(run, load_run(run / SETTINGS)[0].data.path)
+    data = load_run(run / SETTINGS)[0].data
+    folder = data_folder(run, data.path) if data.states is None else None
     if folder is None:
         return None
     here = Path.cwd()

@@ -29,6 +29,7 @@ from loopformer.config import (
 )
 from loopformer.data.shards import TokenData, is_prepared
 from loopformer.data.splits import SPLITS
+from loopformer.data.states import Group, open_data
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import available_bytes
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
@@ -89,7 +90,7 @@ def launch(
         stored = _stored_file(out) if resume and checkpoints(out) else None
         if stored is not None:
             run = _continued(_from_anywhere(run_from_mapping(read_yaml(stored))), run, written)
-            if not is_prepared(run.data.path):
+            if not _has_data(run):
                 raise FileProblem(
                     f"The data of this run, {run.data.path}, cannot be found; give its folder with data.path=…"
                 )
@@ -99,8 +100,8 @@ def launch(
             if ranks.main:
                 _prepare_if_asked(run, say)
             ranks.wait()
-            run = _settle_run(run, written, TokenData.open(run.data.path, "train"))
-        if ranks.main:
+            run = _settle_run(run, written, open_data(run.data))
+        if ranks.main and run.data.states is None:
             for split in SPLITS:
                 TokenData.open(run.data.path, split).verify(changed_only=True, say=say)
         ranks.wait()
@@ -119,8 +120,8 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     run, written = _settings(source, overrides, Path(out), resume)
     run = with_expected_vocab(run, written)
     tokens = 0
-    if is_prepared(run.data.path):
-        data = TokenData.open(run.data.path, "train")
+    if _has_data(run):
+        data = open_data(run.data)
         run, tokens = _settle_run(run, written, data), data.tokens
     elif run.init_from is not None:
         run = replace(run, model=find_config(run.init_from)[0])
@@ -168,6 +169,11 @@ def _stored_file(out: Path) -> Path | None:
     return next((place / SETTINGS for place in places if (place / SETTINGS).is_file()), None)
 
 
+def _has_data(run: RunConfig) -> bool:
+    """Whether training could begin: states are drawn, tokens must have been prepared."""
+    return run.data.states is not None or is_prepared(run.data.path)
+
+
 def _prepare_if_asked(run: RunConfig, say: Callable[[str], None]) -> None:
     """Prepare the data first where the settings say how and it is not there yet."""
     if run.data.prepare is None or is_prepared(run.data.path):
@@ -178,7 +184,7 @@ def _prepare_if_asked(run: RunConfig, say: Callable[[str], None]) -> None:
     prepare([run.data.prepare], run.data.path, train_tokenizer=run.data.train_tokenizer)
 
 
-def _settle_run(run: RunConfig, written: set[str], data: TokenData) -> RunConfig:
+def _settle_run(run: RunConfig, written: set[str], data: TokenData | Group) -> RunConfig:
     """Fill in what the data and the starting model decide: the vocabulary, or all model settings."""
     if run.init_from is not None:
         model, tokenizer = find_config(run.init_from)
@@ -195,13 +201,18 @@ def _settle_run(run: RunConfig, written: set[str], data: TokenData) -> RunConfig
     return run
 
 
-def _check_same_tokenizer(folder: Path | None, model: ModelConfig, data: TokenData) -> None:
+def _check_same_tokenizer(folder: Path | None, model: ModelConfig, data: TokenData | Group) -> None:
     if folder is None and data.vocab_size != model.vocab:
         raise LoopformerError(
             f"The starting model has {model.vocab} tokens and no tokenizer beside it, the data's tokenizer has "
             f"{data.vocab_size}; prepare the data with the model's own tokenizer."
         )
     if folder is not None and Tokenizer.load(folder).hash != data.tokenizer.hash:
+        if isinstance(data, Group):
+            raise LoopformerError(
+                f"The tokens of the model in {folder} are not the elements of {data.name}; start from a model that "
+                f"was trained with data.states={data.name}, or leave init_from out."
+            )
         raise LoopformerError(
             f"The data in {data.folder} was made with another tokenizer than the model in {folder}; "
             f"prepare it again with --tokenizer {folder / 'tokenizer.json'}."

@@ -26,8 +26,9 @@ import torch
 
 from loopformer.config import RunConfig, run_to_yaml
 from loopformer.config.run import validation_budgets
-from loopformer.data.loader import NO_LOSS, Batch, Loader, Prefetcher, validation_windows
+from loopformer.data.loader import NO_LOSS, Batch, Loader, Prefetcher, Windows, validation_windows
 from loopformer.data.shards import TokenData
+from loopformer.data.states import Group, StateLoader, StateWindows, open_data
 from loopformer.device import available_bytes, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.files import read_json, write_atomic
@@ -86,12 +87,9 @@ class Trainer:
             torch.set_num_threads(training.threads)
         torch.set_float32_matmul_precision("highest" if training.dtype == "float32" else "high")
 
-        data = TokenData.open(run.data.path, "train")
+        data = open_data(run.data)
         self.tokenizer = data.tokenizer
-        self.loader = Loader(data, run.model.context, training.batch, training.seed, run.data.documents)
-        self.windows = validation_windows(
-            TokenData.open(run.data.path, "val"), run.model.context, training.validation_windows, run.data.documents
-        )
+        self.loader, self.windows = batches_of(run, data)
 
         notes: list[str] = []
         checkpoint = latest_good(out, notes.append) if resume else None
@@ -141,12 +139,12 @@ class Trainer:
         state.micro_batch_found = not isinstance(training.micro_batch, int)
         state.world, state.device, state.way = now
 
-    def _restore_state(self, checkpoint: Path, data: TokenData) -> TrainingState:
+    def _restore_state(self, checkpoint: Path, data: TokenData | Group) -> TrainingState:
         state = TrainingState(**read_json(checkpoint / STATE))
         if state.data != data.index_hash:
             raise LoopformerError(
-                f"The data in {data.folder} is not what this run was trained on; restore it, or start a new run "
-                "with init_from."
+                f"The data in {self.run.data.states or self.run.data.path} is not what this run was trained on; "
+                "restore it, or start a new run with init_from."
             )
         if self.ranks.device.type == "cpu" and self.run.training.threads is None:
             torch.set_num_threads(state.threads)  # sums split over other threads differ in their last bits
@@ -321,6 +319,17 @@ class Trainer:
         write_checkpoint(self.out, state.step, fill, moments, self.ranks, self.parallel.sharded)
         if self.ranks.main:
             rotate(self.out, self.run.training.keep, state.best_step)
+
+
+def batches_of(run: RunConfig, data: TokenData | Group) -> tuple[Loader | StateLoader, Windows | StateWindows]:
+    """A run's training batches, and what it is validated on."""
+    context, training, documents = run.model.context, run.training, run.data.documents
+    if isinstance(data, Group):
+        windows = StateWindows(data, context, training.validation_windows)
+        return StateLoader(data, context, training.batch, training.seed), windows
+    held_out = TokenData.open(run.data.path, "val")
+    loader = Loader(data, context, training.batch, training.seed, documents)
+    return loader, validation_windows(held_out, context, training.validation_windows, documents)
 
 
 def make_model(run: RunConfig) -> LoopedLM:

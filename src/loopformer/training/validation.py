@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from loopformer.config import RunConfig
 from loopformer.data.loader import NO_LOSS, Batch, Windows
+from loopformer.data.states import StateWindows
 from loopformer.training.distributed import Parallel
 from loopformer.training.objective import autocast
 from loopformer.trajectory import Trajectory
@@ -20,7 +21,7 @@ from loopformer.trajectory import Trajectory
 
 @torch.no_grad()
 def validate(
-    parallel: Parallel, windows: Windows, budgets: list[int], rows: int, run: RunConfig
+    parallel: Parallel, windows: Windows | StateWindows, budgets: list[int], rows: int, run: RunConfig
 ) -> dict[int, float]:
     """Mean cross-entropy per token at each budget, over the same windows for any number of ranks."""
     ranks = parallel.ranks

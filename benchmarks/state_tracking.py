@@ -1,0 +1,267 @@
+"""Where depth pays: products over a group, tracked by elastic models, specialists and models of fixed depth.
+
+    python benchmarks/state_tracking.py run s3 --runs runs/states --workers 2          # minutes each, one CPU core
+    python benchmarks/state_tracking.py run a5 --runs runs/states --workers 6          # on a GPU
+    python benchmarks/state_tracking.py run a5 elastic specialist-8 --runs runs/states --seeds 0 1 --steps 10000
+    python benchmarks/state_tracking.py collect --runs runs/states                     # into results/state_tracking
+
+A suite is a queue of models that `run` works through, `--workers` at a time, each in a process of its own, or only
+the models named. A model that is done is left out, one that was stopped goes on from its last checkpoint; SIGTERM
+stops all of them in order. All models of a suite and seed see the same words in the same order.
+
+A specialist M is the same network trained at uniform(M) only, as a model of M loops. Every model is measured at all
+budgets up to twice the longest (beyond what it was trained for, where it is looped), along all schedules of half of
+it where passes are told their steps, and by certainty (evaluation/states.py).
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from loopformer.data.states import Group
+from loopformer.device import device_name
+from loopformer.evaluation.benchmarks import LoadedModel
+from loopformer.evaluation.states import track_states
+from loopformer.model import LoopedLM
+from loopformer.training.launch import launch, plan
+from loopformer.trajectory import Trajectory
+
+Settings = Mapping[str, Any]
+
+ONE_TRAJECTORY: Settings = {"objective.short_weight": 0, "objective.consistency_weight": 0}
+OURS: Settings = {
+    "objective.trajectories": "[{budget: any}]",  # one of a random budget in every step
+    "training.optimizer": "muon",
+    "model.inject": True,
+}
+RAW = "raw.json"
+
+
+@dataclass(frozen=True)
+class StateSuite:
+    """Models by name, each a preset and what is set over it, and what all of them share."""
+
+    models: Mapping[str, tuple[str, Settings]]
+    shared: Settings
+    loops: int  # of the longest trajectory
+    seeds: tuple[int, ...]
+    steps: int
+
+
+SUITES = {
+    "s3": StateSuite(
+        {
+            "elastic": ("states", {}),
+            **{f"specialist-{m}": ("states", {**ONE_TRAJECTORY, "model.loops": m}) for m in (5, 1, 3, 2, 4)},
+        },
+        shared={"training.device": "cpu", "training.threads": 1},
+        loops=5,
+        seeds=(0, 1, 2),
+        steps=3000,
+    ),
+    "a5": StateSuite(
+        {  # the most telling first
+            "elastic": ("paper/loopformer-2x8", OURS),
+            "specialist-8": ("paper/loopformer-2x8", ONE_TRAJECTORY),
+            "elastic-paper": ("paper/loopformer-2x8", {}),
+            **{
+                f"specialist-{m}": ("paper/loopformer-2x8", {**ONE_TRAJECTORY, "model.loops": m}) for m in (4, 2, 1)
+            },
+            "stack-16": ("paper/base", {"model.blocks": 16}),
+            "stack-2": ("paper/base", {"model.blocks": 2}),
+            "base-loop-ee": ("paper/base-loop-ee-2x8", {}),
+            "tmlt-ee": ("paper/tmlt-ee-2x8", {}),
+        },
+        shared={
+            "model.width": 256,
+            "model.heads": 4,
+            "model.ffn": 640,
+            "model.context": 32,
+            "model.positions": "rotary",
+            "model.modulator_start": "one",
+            "model.time_scale": 30,
+            "data.states": "A5",
+            "objective.route_draws": 1,
+            "objective.chunk": 16384,
+            "training.batch": 512,
+            "training.micro_batch": 512,
+            "training.learning_rate": 1e-3,
+            "training.min_learning_rate": 1e-4,
+            "training.warmup": 200,
+            "training.save_every": 2000,
+            "training.validate_every": 2000,
+            "training.keep": 1,
+            "training.log_every": 50,
+        },
+        loops=8,
+        seeds=(0,),
+        steps=6000,
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb in ("run", "model"):  # `model` is how `run` calls itself
+        one = verbs.add_parser(verb)
+        one.add_argument("suite", choices=list(SUITES))
+        one.add_argument("models", nargs="*", metavar="MODEL", help="those of the suite by default")
+        one.add_argument("--runs", type=Path, required=True)
+        one.add_argument("--workers", type=int, default=2)
+        one.add_argument("--seeds", type=int, nargs="+", help="those of the suite by default")
+        one.add_argument("--steps", type=int, help="those of the suite by default")
+        one.add_argument("--commit", default="unknown")
+        one.add_argument(
+            "--set", action="append", default=[], metavar="KEY=VALUE", help="of `loopformer train`, for a trial"
+        )
+    one = verbs.add_parser("collect")
+    one.add_argument("--runs", type=Path, required=True)
+    one.add_argument("--out", type=Path, default=Path("results/state_tracking"))
+    asked = parser.parse_args()
+    if asked.verb == "collect":
+        collect(asked.runs, asked.out)
+        return
+    suite = SUITES[asked.suite]
+    models, seeds, steps = (
+        asked.models or list(suite.models),
+        asked.seeds or suite.seeds,
+        asked.steps or suite.steps,
+    )
+    if unknown := set(models) - set(suite.models):
+        parser.error(f"{asked.suite} has no {', '.join(sorted(unknown))}; it has {', '.join(suite.models)}")
+    if asked.verb == "model":
+        (name,), (seed,) = models, seeds
+        folder = asked.runs / run_name(asked.suite, name, seed)
+        train_and_measure(asked.suite, name, seed, steps, folder, asked.commit, asked.set)
+        return
+    shared = ["--runs", str(asked.runs), "--steps", str(steps), "--commit", asked.commit]
+    shared += [word for one in asked.set for word in ("--set", one)]
+    work_through(
+        asked.suite, [(name, seed) for seed in seeds for name in models], asked.runs, asked.workers, shared
+    )
+
+
+def run_name(suite: str, name: str, seed: int) -> str:
+    return f"{suite}-{name}-seed{seed}"
+
+
+def work_through(
+    suite: str, queue: Sequence[tuple[str, int]], runs: Path, workers: int, shared: Sequence[str]
+) -> None:
+    """Each model in a process of its own, some at a time; what is done already is left out."""
+    runs.mkdir(parents=True, exist_ok=True)
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        for process in running.values():
+            process.terminate()
+
+    def work(task: tuple[str, int]) -> None:
+        name = run_name(suite, *task)
+        if stopped or (runs / name / RAW).exists():
+            return
+        with (runs / f"{name}.log").open("ab") as log:
+            command = [sys.executable, __file__, "model", suite, task[0], "--seeds", str(task[1]), *shared]
+            running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            code = running[name].wait()
+        print(f"{name}: {'done' if code == 0 else f'ended with {code}'}", flush=True)
+
+    signal.signal(signal.SIGTERM, stop)
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(work, queue))
+
+
+def train_and_measure(
+    suite: str, name: str, seed: int, steps: int, run: Path, commit: str, trial: Sequence[str]
+) -> None:
+    """One model: its run folder, and everything that was measured in one file."""
+    preset, own = SUITES[suite].models[name]
+    settings = {**SUITES[suite].shared, "training.steps": steps, "training.seed": seed, **own}
+    overrides = [*(f"{key}={value}" for key, value in settings.items()), *trial]
+    trained = launch(preset, overrides, run, resume=True)
+    if not trained["finished"]:
+        sys.exit(128 + signal.SIGTERM)
+    torch.set_float32_matmul_precision("high")  # TF32 matmuls: far faster, and far finer than bf16
+    planned = plan(preset, overrides, run)
+    loaded = LoadedModel.open(str(run), planned["settings"]["training"]["device"])
+    group = Group.named(planned["settings"]["data"]["states"])
+    along = measured_along(loaded.model, SUITES[suite].loops)
+    found = {
+        "model": name,
+        "suite": suite,
+        "seed": seed,
+        "preset": preset,
+        "command": " ".join(["loopformer", "train", preset, *map(shlex.quote, overrides)]),
+        "commit": commit,
+        "hardware": hardware(loaded.model.tokens.weight.device),
+        "torch": torch.__version__,
+        **planned,
+        "weights": loaded.weights,
+        "seconds": trained["seconds"],
+        "training": [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()],
+        "states": track_states(loaded.model, group, along, batch_tokens=1 << 16),
+    }
+    (run / RAW).write_text(rounded(found), encoding="utf-8")
+    print(json.dumps({"model": name, "seed": seed, "tracked": tracked(found), "seconds": found["seconds"]}))
+
+
+def measured_along(model: LoopedLM, loops: int) -> list[Trajectory]:
+    """Every budget to twice `loops`, and the schedules of half of it; a plain stack has only one trajectory."""
+    config = model.config
+    if config.loops == 1 and config.conditioning == "none":
+        return [Trajectory.uniform(1)]
+    schedules = []
+    if config.conditioning not in ("none", "index"):
+        schedules = list(Trajectory.enumerate(loops, (loops + 1) // 2))
+    budgets = [Trajectory.uniform(budget) for budget in range(1, 2 * loops + 1)]
+    return list(dict.fromkeys([*budgets, *schedules]))
+
+
+def hardware(device: torch.device) -> str:
+    where = f"one {device_name(device)}" if device.type == "cuda" else f"{os.cpu_count()} CPU cores, 1 used"
+    return f"{where}, several runs at a time"
+
+
+def tracked(found: Mapping[str, Any]) -> dict[str, int]:
+    """The longest prefix with 95 % at every place, at each uniform budget."""
+    rows = found["states"]["trajectories"]
+    return {row["trajectory"]: row["tracked"] for row in rows if row["trajectory"] == str(row["budget"])}
+
+
+def collect(runs: Path, out: Path) -> None:
+    """The results of every run that is done, one file each, and a table of how far they track."""
+    out.mkdir(parents=True, exist_ok=True)
+    table = {}
+    for raw in sorted(runs.glob(f"*/{RAW}")):
+        found = json.loads(raw.read_text("utf-8"))
+        (out / f"{raw.parent.name}.json").write_text(rounded(found) + "\n", encoding="utf-8")
+        table[raw.parent.name] = tracked(found)
+        print(f"{raw.parent.name}: {table[raw.parent.name]}")
+    print(json.dumps(table))
+
+
+def rounded(value: Any) -> str:
+    """JSON with six digits of each number, which is more than any of them is worth."""
+    return json.dumps(
+        json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}")), ensure_ascii=False
+    )
+
+
+if __name__ == "__main__":
+    main()

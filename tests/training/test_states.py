@@ -1,0 +1,82 @@
+"""A run on words over a group: nothing on disk is needed, and stopping, cutting and moving change nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from loopformer.errors import LoopformerError
+from loopformer.evaluation.states import own_group
+from loopformer.lm import load
+from loopformer.loading.folder import checkpoints
+from loopformer.training.launch import launch, plan
+
+from .runs import go_back, training_losses, weights
+
+Overrides = Callable[..., list[str]]
+
+
+@pytest.fixture
+def tracked() -> Overrides:
+    base: dict[str, object] = {
+        "model.width": 16,
+        "model.heads": 2,
+        "model.ffn": 32,
+        "model.loops": 3,
+        "model.context": 6,
+        "training.steps": 6,
+        "training.batch": 8,
+        "training.device": "cpu",
+        "training.threads": 1,
+        "training.warmup": 2,
+        "training.save_every": 2,
+        "training.validate_every": 3,
+        "training.validation_windows": 12,
+        "training.log_every": 1,
+    }
+
+    def overrides(**more: object) -> list[str]:
+        merged = base | {name.replace("__", "."): value for name, value in more.items()}
+        return [f"{name}={value}" for name, value in merged.items()]
+
+    return overrides
+
+
+def test_a_run_resumes_to_the_same_bits_and_its_model_is_whole(tmp_path: Path, tracked: Overrides) -> None:
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert launch("states", tracked(), straight, quiet=True)["finished"]
+    launch("states", tracked(), stopped, quiet=True)
+    go_back(stopped, 2)
+    moved = stopped.rename(tmp_path / "moved")
+    launch(None, [], moved, resume=True, quiet=True)
+    assert weights(moved) == weights(straight)
+    assert training_losses(moved) == training_losses(straight)
+    assert own_group(moved) == own_group(checkpoints(moved)[-1]) == "S3"
+    lm = load(str(moved))
+    assert lm.need_tokenizer().encode("(12) ()") == [2, 0]
+    assert lm.model.config.vocab == 7
+    assert lm.score(["(12) (13)"])
+    with pytest.raises(LoopformerError, match=r"started with data\.states = S3, not S5"):
+        launch("states", tracked(data__states="S5"), moved, resume=True, quiet=True)
+
+
+def test_micro_batches_see_the_same_words(tmp_path: Path, tracked: Overrides) -> None:
+    for name, rows in (("whole", 8), ("cut", 2)):
+        launch("states", tracked(training__micro_batch=rows), tmp_path / name, quiet=True)
+    assert training_losses(tmp_path / "cut") == pytest.approx(training_losses(tmp_path / "whole"), abs=1e-4)
+
+
+def test_a_run_starts_from_a_model_of_its_own_group(tmp_path: Path, tracked: Overrides) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    launch("states", tracked(), first, quiet=True)
+    launch("states", [*tracked(training__seed=1), f"init_from={first}"], second, quiet=True)
+    assert weights(second) != weights(first)
+    with pytest.raises(LoopformerError, match="are not the elements of A5"):
+        launch("states", [*tracked(data__states="A5"), f"init_from={first}"], tmp_path / "third", quiet=True)
+
+
+def test_a_plan_needs_no_data_and_counts_no_epochs(tmp_path: Path, tracked: Overrides) -> None:
+    planned = plan("states", tracked(data__states="A5"), tmp_path / "run")
+    assert planned["settings"]["model"]["vocab"] == 61
+    assert planned["plan"]["epochs"] is None
+    assert planned["plan"]["tokens"] == 6 * 8 * 6
