@@ -42,10 +42,12 @@ Settings = Mapping[str, Any]
 
 ONE_TRAJECTORY: Settings = {"objective.short_weight": 0, "objective.consistency_weight": 0}
 OURS: Settings = {
-    "objective.trajectories": "[{budget: any}]",  # one of a random budget in every step
     "training.optimizer": "muon",
-    "model.inject": True,
+    "training.learning_rate": 2e-3,
+    "training.weight_decay": 0.1,
+    "model.inject": "gated",
 }
+ONE_RANDOM: Settings = {"objective.trajectories": "[{budget: any}]"}  # of a random budget in every step
 RAW = "raw.json"
 
 
@@ -73,12 +75,14 @@ SUITES = {
     ),
     "a5": StateSuite(
         {  # the most telling first
-            "elastic": ("paper/loopformer-2x8", OURS),
-            "specialist-8": ("paper/loopformer-2x8", ONE_TRAJECTORY),
+            "elastic": ("paper/loopformer-2x8", {**OURS, **ONE_RANDOM}),
+            "specialist-8": ("paper/loopformer-2x8", {**OURS, **ONE_TRAJECTORY}),
             "elastic-paper": ("paper/loopformer-2x8", {}),
             **{
-                f"specialist-{m}": ("paper/loopformer-2x8", {**ONE_TRAJECTORY, "model.loops": m}) for m in (4, 2, 1)
+                f"specialist-{m}": ("paper/loopformer-2x8", {**OURS, **ONE_TRAJECTORY, "model.loops": m})
+                for m in (4, 2, 1)
             },
+            "elastic-pair": ("paper/loopformer-2x8", {**OURS, "objective.consistency": "distribution"}),
             "stack-16": ("paper/base", {"model.blocks": 16}),
             "stack-2": ("paper/base", {"model.blocks": 2}),
             "base-loop-ee": ("paper/base-loop-ee-2x8", {}),
