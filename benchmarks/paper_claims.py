@@ -3,6 +3,7 @@
     python benchmarks/paper_claims.py prepare CORPUS EVAL --inputs data/claims       # texts, tokens, requests
     python benchmarks/paper_claims.py run --inputs data/claims --runs runs/claims    # train and measure, on a GPU
     python benchmarks/paper_claims.py collect EVAL --runs runs/claims                # into results/paper_claims
+    python benchmarks/paper_claims.py judge docs/paper-claims.md                     # its tables, from these
 
 `prepare` and `collect` need lm-evaluation-harness, `run` does not. QUEUE is what `run` works through, `--workers`
 models at a time, or only the models named; a model that is done is left out, one that was stopped goes on from its
@@ -27,6 +28,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from paper_judge import Results, fill
 
 from loopformer.analysis.dynamics import analyze, read_prompts
 from loopformer.config import load_run
@@ -100,8 +102,8 @@ DIFFERENCES = {  # here, in the paper
 SCORED = 300_000  # tokens of each held-out text, at most
 PROMPTS, PROMPT_TOKENS = 64, 128  # for the representation metrics, of the last text
 BATCH_TOKENS = 32768
-TEXT, DATA, REQUESTS, RAW = "text", "data", "requests.jsonl", "raw.json"
-ANSWERS, OF_SCHEDULES = "answers.jsonl", "answers_of_schedules.jsonl"
+RESULTS = Path("results/paper_claims")
+TEXT, DATA, REQUESTS, RAW, ANSWERS = "text", "data", "requests.jsonl", "raw.json", "answers.jsonl"
 
 
 def main() -> None:
@@ -122,7 +124,10 @@ def main() -> None:
             "--set", action="append", default=[], metavar="KEY=VALUE", help="of `loopformer train`, for a trial"
         )
     one = verbs.add_parser("collect", parents=[tasks, runs])
-    one.add_argument("--out", type=Path, default=Path("results/paper_claims"))
+    one.add_argument("--out", type=Path, default=RESULTS)
+    one = verbs.add_parser("judge", help="fill the tables of Markdown files")
+    one.add_argument("documents", type=Path, nargs="+")
+    one.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
     if asked.verb == "prepare":
         prepare(asked.corpus, asked.eval, asked.inputs)
@@ -133,6 +138,9 @@ def main() -> None:
     elif asked.verb == "model":
         (name,) = asked.models
         train_and_measure(name, asked.inputs, asked.runs / name, asked.commit, asked.set)
+    elif asked.verb == "judge":
+        for document in asked.documents:
+            fill(document, Results(asked.results))
     else:
         suite = tasks_of(asked.eval)
         asked.out.mkdir(parents=True, exist_ok=True)
@@ -237,14 +245,9 @@ def train_and_measure(name: str, inputs: Path, run: Path, commit: str, trial: Se
     write_answers(run / ANSWERS, Answers(requests.facts, model_facts(loaded, runs), runs))
     prompts = read_prompts(str(inputs / TEXTS[-1]), tokenizer, PROMPTS, PROMPT_TOKENS)
     found["analysis"] = [analyze(loaded.model, prompts, name, one).to_json() for one in trajectories]
-    schedules = []
     if loaded.model.config.conditioning == "trajectory":
         found["schedules"] = [search(loaded.model, 4, text=text, protocol=protocol, **kept) for text in texts]
-        schedules = [loaded.model.resolve(row["trajectory"]) for row in found["schedules"][0]["schedules"]]
     write_atomic(run / RAW, json.dumps(found).encode())
-    if schedules:
-        runs = ask(loaded, requests.queries, schedules, BATCH_TOKENS, together=True)
-        write_answers(run / OF_SCHEDULES, Answers(requests.facts, model_facts(loaded, runs), runs))
 
 
 def publish(run: Path, suite: "Suite", out: Path) -> None:
