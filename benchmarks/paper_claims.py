@@ -3,6 +3,7 @@
     python benchmarks/paper_claims.py prepare CORPUS EVAL --inputs data/claims       # texts, tokens, requests
     python benchmarks/paper_claims.py run --inputs data/claims --runs runs/claims    # train and measure, on a GPU
     python benchmarks/paper_claims.py collect EVAL --runs runs/claims                # into results/paper_claims
+    python benchmarks/paper_claims.py judge docs/paper-claims.md                     # its tables, from these
 
 `prepare` and `collect` need lm-evaluation-harness, `run` does not. QUEUE is what `run` works through, `--workers`
 models at a time, or only the models named; a model that is done is left out, one that was stopped goes on from its
@@ -27,29 +28,36 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from paper_judge import Results, fill
 
 from loopformer.analysis.dynamics import analyze, read_prompts
+from loopformer.config import load_run
 from loopformer.data.prepare import prepare as prepare_data
 from loopformer.evaluation.benchmarks import LoadedModel, ask, collect, model_facts
 from loopformer.evaluation.schedules import search
 from loopformer.evaluation.tasks import Answers, read_answers, read_requests, write_answers, write_requests
 from loopformer.evaluation.text import Protocol, perplexity, read_text
+from loopformer.files import write_atomic
 from loopformer.training.launch import launch, plan
 
 if TYPE_CHECKING:
     from loopformer.evaluation.harness import Suite
 
-QUEUE = {  # the most telling first
-    "loopformer": "paper/loopformer",
-    "base-loop": "paper/base-loop",
-    "tmlt-ee": "paper/tmlt-ee",
-    "base-loop-ee-cons": "paper/base-loop-ee-cons",
-    "base-24": "paper/base-24x1",
-    "tmlt": "paper/tmlt",
-    "base-loop-ee": "paper/base-loop-ee",
-    "base-3": "paper/base-3x1",
-    "base-12": "paper/base-12x1",
-    "base-6": "paper/base-6x1",
+QUEUE: dict[str, tuple[str, dict[str, Any]]] = {  # a preset and what differs from SETTINGS, the most telling first
+    "loopformer": ("paper/loopformer", {}),
+    "base-loop": ("paper/base-loop", {}),
+    "tmlt-ee": ("paper/tmlt-ee", {}),
+    "base-loop-ee-cons": ("paper/base-loop-ee-cons", {}),
+    "base-24": ("paper/base-24x1", {}),
+    "tmlt": ("paper/tmlt", {}),
+    "base-loop-ee": ("paper/base-loop-ee", {}),
+    "base-3": ("paper/base-3x1", {}),
+    "loopformer-sequential": ("paper/loopformer", {"objective.sampler": "sequential"}),  # the authors' sampler
+    "tmlt-ee-s1": ("paper/tmlt-ee", {"training.seed": 1}),
+    "loopformer-s1": ("paper/loopformer", {"training.seed": 1}),
+    "base-12": ("paper/base-12x1", {}),
+    "base-6": ("paper/base-6x1", {}),
+    "loopformer-34k": ("paper/loopformer", {"training.steps": 1020}),  # 34/50 of the steps, as in the paper
 }
 SETTINGS = {
     "model.width": 512,
@@ -63,9 +71,9 @@ SETTINGS = {
     "training.warmup": 120,
     "training.learning_rate": 1e-3,
     "training.min_learning_rate": 1e-4,
-    "training.save_every": 250,
+    "training.save_every": 500,
     "training.keep": 1,
-    "training.validate_every": 250,
+    "training.validate_every": 500,
 }
 ELASTIC = {"objective.route_draws": 4, "training.micro_batch": 16}  # for the models with a short trajectory
 VOCAB = 16384
@@ -94,6 +102,7 @@ DIFFERENCES = {  # here, in the paper
 SCORED = 300_000  # tokens of each held-out text, at most
 PROMPTS, PROMPT_TOKENS = 64, 128  # for the representation metrics, of the last text
 BATCH_TOKENS = 32768
+RESULTS = Path("results/paper_claims")
 TEXT, DATA, REQUESTS, RAW, ANSWERS = "text", "data", "requests.jsonl", "raw.json", "answers.jsonl"
 
 
@@ -115,7 +124,10 @@ def main() -> None:
             "--set", action="append", default=[], metavar="KEY=VALUE", help="of `loopformer train`, for a trial"
         )
     one = verbs.add_parser("collect", parents=[tasks, runs])
-    one.add_argument("--out", type=Path, default=Path("results/paper_claims"))
+    one.add_argument("--out", type=Path, default=RESULTS)
+    one = verbs.add_parser("judge", help="fill the tables of Markdown files")
+    one.add_argument("documents", type=Path, nargs="+")
+    one.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
     if asked.verb == "prepare":
         prepare(asked.corpus, asked.eval, asked.inputs)
@@ -126,6 +138,9 @@ def main() -> None:
     elif asked.verb == "model":
         (name,) = asked.models
         train_and_measure(name, asked.inputs, asked.runs / name, asked.commit, asked.set)
+    elif asked.verb == "judge":
+        for document in asked.documents:
+            fill(document, Results(asked.results))
     else:
         suite = tasks_of(asked.eval)
         asked.out.mkdir(parents=True, exist_ok=True)
@@ -193,10 +208,11 @@ def work_through(models: Sequence[str], runs: Path, workers: int, shared: Sequen
 
 def train_and_measure(name: str, inputs: Path, run: Path, commit: str, trial: Sequence[str]) -> None:
     """One model: its run folder, the answers to all requests, and everything else in one file."""
-    elastic = "-ee" in name or name == "loopformer"
-    settings = SETTINGS | (ELASTIC if elastic else {}) | {"data.path": inputs / DATA}
+    preset, own = QUEUE[name]
+    elastic = load_run(preset)[0].objective.elastic
+    settings = SETTINGS | (ELASTIC if elastic else {}) | own | {"data.path": inputs / DATA}
     overrides = [*(f"{key}={value}" for key, value in settings.items()), *trial]
-    trained = launch(QUEUE[name], overrides, run, resume=True)
+    trained = launch(preset, overrides, run, resume=True)
     if not trained["finished"]:
         sys.exit(128 + signal.SIGTERM)
     torch.set_float32_matmul_precision("high")  # TF32 matmuls: far faster, and far finer than bf16
@@ -207,15 +223,15 @@ def train_and_measure(name: str, inputs: Path, run: Path, commit: str, trial: Se
     texts = [read_text(str(inputs / text), tokenizer, max_tokens=SCORED) for text in TEXTS]
     found: dict[str, Any] = {
         "model": name,
-        "preset": QUEUE[name],
-        "command": " ".join(["loopformer", "train", QUEUE[name], *map(shlex.quote, overrides)]),
+        "preset": preset,
+        "command": " ".join(["loopformer", "train", preset, *map(shlex.quote, overrides)]),
         "commit": commit,
         "hardware": f"one {torch.cuda.get_device_name()}, several runs at a time"
         if torch.cuda.is_available()
         else "CPU",
-        "seed": 0,
+        "seed": load_run(preset, overrides)[0].training.seed,
         "torch": torch.__version__,
-        **plan(QUEUE[name], overrides, run),
+        **plan(preset, overrides, run),
         "differences": DIFFERENCES,
         "weights": loaded.weights,
         "training": [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()],
@@ -229,9 +245,9 @@ def train_and_measure(name: str, inputs: Path, run: Path, commit: str, trial: Se
     write_answers(run / ANSWERS, Answers(requests.facts, model_facts(loaded, runs), runs))
     prompts = read_prompts(str(inputs / TEXTS[-1]), tokenizer, PROMPTS, PROMPT_TOKENS)
     found["analysis"] = [analyze(loaded.model, prompts, name, one).to_json() for one in trajectories]
-    if name == "loopformer":
-        found["schedules"] = search(loaded.model, 4, text=texts[0], protocol=protocol, **kept)
-    (run / RAW).write_text(json.dumps(found), encoding="utf-8")
+    if loaded.model.config.conditioning == "trajectory":
+        found["schedules"] = [search(loaded.model, 4, text=text, protocol=protocol, **kept) for text in texts]
+    write_atomic(run / RAW, json.dumps(found).encode())
 
 
 def publish(run: Path, suite: "Suite", out: Path) -> None:
