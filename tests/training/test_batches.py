@@ -79,6 +79,15 @@ def test_budgets_of_a_list() -> None:
     assert [one is None for one in followed[3]] == [True] * 100 + [False] * 100
 
 
+def test_one_of_those_with_a_chance_is_drawn() -> None:
+    objective = ObjectiveConfig(
+        trajectories=(TrainedTrajectory("full", chance=0.5), TrainedTrajectory(2), TrainedTrajectory(1, chance=0.5))
+    )
+    followed = drawn(objective, steps=100)
+    assert all((full is None) != (one is None) and two is not None for full, two, one in followed)
+    assert 200 < sum(full is not None for full, _, _ in followed) < 300
+
+
 def test_uneven_shares_are_refused() -> None:
     with pytest.raises(LoopformerError, match="shared evenly by 3 ranks"):
         micro_batches(8, 2, ObjectiveConfig(route_draws=2), 0, 3)

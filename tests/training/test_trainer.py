@@ -310,6 +310,8 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(objective__trajectories="[{budget: 2, match: 1}]"), {}, "must be in the list"),
         ("demo", small(objective__trajectories="[{budget: 2, during: [0, 0.5]}]"), {}, "from 0.5 of training on"),
         ("demo", small(objective__trajectories="[{bugdet: 2}]"), {}, "did you mean budget"),
+        ("demo", small(objective__trajectories="[{budget: 2, chance: 0.5}]"), {}, "no step trains all rows"),
+        ("demo", small(objective__trajectories="[{budget: 2}, {budget: 1, chance: 2}]"), {}, "chance must lie in"),
         ("demo", small(objective__trajectories="any"), {}, "must be a list"),
         ("demo", small(training__optimizer="mu"), {}, "one of adamw, muon"),
         ("demo", ["training.steps"], {}, "write key=value"),

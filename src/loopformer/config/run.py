@@ -48,13 +48,14 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainedTrajectory:
-    """A trajectory that every step follows: how it is drawn, and what it counts in the loss."""
+    """A trajectory that training follows: when and how it is drawn, and what it counts in the loss."""
 
     budget: str | int | list[int]  # full (L), short (drawn from 1…L-1), any (from 1…L), a number, or [low, high]
     sampler: Literal["compositions", "sequential", "uniform", "continuous"] = "uniform"  # of its steps
     weight: float = 1.0  # of its cross-entropy
     match: float = 0.0  # of its match to the full trajectory, which gets no gradient from it
     rows: float = 1.0  # share of the rows that follow it
+    chance: float = 1.0  # below 1: one of those with a chance is drawn, for every step and part of the batch
     during: list[float] = field(default_factory=lambda: [0.0, 1.0])  # the part of training in which it is followed
 
     def __post_init__(self) -> None:
@@ -74,7 +75,8 @@ class TrainedTrajectory:
             )
         for name in ("weight", "match"):
             require(getattr(self, name) >= 0, f"{where}: {name} must be 0 or more, got {getattr(self, name)}.")
-        require(0 < self.rows <= 1, f"{where}: rows must lie in (0, 1], got {self.rows}.")
+        for name in ("rows", "chance"):
+            require(0 < getattr(self, name) <= 1, f"{where}: {name} must lie in (0, 1], got {getattr(self, name)}.")
         spanned = [as_number(bound) for bound in self.during]
         numbers = [bound for bound in spanned if bound is not None]
         require(
@@ -95,6 +97,11 @@ class TrainedTrajectory:
         if isinstance(self.budget, list):
             return self.budget[0], self.budget[-1]
         return {"full": (loops, loops), "short": (1, loops - 1), "any": (1, loops)}[self.budget]
+
+    def covers(self, other: TrainedTrajectory) -> bool:
+        """Whether it is followed wherever and whenever another one is."""
+        always = self.rows == 1 and self.chance == 1
+        return always and self.during[0] <= other.during[0] and other.during[1] <= self.during[1]
 
     def active(self, progress: float) -> bool:
         """Whether it is followed when this share of training is behind."""
@@ -140,20 +147,22 @@ class ObjectiveConfig:
         check_types(self, "objective")
         require(self.route_draws >= 1, f"objective.route_draws must be 1 or more, got {self.route_draws}.")
         require(self.chunk >= 1, f"objective.chunk must be 1 or more, got {self.chunk}.")
+        full = self.full
         for entry in entries:
-            full = self.full
-            followed = full is not None and entries[full].during[0] <= entry.during[0]
-            followed = followed and full is not None and entries[full].during[1] >= entry.during[1]
+            teacher = None if full is None else entries[full]
             require(
-                entry.match == 0 or (followed and full is not None and entries[full].rows == 1),
+                entry.match == 0 or (teacher is not None and teacher.covers(entry)),
                 f"objective.trajectories: budget {entry.label} is matched with the full trajectory, "
-                "which must be in the list, on all rows and for as long.",
+                "which must be in the list, on all rows, always and for as long.",
             )
         borders = sorted({0.0, 1.0, *(bound for entry in entries for bound in entry.during)})
         for start in borders[:-1]:
+            trained = [entry for entry in entries if entry.active(start) and entry.weight > 0 and entry.rows == 1]
+            drawn = sum(entry.chance for entry in entries if entry.active(start) and entry.chance < 1)
+            require(drawn <= 1 + 1e-9, f"objective.trajectories: the chances add up to {drawn:g}, more than 1.")
             require(
-                any(entry.active(start) and entry.weight > 0 and entry.rows == 1 for entry in entries),
-                f"objective.trajectories: nothing is trained on all rows from {start:g} of training on.",
+                any(entry.chance == 1 for entry in trained) or sum(entry.chance for entry in trained) > 1 - 1e-9,
+                f"objective.trajectories: from {start:g} of training on no step trains all rows.",
             )
 
     @property

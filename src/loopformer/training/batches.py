@@ -29,9 +29,16 @@ class MicroBatch:
 def draw_trajectories(run: RunConfig, step: int, part: int) -> list[Trajectory | None]:
     """The objective's trajectories for a part at a step, counted from 1; None for one that is not followed then."""
     rng, loops = random.Random(f"{run.training.seed}/{step}/{part}"), run.model.loops
+    entries, progress = run.objective.trajectories, (step - 1) / run.training.steps
+    point = rng.random() if any(entry.chance < 1 for entry in entries) else 0.0
     drawn: list[Trajectory | None] = []
-    for entry in run.objective.trajectories:
-        if not entry.active((step - 1) / run.training.steps):
+    for entry in entries:
+        followed = entry.active(progress)
+        if (
+            followed and entry.chance < 1
+        ):  # the chances lie side by side in [0, 1), and one point falls on one of them
+            followed, point = 0 <= point < entry.chance, point - entry.chance
+        if not followed:
             drawn.append(None)
             continue
         low, high = entry.budgets(loops)

@@ -74,7 +74,8 @@ def training_flops_per_token(run: RunConfig, followed: Sequence[Trajectory | Non
     cost, flops = Cost(run.model), 0.0
     for place, entry in enumerate(run.objective.trajectories):
         if followed is None:
-            budget, share = sum(entry.budgets(run.model.loops)) / 2, entry.during[1] - entry.during[0]
+            budget = sum(entry.budgets(run.model.loops)) / 2
+            share = entry.chance * (entry.during[1] - entry.during[0])
         else:
             drawn = followed[place]
             budget, share = (0.0, 0.0) if drawn is None else (drawn.budget, 1.0)
@@ -84,11 +85,13 @@ def training_flops_per_token(run: RunConfig, followed: Sequence[Trajectory | Non
 
 def most_passes(run: RunConfig) -> float:
     """The most passes per row that a step can take, over all trajectories that are followed together."""
-    entries = run.objective.trajectories
-    return max(
-        sum(entry.rows * entry.budgets(run.model.loops)[1] for entry in entries if entry.active(one.during[0]))
-        for one in entries
-    )
+    most = 0.0
+    for start in {entry.during[0] for entry in run.objective.trajectories}:
+        entries = [entry for entry in run.objective.trajectories if entry.active(start)]
+        passes = [(entry.chance, entry.rows * entry.budgets(run.model.loops)[1]) for entry in entries]
+        drawn = max((count for chance, count in passes if chance < 1), default=0.0)
+        most = max(most, drawn + sum(count for chance, count in passes if chance == 1))
+    return most
 
 
 def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1, fused: bool = False) -> float:

@@ -193,8 +193,7 @@ class Trainer:
         meter = SpeedMeter(self.run, self.ranks.device, self.ranks.world)
         for batch in batches:
             step = state.step + 1
-            divisors = self._divisors(batch)
-            terms, norm, rate, flops = self._step(step, batch, divisors)
+            terms, norm, rate, flops = self._step(step, batch)
             finite = self._update(norm)
             state.step = step
             state.tokens += training.batch * self.run.model.context
@@ -203,7 +202,7 @@ class Trainer:
             self.reporter.tick(step)
             if step % training.log_every == 0 or step == training.steps or not finite:
                 values = {
-                    **self._mean_losses(terms, divisors),
+                    **self._mean_losses(step, batch, terms),
                     "gradient_norm": float(norm),
                     "learning_rate": rate,
                     "skipped": step - state.updates,
@@ -229,13 +228,12 @@ class Trainer:
                 self.reporter.say(f"stopped at step {step}; go on with --resume")
                 return
 
-    def _step(
-        self, step: int, batch: StepBatch, divisors: list[float]
-    ) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+    def _step(self, step: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor, float, float]:
         """Gradients of one step: loss terms [2, E], the gradient's norm before clipping, the rate, the FLOPs."""
         run, device = self.run, self.ranks.device
         rate = learning_rate(step, run.training)
         self.optimizer.set_rate(rate)
+        divisors = self._counted(batch)
         terms = torch.zeros(2, len(divisors), dtype=torch.float32, device=device)
         flops = 0.0
         for number, (micro_batch, rows) in enumerate(batch):
@@ -258,25 +256,31 @@ class Trainer:
         norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.training.clip))
         return terms, norm, rate, flops * self.ranks.world
 
-    def _divisors(self, batch: StepBatch) -> list[float]:
-        """How many counted targets the whole step has for each trajectory, over all ranks and micro-batches."""
+    def _counted(self, batch: StepBatch, step: int | None = None) -> list[float]:
+        """Counted targets on the rows of each trajectory, over all ranks and micro-batches; at least 1.
+
+        With `step`, only those of parts that followed it then. Without, losses divided by them have weights that do
+        not depend on what was drawn.
+        """
         counts = torch.zeros(len(self.run.objective.trajectories))
         for micro_batch, rows in batch:
             counted = (rows.targets != NO_LOSS).sum(1)
+            followed = None if step is None else draw_trajectories(self.run, step, micro_batch.part)
             for place, own in enumerate(micro_batch.rows):
-                counts[place] += counted[list(own)].sum()
+                if followed is None or followed[place] is not None:
+                    counts[place] += counted[list(own)].sum()
         return [max(1.0, count) for count in self.ranks.sum(counts.to(self.ranks.device)).tolist()]
 
-    def _mean_losses(self, terms: torch.Tensor, divisors: list[float]) -> dict[str, float]:
+    def _mean_losses(self, step: int, batch: StepBatch, terms: torch.Tensor) -> dict[str, float]:
         """A step's losses per token, by trajectory, and how far those that are matched are from the full one."""
         cross_entropies, matches = self.ranks.sum(terms).tolist()
         values, consistency = dict[str, float](), 0.0
-        for entry, divisor, loss, match in zip(
-            self.run.objective.trajectories, divisors, cross_entropies, matches, strict=True
+        for entry, count, loss, match in zip(
+            self.run.objective.trajectories, self._counted(batch, step), cross_entropies, matches, strict=True
         ):
             if loss:  # those that are not followed in this step have none
-                values[f"loss_{entry.label}"] = loss / divisor
-            consistency += match / divisor
+                values[f"loss_{entry.label}"] = loss / count
+            consistency += match / count
         return {**values, "consistency": consistency}
 
     def _update(self, norm: torch.Tensor) -> bool:
