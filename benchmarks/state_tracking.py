@@ -87,7 +87,7 @@ SUITES = {
             "model.width": 256,
             "model.heads": 4,
             "model.ffn": 640,
-            "model.context": 32,
+            "model.context": 33,  # the end token, and words of 32
             "model.positions": "rotary",
             "model.modulator_start": "one",
             "model.time_scale": 30,
