@@ -9,9 +9,9 @@ A suite is a queue of models that `run` works through, `--workers` at a time, ea
 the models named. A model that is done is left out, one that was stopped goes on from its last checkpoint; SIGTERM
 stops all of them in order. All models of a suite and seed see the same words in the same order.
 
-A specialist M is the elastic model's network trained at uniform(M) only, as a model of M loops. `elastic`, the
-specialists and the plain stacks are trained with Muon; `elastic-paper` and the models with early exits by the
-paper's recipe, with one short trajectory in a step.
+A specialist M is the network of `elastic` trained at uniform(M) only, as a model of M loops; `elastic-pair` is it
+trained on the paper's two trajectories. These and the plain stacks are trained with Muon; `elastic-paper` and the
+models with early exits by the paper's recipe, with one short trajectory in a step.
 
 Every model is measured at all budgets up to twice the longest (beyond what it was trained for, where it is looped),
 along all schedules of half of it where passes are told their steps, and by certainty (evaluation/states.py).
@@ -42,7 +42,7 @@ from loopformer.trajectory import Trajectory
 Settings = Mapping[str, Any]
 
 MUON: Settings = {"training.optimizer": "muon", "training.learning_rate": 2e-3, "training.weight_decay": 0.1}
-INJECTED: Settings = {**MUON, "model.inject": "gated"}
+OURS: Settings = {**MUON, "model.inject": "gated"}
 ANY_BUDGET: Settings = {"objective.trajectories": "[{budget: any}]"}  # a random one in every step
 ONE_BUDGET: Settings = {"objective.trajectories": "[{budget: full}]"}
 
@@ -72,13 +72,14 @@ SUITES = {
     ),
     "a5": StateSuite(
         {  # the most telling first
-            "elastic": ("paper/loopformer-2x8", {**INJECTED, **ANY_BUDGET}),
-            "specialist-8": ("paper/loopformer-2x8", {**INJECTED, **ONE_BUDGET}),
+            "elastic": ("paper/loopformer-2x8", {**OURS, **ANY_BUDGET}),
+            "specialist-8": ("paper/loopformer-2x8", {**OURS, **ONE_BUDGET}),
             "elastic-paper": ("paper/loopformer-2x8", {}),
             **{
-                f"specialist-{m}": ("paper/loopformer-2x8", {**INJECTED, **ONE_BUDGET, "model.loops": m})
+                f"specialist-{m}": ("paper/loopformer-2x8", {**OURS, **ONE_BUDGET, "model.loops": m})
                 for m in (4, 2, 1)
             },
+            "elastic-pair": ("paper/loopformer-2x8", {**OURS, "objective.consistency": "distribution"}),
             "stack-16": ("paper/base", {**MUON, "model.blocks": 16}),
             "stack-2": ("paper/base", {**MUON, "model.blocks": 2}),
             "base-loop-ee": ("paper/base-loop-ee-2x8", {}),

@@ -79,6 +79,7 @@ def track_states(
         )
     uniform = sorted((one for one in trajectories if one.is_uniform and one.budget <= config.loops), key=len)
     tree, full = TrajectoryTree(model, trajectories), Trajectory.uniform(config.loops)
+    conditions = model.passes(full, 1).conditions
     shape = (sequences, word_length(config.context))
     answers = {one: _Answers(shape) for one in tree.trajectories}
     exits = [_Answers(shape) for _ in range(config.loops)]
@@ -90,8 +91,9 @@ def track_states(
         part = slice(start, start + len(ids))
         for trajectory, hidden in tree.run(ids):
             answers[trajectory].add(part, model, group, hidden[:, 1:], labels)
-        for after, state in enumerate(model(ids, full, logits=False, states=True).states):
-            exits[after].add(part, model, group, model.final_norm(state[:, 1:]), labels)
+        states = model(ids, full, logits=False, states=True).states
+        for leaving, state, condition in zip(exits, states, conditions, strict=True):
+            leaving.add(part, model, group, model.finish(state, condition.gain)[:, 1:], labels)
         if report:
             report(f"words over {group.name}", part.stop, sequences)
     passes = [one.budget for one in uniform]

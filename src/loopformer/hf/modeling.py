@@ -102,7 +102,7 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         x, rotary = self.model.place(x, position_ids)
         states = [x] if _either(output_hidden_states, config.output_hidden_states) else None
         x = self.model.loop(self._step(past_key_values), x, passes, rotary, mask, states)
-        hidden = self.model.final_norm(x)
+        hidden = self.model.finish(x, passes.gain)
         wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.head(hidden[:, wanted])[..., :vocab]
 

@@ -150,7 +150,8 @@ class TrajectoryTree:
                 state = self.model.inject(path[-1], x, condition, number)
                 path.append(self.model.stack(state, condition.modulation, rotary, mask))
             before = trajectory.steps
-            yield trajectory, self.model.final_norm(path[-1])
+            last = self._conditions[trajectory.times[-1], trajectory.steps[-1]]
+            yield trajectory, self.model.finish(path[-1], last.gain)
 
 
 def count_passes(trajectories: Iterable[Trajectory]) -> int:

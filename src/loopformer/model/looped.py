@@ -102,7 +102,7 @@ class LoopedLM(nn.Module):
         run = stack or self.stack
         kept: list[Tensor] = []
         x = self.loop(lambda _, *inputs: run(*inputs), x, passes, rotary, mask, kept if states else None)
-        hidden = self.final_norm(x)
+        hidden = self.finish(x, passes.gain)
         return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class LoopedLM(nn.Module):
         x = self.loop(
             lambda number, *inputs: self.stack(*inputs, cache.slots(number)), x, cache.passes, rotary, mask, None
         )
-        hidden: Tensor = self.final_norm(x)
+        hidden = self.finish(x, cache.passes.gain)
         cache.advance(counts)
         return hidden
 
@@ -172,6 +172,11 @@ class LoopedLM(nn.Module):
     def cost(self) -> Cost:
         """Parameters, FLOPs and bytes at any budget."""
         return Cost(self.config)
+
+    def finish(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+        """States after the last pass, and the final norm's gain of each row [B or 1, D] → hidden [B, T, D]."""
+        hidden: Tensor = self.final_norm(x)
+        return hidden if gain is None else hidden * (1 + gain.to(hidden.dtype)[:, None])
 
     def head(self, hidden: Tensor) -> Tensor:
         """[…, D] after the final norm → logits […, V]."""

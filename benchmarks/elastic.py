@@ -1,0 +1,246 @@
+"""Which recipe lets one model serve every budget: one change at a time, beside the paper's recipe and specialists.
+
+    python benchmarks/elastic.py run parts --data data/claims/data --runs runs/elastic --workers 6
+    python benchmarks/elastic.py collect --runs runs/elastic                 # into results/elastic, and a table
+
+The tokens are those of `paper_claims.py prepare`. A suite is a queue of runs (SUITES), or only those named are run;
+every run is a preset, COMMON, and what its line says. All of them see the same samples in the same order.
+
+Each is measured on held-out windows of the same text at every budget 1…L and along all schedules of M = L/2; the
+loss of every window is kept.
+"""
+
+import argparse
+import json
+import math
+import shlex
+import signal
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from queueing import RAW, rounded, work_through
+
+from loopformer.data.loader import validation_windows
+from loopformer.data.shards import TokenData
+from loopformer.device import device_name
+from loopformer.inference.score import token_logprobs
+from loopformer.loading import find_model
+from loopformer.model import LoopedLM
+from loopformer.training.launch import launch, plan
+from loopformer.trajectory import Trajectory
+
+Settings = Mapping[str, Any]
+
+PAPER = "paper/loopformer"
+COMMON: Settings = {
+    "model.blocks": 1,
+    "model.loops": 8,
+    "model.width": 512,
+    "model.heads": 8,
+    "model.ffn": 1280,
+    "model.context": 256,
+    "objective.route_draws": 1,
+    "objective.chunk": 8192,
+    "training.steps": 1000,
+    "training.batch": 128,
+    "training.micro_batch": 128,
+    "training.warmup": 100,
+    "training.learning_rate": 1e-3,
+    "training.min_learning_rate": 1e-4,
+    "training.save_every": 100_000,
+    "training.validate_every": 500,
+    "training.log_every": 50,
+    "training.keep": 1,
+}
+START: Settings = {"model.modulator_start": "one", "model.time_scale": 30}
+ROTARY: Settings = {**START, "model.positions": "rotary"}
+MUON: Settings = {
+    "training.optimizer": "muon",
+    "training.learning_rate": 2e-3,
+    "training.min_learning_rate": 1e-4,
+    "training.weight_decay": 0.1,
+}
+OURS: Settings = {**ROTARY, **MUON, "model.inject": "gated"}
+FULL = "{budget: full}"
+SHORT = "{budget: short, sampler: compositions, weight: 0.1, match: 0.5}"
+ONE = "{budget: 1, weight: 0.1, match: 0.2}"
+
+
+def following(*entries: str, **more: Any) -> Settings:
+    """An objective of these trajectories, matched by their distributions."""
+    named = {key.replace("__", "."): value for key, value in more.items()}
+    return {"objective.trajectories": f"[{', '.join(entries)}]", "objective.consistency": "distribution", **named}
+
+
+ANY = following("{budget: any}")
+SUITES: dict[str, dict[str, Settings]] = {
+    "parts": {  # the most telling first
+        "ours-any": {**OURS, **ANY},
+        "specialist-8": {**OURS, **following("{budget: 8}")},
+        "specialist-1": {**OURS, **following("{budget: 1}")},
+        "specialist-4": {**OURS, **following("{budget: 4}")},
+        "specialist-2": {**OURS, **following("{budget: 2}")},
+        "paper": {},
+        "paper-ours": {**OURS},  # the paper's objective with our optimizer, positions and start
+        "sandwich": {**OURS, **following(FULL, SHORT, ONE)},
+        "any-twice": {**OURS, **ANY, "training.steps": 2000},
+        "any-parts-4": {**OURS, **ANY, "objective.route_draws": 4, "training.micro_batch": 32},
+        "any-any": {**OURS, **following("{budget: any}", "{budget: any}")},
+        "any-one": {**OURS, **following("{budget: any}", "{budget: 1, weight: 0.2}")},
+        "any-full": {**OURS, **following("{budget: any}", "{budget: full, weight: 0.5}")},
+        "any-qk": {**OURS, **ANY, "model.qk_norm": True},
+        "any-no-inject": {**ROTARY, **MUON, **ANY},
+        "any-adamw": {**ROTARY, **ANY, "model.inject": "gated"},
+        "any-learned": {**START, **MUON, **ANY, "model.inject": "gated"},
+        "pair": {**OURS, **following(FULL, SHORT)},
+        "any-then-pair": {
+            **OURS,
+            **following(
+                "{budget: any, during: [0, 0.7]}",
+                "{budget: full, during: [0.7, 1]}",
+                "{budget: short, sampler: compositions, weight: 0.1, match: 0.5, during: [0.7, 1]}",
+                "{budget: 1, weight: 0.1, match: 0.2, during: [0.7, 1]}",
+            ),
+        },
+        "growing": {
+            **OURS,
+            **following(
+                "{budget: [1, 2], during: [0, 0.11]}",
+                "{budget: [1, 4], during: [0.11, 0.22]}",
+                "{budget: [1, 6], during: [0.22, 0.33]}",
+                "{budget: any, during: [0.33, 1]}",
+            ),
+        },
+        "any-compositions": {**OURS, **following("{budget: any, sampler: compositions}")},
+        "any-final-norm": {**OURS, **ANY, "model.final_norm": "budget"},
+        "any-muon-0.01": {**OURS, **ANY, "training.matrix_learning_rate": 0.01},
+        "any-muon-0.04": {**OURS, **ANY, "training.matrix_learning_rate": 0.04},
+        "specialist-8-muon-0.01": {**OURS, **following("{budget: 8}"), "training.matrix_learning_rate": 0.01},
+        "specialist-1-muon-0.04": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.04},
+        "any-time-10": {**OURS, **ANY, "model.time_scale": 10},
+        "any-time-100": {**OURS, **ANY, "model.time_scale": 100},
+        "paper-adamw-2e-3": {"training.learning_rate": 2e-3},
+    },
+}
+WINDOWS = 512  # held out, of the context each
+ROWS = 64  # at a time
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb in ("run", "model"):  # `model` is how `run` calls itself
+        one = verbs.add_parser(verb)
+        one.add_argument("suite", choices=list(SUITES))
+        one.add_argument("names", nargs="*", metavar="RUN", help="all of the suite by default")
+        one.add_argument("--data", type=Path, required=True)
+        one.add_argument("--runs", type=Path, required=True)
+        one.add_argument("--workers", type=int, default=4)
+        one.add_argument("--seeds", type=int, nargs="+", default=[0])
+        one.add_argument("--commit", default="unknown")
+        one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over everything else")
+    one = verbs.add_parser("collect")
+    one.add_argument("--runs", type=Path, required=True)
+    one.add_argument("--out", type=Path, default=Path("results/elastic"))
+    asked = parser.parse_args()
+    if asked.verb == "collect":
+        collect(asked.runs, asked.out)
+        return
+    names = asked.names or list(SUITES[asked.suite])
+    if unknown := set(names) - set(SUITES[asked.suite]):
+        parser.error(f"{asked.suite} has no {', '.join(sorted(unknown))}")
+    if asked.verb == "model":
+        folder = asked.runs / run_name(asked.suite, names[0], asked.seeds[0])
+        train_and_measure(asked.suite, names[0], asked.seeds[0], asked.data, folder, asked.commit, asked.set)
+        return
+    shared = ["--data", str(asked.data), "--runs", str(asked.runs), "--commit", asked.commit]
+    shared += [word for one in asked.set for word in ("--set", one)]
+    start = [sys.executable, __file__, "model", asked.suite]
+    commands = {
+        run_name(asked.suite, name, seed): [*start, name, "--seeds", str(seed), *shared]
+        for seed in asked.seeds
+        for name in names
+    }
+    work_through(commands, asked.runs, asked.workers)
+
+
+def run_name(suite: str, name: str, seed: int) -> str:
+    return f"{suite}-{name}-s{seed}"
+
+
+def train_and_measure(
+    suite: str, name: str, seed: int, data: Path, run: Path, commit: str, trial: Sequence[str]
+) -> None:
+    """One run, and everything that was measured of it in one file."""
+    settings = {**COMMON, "data.path": data, "training.seed": seed, **SUITES[suite][name]}
+    overrides = [*(f"{key}={value}" for key, value in settings.items()), *trial]
+    trained = launch(PAPER, overrides, run, resume=True)
+    if not trained["finished"]:
+        sys.exit(128 + signal.SIGTERM)
+    planned = plan(PAPER, overrides, run)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = find_model(str(run))[0].to(device).eval()
+    loops = model.config.loops
+    along = [Trajectory.uniform(budget) for budget in range(1, loops + 1)]
+    if model.config.conditioning == "trajectory":
+        along += [one for one in Trajectory.enumerate(loops, (loops + 1) // 2) if one not in along]
+    found = {
+        "suite": suite,
+        "name": name,
+        "seed": seed,
+        "command": " ".join(["loopformer", "train", PAPER, *map(shlex.quote, overrides)]),
+        "commit": commit,
+        "hardware": f"{device_name(device)}, several runs at a time",
+        "torch": torch.__version__,
+        **planned,
+        "seconds": trained["seconds"],
+        "training": [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()],
+        "windows": {
+            "tokens": model.config.context,
+            "nats": {str(one): window_losses(model, data, one) for one in along},
+        },
+    }
+    (run / RAW).write_text(rounded(found), encoding="utf-8")
+    print(f"{name}: " + "  ".join(f"{ppl:.2f}" for ppl in perplexities(found).values()))
+
+
+@torch.no_grad()
+def window_losses(model: LoopedLM, data: Path, trajectory: Trajectory) -> list[float]:
+    """The summed nats of every held-out window, in bf16 on a GPU."""
+    windows = validation_windows(TokenData.open(str(data), "val"), model.config.context, WINDOWS)
+    device = model.tokens.weight.device
+    sums: list[float] = []
+    for start in range(0, len(windows), ROWS):
+        batch = windows.batch(start, min(start + ROWS, len(windows)))
+        inputs, targets = batch.inputs.to(device), batch.targets.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            hidden = model(inputs, trajectory, logits=False, check=False).hidden
+            logprobs = token_logprobs(model, hidden.flatten(0, 1), targets.flatten())[0]
+        sums += (-logprobs.view(targets.shape).sum(1)).tolist()
+    return sums
+
+
+def perplexities(found: Mapping[str, Any]) -> dict[str, float]:
+    """Perplexity along every uniform trajectory."""
+    tokens, nats = found["windows"]["tokens"], found["windows"]["nats"]
+    return {name: math.exp(statistics.fmean(sums) / tokens) for name, sums in nats.items() if name.isdigit()}
+
+
+def collect(runs: Path, out: Path) -> None:
+    """The results of every run that is done, one file each, and a table of perplexities by budget."""
+    out.mkdir(parents=True, exist_ok=True)
+    print("| run | PFLOP | M=1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for raw in sorted(runs.glob(f"*/{RAW}")):
+        found = json.loads(raw.read_text("utf-8"))
+        (out / f"{raw.parent.name}.json").write_text(rounded(found) + "\n", encoding="utf-8")
+        cells = [f"{ppl:.2f}" for ppl in perplexities(found).values()]
+        print(f"| {raw.parent.name} | {found['plan']['total_flops'] / 1e15:.1f} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
