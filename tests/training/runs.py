@@ -14,8 +14,8 @@ def weights(run: Path) -> bytes:
     return (checkpoints(run)[-1] / "model.safetensors").read_bytes()
 
 
-def training_losses(run: Path) -> list[float]:
-    return [record["loss_full"] for record in read_metrics(run) if record["kind"] == "train"]
+def training_losses(run: Path, trajectory: str = "full") -> list[float]:
+    return [record[f"loss_{trajectory}"] for record in read_metrics(run) if record["kind"] == "train"]
 
 
 def go_back(run: Path, step: int) -> None:

@@ -50,7 +50,7 @@ def test_a_run_resumes_to_the_same_bits_and_its_model_is_whole(tmp_path: Path, t
     moved = stopped.rename(tmp_path / "moved")
     launch(None, [], moved, resume=True, quiet=True)
     assert weights(moved) == weights(straight)
-    assert training_losses(moved) == training_losses(straight)
+    assert training_losses(moved, "any") == training_losses(straight, "any")
     assert own_group(moved) == own_group(checkpoints(moved)[-1]) == "S3"
     lm = load(str(moved))
     assert lm.need_tokenizer().encode("(12) ()") == [2, 0]
@@ -63,7 +63,8 @@ def test_a_run_resumes_to_the_same_bits_and_its_model_is_whole(tmp_path: Path, t
 def test_micro_batches_see_the_same_words(tmp_path: Path, tracked: Overrides) -> None:
     for name, rows in (("whole", 8), ("cut", 2)):
         launch("states", tracked(training__micro_batch=rows), tmp_path / name, quiet=True)
-    assert training_losses(tmp_path / "cut") == pytest.approx(training_losses(tmp_path / "whole"), abs=1e-4)
+    cut, whole = (training_losses(tmp_path / name, "any") for name in ("cut", "whole"))
+    assert cut == pytest.approx(whole, abs=1e-4)
 
 
 def test_a_run_starts_from_a_model_of_its_own_group(tmp_path: Path, tracked: Overrides) -> None:

@@ -3,10 +3,12 @@
     group = Group.named("S3")
     words = group.words(seed=0, stream=TRAIN, numbers=range(64), places=16)     # [64, 16], uniform
     group.products(words)                                                       # their prefix products
-    StateLoader(group, context=16, batch=64).batch(step=7)                      # inputs and labels, not shifted
+    StateLoader(group, context=17, batch=64).batch(step=7)                      # inputs and labels, not shifted
 
 Elements are permutations of 1…m in lexicographic order, the identity first; their names are cycles, `(12)(345)`.
 Products are read from left to right: x·y is first x, then y, so the label at place i is the state after i moves.
+A word is read after the end token, as any text, so a context of n + 1 holds words of n. Without it a model with
+rotary positions could not tell g·g from g: attention gives equal tokens equal outputs, however many they are.
 
 Each element of a word is a hash of (seed, stream, number of the word, place); a training word's number is
 step · batch + row. So every step has fresh words, resuming is exact, and ranks and micro-batches change nothing.
@@ -27,11 +29,11 @@ import numpy as np
 import numpy.typing as npt
 
 from loopformer.config.run import DataConfig, GroupName
-from loopformer.data.loader import Batch
+from loopformer.data.loader import NO_LOSS, Batch
 from loopformer.data.order import mix, stream_key
 from loopformer.data.shards import TokenData
 from loopformer.data.tokenizer import END, Tokenizer
-from loopformer.errors import LoopformerError, nearest
+from loopformer.errors import LoopformerError, nearest, require
 
 Permutation = tuple[int, ...]  # what each of 0…m-1 goes to
 WordIds = npt.NDArray[np.int64]
@@ -84,7 +86,7 @@ class Group:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Names of elements, apart by spaces ↔ ids; the end token after them is never in a word."""
+        """Names of elements, apart by spaces ↔ ids; after them the end token, which stands before a word."""
         vocabulary = {name: number for number, name in enumerate((*self.names, END))}
         return Tokenizer(_word_level(vocabulary), f"the tokenizer of {self.name}")
 
@@ -98,11 +100,21 @@ class Group:
         """As of a prepared folder; words are drawn, none are stored."""
         return 0
 
+    def batch(self, words: WordIds) -> Batch:
+        """Words [B, T] after the end token, and the product at each of their places: both [B, T + 1]."""
+        import torch
+
+        before = np.full((len(words), 1), len(self))
+        inputs = np.concatenate([before, words], axis=1)
+        targets = np.concatenate([np.full_like(before, NO_LOSS), self.products(words)], axis=1)
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), None)
+
     @cached_property
     def index_hash(self) -> str:
         """What a run's checkpoints keep of its data: the elements in their order, and how words are drawn."""
-        drawn = self.words(seed=0, stream=TRAIN, numbers=range(16), places=16)
-        return hashlib.sha256(json.dumps([self.name, self.elements, drawn.tolist()]).encode()).hexdigest()
+        batch = self.batch(self.words(seed=0, stream=TRAIN, numbers=range(16), places=16))
+        drawn = [self.elements, batch.inputs.tolist(), batch.targets.tolist()]
+        return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
 
 
 class StateWindows:
@@ -111,7 +123,7 @@ class StateWindows:
     def __init__(self, group: Group, context: int, words: int, seed: int = 0, stream: int = VALIDATION) -> None:
         if words < 1:
             raise LoopformerError(f"There must be 1 word or more, got {words}.")
-        self._group, self._context, self._words = group, context, words
+        self._group, self._places, self._words = group, word_length(context), words
         self._seed, self._stream = seed, stream
 
     def __len__(self) -> int:
@@ -120,7 +132,7 @@ class StateWindows:
     def batch(self, start: int, stop: int) -> Batch:
         """Words start:stop and their products."""
         numbers = range(self._words)[start:stop]
-        return _labelled(self._group, self._group.words(self._seed, self._stream, numbers, self._context))
+        return self._group.batch(self._group.words(self._seed, self._stream, numbers, self._places))
 
 
 class StateLoader:
@@ -128,13 +140,13 @@ class StateLoader:
 
     def __init__(self, group: Group, context: int, batch: int, seed: int = 0) -> None:
         self.batch_size = batch
-        self._group, self._context, self._seed = group, context, seed
+        self._group, self._places, self._seed = group, word_length(context), seed
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """Rows start:stop of the global batch of a step."""
         first, rows = step * self.batch_size, range(self.batch_size)[start:stop]
         numbers = range(first + rows.start, first + rows.stop)
-        return _labelled(self._group, self._group.words(self._seed, TRAIN, numbers, self._context))
+        return self._group.batch(self._group.words(self._seed, TRAIN, numbers, self._places))
 
     def epoch(self, step: int) -> float:
         """No word comes again."""
@@ -144,6 +156,12 @@ class StateLoader:
 def open_data(config: DataConfig) -> TokenData | Group:
     """What a run trains on: the training split of a prepared folder, or a group's words."""
     return TokenData.open(config.path, "train") if config.states is None else Group.named(config.states)
+
+
+def word_length(context: int) -> int:
+    """The elements of a word that fills a context, after the end token."""
+    require(context >= 2, f"Words need a model.context of 2 or more, got {context}.")
+    return context - 1
 
 
 def cycles(permutation: Permutation) -> str:
@@ -158,12 +176,6 @@ def cycles(permutation: Permutation) -> str:
                 point = permutation[point]
             text += f"({''.join(str(point + 1) for point in cycle)})"
     return text or "()"
-
-
-def _labelled(group: Group, words: WordIds) -> Batch:
-    import torch
-
-    return Batch(torch.from_numpy(words), torch.from_numpy(group.products(words)), None)
 
 
 def _is_even(permutation: Permutation) -> bool:

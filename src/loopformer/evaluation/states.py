@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from loopformer.config import load_run
-from loopformer.data.states import TEST, Group, StateWindows
+from loopformer.data.states import TEST, Group, StateWindows, word_length
 from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.evaluation.text import ReportProgress
 from loopformer.inference.score import BATCH_TOKENS, TrajectoryTree
@@ -73,23 +73,27 @@ def track_states(
     config, device = model.config, model.tokens.weight.device
     require(sequences >= 1, f"--sequences must be 1 or more, got {sequences}.")
     require(seed >= 0, f"--seed must be 0 or more, got {seed}.")
-    if config.vocab < len(group):
-        raise LoopformerError(f"The model knows {config.vocab} tokens, {group.name} has {len(group)} elements.")
+    if config.vocab < group.vocab_size:
+        raise LoopformerError(
+            f"The model knows {config.vocab} tokens, {group.name} has {len(group)} elements and the end token."
+        )
     uniform = sorted((one for one in trajectories if one.is_uniform and one.budget <= config.loops), key=len)
     tree, full = TrajectoryTree(model, trajectories), Trajectory.uniform(config.loops)
-    shape = (sequences, config.context)
+    conditions = model.passes(full, 1).conditions
+    shape = (sequences, word_length(config.context))
     answers = {one: _Answers(shape) for one in tree.trajectories}
     exits = [_Answers(shape) for _ in range(config.loops)]
     windows = StateWindows(group, config.context, sequences, seed, TEST)
     rows = max(1, batch_tokens // config.context)
     for start in range(0, sequences, rows):
         batch = windows.batch(start, start + rows)
-        ids, labels = batch.inputs.to(device), batch.targets.to(device)
+        ids, labels = batch.inputs.to(device), batch.targets[:, 1:].to(device)  # the end token has none
         part = slice(start, start + len(ids))
         for trajectory, hidden in tree.run(ids):
-            answers[trajectory].add(part, model, group, hidden, labels)
-        for after, state in enumerate(model(ids, full, logits=False, states=True).states):
-            exits[after].add(part, model, group, model.final_norm(state), labels)
+            answers[trajectory].add(part, model, group, hidden[:, 1:], labels)
+        states = model(ids, full, logits=False, states=True).states
+        for leaving, state, condition in zip(exits, states, conditions, strict=True):
+            leaving.add(part, model, group, model.finish(state, condition.gain)[:, 1:], labels)
         if report:
             report(f"words over {group.name}", part.stop, sequences)
     passes = [one.budget for one in uniform]
@@ -97,7 +101,7 @@ def track_states(
         "group": group.name,
         "elements": len(group),
         "chance": 1 / len(group),
-        "places": config.context,
+        "places": shape[1],
         "sequences": sequences,
         "seed": seed,
         "dtype": model.dtype_name,

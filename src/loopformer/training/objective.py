@@ -144,9 +144,12 @@ class Objective(nn.Module):
 
 def _groups(followed: Iterable[int], rows: Sequence[Sequence[int]], count: int) -> dict[tuple[int, ...], list[int]]:
     """The rows of a micro-batch by which trajectories they follow."""
+    own = {place: frozenset(rows[place]) for place in followed}
+    if all(len(some) == count for some in own.values()):  # as nearly always
+        return {tuple(own): list(range(count))} if own else {}
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in range(count):
-        groups.setdefault(tuple(place for place in followed if row in rows[place]), []).append(row)
+        groups.setdefault(tuple(place for place in own if row in own[place]), []).append(row)
     groups.pop((), None)
     return groups
 
