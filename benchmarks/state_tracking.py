@@ -62,8 +62,8 @@ SUITES = {
     "s3": StateSuite(
         {
             "elastic": ("states", {}),
-            "elastic-inject": ("states", {"model.inject": "gated"}),
             **{f"specialist-{m}": ("states", {**ONE_BUDGET, "model.loops": m}) for m in (5, 1, 3, 2, 4)},
+            "elastic-not-injected": ("states", {"model.inject": "none"}),
         },
         shared={"training.device": "cpu", "training.threads": 1},
         loops=5,
