@@ -3,9 +3,18 @@ from typing import Any
 
 import pytest
 import torch
+from options import OPTIONS
 
 from loopformer import LoopformerError
-from loopformer.config import ModelConfig, from_mapping, load_preset, load_run, preset_names
+from loopformer.config import (
+    ModelConfig,
+    from_mapping,
+    load_preset,
+    load_run,
+    preset_names,
+    run_from_mapping,
+    run_to_mapping,
+)
 from loopformer.model import LoopedLM
 
 FAMILIES = ("base-loop", "tmlt", "loopformer")
@@ -29,6 +38,18 @@ def test_the_papers_models_are_all_there() -> None:
 
 def test_settings_survive_as_plain_data(tiny: ModelConfig) -> None:
     assert from_mapping(ModelConfig, dataclasses.asdict(tiny), "model") == tiny
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+def test_settings_on_trial_are_written_where_they_are_used(tiny: ModelConfig, option: dict[str, Any]) -> None:
+    assert not option.keys() & tiny.plain().keys()
+    assert tiny.plain().items() < dataclasses.replace(tiny, **option).plain().items()
+    used = dataclasses.replace(tiny, **option)
+    assert from_mapping(ModelConfig, used.plain(), "model") == used
+    assert set(used.trials) == option.keys()
+    run, _ = load_run("demo", [f"model.{name}={value}" for name, value in option.items()])
+    assert run_from_mapping(run_to_mapping(run)) == run
+    assert option.items() <= run_to_mapping(run)["model"].items()
 
 
 @pytest.mark.parametrize(

@@ -206,10 +206,10 @@ class LM:
         """The fused path, if it is asked for and can run here; else the plain one."""
         if int8 and not fast:
             raise LoopformerError("int8 goes with fast; ask for both.")
-        ready = fast and DecoderPool.ready(self.model)
-        if int8 and not ready:
-            raise LoopformerError("int8 needs a CUDA device and Triton; leave it out.")
-        if not ready:
+        why = DecoderPool.obstacle(self.model)
+        if int8 and why is not None:
+            raise LoopformerError(f"int8 {why}; leave it out.")
+        if not fast or why is not None:
             return PlainBackend(self.model, max(1, rows), remember=0, draft=draft)
         if int8 not in self._decoders:
             self._decoders[int8] = DecoderPool(self.model, int8)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from options import draw_options
 from transformers import DynamicCache, StaticCache
 
 from loopformer import LoopedLM, LoopformerError, ModelConfig, Trajectory
@@ -34,6 +35,7 @@ def cases(draw: st.DrawFn) -> Case:
         vocab=50,
         positions=draw(st.sampled_from(["learned", "rotary"])),
         time_scale=30.0,
+        **draw_options(draw, kind),
     )
     grid = [trajectory for budget in range(1, loops + 1) for trajectory in Trajectory.enumerate(loops, budget)]
     allowed = [trajectory for trajectory in grid if kind not in ("none", "index") or trajectory.is_uniform]

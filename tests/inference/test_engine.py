@@ -2,16 +2,21 @@
 
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from options import OPTIONS, Option
 
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.inference.decode import PlainBackend
+from loopformer.inference.draft import Draft
 from loopformer.inference.engine import Busy, Engine
 from loopformer.inference.request import Request, Result
+
+from .models import spread
 
 ROUTES = [str(trajectory) for budget in range(1, 5) for trajectory in Trajectory.enumerate(4, budget)]
 PROMPTS = ["every pass is told", "its", "time and its step", "told its time", "naïve café"]
@@ -67,6 +72,25 @@ def test_a_text_does_not_depend_on_company(lm: LM, draws: list[tuple[int, int, i
         assert results[ticket].ids == mine.ids
         assert results[ticket].text == mine.text
         torch.testing.assert_close(results[ticket].logprobs, mine.logprobs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+@pytest.mark.parametrize("drafted", [False, True])
+def test_settings_on_trial_decode_what_an_uncached_model_would(lm: LM, option: Option, drafted: bool) -> None:
+    model = spread(replace(lm.model.config, **option), std=0.3)
+    draft = Draft(Trajectory.uniform(1), length=2) if drafted else None
+    engine = Engine(model, lm.need_tokenizer(), rows=3, draft=draft)
+    budgets = ("4", "2-2", "1-3", "3-1", "2-1-1", "4")
+    prompts = [lm.need_tokenizer().encode(prompt) for prompt in (*PROMPTS, PROMPTS[0])]
+    for number, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
+        engine.submit(Request(tuple(prompt), Trajectory.parse(budget), max_tokens=3 + number % 4))
+    results = finish(engine)
+    for ticket, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
+        ids = list(prompt)
+        for token in results[ticket].ids:
+            logits = model(torch.tensor([ids]), budget).logits[0, -1, : model.config.vocab]
+            assert token == int(logits.argmax())
+            ids.append(token)
 
 
 def test_a_common_beginning_is_run_once(lm: LM) -> None:

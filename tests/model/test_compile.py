@@ -1,16 +1,21 @@
 """The step is the compiled unit: one graph serves every budget and schedule."""
 
+from dataclasses import replace
+
+import pytest
 import torch
+from options import OPTIONS, Option
 from torch._dynamo.testing import CompileCounter
 
 from loopformer import LoopedLM, Trajectory
 from loopformer.config import ModelConfig
 
 
-def test_one_graph_per_shape_and_grad_mode(tiny: ModelConfig) -> None:
+@pytest.mark.parametrize("option", [{}, *OPTIONS], ids=str)
+def test_one_graph_per_shape_and_grad_mode(tiny: ModelConfig, option: Option) -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
-    model = LoopedLM(tiny)
+    model = LoopedLM(replace(tiny, **option))
     ids = torch.randint(tiny.vocab, (2, 12))
     trajectories = [trajectory for budget in range(1, 5) for trajectory in Trajectory.enumerate(4, budget)]
     expected = [model(ids, trajectory).logits for trajectory in trajectories]

@@ -3,6 +3,7 @@ from typing import get_args
 
 import pytest
 import torch
+from options import OPTIONS, Option
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,6 +22,18 @@ def test_forward_flops_are_what_torch_counts(tiny: ModelConfig, kind: Conditioni
         model(torch.randint(tiny.vocab, (3, 20)), budget)
     expected = 3 * 20 * model.cost.forward_flops(budget, context=20, causal=False) + model.cost.table_flops(budget)
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+def test_settings_on_trial_are_counted(tiny: ModelConfig, option: Option) -> None:
+    model, budget = LoopedLM(replace(tiny, **option)), 3
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(torch.randint(tiny.vocab, (3, 20)), budget)
+    expected = 3 * 20 * model.cost.forward_flops(budget, context=20, causal=False) + model.cost.table_flops(budget)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.001)
+    assert sum(parameter.numel() for parameter in model.parameters()) == model.cost.parameters.total
+    cache = model.cache(budget, 1)
+    assert cache.bytes == model.cost.kv_bytes(budget, value_bytes=4) * tiny.context
 
 
 def test_the_papers_numbers() -> None:

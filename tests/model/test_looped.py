@@ -6,10 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from options import OPTIONS, Option
 from torch import Tensor, nn
 
 from loopformer import LoopedLM, LoopformerError, Trajectory
 from loopformer.config import Conditioning, ModelConfig
+from loopformer.inference.score import TrajectoryTree
+from loopformer.model.block import EPSILON, rotary_angles, rotate
 
 KINDS = get_args(Conditioning)
 
@@ -151,6 +154,54 @@ def test_learned_norms_only_where_nothing_modulates(tiny: ModelConfig) -> None:
     assert "stack.blocks.0.norm_1.weight" in names["none"]
     assert all("stack.blocks.0.norm_1.weight" not in names[kind] for kind in KINDS if kind != "none")
     assert all("final_norm.weight" in names[kind] for kind in KINDS)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+def test_settings_on_trial_serve_rows_of_different_budgets(tiny: ModelConfig, option: Option) -> None:
+    model, ids = spread(LoopedLM(replace(tiny, **option))), ids_for(tiny, rows=4)
+    trajectories = ["2-1-1", "1", "4", "1-3"]
+    together = model(ids, trajectories, states=True)
+    tree = dict(TrajectoryTree(model, [Trajectory.parse(each) for each in trajectories]).run(ids))
+    for row, trajectory in enumerate(trajectories):
+        alone = model(ids[row : row + 1], trajectory, states=True)
+        torch.testing.assert_close(together.logits[row], alone.logits[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(tree[Trajectory.parse(trajectory)][row], alone.hidden[0], atol=1e-4, rtol=1e-4)
+        for step, state in enumerate(alone.states):
+            torch.testing.assert_close(together.states[step][row], state[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_with_qk_norm_the_size_of_queries_and_keys_says_nothing(tiny: ModelConfig, positions: str) -> None:
+    model = spread(LoopedLM(replace(tiny, qk_norm=True, positions=positions)))  # type: ignore[arg-type]
+    ids = ids_for(tiny)
+    expected = model(ids).logits
+    with torch.no_grad():
+        for block in model.stack.each():
+            block.attention.qkv.weight[: 2 * tiny.width] *= 50
+    torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    plain = LoopedLM(replace(tiny, positions=positions))  # type: ignore[arg-type]
+    plain.load_state_dict(model.state_dict())
+    assert not torch.allclose(plain(ids).logits, expected, atol=1e-2)
+
+
+def test_qk_norm_is_per_head_and_before_rotary_positions(tiny: ModelConfig) -> None:
+    config = replace(tiny, qk_norm=True, positions="rotary", blocks=1)
+    attention = next(iter(spread(LoopedLM(config)).stack.each())).attention
+    q, k, v = torch.randn(3, 2, 5, 32).unbind()
+    rotary = rotary_angles(torch.arange(5)[None], config.head_width, torch.float32)
+
+    def heads(x: Tensor) -> Tensor:  # [B, H, T, D/H]
+        return x.view(2, 5, 4, 8).transpose(1, 2)
+
+    def turned(x: Tensor) -> Tensor:
+        return rotate(heads(x) / (heads(x).square().mean(-1, keepdim=True) + EPSILON).sqrt(), *rotary)
+
+    scores = turned(q) @ turned(k).transpose(-1, -2) / 8**0.5
+    visible = torch.ones(5, 5, dtype=torch.bool).tril()
+    expected = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ heads(v)
+    torch.testing.assert_close(
+        attention.mix(q, k, v, rotary, None, None), expected.transpose(1, 2).reshape(2, 5, 32), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_causal(tiny: ModelConfig) -> None:

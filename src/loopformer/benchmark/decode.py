@@ -48,8 +48,8 @@ FIGURES = ("ms_per_step", "tokens_per_second", "tflops", "mfu", "gb_per_second",
 def absent(model: LoopedLM, paths: Sequence[str]) -> dict[str, str]:
     """Those of the paths that cannot run here, each with what it needs."""
     needs = {}
-    if not DecoderPool.ready(model):
-        needs["fused"] = "it needs a CUDA device and Triton"
+    if (why := DecoderPool.obstacle(model)) is not None:
+        needs["fused"] = f"it {why}"
     if find_spec("transformers") is None:
         needs["transformers"] = "it needs Transformers: pip install 'loopformer[hf]'"
     return {path: need for path, need in needs.items() if path in paths}

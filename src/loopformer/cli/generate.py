@@ -151,9 +151,10 @@ def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool) -> bo
     from loopformer.inference.fused.backend import DecoderPool
 
     place = choose_device(device)
-    fused = fast and DecoderPool.ready(lm.to(place).model)
+    why = DecoderPool.obstacle(lm.to(place).model)
+    fused = fast and why is None
     if fast and not fused:
-        typer.echo("--fast changes nothing here: it needs a CUDA device and Triton.", err=True)
+        typer.echo(f"--fast changes nothing here: it {why}.", err=True)
     lm.to(place, dtype or (torch.bfloat16 if fused else torch.float32))
     return fused
 

@@ -77,7 +77,7 @@ def _describe(config: "ModelConfig", context: int | None) -> dict[str, Any]:
     length = config.context if context is None else context
     full = cost.forward_flops(context=length)
     return {
-        "settings": dataclasses.asdict(config),
+        "settings": config.plain(),
         "shape": f"{config.blocks}⊗{config.loops}",
         "parameters": {
             **dataclasses.asdict(parameters),

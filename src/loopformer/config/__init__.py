@@ -15,6 +15,7 @@ from loopformer.config.run import (
     load_run,
     preset_names,
     run_from_mapping,
+    run_to_mapping,
     run_to_yaml,
     with_expected_vocab,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "load_run",
     "preset_names",
     "run_from_mapping",
+    "run_to_mapping",
     "run_to_yaml",
     "whole_numbers",
     "with_expected_vocab",

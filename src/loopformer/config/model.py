@@ -23,6 +23,11 @@ Conditioning = Literal["none", "index", "time", "step", "trajectory"]
 FORMAT, VERSION = "loopformer-model", 1  # how the config.json of a model folder says that it is ours
 
 
+def on_trial(default: Any) -> Any:
+    """A setting that may be removed again: where it is at its default, nothing that is written mentions it."""
+    return dataclasses.field(default=default, metadata={"on_trial": True})
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Any model of the family, k⊗L. The defaults are the paper's LoopFormer 3⊗8."""
@@ -40,6 +45,7 @@ class ModelConfig:
     modulator_start: Literal["zero", "normal", "one"] = "zero"
     time_scale: float = 1.0  # multiplies t and Δ before their Fourier features
     residual_init: Literal["blocks", "depth"] = "blocks"  # residual projections start at 0.02/√(2k) or /√(2kL)
+    qk_norm: bool = on_trial(False)  # queries and keys are RMS-normalised per head, before rotary positions
 
     def __post_init__(self) -> None:
         check_types(self, "model")
@@ -60,6 +66,20 @@ class ModelConfig:
             f"model.padded_vocab {self.padded_vocab} is smaller than model.vocab {self.vocab}; "
             "raise it, or leave it out.",
         )
+
+    def plain(self) -> dict[str, Any]:
+        """As files hold it: every setting, but those on trial only where they are not at their defaults.
+
+        So a model without them has the same file and the same hash in every version, with or without the trial.
+        """
+        known = [each.name for each in dataclasses.fields(self) if "on_trial" not in each.metadata]
+        return {name: getattr(self, name) for name in (*known, *self.trials)}
+
+    @property
+    def trials(self) -> list[str]:
+        """The settings on trial that are not at their defaults."""
+        known = [each for each in dataclasses.fields(self) if "on_trial" in each.metadata]
+        return [each.name for each in known if getattr(self, each.name) != each.default]
 
     @property
     def vocab_rows(self) -> int:

@@ -213,8 +213,13 @@ def run_from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     return RunConfig(**sections, init_from=init_from)
 
 
+def run_to_mapping(run: RunConfig) -> dict[str, Any]:
+    """A whole run as plain data, which `run_from_mapping` reads."""
+    return {**dataclasses.asdict(run), "model": run.model.plain()}
+
+
 def run_to_yaml(run: RunConfig) -> str:
-    return yaml.safe_dump(dataclasses.asdict(run), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(run_to_mapping(run), sort_keys=False, allow_unicode=True)
 
 
 def _apply(settings: dict[str, Any], override: str) -> None:

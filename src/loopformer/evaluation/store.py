@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ def _writable(folder: Path) -> bool:
 
 def weights_hash(model: LoopedLM) -> str:
     """What the model computes, as one hash: its settings and its weights, in their dtype."""
-    digest = hashlib.sha256(json.dumps(asdict(model.config), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(model.config.plain(), sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

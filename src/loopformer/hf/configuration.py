@@ -8,7 +8,6 @@ config.json serves `from_pretrained` and `loopformer.load` alike. `budget` or `t
 where a call does not say: tools that only pass settings on can choose with `from_pretrained(folder, budget=4)`.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +42,7 @@ class LoopFormerConfig(PretrainedConfig):  # type: ignore[misc]
         require(tie_word_embeddings, "A LoopFormer's head is its token embedding; leave tie_word_embeddings true.")
         require(budget is None or trajectory is None, "Give a budget or a trajectory, not both.")
         settings = model if isinstance(model, ModelConfig) else from_mapping(ModelConfig, model or {}, "model")
-        self.model = dataclasses.asdict(settings)
+        self.model = settings.plain()
         self.budget, self.trajectory = budget, trajectory
         self.source = dict(source or {})
         self.format, self.version = format, version

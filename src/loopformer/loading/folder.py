@@ -12,7 +12,6 @@ A model's config holds all its settings, so that loops, heads and switches are n
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -131,7 +130,7 @@ def save_tensors(
     config = {
         "format": FORMAT,
         "version": VERSION,
-        "model": dataclasses.asdict(model),
+        "model": model.plain(),
         "source": source or {},
     }
     try:

@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads, self.qk_norm = config.heads, config.qk_norm
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
@@ -72,6 +72,8 @@ class Attention(nn.Module):
             part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)  # [B, H, T, D/H]
             for part in (q, k, v)
         )
+        if self.qk_norm:
+            q, k = (F.rms_norm(part, part.shape[-1:], None, EPSILON).to(v.dtype) for part in (q, k))
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         if slot is not None:

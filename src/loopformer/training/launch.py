@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 
-from loopformer.config import ModelConfig, RunConfig, load_run, run_from_mapping, with_expected_vocab
+from loopformer.config import (
+    ModelConfig,
+    RunConfig,
+    load_run,
+    run_from_mapping,
+    run_to_mapping,
+    with_expected_vocab,
+)
 from loopformer.data.shards import TokenData, is_prepared
 from loopformer.data.splits import SPLITS
 from loopformer.data.tokenizer import Tokenizer
@@ -127,7 +134,7 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     ranks.close()
     if not tokens:
         made["epochs"] = None
-    return {"plan": made, "settings": asdict(run)}
+    return {"plan": made, "settings": run_to_mapping(run)}
 
 
 def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: bool) -> tuple[RunConfig, set[str]]:

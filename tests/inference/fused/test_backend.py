@@ -6,6 +6,7 @@ The kernels run on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
 import copy
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from loopformer.inference.draft import Draft
 from loopformer.inference.engine import generate, speculate
 from loopformer.inference.fused.backend import MOST_KEPT, DecoderPool, FusedBackend, LendingPool
 from loopformer.inference.request import Event, Request, Result, RowState
+
+from ..models import spread
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -57,6 +60,14 @@ def test_what_fast_cannot_do_is_said(lm: LM) -> None:
     for call, said in mistakes:
         with pytest.raises(LoopformerError, match=said):
             call()
+
+
+def test_a_setting_without_kernels_is_named_and_fast_decodes_plainly(lm: LM) -> None:
+    other = LM(spread(replace(lm.model.config, qk_norm=True), std=0.3), lm.tokenizer)
+    assert DecoderPool.obstacle(other.model) == "has no kernels for model.qk_norm"
+    with pytest.raises(LoopformerError, match=r"int8 has no kernels for model.qk_norm; leave it out"):
+        other.generate("told", fast=True, int8=True)
+    assert other.generate("told", fast=True, max_tokens=4) == other.generate("told", max_tokens=4)
 
 
 @pytest.fixture

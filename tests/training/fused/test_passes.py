@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from options import OPTIONS, Option
 from torch import Tensor, nn
 
 from loopformer import LoopedLM, Trajectory
 from loopformer.config import ModelConfig, ObjectiveConfig
-from loopformer.training.fused.passes import FusedStack
+from loopformer.training.fused.passes import FusedStack, obstacle
 from loopformer.training.fused.types import Precision
 from loopformer.training.objective import Divisors, Objective
 
@@ -50,6 +51,19 @@ def test_gradients_are_autograds(tiny: ModelConfig, conditioning: str, positions
     model = model_of(tiny, conditioning=conditioning, positions=positions)
     for mine, theirs in zip(run(model, PLAIN), run(model, None), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def fusible(option: Option) -> bool:
+    return obstacle(ModelConfig(**option), torch.device("cpu"), fp8=False) is None
+
+
+@pytest.mark.parametrize("option", [each for each in OPTIONS if fusible(each)], ids=str)
+def test_settings_on_trial_train_alike(tiny: ModelConfig, option: Option) -> None:
+    model = model_of(tiny, **option)
+    for checkpoint_loops in (False, True):
+        fused, plain = (run(model, way, checkpoint_loops=checkpoint_loops) for way in (PLAIN, None))
+        for mine, theirs in zip(fused, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
 def test_documents_are_kept_apart(tiny: ModelConfig) -> None:

@@ -397,7 +397,7 @@ def _facts(loaded: LoadedModel, name: str) -> Piece:
         "name": name,
         "source": short_path(loaded.source),
         "shape": f"{config.blocks}⊗{config.loops}",
-        "settings": asdict(config),
+        "settings": config.plain(),
         "weights": loaded.weights,
         "tokenizer": loaded.lm.tokenizer and loaded.lm.tokenizer.hash,
         "dtype": loaded.model.dtype_name,
@@ -443,7 +443,7 @@ def training_facts(source: str | Path) -> TrainingFacts | None:
         tokens_per_second=statistics.median(speeds) if speeds else None,
         records=len(speeds),
         data=state.get("data"),
-        model=asdict(run.model),
+        model=run.model.plain(),
         same={name: getattr(run.training, name) for name in _SAME}
         | {name: state.get(name) for name in _SAME_STATE},
     )

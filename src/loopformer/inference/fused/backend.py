@@ -1,7 +1,7 @@
 """The fused backend: static batches of one trajectory on a GPU, each through a decoder (decoder.py), and greedy
 drafts.
 
-decoders = DecoderPool(model)                       # DecoderPool.ready(model) says whether it can serve here
+decoders = DecoderPool(model)                       # DecoderPool.obstacle(model) says what is in its way here
 backend = FusedBackend(decoders)                    # what Engine decodes with
 backend = FusedBackend(decoders, Draft(Trajectory.uniform(2), length=4))
 
@@ -71,9 +71,12 @@ class DecoderPool:
         self._speculators: LendingPool[Speculator] = LendingPool()
 
     @staticmethod
-    def ready(model: LoopedLM) -> bool:
-        """Whether the kernels can run: on a CUDA device, with Triton installed."""
-        return model.tokens.weight.device.type == "cuda" and find_spec("triton") is not None
+    def obstacle(model: LoopedLM) -> str | None:
+        """What the kernels lack to run a model here, as in "it …"; None if nothing."""
+        if model.config.trials:
+            return f"has no kernels for model.{model.config.trials[0]}"
+        ready = model.tokens.weight.device.type == "cuda" and find_spec("triton") is not None
+        return None if ready else "needs a CUDA device and Triton"
 
     def decoder(self, trajectory: Trajectory, rows: int) -> AbstractContextManager[Decoder]:
         """Lend one for at least so many rows; sizes are powers of two, so that there are few."""

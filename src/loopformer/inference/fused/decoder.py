@@ -74,6 +74,9 @@ class Decoder:
     ) -> None:
         """`together` is the cache of the one sequence that all rows belong to; without it each is its own."""
         config, like = model.config, model.tokens.weight.detach()
+        require(
+            not config.trials, f"There are no kernels for model.{''.join(config.trials[:1])}; decode without fast."
+        )
         self.model, self.trajectory, self.rows = model, model.resolve(trajectory), rows
         self.cache = model.cache(self.trajectory, rows) if together is None else together
         self._together = rows if together is not None else 1
