@@ -296,7 +296,7 @@ def fault_after_take(engine: Engine) -> Iterator[None]:
 
 def test_a_slot_that_a_row_left_is_clear(small: LM) -> None:
     """Also of what a step wrote that was never finished: the next row must not meet it."""
-    pool, table = SlotPool(small.model, 3, reach=2), small.model.table(Trajectory.uniform(2))
+    pool, table = SlotPool(small.model, 3, reach=2), small.model.condition(Trajectory.uniform(2))
     cache, _ = prefill(small.model, [[5, 6, 7]], [Trajectory.uniform(2)])
     for ticket in (1, 2):
         pool.admit(ticket, table, cache.read(0), 3, 2)

@@ -13,6 +13,7 @@ from loopformer import LoopedLM, LoopformerError, Trajectory
 from loopformer.config import Conditioning, ModelConfig
 from loopformer.inference.score import TrajectoryTree
 from loopformer.model.block import EPSILON, rotary_angles, rotate
+from loopformer.model.conditioning import ZeroLinear
 
 KINDS = get_args(Conditioning)
 
@@ -154,6 +155,38 @@ def test_learned_norms_only_where_nothing_modulates(tiny: ModelConfig) -> None:
     assert "stack.blocks.0.norm_1.weight" in names["none"]
     assert all("stack.blocks.0.norm_1.weight" not in names[kind] for kind in KINDS if kind != "none")
     assert all("final_norm.weight" in names[kind] for kind in KINDS)
+
+
+def test_injection_adds_some_of_the_embedding_before_every_later_pass(tiny: ModelConfig) -> None:
+    model, ids = spread(LoopedLM(replace(tiny, inject="gated"))), ids_for(tiny)
+    trajectory = Trajectory.parse("2-1-1")
+    condition = model.condition(trajectory)
+    embedded, rotary, mask = model.embed(ids)
+    x = model.stack(embedded, _some(condition.modulation)[:1], rotary, mask)
+    for number in (1, 2):
+        x = x + _some(condition.injection)[number] * embedded
+        x = model.stack(x, _some(condition.modulation)[number : number + 1], rotary, mask)
+    torch.testing.assert_close(model(ids, trajectory).hidden, model.final_norm(x))
+
+
+def starts_at_zero(option: Option) -> bool:
+    small = ModelConfig(blocks=1, width=8, heads=1, ffn=8, context=8, vocab=8, **option)
+    return any(isinstance(module, ZeroLinear) for module in LoopedLM(small).modules())
+
+
+@pytest.mark.parametrize("option", [each for each in OPTIONS if starts_at_zero(each)], ids=str)
+def test_what_starts_at_zero_starts_as_the_model_without_it(tiny: ModelConfig, option: Option) -> None:
+    ids, models = ids_for(tiny), []
+    for changes in ({}, option):
+        torch.manual_seed(3)
+        models.append(LoopedLM(replace(tiny, **changes)))
+    plain, other = (model.state_dict() for model in models)
+    assert all(torch.equal(tensor, other[name]) for name, tensor in plain.items())
+    assert torch.equal(models[0](ids, "2-1-1").logits, models[1](ids, "2-1-1").logits)
+    models[1](ids, "2-1-1").logits.square().mean().backward()
+    added = [parameter for name, parameter in models[1].named_parameters() if name not in plain]
+    assert added
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in added)
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)

@@ -45,6 +45,7 @@ class ModelConfig:
     modulator_start: Literal["zero", "normal", "one"] = "zero"
     time_scale: float = 1.0  # multiplies t and Δ before their Fourier features
     residual_init: Literal["blocks", "depth"] = "blocks"  # residual projections start at 0.02/√(2k) or /√(2kL)
+    inject: Literal["none", "gated"] = on_trial("none")  # gated: later passes get some of the embedding again
     qk_norm: bool = on_trial(False)  # queries and keys are RMS-normalised per head, before rotary positions
 
     def __post_init__(self) -> None:
@@ -61,6 +62,10 @@ class ModelConfig:
                 "Rotary positions need an even width/heads; change model.heads.",
             )
         require(self.time_scale > 0, f"model.time_scale must be positive, got {self.time_scale}.")
+        require(
+            self.inject != "gated" or self.conditioning != "none",
+            "model.inject gated follows what a pass is told; give model.conditioning another value than none.",
+        )
         require(
             self.padded_vocab is None or self.padded_vocab >= self.vocab,
             f"model.padded_vocab {self.padded_vocab} is smaller than model.vocab {self.vocab}; "

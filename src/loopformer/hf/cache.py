@@ -42,7 +42,7 @@ class CacheSlot:
 class _Bound:
     model: ref[LoopedLM]
     trajectory: Trajectory
-    passes: Passes | None  # the modulations, to be computed once per sequence; None while gradients are wanted
+    passes: Passes | None  # what they are told, to be computed once per sequence; None while gradients are wanted
 
 
 def slots(cache: Any, number: int, blocks: int) -> list[CacheSlot]:

@@ -27,6 +27,7 @@ from loopformer.inference.sampling import Choice, sample
 from loopformer.inference.score import common_prefix
 from loopformer.model import LoopedLM
 from loopformer.model.cache import Cache, Passes, RowKeys
+from loopformer.model.conditioning import Condition
 from loopformer.trajectory import Trajectory
 
 WORTH_WAITING = 8  # tokens that a prompt shares with one beside it: then it waits for that one's keys
@@ -105,7 +106,7 @@ class SlotPool(Cache):
         super().__init__(model.config, [], Passes([], [], []), model.config.context, model.tokens.weight)
         self._slots, self._blocks, self._reach = slots, model.config.blocks, reach
         self._order = torch.arange(slots, device=model.tokens.weight.device)
-        self._modulations: list[Tensor | None] = []  # of each loop [slots, k, 4, D]
+        self._conditions: list[Condition] = []  # of each loop, for every slot
         self.layout: tuple[BatchSlot | None, ...] = (None,) * slots
 
     @property
@@ -134,8 +135,8 @@ class SlotPool(Cache):
             after = next(self._budget(place) for place in taken if place > hole)
             self._move(max(place for place in taken if self._budget(place) == after), hole)
 
-    def admit(self, ticket: int, table: Tensor | None, keys: RowKeys, length: int, budget: int) -> None:
-        """Take in a row that has run `length` tokens, with its modulations [M, k, 4, D]."""
+    def admit(self, ticket: int, table: Condition, keys: RowKeys, length: int, budget: int) -> None:
+        """Take in a row that has run `length` tokens, with what its M passes are told."""
         while len(self._kept) < budget:
             self._take_a_loop(table)
         place = self._slots - self.free
@@ -148,9 +149,9 @@ class SlotPool(Cache):
             for mine, theirs in zip(loop, others, strict=True):
                 for tensor, other_tensor in zip(mine, theirs, strict=True):
                     tensor[place, :, :length] = other_tensor[:, :length]
-        for loop_number, modulation in enumerate(self._modulations[:budget]):
-            if modulation is not None and table is not None:
-                modulation[place] = table[loop_number]
+        for loop_number, condition in enumerate(self._conditions[:budget]):
+            for part, of_row in zip(condition.tensors, table.tensors, strict=True):
+                part[place] = of_row[loop_number]
         self._publish({place: BatchSlot(ticket, budget, length)})
 
     def place_tokens(self, lengths: dict[int, int]) -> list[int]:
@@ -158,10 +159,10 @@ class SlotPool(Cache):
         rows = [slot for slot in self.layout if slot is not None]
         self.lengths = [lengths[slot.ticket] for slot in rows]
         counts = [sum(slot.budget > loop for slot in rows) for loop in range(max(slot.budget for slot in rows))]
-        loops = zip(self._modulations, counts, strict=False)
-        modulations = [None if table is None else table[:count] for table, count in loops]
+        loops = zip(self._conditions, counts, strict=False)
+        conditions = [condition.at(slice(count)) for condition, count in loops]
         mixed = counts[-1] < counts[0]
-        self.passes = Passes(counts, modulations, list(range(len(rows))) if mixed else None)
+        self.passes = Passes(counts, conditions, list(range(len(rows))) if mixed else None)
         return [slot.ticket for slot in rows]
 
     def _budget(self, place: int) -> int:
@@ -175,12 +176,12 @@ class SlotPool(Cache):
         assert slot is not None
         assert self.layout[target] is None
         end = slot.length + self._reach  # a step may have been run since the length was noted
-        for loop, modulation in zip(self._kept[: slot.budget], self._modulations, strict=False):
+        for loop, condition in zip(self._kept[: slot.budget], self._conditions, strict=False):
             for pair in loop:
                 for tensor in pair:
                     tensor[target, :, :end] = tensor[source, :, :end]
-            if modulation is not None:
-                modulation[target] = modulation[source]
+            for part in condition.tensors:
+                part[target] = part[source]
         self._publish({target: slot, source: slot._replace(ticket=NOBODY)})
         self._clear(source)
 
@@ -200,10 +201,10 @@ class SlotPool(Cache):
             layout[place] = slot
         self.layout = tuple(layout)
 
-    def _take_a_loop(self, table: Tensor | None) -> None:
-        modulation = None if table is None else table.new_zeros((self._slots, *table.shape[1:]))
+    def _take_a_loop(self, table: Condition) -> None:
+        condition = table.map(lambda part: part.new_zeros((self._slots, *part.shape[1:])))
         pairs = self._empty_loop(self._slots, self._blocks)
-        self._modulations = [*self._modulations[: len(self._kept)], modulation]
+        self._conditions = [*self._conditions[: len(self._kept)], condition]
         self._kept = [*self._kept, pairs]
 
 
@@ -268,7 +269,7 @@ class PlainBackend:
         self._draft_pool = None if draft is None else SlotPool(model, slots, reach)
         self._draft_rate = HOPED_RATE
         self._prefixes = PrefixCache(4 * model.config.context if remember is None else remember)
-        self._tables: dict[Trajectory, Tensor | None] = {}
+        self._tables: dict[Trajectory, Condition] = {}
         self.prompt_tokens = self.shared_tokens = 0
 
     def used_bytes(self, rows: Sequence[RowState]) -> int:
@@ -404,8 +405,8 @@ class PlainBackend:
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.model.head(hidden)[:, : self.model.config.vocab]
 
-    def _table(self, trajectory: Trajectory) -> Tensor | None:
-        """The modulations of a trajectory, computed once for as long as someone follows it."""
+    def _table(self, trajectory: Trajectory) -> Condition:
+        """What the passes of a trajectory are told, computed once for as long as someone follows it."""
         if trajectory not in self._tables:
-            self._tables = {**self._tables, trajectory: self.model.table(trajectory)}
+            self._tables = {**self._tables, trajectory: self.model.condition(trajectory)}
         return self._tables[trajectory]

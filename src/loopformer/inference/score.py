@@ -32,6 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.model import LoopedLM
 from loopformer.model.block import Rotary
+from loopformer.model.conditioning import Condition
 from loopformer.trajectory import Trajectory
 
 Tokens = tuple[int, ...]
@@ -114,7 +115,7 @@ def token_logprobs(model: LoopedLM, hidden: Tensor, targets: Tensor) -> tuple[Te
 
 
 class TrajectoryTree:
-    """A model and the trajectories to follow, their modulations computed once for any number of batches.
+    """A model and the trajectories to follow, what passes are told computed once for any number of batches.
 
     tree = TrajectoryTree(model, Trajectory.enumerate(8, 4))
     for trajectory, hidden in tree.run(ids): ...      # hidden [B, T, D] after the final norm
@@ -125,11 +126,11 @@ class TrajectoryTree:
     def __init__(self, model: LoopedLM, trajectories: Iterable[Trajectory]) -> None:
         self.model = model
         self.trajectories = sorted(set(trajectories), key=lambda each: each.steps)  # common prefixes side by side
-        self._modulations: dict[tuple[Fraction, Fraction], Tensor | None] = {}  # (t, Δ) → [1, k, 4, D]
+        self._conditions: dict[tuple[Fraction, Fraction], Condition] = {}  # by (t, Δ), each for 1 row
         for trajectory in self.trajectories:
             steps = list(zip(trajectory.times, trajectory.steps, strict=True))
-            if not self._modulations.keys() >= set(steps):
-                self._modulations.update(zip(steps, model.passes(trajectory, 1).modulations, strict=True))
+            if not self._conditions.keys() >= set(steps):
+                self._conditions.update(zip(steps, model.passes(trajectory, 1).conditions, strict=True))
 
     def run(self, ids: Tensor) -> Iterator[tuple[Trajectory, Tensor]]:
         """Each trajectory with the hidden states [B, T, D] of ids [B, T] at its end."""
@@ -145,8 +146,9 @@ class TrajectoryTree:
         for trajectory in self.trajectories:
             del path[1 + common_prefix(before, trajectory.steps) :]
             for number in range(len(path) - 1, len(trajectory)):
-                modulation = self._modulations[trajectory.times[number], trajectory.steps[number]]
-                path.append(self.model.stack(path[-1], modulation, rotary, mask))
+                condition = self._conditions[trajectory.times[number], trajectory.steps[number]]
+                state = self.model.inject(path[-1], x, condition, number)
+                path.append(self.model.stack(state, condition.modulation, rotary, mask))
             before = trajectory.steps
             yield trajectory, self.model.final_norm(path[-1])
 

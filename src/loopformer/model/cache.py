@@ -17,6 +17,7 @@ from torch import Tensor
 
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
+from loopformer.model.conditioning import Condition
 from loopformer.trajectory import Trajectory
 
 
@@ -34,15 +35,15 @@ class RowKeys:
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes of a batch: how many rows take part in each, longest trajectories first, and their modulations."""
+    """The passes of a batch: how many rows take part in each, longest trajectories first, and their conditions."""
 
     rows: list[int]
-    modulations: list[Tensor | None]  # each [rows or 1, k, 4, D]
+    conditions: list[Condition]  # each of the rows in its pass, or of 1 for all
     order: list[int] | None  # the rows, longest trajectories first; None where all are the same
 
     def first(self, count: int | None) -> "Passes":
         """Only the first `count` passes; None for all."""
-        return Passes(self.rows[:count], self.modulations[:count], self.order)
+        return Passes(self.rows[:count], self.conditions[:count], self.order)
 
 
 @dataclass(frozen=True)
@@ -181,11 +182,11 @@ class Cache:
         index = torch.tensor([place for place, _ in kept], device=self._order.device)
         deepest = max(trajectory.budget for trajectory in chosen.trajectories)
         counts = [int((index < count).sum()) for count in self.passes.rows[:deepest]]
-        modulations = [
-            table if table is None or len(table) == 1 else table[index[:count]]
-            for table, count in zip(self.passes.modulations, counts, strict=False)
+        conditions = [
+            condition if plain else condition.at(index[:count])
+            for condition, count in zip(self.passes.conditions, counts, strict=False)
         ]
-        chosen.passes = Passes(counts, modulations, None if plain else [new for _, new in kept])
+        chosen.passes = Passes(counts, conditions, None if plain else [new for _, new in kept])
         chosen._kept = [
             [(keys[index[:count]], values[index[:count]]) for keys, values in loop]
             for loop, count in zip(self._kept, counts, strict=False)

@@ -3,9 +3,14 @@
 A scalar (time t, step Δ or loop index) becomes Fourier features, a 2-layer SiLU MLP makes a vector of them,
 their sum goes through one modulator per block: gates α₁, α₂ and scales γ₁, γ₂. All of it depends only on
 (t, Δ), so it is computed once per trajectory as a table [M, k, 4, D], never per token or per sequence.
+
+With `model.inject` gated, the same sum also gives a vector [D] per pass: how much of the embedding is added to the
+state before it.
 """
 
 import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +20,39 @@ from loopformer.trajectory import Trajectory
 
 FOURIER_WIDTH = 256
 MAX_PERIOD = 10_000.0
+
+
+class Condition(NamedTuple):
+    """What passes are told, for N of them: the passes of a trajectory, or the rows of a batch in one pass."""
+
+    modulation: Tensor | None = None  # [N, k, 4, D]; None: norms have weights of their own
+    injection: Tensor | None = None  # [N, D]; None: nothing is injected
+
+    def at(self, index: int | slice | Tensor) -> "Condition":
+        """Some of them."""
+        return self.map(lambda part: part[index])
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Condition":
+        """The same with each tensor changed."""
+        return Condition(*(None if part is None else change(part) for part in self))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [part for part in self if part is not None]
+
+    @staticmethod
+    def stack(each: Sequence["Condition"]) -> "Condition":
+        """One for several, each without the first dimension; all have the same parts."""
+        parts = ([part for part in parts if part is not None] for parts in zip(*each, strict=True))
+        return Condition(*(torch.stack(part) if part else None for part in parts))
+
+
+class ZeroLinear(nn.Linear):
+    """A linear map that starts at 0 and draws nothing, so that a model with it starts as the one without."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
 
 
 class ScalarEmbedding(nn.Module):
@@ -33,7 +71,7 @@ class ScalarEmbedding(nn.Module):
 
 
 class Conditioner(nn.Module):
-    """Trajectory → modulation table. Only the embeddings that the model's conditioning uses exist."""
+    """Trajectory → what its passes are told. Only the embeddings that the model's conditioning uses exist."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -42,9 +80,10 @@ class Conditioner(nn.Module):
         self.time = ScalarEmbedding(config.width) if self.kind in ("index", "time", "trajectory") else None
         self.step = ScalarEmbedding(config.width) if self.kind in ("step", "trajectory") else None
         self.modulators = nn.ModuleList(nn.Linear(config.width, 4 * config.width) for _ in range(config.blocks))
+        self.injector = ZeroLinear(config.width, config.width) if config.inject == "gated" else None
 
-    def forward(self, trajectory: Trajectory) -> Tensor:
-        """The table [M, k, 4, D] of a trajectory: per pass and block both gates, then both scales."""
+    def forward(self, trajectory: Trajectory) -> Condition:
+        """For each of the M passes modulations [M, k, 4, D], per block both gates, then both scales; injections."""
         signal: Tensor | None = None
         if self.time is not None:
             # A loop index is already spread over 0…L-1; only t and Δ, which live in [0, 1], are scaled.
@@ -56,7 +95,7 @@ class Conditioner(nn.Module):
         assert signal is not None
         active = nn.functional.silu(signal)  # [M, D]
         rows = [modulator(active).view(len(trajectory), 4, -1) for modulator in self.modulators]
-        return torch.stack(rows, dim=1)
+        return Condition(torch.stack(rows, dim=1), None if self.injector is None else self.injector(active))
 
     @torch.no_grad()
     def start(self, how: str) -> None:

@@ -58,6 +58,11 @@ class Cost:
         return {"none": 0, "trajectory": 2}.get(self.config.conditioning, 1)
 
     @property
+    def told_per_pass(self) -> int:
+        """Vectors [D] that a conditioned pass is given: four per block, and one for the injection."""
+        return 4 * self.config.blocks + (self.config.inject == "gated")
+
+    @property
     def parameters(self) -> Parameters:
         config = self.config
         d, conditioned = config.width, config.conditioning != "none"
@@ -66,7 +71,7 @@ class Cost:
             tokens=self.head_products,
             positions=config.context * d if config.positions == "learned" else 0,
             stack=config.blocks * (self.block_products + (0 if conditioned else 2 * d)),
-            conditioning=self.conditioned_on * embedding + config.blocks * 4 * d * (d + 1) * conditioned,
+            conditioning=self.conditioned_on * embedding + self.told_per_pass * d * (d + 1) * conditioned,
             final_norm=d,
         )
 
@@ -91,7 +96,7 @@ class Cost:
         d, kind = self.config.width, self.config.conditioning
         if kind == "none":
             return 0
-        per_step = self.conditioned_on * 2 * (FOURIER_WIDTH * d + d * d) + self.config.blocks * 2 * 4 * d * d
+        per_step = self.conditioned_on * 2 * (FOURIER_WIDTH * d + d * d) + self.told_per_pass * 2 * d * d
         return per_step * (self.config.loops if budget is None else budget)
 
     def training_flops(
@@ -122,6 +127,6 @@ class Cost:
         Nothing is assumed to stay in a cache between loops, and the modulation table is read, not computed.
         """
         loops = self.config.loops if budget is None else budget
-        table = 0 if self.config.conditioning == "none" else self.config.blocks * 4 * self.config.width
+        table = 0 if self.config.conditioning == "none" else self.told_per_pass * self.config.width
         weights = loops * (self.parameters.stack + table) + self.head_products + self.config.width
         return weights * value_bytes + context * self.kv_bytes(budget, value_bytes)

@@ -21,7 +21,7 @@ from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.model.block import RMSNorm, Rotary, Stack, rotary_angles
 from loopformer.model.cache import Cache, Passes
-from loopformer.model.conditioning import Conditioner
+from loopformer.model.conditioning import Condition, Conditioner, ZeroLinear
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory, resolve
 
@@ -62,7 +62,9 @@ class LoopedLM(nn.Module):
         config = self.config
         depth = config.blocks * (config.loops if config.residual_init == "depth" else 1)
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, ZeroLinear):
+                module.reset_parameters()
+            elif isinstance(module, nn.Linear | nn.Embedding):
                 residual = name.endswith(("attention.out", "ffn.down"))
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * depth) if residual else 0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
@@ -178,27 +180,31 @@ class LoopedLM(nn.Module):
     @_not_compiled
     def table(self, trajectory: Trajectory) -> Tensor | None:
         """The modulations of a trajectory [M, k, 4, D]; None for an unconditioned model."""
+        return self.condition(trajectory).modulation
+
+    @_not_compiled
+    def condition(self, trajectory: Trajectory) -> Condition:
+        """What the passes of a trajectory are told; nothing in an unconditioned model."""
         if self.conditioner is None:
-            return None
-        table: Tensor = self.conditioner(trajectory)
-        return table
+            return Condition()
+        condition: Condition = self.conditioner(trajectory)
+        return condition
 
     @_not_compiled
     def passes(self, trajectories: Trajectory | list[Trajectory], rows: int) -> Passes:
-        """Which rows take part in each pass, and under which modulation."""
+        """Which rows take part in each pass, and what they are told."""
         if isinstance(trajectories, Trajectory):
-            table = self.table(trajectories)
-            modulations = [None] * trajectories.budget if table is None else [row[None] for row in table]
-            return Passes([rows] * trajectories.budget, modulations, None)
-        tables = {trajectory: self.table(trajectory) for trajectory in set(trajectories)}
+            condition, budget = self.condition(trajectories), trajectories.budget
+            shared = [condition.at(slice(step, step + 1)) for step in range(budget)]
+            return Passes([rows] * budget, shared, None)
+        tables = {trajectory: self.condition(trajectory) for trajectory in set(trajectories)}
         order = sorted(range(rows), key=lambda row: -trajectories[row].budget)
-        counts, mixed = [], []
+        counts, conditions = [], []
         for step in range(trajectories[order[0]].budget):
             active = [trajectories[row] for row in order if trajectories[row].budget > step]
-            per_row = [table[step] for trajectory in active if (table := tables[trajectory]) is not None]
             counts.append(len(active))
-            mixed.append(torch.stack(per_row) if per_row else None)
-        return Passes(counts, mixed, order)
+            conditions.append(Condition.stack([tables[trajectory].at(step) for trajectory in active]))
+        return Passes(counts, conditions, order)
 
     @_not_compiled_itself
     def loop(
@@ -215,15 +221,25 @@ class LoopedLM(nn.Module):
         if passes.order is not None:
             back = torch.tensor(passes.order, device=x.device).argsort()
             x, rotary, mask = x[passes.order], _rotary_rows(rotary, passes.order), _rows(mask, passes.order)
+        embedded = x
         done: list[Tensor] = []  # longest first
-        for number, (rows, modulation) in enumerate(zip(passes.rows, passes.modulations, strict=True)):
+        for number, (rows, condition) in enumerate(zip(passes.rows, passes.conditions, strict=True)):
             if rows < len(x):
                 done.insert(0, x[rows:])
-                x, rotary, mask = x[:rows], _rotary_rows(rotary, slice(rows)), _rows(mask, slice(rows))
-            x = step(number, x, modulation, rotary, mask)
+                x, embedded = x[:rows], embedded[:rows]
+                rotary, mask = _rotary_rows(rotary, slice(rows)), _rows(mask, slice(rows))
+            x = self.inject(x, embedded, condition, number)
+            x = step(number, x, condition.modulation, rotary, mask)
             if keep is not None:
                 keep.append(x if back is None else torch.cat([x, *done])[back])
         return x if back is None else torch.cat([x, *done])[back]
+
+    @_not_compiled
+    def inject(self, x: Tensor, embedded: Tensor, condition: Condition, number: int) -> Tensor:
+        """What a pass starts from: the state x [B, T, D], from the second pass on with some of the embedding."""
+        if condition.injection is None or number == 0:
+            return x
+        return torch.addcmul(x, embedded, condition.injection.to(x.dtype)[:, None])
 
     @_not_compiled
     def trajectories(

@@ -36,6 +36,7 @@ from torch import Tensor
 from loopformer.errors import nearest, require
 from loopformer.model import LoopedLM
 from loopformer.model.cache import Place
+from loopformer.model.conditioning import Condition
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory
 
@@ -140,11 +141,11 @@ class Ladder:
         )
         self.model, self.loops = model, model.config.loops
         with torch.no_grad():
-            told = [model.passes(rung(self.loops, number), 1).modulations for number in range(1, self.loops + 1)]
+            told = [model.passes(rung(self.loops, number), 1).conditions for number in range(1, self.loops + 1)]
         self._jumps, self._small = [rows[-1] for rows in told], told[-1]
 
-    def told(self, depth: int, jump: bool) -> Tensor | None:
-        """The modulation [1, k, 4, D] of the small step, or the jump, that starts after `depth` small steps."""
+    def told(self, depth: int, jump: bool) -> Condition:
+        """What the small step, or the jump, that starts after `depth` small steps is told; for 1 row."""
         return self._jumps[depth] if jump else self._small[depth]
 
 
@@ -219,11 +220,13 @@ class LadderCache:
             cos, sin = self._rotary
             rotary = cos[:, :, first:end], sin[:, :, first:end]
         slots = [Place(keys, values, positions, first, end) for keys, values in level.kept]
-        x: Tensor = self._states[depth, first:end]
-        x = self._model.stack(x[None], self._ladder.told(depth, jump), rotary, mask, slots)[0]
+        embedded, x = self._states[:1, first:end], self._states[depth, first:end][None]
+        condition = self._ladder.told(depth, jump)
+        x = self._model.inject(x, embedded, condition, depth)
+        out: Tensor = self._model.stack(x, condition.modulation, rotary, mask, slots)[0]
         level.length = end
         self._tally.passed(first, end, self._start)
-        return x
+        return out
 
     def _level(self, depth: int, jump: bool) -> _Level:
         """The keys and values of a pass; memory is taken when it is first needed."""
