@@ -63,6 +63,7 @@ def test_settings_on_trial_are_written_where_they_are_used(tiny: ModelConfig, op
         ({"conditioning": "times"}, "one of none, index, time, step, trajectory"),
         ({"time_scale": 0}, "model.time_scale must be positive"),
         ({"inject": "gated", "conditioning": "none"}, "give model.conditioning another value than none"),
+        ({"start": "random"}, "set model.inject to adapter"),
         ({"padded_vocab": 10}, "smaller than model.vocab"),
         ({"width": 32, "heads": 32, "positions": "rotary"}, "even width/heads"),
     ],

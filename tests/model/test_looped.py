@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from loopformer import LoopedLM, LoopformerError, Trajectory
 from loopformer.config import Conditioning, ModelConfig
 from loopformer.inference.score import TrajectoryTree
-from loopformer.model.block import EPSILON, rotary_angles, rotate
+from loopformer.model.block import EPSILON, RMSNorm, rotary_angles, rotate
 from loopformer.model.conditioning import ZeroLinear
 
 KINDS = get_args(Conditioning)
@@ -189,10 +189,57 @@ def test_what_starts_at_zero_starts_as_the_model_without_it(tiny: ModelConfig, o
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in added)
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=str)
+RECURRENT_DEPTH: Option = {"conditioning": "none", "norms": "sandwich", "start": "random", "inject": "adapter"}
+
+
+@pytest.mark.parametrize("conditioning", ["none", "trajectory"])
+def test_recurrent_depth_joins_state_and_embedding_in_every_pass(tiny: ModelConfig, conditioning: str) -> None:
+    config = replace(tiny, **{**RECURRENT_DEPTH, "conditioning": conditioning})
+    model, ids = spread(LoopedLM(config)).eval(), ids_for(tiny)
+    embedded, rotary, mask = model.embed(ids)
+    assert model.adapter is not None
+    x = _some(model.random_start(torch.arange(12)[None])).expand_as(embedded)
+    table = model.table(Trajectory.uniform(2))
+    for number in range(2):
+        modulation = None if table is None else table[number : number + 1]
+        rms = (embedded.square().mean(-1, keepdim=True) + EPSILON).sqrt()
+        x = model.stack(torch.cat([x, embedded / rms], -1) @ model.adapter.weight.T, modulation, rotary, mask)
+    torch.testing.assert_close(model(ids, 2).hidden, model.final_norm(x), atol=1e-4, rtol=1e-4)
+
+
+def test_sandwich_norms_are_learned_and_come_after_each_sum(tiny: ModelConfig) -> None:
+    model = spread(LoopedLM(replace(tiny, conditioning="none", norms="sandwich")))
+    block, x = next(iter(model.stack.each())), torch.randn(2, 5, 32)
+    expected = block.after_1(x + block.attention(block.norm_1(x), None, None, None))
+    expected = block.after_2(expected + block.ffn(block.norm_2(expected)))
+    torch.testing.assert_close(block(x, None, None, None, None), expected)
+    assert isinstance(block.after_2, RMSNorm)
+    assert block.after_2.weight is not None
+    torch.testing.assert_close(
+        (expected / block.after_2.weight).square().mean(-1), torch.ones(2, 5), atol=1e-3, rtol=1e-3
+    )
+
+
+def test_a_random_start_is_fixed_by_position_and_in_training_by_the_row(tiny: ModelConfig) -> None:
+    model, ids = spread(LoopedLM(replace(tiny, **RECURRENT_DEPTH))), ids_for(tiny, rows=3)
+    ids[2] = ids[0]
+    positions = torch.arange(12)[None]
+    trained = _some(model.random_start(positions, ids))
+    assert torch.equal(trained[0], trained[2])  # also when the step is run again
+    assert not torch.isclose(trained[0], trained[1]).any()
+    with torch.no_grad():  # as in validation
+        fixed = _some(model.random_start(positions, ids))
+    assert torch.equal(fixed, _some(model.eval().random_start(positions, ids)))
+    assert fixed.shape == (1, 12, 32)
+    assert not torch.isclose(fixed, trained).any()
+    assert float(fixed.std()) == pytest.approx((2 / 5) ** 0.5, rel=0.1)
+    assert torch.equal(_some(model.random_start(torch.tensor([[7]]))), fixed[:, 7:8])
+
+
+@pytest.mark.parametrize("option", [*OPTIONS, RECURRENT_DEPTH], ids=str)
 def test_settings_on_trial_serve_rows_of_different_budgets(tiny: ModelConfig, option: Option) -> None:
-    model, ids = spread(LoopedLM(replace(tiny, **option))), ids_for(tiny, rows=4)
-    trajectories = ["2-1-1", "1", "4", "1-3"]
+    model, ids = spread(LoopedLM(replace(tiny, **option))).eval(), ids_for(tiny, rows=4)
+    trajectories = ["3", "1", "4", "2"] if model.conditioner is None else ["2-1-1", "1", "4", "1-3"]
     together = model(ids, trajectories, states=True)
     tree = dict(TrajectoryTree(model, [Trajectory.parse(each) for each in trajectories]).run(ids))
     for row, trajectory in enumerate(trajectories):

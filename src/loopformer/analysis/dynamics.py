@@ -172,9 +172,11 @@ def checked_states(states: str) -> States:
 
 
 def _states(model: LoopedLM, ids: Tensor, trajectory: TrajectoryLike) -> Tensor:
-    """ids [B, T] → the embedding and the state after each loop, before the final norm [S, B, T, D]."""
+    """ids [B, T] → the state before the first loop and after each, before the final norm [S, B, T, D]."""
     embedded, _, _ = model.embed(ids)
-    return torch.stack([embedded, *model(ids, trajectory, logits=False, states=True).states])
+    start = model.random_start(torch.arange(ids.shape[1], device=ids.device)[None])
+    first = embedded if start is None else start.to(embedded.dtype).expand_as(embedded)
+    return torch.stack([first, *model(ids, trajectory, logits=False, states=True).states])
 
 
 def _geometry(states: Tensor) -> dict[str, Tensor]:

@@ -45,7 +45,9 @@ class ModelConfig:
     modulator_start: Literal["zero", "normal", "one"] = "zero"
     time_scale: float = 1.0  # multiplies t and Δ before their Fourier features
     residual_init: Literal["blocks", "depth"] = "blocks"  # residual projections start at 0.02/√(2k) or /√(2kL)
-    inject: Literal["none", "gated"] = on_trial("none")  # gated: later passes get some of the embedding again
+    inject: Literal["none", "gated", "adapter"] = on_trial("none")  # how passes get the embedding again
+    start: Literal["embedding", "random"] = on_trial("embedding")  # the state before the first pass
+    norms: Literal["pre", "sandwich"] = on_trial("pre")  # sandwich: a learned norm also after each sum
     qk_norm: bool = on_trial(False)  # queries and keys are RMS-normalised per head, before rotary positions
 
     def __post_init__(self) -> None:
@@ -65,6 +67,10 @@ class ModelConfig:
         require(
             self.inject != "gated" or self.conditioning != "none",
             "model.inject gated follows what a pass is told; give model.conditioning another value than none.",
+        )
+        require(
+            self.start == "embedding" or self.inject == "adapter",
+            "With model.start random the tokens are met in the injection alone; set model.inject to adapter.",
         )
         require(
             self.padded_vocab is None or self.padded_vocab >= self.vocab,

@@ -20,7 +20,7 @@ class Parameters:
 
     tokens: int
     positions: int
-    stack: int  # norms included
+    stack: int  # norms and adapter included
     conditioning: int
     final_norm: int
 
@@ -49,6 +49,11 @@ class Cost:
         return 4 * self.config.width**2 + 2 * self.config.width * self.config.ffn
 
     @property
+    def adapter_products(self) -> int:
+        """Weights of the adapter, which every pass goes through."""
+        return 2 * self.config.width**2 if self.config.inject == "adapter" else 0
+
+    @property
     def head_products(self) -> int:
         return self.config.vocab_rows * self.config.width
 
@@ -66,20 +71,24 @@ class Cost:
     def parameters(self) -> Parameters:
         config = self.config
         d, conditioned = config.width, config.conditioning != "none"
+        norms = (0 if conditioned else 2) + 2 * (config.norms == "sandwich")
         embedding = (FOURIER_WIDTH + 1) * d + (d + 1) * d
         return Parameters(
             tokens=self.head_products,
             positions=config.context * d if config.positions == "learned" else 0,
-            stack=config.blocks * (self.block_products + (0 if conditioned else 2 * d)),
+            stack=config.blocks * (self.block_products + norms * d) + self.adapter_products,
             conditioning=self.conditioned_on * embedding + self.told_per_pass * d * (d + 1) * conditioned,
             final_norm=d,
         )
 
-    def loop_flops(self, context: int | None = None, causal: bool = True) -> float:
-        """One pass of the stack, per token of a full context (causal: half the square of attention)."""
+    def block_flops(self, context: int | None = None, causal: bool = True) -> float:
+        """One block, per token of a full context (causal: half the square of attention)."""
         length = self.config.context if context is None else context
-        attention = 4 * length * self.config.width * (0.5 if causal else 1.0)
-        return self.config.blocks * (2 * self.block_products + attention)
+        return 2 * self.block_products + 4 * length * self.config.width * (0.5 if causal else 1.0)
+
+    def loop_flops(self, context: int | None = None, causal: bool = True) -> float:
+        """One pass of the stack, per token of a full context."""
+        return self.config.blocks * self.block_flops(context, causal) + 2 * self.adapter_products
 
     def forward_flops(self, budget: int | None = None, context: int | None = None, causal: bool = True) -> float:
         """Embedding to logits, per token."""

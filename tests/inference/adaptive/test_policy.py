@@ -85,7 +85,7 @@ def test_an_exact_climb_equals_a_fixed_run_along_its_rung(
     assert tally.passes == len(seen)
     assert not tally.lossy
     # Without what attention adds, FLOPs are the tokens of all passes.
-    plain = sum(seen) * 2 * model.cost.block_products * config.blocks
+    plain = sum(seen) * model.cost.loop_flops(context=0)
     assert tally.flops >= plain
     assert tally.flops <= plain + sum(seen) * 4 * config.width * len(text) * config.blocks
 

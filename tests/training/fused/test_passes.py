@@ -66,6 +66,11 @@ def test_settings_on_trial_train_alike(tiny: ModelConfig, option: Option) -> Non
             torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
+def test_what_the_kernels_lack_is_named(tiny: ModelConfig) -> None:
+    why = obstacle(replace(tiny, norms="sandwich"), torch.device("cpu"), fp8=False)
+    assert why == "its kernels have no norms after a sum; leave model.norms at pre"
+
+
 def test_documents_are_kept_apart(tiny: ModelConfig) -> None:
     documents = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2]).expand(4, 8)
     model = model_of(tiny)
