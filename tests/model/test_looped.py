@@ -150,6 +150,13 @@ def test_residual_projections_start_by_k_or_by_k_times_l(tiny: ModelConfig) -> N
     assert std("depth") == pytest.approx(0.02 / (2 * 2 * 4) ** 0.5, rel=0.05)
 
 
+def test_the_budgets_gain_is_that_of_the_last_pass(tiny: ModelConfig) -> None:
+    model, ids = spread(LoopedLM(replace(tiny, final_norm="budget"))), ids_for(tiny)
+    for trajectory in (Trajectory.parse("2-1-1"), Trajectory.uniform(1)):
+        out, gain = model(ids, trajectory, states=True), _some(model.condition(trajectory).gain)
+        torch.testing.assert_close(out.hidden, model.final_norm(out.states[-1]) * (1 + gain[-1]))
+
+
 def test_learned_norms_only_where_nothing_modulates(tiny: ModelConfig) -> None:
     names = {kind: dict(LoopedLM(replace(tiny, conditioning=kind)).named_parameters()) for kind in KINDS}
     assert "stack.blocks.0.norm_1.weight" in names["none"]

@@ -42,6 +42,7 @@ class ModelConfig:
     vocab: int = 50257  # ids the model accepts
     padded_vocab: int | None = None  # rows of the embedding; None: `vocab` rounded up to a multiple of 64
     positions: Literal["learned", "rotary"] = "learned"
+    final_norm: Literal["shared", "budget"] = on_trial("shared")  # budget: its gain follows the last pass
     modulator_start: Literal["zero", "normal", "one"] = "zero"
     time_scale: float = 1.0  # multiplies t and Δ before their Fourier features
     residual_init: Literal["blocks", "depth"] = "blocks"  # residual projections start at 0.02/√(2k) or /√(2kL)
@@ -63,6 +64,10 @@ class ModelConfig:
                 self.width // self.heads % 2 == 0,
                 "Rotary positions need an even width/heads; change model.heads.",
             )
+        require(
+            self.final_norm == "shared" or self.conditioning != "none",
+            "model.final_norm budget follows what a pass is told; set model.conditioning, or leave it shared.",
+        )
         require(self.time_scale > 0, f"model.time_scale must be positive, got {self.time_scale}.")
         require(
             self.inject != "gated" or self.conditioning != "none",

@@ -153,7 +153,8 @@ class TrajectoryTree:
                 path.append(self.model.stack(state, condition.modulation, rotary, mask))
             end = path[-1]
             before = trajectory.steps
-            yield trajectory, self.model.final_norm(end)
+            last = self._conditions[trajectory.times[-1], trajectory.steps[-1]]
+            yield trajectory, self.model.finish(end, last.gain)
             del end  # the next passes need its memory
 
 

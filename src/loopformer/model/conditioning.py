@@ -27,6 +27,7 @@ class Condition(NamedTuple):
 
     modulation: Tensor | None = None  # [N, k, 4, D]; None: norms have weights of their own
     injection: Tensor | None = None  # [N, D]; None: nothing is injected
+    gain: Tensor | None = None  # [N, D], of the final norm where the pass is the last, less 1; None: it is 1
 
     def at(self, index: int | slice | Tensor) -> "Condition":
         """Some of them."""
@@ -81,6 +82,7 @@ class Conditioner(nn.Module):
         self.step = ScalarEmbedding(config.width) if self.kind in ("step", "trajectory") else None
         self.modulators = nn.ModuleList(nn.Linear(config.width, 4 * config.width) for _ in range(config.blocks))
         self.injector = ZeroLinear(config.width, config.width) if config.inject == "gated" else None
+        self.gain = ZeroLinear(config.width, config.width) if config.final_norm == "budget" else None
 
     def forward(self, trajectory: Trajectory) -> Condition:
         """For each of the M passes modulations [M, k, 4, D], per block both gates, then both scales; injections."""
@@ -95,7 +97,11 @@ class Conditioner(nn.Module):
         assert signal is not None
         active = nn.functional.silu(signal)  # [M, D]
         rows = [modulator(active).view(len(trajectory), 4, -1) for modulator in self.modulators]
-        return Condition(torch.stack(rows, dim=1), None if self.injector is None else self.injector(active))
+        return Condition(
+            torch.stack(rows, dim=1),
+            None if self.injector is None else self.injector(active),
+            None if self.gain is None else self.gain(active),
+        )
 
     @torch.no_grad()
     def start(self, how: str) -> None:

@@ -106,7 +106,7 @@ class LoopedLM(nn.Module):
         kept: list[Tensor] = []
         start = self.random_start(torch.arange(ids.shape[1], device=ids.device)[None], ids)
         x = self.loop(lambda _, *inputs: run(*inputs), x, passes, rotary, mask, kept if states else None, start)
-        hidden = self.final_norm(x)
+        hidden = self.finish(x, passes.gain)
         return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ class LoopedLM(nn.Module):
             None,
             self.random_start(positions),
         )
-        hidden: Tensor = self.final_norm(x)
+        hidden = self.finish(x, cache.passes.gain)
         cache.advance(counts)
         return hidden
 
@@ -196,6 +196,11 @@ class LoopedLM(nn.Module):
     def cost(self) -> Cost:
         """Parameters, FLOPs and bytes at any budget."""
         return Cost(self.config)
+
+    def finish(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+        """States after the last pass, and the final norm's gain of each row [B or 1, D] → hidden [B, T, D]."""
+        hidden: Tensor = self.final_norm(x)
+        return hidden if gain is None else hidden * (1 + gain.to(hidden.dtype)[:, None])
 
     def head(self, hidden: Tensor) -> Tensor:
         """[…, D] after the final norm → logits […, V]."""

@@ -200,8 +200,8 @@ class LadderCache:
             x = self._pass(depth, jump=False)
             self._states[depth + 1, self._end - len(x) : self._end] = x
         self._depth = number - 1
-        hidden: Tensor = self._model.final_norm(self._pass(number - 1, jump=True)[-1])
-        return hidden
+        last = self._pass(number - 1, jump=True)[None, -1:]
+        return self._model.finish(last, self._ladder.told(number - 1, jump=True).gain)[0, 0]
 
     def settle(self, number: int) -> None:
         """The new tokens stay at a rung that they have climbed to."""
