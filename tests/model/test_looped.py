@@ -291,6 +291,21 @@ def test_qk_norm_is_per_head_and_before_rotary_positions(tiny: ModelConfig) -> N
     )
 
 
+def test_prelude_and_coda_run_once_around_the_loop(tiny: ModelConfig) -> None:
+    model = spread(LoopedLM(replace(tiny, prelude=1, coda=2, inject="gated")))
+    ids, trajectory = ids_for(tiny), Trajectory.uniform(2)
+    embedded, rotary, mask = model.embed(ids)
+    assert model.prelude is not None
+    assert model.coda is not None
+    condition = model.condition(trajectory)
+    start = model.prelude(embedded, None, rotary, mask)
+    x = model.stack(start, _some(condition.modulation)[:1], rotary, mask)
+    x = x + _some(condition.injection)[1] * start
+    x = model.coda(model.stack(x, _some(condition.modulation)[1:], rotary, mask), None, rotary, mask)
+    torch.testing.assert_close(model(ids, trajectory).hidden, model.final_norm(x))
+    assert (len(model.prelude.blocks), len(model.coda.blocks)) == (1, 2)
+
+
 def test_causal(tiny: ModelConfig) -> None:
     model, ids = spread(LoopedLM(tiny)), ids_for(tiny)
     changed = ids.clone()

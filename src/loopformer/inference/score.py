@@ -33,6 +33,7 @@ from loopformer.errors import LoopformerError, RunFailed
 from loopformer.model import LoopedLM
 from loopformer.model.block import Rotary
 from loopformer.model.conditioning import Condition
+from loopformer.model.looped import run_once
 from loopformer.trajectory import Trajectory
 
 Tokens = tuple[int, ...]
@@ -142,6 +143,7 @@ class TrajectoryTree:
         self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, start: Tensor | None = None
     ) -> Iterator[tuple[Trajectory, Tensor]]:
         """The same from the embeddings [B, T, D], and the state before the first pass where that is another."""
+        x = run_once(self.model.prelude, x, rotary, mask)
         first = x if start is None else start.to(x.dtype).expand_as(x)
         path: list[Tensor] = [first]  # path[i]: the state after i steps of `before`
         before: tuple[Fraction, ...] = ()
@@ -151,7 +153,7 @@ class TrajectoryTree:
                 condition = self._conditions[trajectory.times[number], trajectory.steps[number]]
                 state = self.model.inject(path[-1], x, condition, number)
                 path.append(self.model.stack(state, condition.modulation, rotary, mask))
-            end = path[-1]
+            end = run_once(self.model.coda, path[-1], rotary, mask)
             before = trajectory.steps
             last = self._conditions[trajectory.times[-1], trajectory.steps[-1]]
             yield trajectory, self.model.finish(end, last.gain)

@@ -76,10 +76,24 @@ class Cost:
         return Parameters(
             tokens=self.head_products,
             positions=config.context * d if config.positions == "learned" else 0,
-            stack=config.blocks * (self.block_products + norms * d) + self.adapter_products,
+            stack=config.blocks * (self.block_products + norms * d) + self.adapter_products + self.outer_parameters,
             conditioning=self.conditioned_on * embedding + self.told_per_pass * d * (d + 1) * conditioned,
             final_norm=d,
         )
+
+    @property
+    def outer(self) -> int:
+        """Blocks of prelude and coda, run once."""
+        return self.config.prelude + self.config.coda
+
+    @property
+    def outer_parameters(self) -> int:
+        norms = 2 + 2 * (self.config.norms == "sandwich")
+        return self.outer * (self.block_products + norms * self.config.width)
+
+    def outer_flops(self, context: int | None = None, causal: bool = True) -> float:
+        """Prelude and coda, per token of a full context."""
+        return self.outer * self.block_flops(context, causal)
 
     def block_flops(self, context: int | None = None, causal: bool = True) -> float:
         """One block, per token of a full context (causal: half the square of attention)."""
@@ -93,12 +107,13 @@ class Cost:
     def forward_flops(self, budget: int | None = None, context: int | None = None, causal: bool = True) -> float:
         """Embedding to logits, per token."""
         loops = self.config.loops if budget is None else budget
-        return 2 * self.head_products + loops * self.loop_flops(context, causal)
+        around = 2 * self.head_products + self.outer_flops(context, causal)
+        return around + loops * self.loop_flops(context, causal)
 
     def prefill_flops(self, tokens: int, budget: int | None = None) -> float:
         """A prompt of so many tokens, with the logits of its last one."""
         loops = self.config.loops if budget is None else budget
-        return 2 * self.head_products + tokens * loops * self.loop_flops(tokens)
+        return 2 * self.head_products + tokens * (self.outer_flops(tokens) + loops * self.loop_flops(tokens))
 
     def table_flops(self, budget: int | None = None) -> int:
         """The modulation table of a trajectory, once."""
@@ -117,7 +132,8 @@ class Cost:
         """
         forward = self.forward_flops(context=context, causal=causal)
         if short_budget is not None:
-            forward += 2 * self.head_products + short_budget * self.loop_flops(context, causal)
+            forward += 2 * self.head_products + self.outer_flops(context, causal)
+            forward += short_budget * self.loop_flops(context, causal)
         return 3 * forward
 
     def training_overhead(self, context: int | None = None) -> float:
@@ -128,7 +144,7 @@ class Cost:
     def kv_bytes(self, budget: int | None = None, value_bytes: int = 2) -> int:
         """Keys and values kept per token: one pair per (loop, block)."""
         loops = self.config.loops if budget is None else budget
-        return loops * self.config.blocks * 2 * self.config.width * value_bytes
+        return (loops * self.config.blocks + self.outer) * 2 * self.config.width * value_bytes
 
     def decode_bytes(self, budget: int | None = None, context: int = 0, value_bytes: int = 2) -> int:
         """Read per decoded token at batch 1: the stack's weights once per loop, the head, `context` tokens of KV.
@@ -137,5 +153,6 @@ class Cost:
         """
         loops = self.config.loops if budget is None else budget
         table = 0 if self.config.conditioning == "none" else self.told_per_pass * self.config.width
-        weights = loops * (self.parameters.stack + table) + self.head_products + self.config.width
+        weights = loops * (self.parameters.stack - self.outer_parameters + table)
+        weights += self.outer_parameters + self.head_products + self.config.width
         return weights * value_bytes + context * self.kv_bytes(budget, value_bytes)

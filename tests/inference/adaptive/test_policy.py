@@ -52,7 +52,7 @@ def climbs(draw: st.DrawFn) -> tuple[ModelConfig, list[list[int]], list[list[int
         vocab=50,
         positions=draw(st.sampled_from(["learned", "rotary"])),
         time_scale=30.0,
-        **draw_options(draw, kind),
+        **{**draw_options(draw, kind), "prelude": 0, "coda": 0},
     )
     ids = st.integers(0, 49)
     groups = [draw(st.lists(ids, min_size=1, max_size=7))]

@@ -139,6 +139,10 @@ class Ladder:
             f"A model with conditioning {kind!r} is not told its steps, so it cannot jump from a rung of a ladder; "
             "choose a budget per prompt instead.",
         )
+        require(
+            model.config.prelude == model.config.coda == 0,
+            "A ladder has no prelude and no coda; choose a budget per prompt instead.",
+        )
         self.model, self.loops = model, model.config.loops
         with torch.no_grad():
             told = [model.passes(rung(self.loops, number), 1).conditions for number in range(1, self.loops + 1)]
