@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from options import OPTIONS
 
 from loopformer import LoopformerError
 from loopformer.config import (
@@ -39,13 +40,13 @@ def test_settings_survive_as_plain_data(tiny: ModelConfig) -> None:
     assert from_mapping(ModelConfig, dataclasses.asdict(tiny), "model") == tiny
 
 
-@pytest.mark.parametrize("option", [{"qk_norm": True}, {"inject": "gated"}], ids=str)
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
 def test_settings_on_trial_are_written_where_they_are_used(tiny: ModelConfig, option: dict[str, Any]) -> None:
     assert not option.keys() & tiny.plain().keys()
     assert tiny.plain().items() < dataclasses.replace(tiny, **option).plain().items()
     used = dataclasses.replace(tiny, **option)
     assert from_mapping(ModelConfig, used.plain(), "model") == used
-    assert used.trials == list(option)
+    assert set(used.trials) == option.keys()
     run, _ = load_run("demo", [f"model.{name}={value}" for name, value in option.items()])
     assert run_from_mapping(run_to_mapping(run)) == run
     assert option.items() <= run_to_mapping(run)["model"].items()
@@ -56,6 +57,7 @@ def test_settings_on_trial_are_written_where_they_are_used(tiny: ModelConfig, op
     [
         ({"block": 2}, "model.block; did you mean blocks?"),
         ({"blocks": 0}, "model.blocks must be 1 or more"),
+        ({"prelude": -1}, "model.prelude must be 0 or more"),
         ({"blocks": "two"}, "model.blocks must be a whole number"),
         ({"blocks": True}, "model.blocks must be a whole number"),
         ({"final_norm": "budget", "conditioning": "none"}, "set model.conditioning, or leave it shared"),
@@ -63,6 +65,7 @@ def test_settings_on_trial_are_written_where_they_are_used(tiny: ModelConfig, op
         ({"conditioning": "times"}, "one of none, index, time, step, trajectory"),
         ({"time_scale": 0}, "model.time_scale must be positive"),
         ({"inject": "gated", "conditioning": "none"}, "give model.conditioning another value than none"),
+        ({"start": "random"}, "set model.inject to adapter"),
         ({"padded_vocab": 10}, "smaller than model.vocab"),
         ({"width": 32, "heads": 32, "positions": "rotary"}, "even width/heads"),
     ],

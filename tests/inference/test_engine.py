@@ -3,12 +3,12 @@
 import random
 import threading
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from options import OPTIONS, Option
 
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.inference.decode import PlainBackend
@@ -74,11 +74,9 @@ def test_a_text_does_not_depend_on_company(lm: LM, draws: list[tuple[int, int, i
         torch.testing.assert_close(results[ticket].logprobs, mine.logprobs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("option", [{"inject": "gated"}], ids=str)
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
 @pytest.mark.parametrize("drafted", [False, True])
-def test_settings_on_trial_decode_what_an_uncached_model_would(
-    lm: LM, option: dict[str, Any], drafted: bool
-) -> None:
+def test_settings_on_trial_decode_what_an_uncached_model_would(lm: LM, option: Option, drafted: bool) -> None:
     model = spread(replace(lm.model.config, **option), std=0.3)
     draft = Draft(Trajectory.uniform(1), length=2) if drafted else None
     engine = Engine(model, lm.need_tokenizer(), rows=3, draft=draft)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from options import draw_options
 from torch import nn
 
 from loopformer import LoopedLM, LoopformerError, Trajectory
@@ -37,8 +38,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelConfig, list[str], list[list[int]], int
         vocab=50,
         positions=draw(st.sampled_from(["learned", "rotary"])),
         time_scale=30.0,
-        inject="none" if kind == "none" else draw(st.sampled_from(["none", "gated"])),
-        qk_norm=draw(st.booleans()),
+        **draw_options(draw, kind),
     )
     rows = draw(st.integers(1, 4))
     grid = [trajectory for budget in range(1, loops + 1) for trajectory in Trajectory.enumerate(loops, budget)]

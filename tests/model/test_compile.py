@@ -1,35 +1,36 @@
 """The step is the compiled unit: one graph serves every budget and schedule."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from options import OPTIONS, Option
 from torch._dynamo.testing import CompileCounter
 
 from loopformer import LoopedLM, Trajectory
 from loopformer.config import ModelConfig
 
 
-@pytest.mark.parametrize("changes", [{}, {"inject": "gated"}], ids=str)
-def test_one_graph_per_shape_and_grad_mode(tiny: ModelConfig, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("option", [{}, *OPTIONS], ids=str)
+def test_one_graph_per_shape_and_grad_mode(tiny: ModelConfig, option: Option) -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
-    model = LoopedLM(replace(tiny, **changes))
+    model = LoopedLM(replace(tiny, **option))
+    parts = sum(part is not None for part in (model.prelude, model.stack, model.coda))
     ids = torch.randint(tiny.vocab, (2, 12))
     trajectories = [trajectory for budget in range(1, 5) for trajectory in Trajectory.enumerate(4, budget)]
     expected = [model(ids, trajectory).logits for trajectory in trajectories]
     model.compile(backend=counter, fullgraph=True)
     for trajectory, logits in zip(trajectories, expected, strict=True):
         torch.testing.assert_close(model(ids, trajectory).logits, logits)
-    assert counter.frame_count == 1
+    assert counter.frame_count == parts
     with torch.no_grad():
         for trajectory in trajectories:
             model(ids, trajectory)
-    assert counter.frame_count == 2
+    assert counter.frame_count == 2 * parts
     for trajectory in trajectories:
         model(ids, trajectory).logits.sum().backward()
-    assert counter.frame_count == 2
+    assert counter.frame_count == 2 * parts
 
 
 def test_compiling_the_whole_model_does_not_unroll_the_loop() -> None:

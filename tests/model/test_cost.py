@@ -1,8 +1,9 @@
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
+from options import OPTIONS, Option
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,9 +24,9 @@ def test_forward_flops_are_what_torch_counts(tiny: ModelConfig, kind: Conditioni
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"inject": "gated"}], ids=str)
-def test_settings_on_trial_are_counted(tiny: ModelConfig, changes: dict[str, Any]) -> None:
-    model, budget = LoopedLM(replace(tiny, **changes)), 3
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+def test_settings_on_trial_are_counted(tiny: ModelConfig, option: Option) -> None:
+    model, budget = LoopedLM(replace(tiny, **option)), 3
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(torch.randint(tiny.vocab, (3, 20)), budget)
     expected = 3 * 20 * model.cost.forward_flops(budget, context=20, causal=False) + model.cost.table_flops(budget)

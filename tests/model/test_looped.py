@@ -1,17 +1,19 @@
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from options import OPTIONS, Option
 from torch import Tensor, nn
 
 from loopformer import LoopedLM, LoopformerError, Trajectory
 from loopformer.config import Conditioning, ModelConfig
 from loopformer.inference.score import TrajectoryTree
-from loopformer.model.block import EPSILON, rotary_angles, rotate
+from loopformer.model.block import EPSILON, RMSNorm, rotary_angles, rotate
+from loopformer.model.conditioning import ZeroLinear
 
 KINDS = get_args(Conditioning)
 
@@ -174,8 +176,13 @@ def test_injection_adds_some_of_the_embedding_before_every_later_pass(tiny: Mode
     torch.testing.assert_close(model(ids, trajectory).hidden, model.final_norm(x))
 
 
-@pytest.mark.parametrize("option", [{"inject": "gated"}], ids=str)
-def test_what_starts_at_zero_starts_as_the_model_without_it(tiny: ModelConfig, option: dict[str, Any]) -> None:
+def starts_at_zero(option: Option) -> bool:
+    small = ModelConfig(blocks=1, width=8, heads=1, ffn=8, context=8, vocab=8, **option)
+    return any(isinstance(module, ZeroLinear) for module in LoopedLM(small).modules())
+
+
+@pytest.mark.parametrize("option", [each for each in OPTIONS if starts_at_zero(each)], ids=str)
+def test_what_starts_at_zero_starts_as_the_model_without_it(tiny: ModelConfig, option: Option) -> None:
     ids, models = ids_for(tiny), []
     for changes in ({}, option):
         torch.manual_seed(3)
@@ -189,10 +196,57 @@ def test_what_starts_at_zero_starts_as_the_model_without_it(tiny: ModelConfig, o
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in added)
 
 
-@pytest.mark.parametrize("option", [{"inject": "gated"}], ids=str)
-def test_settings_on_trial_serve_rows_of_different_budgets(tiny: ModelConfig, option: dict[str, Any]) -> None:
-    model, ids = spread(LoopedLM(replace(tiny, **option))), ids_for(tiny, rows=4)
-    trajectories = ["2-1-1", "1", "4", "1-3"]
+RECURRENT_DEPTH: Option = {"conditioning": "none", "norms": "sandwich", "start": "random", "inject": "adapter"}
+
+
+@pytest.mark.parametrize("conditioning", ["none", "trajectory"])
+def test_recurrent_depth_joins_state_and_embedding_in_every_pass(tiny: ModelConfig, conditioning: str) -> None:
+    config = replace(tiny, **{**RECURRENT_DEPTH, "conditioning": conditioning})
+    model, ids = spread(LoopedLM(config)).eval(), ids_for(tiny)
+    embedded, rotary, mask = model.embed(ids)
+    assert model.adapter is not None
+    x = _some(model.random_start(torch.arange(12)[None])).expand_as(embedded)
+    table = model.table(Trajectory.uniform(2))
+    for number in range(2):
+        modulation = None if table is None else table[number : number + 1]
+        rms = (embedded.square().mean(-1, keepdim=True) + EPSILON).sqrt()
+        x = model.stack(torch.cat([x, embedded / rms], -1) @ model.adapter.weight.T, modulation, rotary, mask)
+    torch.testing.assert_close(model(ids, 2).hidden, model.final_norm(x), atol=1e-4, rtol=1e-4)
+
+
+def test_sandwich_norms_are_learned_and_come_after_each_sum(tiny: ModelConfig) -> None:
+    model = spread(LoopedLM(replace(tiny, conditioning="none", norms="sandwich")))
+    block, x = next(iter(model.stack.each())), torch.randn(2, 5, 32)
+    expected = block.after_1(x + block.attention(block.norm_1(x), None, None, None))
+    expected = block.after_2(expected + block.ffn(block.norm_2(expected)))
+    torch.testing.assert_close(block(x, None, None, None, None), expected)
+    assert isinstance(block.after_2, RMSNorm)
+    assert block.after_2.weight is not None
+    torch.testing.assert_close(
+        (expected / block.after_2.weight).square().mean(-1), torch.ones(2, 5), atol=1e-3, rtol=1e-3
+    )
+
+
+def test_a_random_start_is_fixed_by_position_and_in_training_by_the_row(tiny: ModelConfig) -> None:
+    model, ids = spread(LoopedLM(replace(tiny, **RECURRENT_DEPTH))), ids_for(tiny, rows=3)
+    ids[2] = ids[0]
+    positions = torch.arange(12)[None]
+    trained = _some(model.random_start(positions, ids))
+    assert torch.equal(trained[0], trained[2])  # also when the step is run again
+    assert not torch.isclose(trained[0], trained[1]).any()
+    with torch.no_grad():  # as in validation
+        fixed = _some(model.random_start(positions, ids))
+    assert torch.equal(fixed, _some(model.eval().random_start(positions, ids)))
+    assert fixed.shape == (1, 12, 32)
+    assert not torch.isclose(fixed, trained).any()
+    assert float(fixed.std()) == pytest.approx((2 / 5) ** 0.5, rel=0.1)
+    assert torch.equal(_some(model.random_start(torch.tensor([[7]]))), fixed[:, 7:8])
+
+
+@pytest.mark.parametrize("option", [*OPTIONS, RECURRENT_DEPTH], ids=str)
+def test_settings_on_trial_serve_rows_of_different_budgets(tiny: ModelConfig, option: Option) -> None:
+    model, ids = spread(LoopedLM(replace(tiny, **option))).eval(), ids_for(tiny, rows=4)
+    trajectories = ["3", "1", "4", "2"] if model.conditioner is None else ["2-1-1", "1", "4", "1-3"]
     together = model(ids, trajectories, states=True)
     tree = dict(TrajectoryTree(model, [Trajectory.parse(each) for each in trajectories]).run(ids))
     for row, trajectory in enumerate(trajectories):
@@ -235,6 +289,21 @@ def test_qk_norm_is_per_head_and_before_rotary_positions(tiny: ModelConfig) -> N
     torch.testing.assert_close(
         attention.mix(q, k, v, rotary, None, None), expected.transpose(1, 2).reshape(2, 5, 32), atol=1e-5, rtol=1e-5
     )
+
+
+def test_prelude_and_coda_run_once_around_the_loop(tiny: ModelConfig) -> None:
+    model = spread(LoopedLM(replace(tiny, prelude=1, coda=2, inject="gated")))
+    ids, trajectory = ids_for(tiny), Trajectory.uniform(2)
+    embedded, rotary, mask = model.embed(ids)
+    assert model.prelude is not None
+    assert model.coda is not None
+    condition = model.condition(trajectory)
+    start = model.prelude(embedded, None, rotary, mask)
+    x = model.stack(start, _some(condition.modulation)[:1], rotary, mask)
+    x = x + _some(condition.injection)[1] * start
+    x = model.coda(model.stack(x, _some(condition.modulation)[1:], rotary, mask), None, rotary, mask)
+    torch.testing.assert_close(model(ids, trajectory).hidden, model.final_norm(x))
+    assert (len(model.prelude.blocks), len(model.coda.blocks)) == (1, 2)
 
 
 def test_causal(tiny: ModelConfig) -> None:

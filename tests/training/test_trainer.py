@@ -71,15 +71,15 @@ def test_a_run_is_whole_and_loads(small: Small, tmp_path: Path) -> None:
     assert len(checkpoints(tmp_path / "run")) <= 4
 
 
-LIST = "[{budget: any, sampler: compositions}, {budget: 1, weight: 0.2, during: [0.5, 1]}]"
+RECURRENT_DEPTH = {"conditioning": "none", "norms": "sandwich", "start": "random", "inject": "adapter"}
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"training__optimizer": "muon", "objective__trajectories": LIST}], ids=["", "muon"]
-)
-def test_resuming_is_the_same_as_never_stopping(more: dict[str, str], small: Small, tmp_path: Path) -> None:
-    launch("demo", small(**more), tmp_path / "whole", quiet=True)
-    launch("demo", small(**more), tmp_path / "cut", quiet=True)
+@pytest.mark.parametrize("model", [{}, RECURRENT_DEPTH], ids=["loopformer", "recurrent depth"])
+def test_resuming_is_the_same_as_never_stopping(small: Small, tmp_path: Path, model: dict[str, str]) -> None:
+    settings = small(**{f"model__{name}": value for name, value in model.items()})
+    settings += ["objective.sampler=uniform"] * bool(model)
+    launch("demo", settings, tmp_path / "whole", quiet=True)
+    launch("demo", settings, tmp_path / "cut", quiet=True)
     go_back(tmp_path / "cut", 2)
     launch(None, [], tmp_path / "cut", resume=True, quiet=True)
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")

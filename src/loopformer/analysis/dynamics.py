@@ -123,6 +123,10 @@ def analyze(
     progress  is told how many prompts are done, and of how many
     """
     kind = checked_states(states)
+    require(
+        model.config.prelude == model.config.coda == 0,
+        "States are measured from the embedding to the head, without model.prelude and model.coda between.",
+    )
     started = time.perf_counter()
     require(
         model.config.final_norm == "shared",
@@ -176,9 +180,11 @@ def checked_states(states: str) -> States:
 
 
 def _states(model: LoopedLM, ids: Tensor, trajectory: TrajectoryLike) -> Tensor:
-    """ids [B, T] → the embedding and the state after each loop, before the final norm [S, B, T, D]."""
+    """ids [B, T] → the state before the first loop and after each, before the final norm [S, B, T, D]."""
     embedded, _, _ = model.embed(ids)
-    return torch.stack([embedded, *model(ids, trajectory, logits=False, states=True).states])
+    start = model.random_start(torch.arange(ids.shape[1], device=ids.device)[None])
+    first = embedded if start is None else start.to(embedded.dtype).expand_as(embedded)
+    return torch.stack([first, *model(ids, trajectory, logits=False, states=True).states])
 
 
 def _geometry(states: Tensor) -> dict[str, Tensor]:

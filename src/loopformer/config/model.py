@@ -36,6 +36,8 @@ class ModelConfig:
     conditioning: Conditioning = "trajectory"  # what a pass is told: nothing, its index, t, Δ, or (t, Δ)
     blocks: int = 3  # k, blocks in the shared stack
     loops: int = 8  # L, passes of the longest trajectory
+    prelude: int = on_trial(0)  # blocks of their own before the loop, with learned norms, run once
+    coda: int = on_trial(0)  # the same after it
     width: int = 2048  # d
     heads: int = 32
     ffn: int = 5120
@@ -43,21 +45,21 @@ class ModelConfig:
     vocab: int = 50257  # ids the model accepts
     padded_vocab: int | None = None  # rows of the embedding; None: `vocab` rounded up to a multiple of 64
     positions: Literal["learned", "rotary"] = "learned"
-    final_norm: Literal["shared", "budget"] = on_trial(
-        "shared"
-    )  # budget: its gain follows the last pass's condition
+    final_norm: Literal["shared", "budget"] = on_trial("shared")  # budget: its gain follows the last pass
     modulator_start: Literal["zero", "normal", "one"] = "zero"
     time_scale: float = 1.0  # multiplies t and Δ before their Fourier features
     residual_init: Literal["blocks", "depth"] = "blocks"  # residual projections start at 0.02/√(2k) or /√(2kL)
-    inject: Literal["none", "gated"] = on_trial(
-        "none"
-    )  # from the second pass on, some of the embedding is added again
+    inject: Literal["none", "gated", "adapter"] = on_trial("none")  # how passes get the embedding again
+    start: Literal["embedding", "random"] = on_trial("embedding")  # the state before the first pass
+    norms: Literal["pre", "sandwich"] = on_trial("pre")  # sandwich: a learned norm also after each sum
     qk_norm: bool = on_trial(False)  # queries and keys are RMS-normalised per head, before rotary positions
 
     def __post_init__(self) -> None:
         check_types(self, "model")
         for name in ("blocks", "loops", "width", "heads", "ffn", "context", "vocab"):
             require(getattr(self, name) >= 1, f"model.{name} must be 1 or more, got {getattr(self, name)}.")
+        for name in ("prelude", "coda"):
+            require(getattr(self, name) >= 0, f"model.{name} must be 0 or more, got {getattr(self, name)}.")
         require(
             self.width % self.heads == 0,
             f"model.width {self.width} must be a multiple of model.heads {self.heads}.",
@@ -75,6 +77,10 @@ class ModelConfig:
         require(
             self.inject != "gated" or self.conditioning != "none",
             "model.inject gated follows what a pass is told; give model.conditioning another value than none.",
+        )
+        require(
+            self.start == "embedding" or self.inject == "adapter",
+            "With model.start random the tokens are met in the injection alone; set model.inject to adapter.",
         )
         require(
             self.padded_vocab is None or self.padded_vocab >= self.vocab,

@@ -33,6 +33,10 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
     _supports_sdpa = True
 
     def __init__(self, config: LoopFormerConfig, model: LoopedLM | None = None) -> None:
+        require(
+            config.settings.prelude == config.settings.coda == 0,
+            "Transformers' caches have no place for model.prelude and model.coda; use the model with loopformer.",
+        )
         super().__init__(config)
         self.model = LoopedLM(config.settings) if model is None else model
         self.gradient_checkpointing = False
@@ -101,7 +105,8 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
 
         x, rotary = self.model.place(x, position_ids)
         states = [x] if _either(output_hidden_states, config.output_hidden_states) else None
-        x = self.model.loop(self._step(past_key_values), x, passes, rotary, mask, states)
+        start = self.model.random_start(position_ids, input_ids)
+        x = self.model.loop(self._step(past_key_values), x, passes, rotary, mask, states, start)
         hidden = self.model.finish(x, passes.gain)
         wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.head(hidden[:, wanted])[..., :vocab]

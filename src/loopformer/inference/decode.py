@@ -104,7 +104,7 @@ class SlotPool(Cache):
     def __init__(self, model: LoopedLM, slots: int, reach: int) -> None:
         """`reach`: the most tokens that a step writes beyond those that count."""
         super().__init__(model.config, [], Passes([], [], []), model.config.context, model.tokens.weight)
-        self._slots, self._blocks, self._reach = slots, model.config.blocks, reach
+        self._slots, self._reach = slots, reach
         self._order = torch.arange(slots, device=model.tokens.weight.device)
         self._conditions: list[Condition] = []  # of each loop, for every slot
         self.layout: tuple[BatchSlot | None, ...] = (None,) * slots
@@ -116,7 +116,8 @@ class SlotPool(Cache):
     @property
     def bytes_per_loop(self) -> int:
         """Memory of one row's keys and values in one loop."""
-        return sum(tensor[0].nbytes for pair in self._kept[0] for tensor in pair) if self._kept else 0
+        loop = self._kept[0][: self._blocks] if self._kept else []
+        return sum(tensor[0].nbytes for pair in loop for tensor in pair)
 
     def keep(self, lengths: dict[int, int]) -> None:
         """Only these tickets, with so many tokens each, still have slots; the rest are cleared and free, and rows
@@ -203,7 +204,7 @@ class SlotPool(Cache):
 
     def _take_a_loop(self, table: Condition) -> None:
         condition = table.map(lambda part: part.new_zeros((self._slots, *part.shape[1:])))
-        pairs = self._empty_loop(self._slots, self._blocks)
+        pairs = self._empty_loop(self._slots, len(self._kept))
         self._conditions = [*self._conditions[: len(self._kept)], condition]
         self._kept = [*self._kept, pairs]
 

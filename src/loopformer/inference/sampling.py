@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from loopformer.errors import LoopformerError
+from loopformer.model.noise import GOLDEN, MIX_1, MIX_2, hashed, shifted, signed
 
-# splitmix64's constants
-_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _64_BITS = (1 << 64) - 1
 
 
@@ -152,12 +151,9 @@ def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 def gumbel_noise(keys: Sequence[int], vocab: int, device: torch.device) -> Tensor:
     """Gumbel noise [B, V] in fp64, each number a function of its row's key and its token alone."""
     where = torch.device("cpu") if device.type == "mps" else device
-    key = torch.tensor([_signed(key) for key in keys], device=where)[:, None]
-    bits = key + torch.arange(vocab, device=where) * _signed(_GOLDEN)
-    bits = (bits ^ _shifted(bits, 30)) * _signed(_MIX_1)
-    bits = (bits ^ _shifted(bits, 27)) * _signed(_MIX_2)
-    bits = bits ^ _shifted(bits, 31)
-    uniform = (_shifted(bits, 12).double() + 0.5) * 2.0**-52  # never 0 and never 1
+    key = torch.tensor([signed(key) for key in keys], device=where)[:, None]
+    bits = hashed(key + torch.arange(vocab, device=where) * signed(GOLDEN))
+    uniform = (shifted(bits, 12).double() + 0.5) * 2.0**-52  # never 0 and never 1
     noise = -(-uniform.log()).log()
     return noise.float().to(device) if device.type == "mps" else noise
 
@@ -165,21 +161,11 @@ def gumbel_noise(keys: Sequence[int], vocab: int, device: torch.device) -> Tenso
 def _key(seed: int, position: int) -> int:
     """64 bits for a place in a text: two places share them about as seldom as random numbers do."""
     mixed = _mixed(seed & _64_BITS)
-    return _mixed((mixed + position * _GOLDEN) & _64_BITS)
+    return _mixed((mixed + position * GOLDEN) & _64_BITS)
 
 
 def _mixed(bits: int) -> int:
-    """splitmix64's finisher."""
-    bits = ((bits ^ (bits >> 30)) * _MIX_1) & _64_BITS
-    bits = ((bits ^ (bits >> 27)) * _MIX_2) & _64_BITS
+    """`hashed` of a plain number."""
+    bits = ((bits ^ (bits >> 30)) * MIX_1) & _64_BITS
+    bits = ((bits ^ (bits >> 27)) * MIX_2) & _64_BITS
     return bits ^ (bits >> 31)
-
-
-def _shifted(bits: Tensor, places: int) -> Tensor:
-    """A logical shift to the right: PyTorch's keeps the sign."""
-    return (bits >> places) & ((1 << (64 - places)) - 1)
-
-
-def _signed(bits: int) -> int:
-    """The same 64 bits as a tensor of int64 holds them."""
-    return bits - (1 << 64) if bits >> 63 else bits

@@ -33,6 +33,7 @@ from loopformer.errors import LoopformerError, RunFailed
 from loopformer.model import LoopedLM
 from loopformer.model.block import Rotary
 from loopformer.model.conditioning import Condition
+from loopformer.model.looped import run_once
 from loopformer.trajectory import Trajectory
 
 Tokens = tuple[int, ...]
@@ -134,14 +135,17 @@ class TrajectoryTree:
 
     def run(self, ids: Tensor) -> Iterator[tuple[Trajectory, Tensor]]:
         """Each trajectory with the hidden states [B, T, D] of ids [B, T] at its end."""
-        yield from self.run_from(*self.model.embed(ids))
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        yield from self.run_from(*self.model.embed(ids), self.model.random_start(positions))
 
     @torch.no_grad()
     def run_from(
-        self, x: Tensor, rotary: Rotary | None, mask: Tensor | None
+        self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, start: Tensor | None = None
     ) -> Iterator[tuple[Trajectory, Tensor]]:
-        """The same from the state before the first pass [B, T, D]."""
-        path: list[Tensor] = [x]  # path[i]: the state after i steps of `before`
+        """The same from the embeddings [B, T, D], and the state before the first pass where that is another."""
+        x = run_once(self.model.prelude, x, rotary, mask)
+        first = x if start is None else start.to(x.dtype).expand_as(x)
+        path: list[Tensor] = [first]  # path[i]: the state after i steps of `before`
         before: tuple[Fraction, ...] = ()
         for trajectory in self.trajectories:
             del path[1 + common_prefix(before, trajectory.steps) :]
@@ -149,9 +153,11 @@ class TrajectoryTree:
                 condition = self._conditions[trajectory.times[number], trajectory.steps[number]]
                 state = self.model.inject(path[-1], x, condition, number)
                 path.append(self.model.stack(state, condition.modulation, rotary, mask))
+            end = run_once(self.model.coda, path[-1], rotary, mask)
             before = trajectory.steps
             last = self._conditions[trajectory.times[-1], trajectory.steps[-1]]
-            yield trajectory, self.model.finish(path[-1], last.gain)
+            yield trajectory, self.model.finish(end, last.gain)
+            del end  # the next passes need its memory
 
 
 def count_passes(trajectories: Iterable[Trajectory]) -> int:
@@ -199,8 +205,8 @@ class PackedBatch:
         """Tokens that go through the model, padding not counted."""
         return sum(map(len, self.packs))
 
-    def start(self, model: LoopedLM) -> tuple[Tensor, Rotary | None, Tensor | None]:
-        """The states [B, T, D] before the first pass, angles and mask: each row of a pack as if alone."""
+    def start(self, model: LoopedLM) -> tuple[Tensor, Rotary | None, Tensor | None, Tensor | None]:
+        """The embeddings [B, T, D], angles, mask and random start: each row of a pack as if alone."""
         device = model.tokens.weight.device
 
         def padded(rows: Iterable[Iterable[int]]) -> Tensor:  # [B, T]; no earlier token sees what is added
@@ -222,7 +228,7 @@ class PackedBatch:
             visible = (owners[:, None, :] == owners[:, :, None]) | (owners[:, None, :] == 0)
             mask = visible.tril()[:, None]  # [B, 1, T, T]
         x, rotary = model.place(model.tokens(ids), positions)
-        return x, rotary, mask
+        return x, rotary, mask, model.random_start(positions)
 
 
 def plan_batches(

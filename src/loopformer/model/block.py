@@ -3,6 +3,8 @@
     x ← x + α₁ ⊙ Attention(RMSNorm(x) ⊙ (1 + γ₁))
     x ← x + α₂ ⊙ FFN(RMSNorm(x) ⊙ (1 + γ₂))
 
+With `model.norms` sandwich each of the two sums goes through a learned norm of its own (Geiping et al. 2025).
+
 `Stack` is one pass through all k blocks: the unit that `torch.compile` sees. Unconditioned models have
 learned norm weights instead of a modulation. `mask` [B, 1, T, T] says who may look at whom; None is causal.
 With `slots`, one per block, keys and values of earlier tokens are kept and looked at.
@@ -100,13 +102,15 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One Transformer block; `modulation` is [B or 1, 4, D]: both gates, then both scales."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, learned: bool) -> None:
         super().__init__()
-        learned = config.conditioning == "none"
         self.norm_1 = RMSNorm(config.width, learned)
         self.attention = Attention(config)
         self.norm_2 = RMSNorm(config.width, learned)
         self.ffn = FeedForward(config)
+        sandwich = config.norms == "sandwich"
+        self.after_1 = RMSNorm(config.width, learned=True) if sandwich else nn.Identity()
+        self.after_2 = RMSNorm(config.width, learned=True) if sandwich else nn.Identity()
 
     def forward(
         self,
@@ -117,21 +121,23 @@ class Block(nn.Module):
         slot: Slot | None,
     ) -> Tensor:
         if modulation is None:
-            x = x + self.attention(self.norm_1(x), rotary, mask, slot)
-            out: Tensor = x + self.ffn(self.norm_2(x))
+            x = self.after_1(x + self.attention(self.norm_1(x), rotary, mask, slot))
+            out: Tensor = self.after_2(x + self.ffn(self.norm_2(x)))
             return out
         gate_1, gate_2, scale_1, scale_2 = modulation.unsqueeze(2).unbind(1)  # each [B or 1, 1, D]
-        x = x + gate_1 * self.attention(self.norm_1(x) * (1 + scale_1), rotary, mask, slot)
-        out = x + gate_2 * self.ffn(self.norm_2(x) * (1 + scale_2))
+        x = self.after_1(x + gate_1 * self.attention(self.norm_1(x) * (1 + scale_1), rotary, mask, slot))
+        out = self.after_2(x + gate_2 * self.ffn(self.norm_2(x) * (1 + scale_2)))
         return out
 
 
 class Stack(nn.Module):
     """One pass through the k shared blocks: x [B, T, D], modulation [B or 1, k, 4, D] or None."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, own: int | None = None) -> None:
+        """`own`: so many blocks with learned norms, for a prelude or a coda, in place of the shared ones."""
         super().__init__()
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
+        learned, count = (config.conditioning == "none", config.blocks) if own is None else (True, own)
+        self.blocks = nn.ModuleList(Block(config, learned) for _ in range(count))
 
     def each(self) -> Iterator["Block"]:
         """The blocks, with their type."""

@@ -21,7 +21,7 @@ class Parameters:
 
     tokens: int
     positions: int
-    stack: int  # norms included
+    stack: int  # norms and adapter included
     conditioning: int
     final_norm: int
 
@@ -50,6 +50,11 @@ class Cost:
         return 4 * self.config.width**2 + 2 * self.config.width * self.config.ffn
 
     @property
+    def adapter_products(self) -> int:
+        """Weights of the adapter, which every pass goes through."""
+        return 2 * self.config.width**2 if self.config.inject == "adapter" else 0
+
+    @property
     def head_products(self) -> int:
         return self.config.vocab_rows * self.config.width
 
@@ -67,30 +72,49 @@ class Cost:
     def parameters(self) -> Parameters:
         config = self.config
         d, conditioned = config.width, config.conditioning != "none"
+        norms = (0 if conditioned else 2) + 2 * (config.norms == "sandwich")
         embedding = (FOURIER_WIDTH + 1) * d + (d + 1) * d
         return Parameters(
             tokens=self.head_products,
             positions=config.context * d if config.positions == "learned" else 0,
-            stack=config.blocks * (self.block_products + (0 if conditioned else 2 * d)),
+            stack=config.blocks * (self.block_products + norms * d) + self.adapter_products + self.outer_parameters,
             conditioning=self.conditioned_on * embedding + self.told_per_pass * d * (d + 1) * conditioned,
             final_norm=d,
         )
 
-    def loop_flops(self, context: int | None = None, causal: bool = True) -> float:
-        """One pass of the stack, per token of a full context (causal: half the square of attention)."""
+    @property
+    def outer(self) -> int:
+        """Blocks of prelude and coda, run once."""
+        return self.config.prelude + self.config.coda
+
+    @property
+    def outer_parameters(self) -> int:
+        norms = 2 + 2 * (self.config.norms == "sandwich")
+        return self.outer * (self.block_products + norms * self.config.width)
+
+    def outer_flops(self, context: int | None = None, causal: bool = True) -> float:
+        """Prelude and coda, per token of a full context."""
+        return self.outer * self.block_flops(context, causal)
+
+    def block_flops(self, context: int | None = None, causal: bool = True) -> float:
+        """One block, per token of a full context (causal: half the square of attention)."""
         length = self.config.context if context is None else context
-        attention = 4 * length * self.config.width * (0.5 if causal else 1.0)
-        return self.config.blocks * (2 * self.block_products + attention)
+        return 2 * self.block_products + 4 * length * self.config.width * (0.5 if causal else 1.0)
+
+    def loop_flops(self, context: int | None = None, causal: bool = True) -> float:
+        """One pass of the stack, per token of a full context."""
+        return self.config.blocks * self.block_flops(context, causal) + 2 * self.adapter_products
 
     def forward_flops(self, budget: int | None = None, context: int | None = None, causal: bool = True) -> float:
         """Embedding to logits, per token."""
         loops = self.config.loops if budget is None else budget
-        return 2 * self.head_products + loops * self.loop_flops(context, causal)
+        around = 2 * self.head_products + self.outer_flops(context, causal)
+        return around + loops * self.loop_flops(context, causal)
 
     def prefill_flops(self, tokens: int, budget: int | None = None) -> float:
         """A prompt of so many tokens, with the logits of its last one."""
         loops = self.config.loops if budget is None else budget
-        return 2 * self.head_products + tokens * loops * self.loop_flops(tokens)
+        return 2 * self.head_products + tokens * (self.outer_flops(tokens) + loops * self.loop_flops(tokens))
 
     def table_flops(self, budget: int | None = None) -> int:
         """The modulation table of a trajectory, once."""
@@ -108,7 +132,8 @@ class Cost:
         A budget may be a mean: that of the paper's short trajectories, uniform on 1…L-1, is L/2.
         """
         each = [float(self.config.loops)] if budgets is None else budgets
-        return 3 * sum(2 * self.head_products + budget * self.loop_flops(context, causal) for budget in each)
+        around = 2 * self.head_products + self.outer_flops(context, causal)
+        return 3 * sum(around + budget * self.loop_flops(context, causal) for budget in each)
 
     def training_overhead(self, context: int | None = None) -> float:
         """The paper's (2·C_io + 3/2·L·C₁) / (C_io + L·C₁): training with a short trajectory against without."""
@@ -118,7 +143,7 @@ class Cost:
     def kv_bytes(self, budget: int | None = None, value_bytes: int = 2) -> int:
         """Keys and values kept per token: one pair per (loop, block)."""
         loops = self.config.loops if budget is None else budget
-        return loops * self.config.blocks * 2 * self.config.width * value_bytes
+        return (loops * self.config.blocks + self.outer) * 2 * self.config.width * value_bytes
 
     def decode_bytes(self, budget: int | None = None, context: int = 0, value_bytes: int = 2) -> int:
         """Read per decoded token at batch 1: the stack's weights once per loop, the head, `context` tokens of KV.
@@ -127,5 +152,6 @@ class Cost:
         """
         loops = self.config.loops if budget is None else budget
         table = 0 if self.config.conditioning == "none" else self.told_per_pass * self.config.width
-        weights = loops * (self.parameters.stack + table) + self.head_products + self.config.width
+        weights = loops * (self.parameters.stack - self.outer_parameters + table)
+        weights += self.outer_parameters + self.head_products + self.config.width
         return weights * value_bytes + context * self.kv_bytes(budget, value_bytes)

@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
-from loopformer.model.block import RMSNorm, Rotary, Stack, rotary_angles
+from loopformer.model.block import EPSILON, RMSNorm, Rotary, Slot, Stack, rotary_angles
 from loopformer.model.cache import Cache, Passes
 from loopformer.model.conditioning import Condition, Conditioner, ZeroLinear
 from loopformer.model.cost import Cost
+from loopformer.model.noise import GOLDEN, hashed, normal, signed
 from loopformer.trajectory import Trajectory, resolve
 
+START_STD = math.sqrt(2 / 5)  # of a random start, as Geiping et al. (2025) have it
 TrajectoryLike = Trajectory | str | int | None
 Step = Callable[..., Tensor]  # one pass through the stack: its number, x, modulation, rotary, mask
 F_ = TypeVar("F_", bound=Callable[..., Any])
@@ -53,7 +55,10 @@ class LoopedLM(nn.Module):
         self.tokens = nn.Embedding(config.vocab_rows, config.width)  # tied: also the head
         self.places = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
         self.conditioner = Conditioner(config) if config.conditioning != "none" else None
+        self.prelude = Stack(config, config.prelude) if config.prelude else None
         self.stack = Stack(config)
+        self.coda = Stack(config, config.coda) if config.coda else None
+        self.adapter = nn.Linear(2 * config.width, config.width, bias=False) if config.inject == "adapter" else None
         self.final_norm = RMSNorm(config.width, learned=True)
         self.initialise()
 
@@ -101,7 +106,8 @@ class LoopedLM(nn.Module):
         x, rotary, mask = self.embed(ids, documents)
         run = stack or self.stack
         kept: list[Tensor] = []
-        x = self.loop(lambda _, *inputs: run(*inputs), x, passes, rotary, mask, kept if states else None)
+        start = self.random_start(torch.arange(ids.shape[1], device=ids.device)[None], ids)
+        x = self.loop(lambda _, *inputs: run(*inputs), x, passes, rotary, mask, kept if states else None, start)
         hidden = self.finish(x, passes.gain)
         return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
 
@@ -122,7 +128,14 @@ class LoopedLM(nn.Module):
         positions, mask = cache.place(ids.shape[1])
         x, rotary = self.place(self.tokens(ids), positions)
         x = self.loop(
-            lambda number, *inputs: self.stack(*inputs, cache.slots(number)), x, cache.passes, rotary, mask, None
+            lambda number, *inputs: self.stack(*inputs, cache.slots(number)),
+            x,
+            cache.passes,
+            rotary,
+            mask,
+            None,
+            self.random_start(positions),
+            cache.outer_slots(),
         )
         hidden = self.finish(x, cache.passes.gain)
         cache.advance(counts)
@@ -147,7 +160,7 @@ class LoopedLM(nn.Module):
 
     @_not_compiled
     def embed(self, ids: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Rotary | None, Tensor | None]:
-        """ids [B, T] → the state before the first pass [B, T, D], rotary angles and attention mask, if any."""
+        """ids [B, T] → their embeddings [B, T, D], rotary angles and attention mask, if any."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]  # [1, T]
         mask = None
         if documents is not None:
@@ -162,6 +175,20 @@ class LoopedLM(nn.Module):
         if self.places is not None:
             return x + self.places(positions), None
         return x, rotary_angles(positions, self.config.head_width, x.dtype)
+
+    @_not_compiled
+    def random_start(self, positions: Tensor, ids: Tensor | None = None) -> Tensor | None:
+        """The state before the first pass [B or 1, T, D], at positions [B or 1, T]; None: it is the embedding.
+
+        It follows from the position alone, so that cached equals uncached, and where gradients are wanted from
+        all ids [B, T] of the row too: another one for every sample, the same one after a resume.
+        """
+        if self.config.start == "embedding":
+            return None
+        keys = positions.new_zeros(1)
+        if ids is not None and self.training and torch.is_grad_enabled():
+            keys = hashed(ids + positions * signed(GOLDEN)).sum(1)
+        return START_STD * normal(keys, positions, self.config.width)
 
     @property
     def dtype_name(self) -> str:
@@ -220,13 +247,23 @@ class LoopedLM(nn.Module):
         rotary: Rotary | None,
         mask: Tensor | None,
         keep: list[Tensor] | None,
+        start: Tensor | None = None,
+        outer: tuple[Sequence[Slot], Sequence[Slot]] | None = None,
     ) -> Tensor:
-        """Every pass of every row. Longest trajectories first, so that a row that is done leaves at the end."""
+        """Every pass of every row. Longest trajectories first, so that a row that is done leaves at the end.
+
+        x [B, T, D] is the embedding; `start` [B or 1, T, D] the state before the first pass, where that is another.
+        The prelude comes before and the coda after, for all rows; with a cache, `outer` are their slots.
+        """
         back = None
         if passes.order is not None:
             back = torch.tensor(passes.order, device=x.device).argsort()
             x, rotary, mask = x[passes.order], _rotary_rows(rotary, passes.order), _rows(mask, passes.order)
-        embedded = x
+            start = _rows(start, passes.order)
+        before, after = outer or (None, None)
+        everyone = rotary, mask
+        x = run_once(self.prelude, x, *everyone, before)
+        embedded, x = x, x if start is None else start.to(x.dtype).expand_as(x)
         done: list[Tensor] = []  # longest first
         for number, (rows, condition) in enumerate(zip(passes.rows, passes.conditions, strict=True)):
             if rows < len(x):
@@ -237,11 +274,19 @@ class LoopedLM(nn.Module):
             x = step(number, x, condition.modulation, rotary, mask)
             if keep is not None:
                 keep.append(x if back is None else torch.cat([x, *done])[back])
-        return x if back is None else torch.cat([x, *done])[back]
+        x = run_once(self.coda, torch.cat([x, *done]) if done else x, *everyone, after)
+        return x if back is None else x[back]
 
     @_not_compiled
     def inject(self, x: Tensor, embedded: Tensor, condition: Condition, number: int) -> Tensor:
-        """What a pass starts from: the state x [B, T, D], from the second pass on with some of the embedding."""
+        """What a pass starts from: the state x [B, T, D], from the second pass on with some of the embedding.
+
+        An adapter joins the two in every pass, the embedding normalised, so that neither drowns the other.
+        """
+        if self.adapter is not None:
+            both = torch.cat([x, F.rms_norm(embedded, embedded.shape[-1:], None, EPSILON)], dim=-1)
+            joined: Tensor = self.adapter(both)
+            return joined.to(x.dtype)
         if condition.injection is None or number == 0:
             return x
         return torch.addcmul(x, embedded, condition.injection.to(x.dtype)[:, None])
@@ -270,7 +315,9 @@ class LoopedLM(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the step, not the loop: one graph serves every budget and schedule."""
-        self.stack.compile(*args, **kwargs)
+        for part in (self.prelude, self.stack, self.coda):
+            if part is not None:
+                part.compile(*args, **kwargs)
 
     @_not_compiled
     def check(self, ids: Tensor, documents: Tensor | None = None, values: bool = True) -> None:
@@ -295,6 +342,13 @@ class LoopedLM(nn.Module):
             raise LoopformerError(
                 f"ids must lie in 0…{self.config.vocab - 1}, got {low}…{high}; is this the model's own tokenizer?"
             )
+
+
+def run_once(
+    blocks: Stack | None, x: Tensor, rotary: Rotary | None, mask: Tensor | None, slots: Sequence[Slot] | None = None
+) -> Tensor:
+    """x [B, T, D] through a prelude or a coda, if there is one."""
+    return x if blocks is None else blocks(x, None, rotary, mask, slots)
 
 
 def _rows(x: Tensor | None, rows: list[int] | slice) -> Tensor | None:

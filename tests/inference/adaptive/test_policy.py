@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from options import draw_options
 
 from loopformer import LM, LoopedLM, LoopformerError, Trajectory
 from loopformer.config import ModelConfig
@@ -39,8 +40,9 @@ def test_rungs_share_their_first_steps_and_end_in_a_jump() -> None:
 def climbs(draw: st.DrawFn) -> tuple[ModelConfig, list[list[int]], list[list[int]], int]:
     """A model, groups of tokens that are fed one after another, and the rungs that each tries."""
     loops = draw(st.integers(1, 5))
+    kind: Any = draw(st.sampled_from(["trajectory", "step", "time"]))
     config = ModelConfig(
-        conditioning=draw(st.sampled_from(["trajectory", "step", "time"])),
+        conditioning=kind,
         blocks=draw(st.integers(1, 2)),
         loops=loops,
         width=16,
@@ -50,7 +52,7 @@ def climbs(draw: st.DrawFn) -> tuple[ModelConfig, list[list[int]], list[list[int
         vocab=50,
         positions=draw(st.sampled_from(["learned", "rotary"])),
         time_scale=30.0,
-        inject=draw(st.sampled_from(["none", "gated"])),
+        **{**draw_options(draw, kind), "prelude": 0, "coda": 0},
     )
     ids = st.integers(0, 49)
     groups = [draw(st.lists(ids, min_size=1, max_size=7))]
@@ -83,7 +85,7 @@ def test_an_exact_climb_equals_a_fixed_run_along_its_rung(
     assert tally.passes == len(seen)
     assert not tally.lossy
     # Without what attention adds, FLOPs are the tokens of all passes.
-    plain = sum(seen) * 2 * model.cost.block_products * config.blocks
+    plain = sum(seen) * model.cost.loop_flops(context=0)
     assert tally.flops >= plain
     assert tally.flops <= plain + sum(seen) * 4 * config.width * len(text) * config.blocks
 

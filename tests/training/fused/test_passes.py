@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from options import OPTIONS, Option
 from torch import Tensor, nn
 
 from loopformer import LoopedLM, Trajectory
@@ -52,15 +53,22 @@ def test_gradients_are_autograds(tiny: ModelConfig, conditioning: str, positions
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"inject": "gated"}], ids=str)
-def test_settings_on_trial_train_alike(tiny: ModelConfig, changes: dict[str, object]) -> None:
-    """Where `obstacle` has no objection."""
-    model = model_of(tiny, **changes)
-    assert obstacle(model.config, torch.device("cpu"), fp8=False) is None
+def fusible(option: Option) -> bool:
+    return obstacle(ModelConfig(**option), torch.device("cpu"), fp8=False) is None
+
+
+@pytest.mark.parametrize("option", [each for each in OPTIONS if fusible(each)], ids=str)
+def test_settings_on_trial_train_alike(tiny: ModelConfig, option: Option) -> None:
+    model = model_of(tiny, **option)
     for checkpoint_loops in (False, True):
         fused, plain = (run(model, way, checkpoint_loops=checkpoint_loops) for way in (PLAIN, None))
         for mine, theirs in zip(fused, plain, strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_what_the_kernels_lack_is_named(tiny: ModelConfig) -> None:
+    why = obstacle(replace(tiny, norms="sandwich"), torch.device("cpu"), fp8=False)
+    assert why == "its kernels have no norms after a sum; leave model.norms at pre"
 
 
 def test_documents_are_kept_apart(tiny: ModelConfig) -> None:

@@ -139,6 +139,10 @@ class Ladder:
             f"A model with conditioning {kind!r} is not told its steps, so it cannot jump from a rung of a ladder; "
             "choose a budget per prompt instead.",
         )
+        require(
+            model.config.prelude == model.config.coda == 0,
+            "A ladder has no prelude and no coda; choose a budget per prompt instead.",
+        )
         self.model, self.loops = model, model.config.loops
         with torch.no_grad():
             told = [model.passes(rung(self.loops, number), 1).conditions for number in range(1, self.loops + 1)]
@@ -172,6 +176,7 @@ class LadderCache:
         tally.lossy = fill == "copy"
         self._levels: dict[tuple[int, bool], _Level] = {}
         self._states = weight.new_zeros(ladder.loops, capacity, config.width)  # after 0, 1, …, L-1 small steps
+        self._embedded = weight.new_zeros(1, capacity, config.width)
         places = torch.arange(capacity, device=weight.device)[None]
         _, self._rotary = self._model.place(self._states[:1], places)
         self.rungs: list[int] = []  # where each settled token stopped
@@ -188,7 +193,9 @@ class LadderCache:
         new = torch.tensor([list(ids)], device=device)
         self._model.check(new)
         x, _ = self._model.place(self._model.tokens(new), places)
-        self._states[0, self._start : self._end] = x[0]
+        start = self._model.random_start(places)
+        self._embedded[:, self._start : self._end] = x
+        self._states[0, self._start : self._end] = x[0] if start is None else start[0]
 
     @torch.no_grad()
     def climb(self, number: int) -> Tensor:
@@ -220,7 +227,7 @@ class LadderCache:
             cos, sin = self._rotary
             rotary = cos[:, :, first:end], sin[:, :, first:end]
         slots = [Place(keys, values, positions, first, end) for keys, values in level.kept]
-        embedded, x = self._states[:1, first:end], self._states[depth, first:end][None]
+        embedded, x = self._embedded[:, first:end], self._states[depth, first:end][None]
         condition = self._ladder.told(depth, jump)
         x = self._model.inject(x, embedded, condition, depth)
         out: Tensor = self._model.stack(x, condition.modulation, rotary, mask, slots)[0]

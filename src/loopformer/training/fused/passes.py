@@ -53,6 +53,8 @@ def obstacle(config: ModelConfig, device: torch.device, fp8: bool) -> str | None
         return f"it runs on CUDA and the CPU, not on {device.type}"
     if device.type == "cuda" and find_spec("triton") is None:
         return "Triton is not installed; install it"
+    if config.norms == "sandwich":
+        return "its kernels have no norms after a sum; leave model.norms at pre"
     if not fp8:
         return None
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY_FOR_FP8:
