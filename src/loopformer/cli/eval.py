@@ -352,30 +352,20 @@ def _show_states(found: dict[str, Any]) -> None:
         ],
     )
     typer.echo("tracked: the longest prefix with 95 % or more at every place")
-    for name, how in (("exit", "leaving the longest trajectory early"), ("escalation", "trying budget by budget")):
-        if (certainty := found["certainty"][name]) is None:
-            continue
-        typer.echo(
-            f"\ndepth by certainty, {how}; passes per place: of the answer, run for it, run before it as well"
-        )
-        print_table(
-            ["depth", "accuracy", "answer", "run", "filled"],
+    typer.echo("\ndepth by certainty: a place whose best element is likelier than this takes no further pass")
+    print_table(
+        ["trajectory", "certainty", "accuracy", "passes", "tracked"],
+        [
             [
-                *(
-                    [f"always {row['depth']}", f"{100 * row['accuracy']:.1f}", *[f"{row['depth']:.2f}"] * 3]
-                    for row in certainty["fixed"]
-                ),
-                *(
-                    [
-                        f"above {row['threshold']:g}",
-                        f"{100 * row['accuracy']:.1f}",
-                        *(f"{row[key]:.2f}" for key in ("mean_depth", "mean_passes", "mean_passes_filled")),
-                    ]
-                    for row in certainty["by_certainty"]
-                ),
-            ],
-            left=1,
-        )
+                row["trajectory"],
+                f"{row['threshold']:g}",
+                f"{100 * row['mean_accuracy']:.1f}",
+                f"{row['mean_passes']:.2f}",
+                str(row["tracked"]),
+            ]
+            for row in found["certainty"]
+        ],
+    )
 
 
 def _say_kept(rows: list[dict[str, Any]], folder: Path | None) -> None:

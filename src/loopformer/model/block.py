@@ -7,7 +7,8 @@ With `model.norms` sandwich each of the two sums goes through a learned norm of 
 
 `Stack` is one pass through all k blocks: the unit that `torch.compile` sees. Unconditioned models have
 learned norm weights instead of a modulation. `mask` [B, 1, T, T] says who may look at whom; None is causal.
-With `slots`, one per block, keys and values of earlier tokens are kept and looked at.
+With `slots`, one per block, keys and values of earlier tokens are kept and looked at. Tokens that are `settled`
+[B, T] stay as they are; others still look at their keys, which come from the state they settled in.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,25 +66,35 @@ class Attention(nn.Module):
         out: Tensor = self.out(self.mix(q, k, v, rotary, mask, slot))
         return out
 
+    def store(self, x: Tensor, rotary: Rotary | None, slot: Slot) -> None:
+        """Only keep the keys and values of x [B, T, D], for later tokens to look at."""
+        k, v = F.linear(x, self.qkv.weight[x.shape[-1] :]).chunk(2, dim=-1)
+        slot.store(self._placed(k, rotary), self._heads(v))
+
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, mask: Tensor | None, slot: Slot | None
     ) -> Tensor:
         """What lies between the two products: queries, keys and values [B, T, D] each → [B, T, D]."""
         batch, length, width = q.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)  # [B, H, T, D/H]
-            for part in (q, k, v)
-        )
-        if self.qk_norm:
-            q, k = (F.rms_norm(part, part.shape[-1:], None, EPSILON).to(v.dtype) for part in (q, k))
-        if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        q, k, v = self._placed(q, rotary), self._placed(k, rotary), self._heads(v)
         if slot is not None:
             k, v = slot.store(k, v)  # [B, H, earlier and new, D/H]
         # One new token may look at everything that is kept; several without a mask are a prompt's first.
         causal = mask is None and (slot is None or length > 1)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         return mixed.transpose(1, 2).reshape(batch, length, width)
+
+    def _heads(self, part: Tensor) -> Tensor:
+        """[B, T, D] → [B, H, T, D/H]."""
+        batch, length, width = part.shape
+        return part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+
+    def _placed(self, part: Tensor, rotary: Rotary | None) -> Tensor:
+        """Queries or keys [B, T, D] as attention compares them [B, H, T, D/H]."""
+        heads = self._heads(part)
+        if self.qk_norm:
+            heads = F.rms_norm(heads, heads.shape[-1:], None, EPSILON).to(part.dtype)
+        return heads if rotary is None else rotate(heads, *rotary)
 
 
 class FeedForward(nn.Module):
@@ -152,11 +163,21 @@ class Stack(nn.Module):
         rotary: Rotary | None = None,
         mask: Tensor | None = None,
         slots: Sequence[Slot] | None = None,
+        settled: Tensor | None = None,
     ) -> Tensor:
         for number, block in enumerate(self.blocks):
             own = None if modulation is None else modulation[:, number]
-            x = block(x, own, rotary, mask, None if slots is None else slots[number])
+            new = block(x, own, rotary, mask, None if slots is None else slots[number])
+            x = new if settled is None else torch.where(settled[..., None], x, new)
         return x
+
+    def store(self, x: Tensor, modulation: Tensor | None, rotary: Rotary | None, slots: Sequence[Slot]) -> None:
+        """Only the keys and values of a pass in which every token of x [B, T, D] is settled."""
+        for number, block in enumerate(self.each()):
+            scaled = block.norm_1(x)
+            if modulation is not None:
+                scaled = scaled * (1 + modulation[:, number, 2, None])
+            block.attention.store(scaled, rotary, slots[number])
 
 
 def rotary_angles(positions: Tensor, head_width: int, dtype: torch.dtype) -> Rotary:

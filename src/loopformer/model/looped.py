@@ -28,8 +28,9 @@ from loopformer.trajectory import Trajectory, resolve
 
 START_STD = math.sqrt(2 / 5)  # of a random start, as Geiping et al. (2025) have it
 TrajectoryLike = Trajectory | str | int | None
-Step = Callable[..., Tensor]  # one pass through the stack: its number, x, modulation, rotary, mask
+Step = Callable[..., Tensor]  # one pass through the stack: its number, x, modulation, rotary, mask, settled or not
 F_ = TypeVar("F_", bound=Callable[..., Any])
+CHECKED_AT_A_TIME = 4096  # tokens whose logits exist while their certainty is looked at
 
 # Under `torch.compile(model)` the loop would unroll into a graph per budget. It runs as plain Python instead, and
 # the modules it calls are compiled: the same one graph of the step that `model.compile()` gives.
@@ -44,6 +45,53 @@ class Output:
     hidden: Tensor  # [B, T, D], after the final norm
     logits: Tensor | None = None  # [B, T, V]; None when not asked for
     states: tuple[Tensor, ...] = ()  # each [B, T, D]; a row that is done keeps its last state
+
+
+class Certainty:
+    """Depth by certainty: a token whose next token is likelier than a threshold settles, and stays as it is.
+
+    Later tokens go on looking at it: its keys in passes that it does not take come from the state it settled in.
+    After a run, `passes` [B, T] says how many each token took.
+    """
+
+    passes: Tensor
+
+    def __init__(self, *thresholds: float | None) -> None:
+        """One threshold for all rows, or one for each; None: in that row nothing settles."""
+        self.thresholds = thresholds
+
+    def start(self, model: "LoopedLM", x: Tensor, order: list[int] | None) -> None:
+        """Begin with the states x [B, T, D] before the first pass; `order` are the rows as the loop has them."""
+        if model.coda is not None:
+            raise LoopformerError("A model with a coda cannot tell its certainty between passes; leave it out.")
+        if len(self.thresholds) not in (1, len(x)):
+            raise LoopformerError(
+                f"{len(self.thresholds)} certainties were given for {len(x)} rows; give one each."
+            )
+        each = self.thresholds * (len(x) // len(self.thresholds))
+        each = each if order is None else tuple(each[row] for row in order)
+        thresholds = [math.inf if one is None else one for one in each]
+        self._model, self._thresholds = model, torch.tensor(thresholds, device=x.device)
+        self._settled = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        self.passes = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
+
+    def settled(self, rows: int) -> Tensor:
+        """Which tokens of the rows of a pass have settled before it [rows, T]; the others take it."""
+        self._settled = self._settled[:rows]
+        self.passes[:rows] += ~self._settled
+        return self._settled
+
+    def look(self, x: Tensor, gain: Tensor | None) -> None:
+        """Settle what is sure enough in the states x [rows, T, D] after a pass."""
+        thresholds = self._thresholds[: len(x), None].expand(x.shape[:2])
+        asked = (~self._settled & thresholds.isfinite()).nonzero()  # [N, 2]
+        for first in range(0, len(asked), CHECKED_AT_A_TIME):
+            rows, tokens = asked[first : first + CHECKED_AT_A_TIME].unbind(1)
+            own = None if gain is None else gain.expand(len(x), -1)[rows]
+            hidden = self._model.finish(x[rows, tokens][:, None], own)[:, 0]
+            logits = self._model.head(hidden)[:, : self._model.config.vocab].float()
+            likeliest = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+            self._settled[rows, tokens] = likeliest > thresholds[rows, tokens]
 
 
 class LoopedLM(nn.Module):
@@ -91,6 +139,7 @@ class LoopedLM(nn.Module):
         beyond: bool = False,
         check: bool = True,
         stack: Callable[..., Tensor] | None = None,
+        certainty: Certainty | None = None,
     ) -> Output:
         """Run ids [B, T] along one trajectory for all rows, or a list of one per row.
 
@@ -100,6 +149,7 @@ class LoopedLM(nn.Module):
         beyond     True allows more passes than the model was trained for
         check      False trusts the ids' values, so that nothing waits for the GPU
         stack      another way to run a pass than `self.stack`, as training has them
+        certainty  tokens that are sure enough take fewer passes
         """
         self.check(ids, documents, check)
         passes = self.passes(self.trajectories(trajectory, len(ids), beyond), len(ids))
@@ -107,16 +157,30 @@ class LoopedLM(nn.Module):
         run = stack or self.stack
         kept: list[Tensor] = []
         start = self.random_start(torch.arange(ids.shape[1], device=ids.device)[None], ids)
-        x = self.loop(lambda _, *inputs: run(*inputs), x, passes, rotary, mask, kept if states else None, start)
+
+        def step(number: int, x: Tensor, modulation: Tensor | None, *more: Any, settled: Tensor | None) -> Tensor:
+            if settled is None:
+                return run(x, modulation, *more)
+            return x if bool(settled.all()) else run(x, modulation, *more, settled=settled)
+
+        x = self.loop(step, x, passes, rotary, mask, kept if states else None, start, certainty=certainty)
         hidden = self.finish(x, passes.gain)
         return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
 
     @torch.no_grad()
-    def extend(self, ids: Tensor, cache: Cache, counts: Sequence[int] | None = None, check: bool = True) -> Tensor:
+    def extend(
+        self,
+        ids: Tensor,
+        cache: Cache,
+        counts: Sequence[int] | None = None,
+        check: bool = True,
+        certainty: Certainty | None = None,
+    ) -> Tensor:
         """Run new tokens [B, T] on top of the cache, which keeps them: hidden [B, T, D] after the final norm.
 
         `counts` says how many tokens of each row count, where rows are padded at the end; what lies beyond is not
         kept and its output means nothing. `check` False trusts the ids' values, as those a model has chosen itself.
+        With `certainty` tokens that are sure enough take fewer passes.
         """
         self.check(ids, values=check)
         cache.require_model(self.tokens.weight)
@@ -127,16 +191,17 @@ class LoopedLM(nn.Module):
             raise LoopformerError(f"counts must be {len(ids)} numbers of tokens in 0…{ids.shape[1]}, got {counts}.")
         positions, mask = cache.place(ids.shape[1])
         x, rotary = self.place(self.tokens(ids), positions)
-        x = self.loop(
-            lambda number, *inputs: self.stack(*inputs, cache.slots(number)),
-            x,
-            cache.passes,
-            rotary,
-            mask,
-            None,
-            self.random_start(positions),
-            cache.outer_slots(),
-        )
+
+        def step(number: int, x: Tensor, modulation: Tensor | None, *more: Any, settled: Tensor | None) -> Tensor:
+            slots = cache.slots(number)
+            if settled is not None and bool(settled.all()):
+                self.stack.store(x, modulation, more[0], slots)
+                return x
+            out: Tensor = self.stack(x, modulation, *more, slots, settled)
+            return out
+
+        start, outer = self.random_start(positions), cache.outer_slots()
+        x = self.loop(step, x, cache.passes, rotary, mask, None, start, outer, certainty)
         hidden = self.finish(x, cache.passes.gain)
         cache.advance(counts)
         return hidden
@@ -249,6 +314,7 @@ class LoopedLM(nn.Module):
         keep: list[Tensor] | None,
         start: Tensor | None = None,
         outer: tuple[Sequence[Slot], Sequence[Slot]] | None = None,
+        certainty: Certainty | None = None,
     ) -> Tensor:
         """Every pass of every row. Longest trajectories first, so that a row that is done leaves at the end.
 
@@ -265,16 +331,24 @@ class LoopedLM(nn.Module):
         x = run_once(self.prelude, x, *everyone, before)
         embedded, x = x, x if start is None else start.to(x.dtype).expand_as(x)
         done: list[Tensor] = []  # longest first
+        if certainty is not None:
+            certainty.start(self, x, passes.order)
         for number, (rows, condition) in enumerate(zip(passes.rows, passes.conditions, strict=True)):
             if rows < len(x):
                 done.insert(0, x[rows:])
                 x, embedded = x[:rows], embedded[:rows]
                 rotary, mask = _rotary_rows(rotary, slice(rows)), _rows(mask, slice(rows))
-            x = self.inject(x, embedded, condition, number)
-            x = step(number, x, condition.modulation, rotary, mask)
+            injected = self.inject(x, embedded, condition, number)
+            settled = None if certainty is None else certainty.settled(rows)
+            new = step(number, injected, condition.modulation, rotary, mask, settled=settled)
+            x = new if settled is None else torch.where(settled[..., None], x, new)
+            if certainty is not None:
+                certainty.look(x, condition.gain)
             if keep is not None:
                 keep.append(x if back is None else torch.cat([x, *done])[back])
         x = run_once(self.coda, torch.cat([x, *done]) if done else x, *everyone, after)
+        if certainty is not None and back is not None:
+            certainty.passes = certainty.passes[back]
         return x if back is None else x[back]
 
     @_not_compiled
