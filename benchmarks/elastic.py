@@ -68,12 +68,18 @@ OURS: Settings = {**ROTARY, **MUON, "model.inject": "gated"}
 FULL = "{budget: full}"
 SHORT = "{budget: short, sampler: compositions, weight: 0.1, match: 0.5}"
 ONE = "{budget: 1, weight: 0.1, match: 0.2}"
+PAIR = (FULL, "{budget: short, sampler: compositions, weight: 0.1, match: 0.1}")  # the paper's
 
 
 def following(*entries: str, **more: Any) -> Settings:
     """An objective of these trajectories, matched by their distributions."""
     named = {key.replace("__", "."): value for key, value in more.items()}
     return {"objective.trajectories": f"[{', '.join(entries)}]", "objective.consistency": "distribution", **named}
+
+
+def grid(weight: float, match: float = 0.0) -> Settings:
+    """The full trajectory, and 4, 2 and 1 equal steps beside it."""
+    return following(FULL, *(f"{{budget: {budget}, weight: {weight}, match: {match}}}" for budget in (4, 2, 1)))
 
 
 ANY = following("{budget: any}")
@@ -124,6 +130,43 @@ SUITES: dict[str, dict[str, Settings]] = {
         "any-time-10": {**OURS, **ANY, "model.time_scale": 10},
         "any-time-100": {**OURS, **ANY, "model.time_scale": 100},
         "paper-adamw-2e-3": {"training.learning_rate": 2e-3},
+    },
+    "balance": {  # between one pass that does everything and short budgets that are not learned
+        "grid-0.1": {**OURS, **grid(0.1)},
+        "grid-0.3": {**OURS, **grid(0.3)},
+        "deep-0.1": {**OURS, **following("{budget: [3, 8]}", "{budget: [1, 2], weight: 0.1}")},
+        "deep-0.3": {**OURS, **following("{budget: [3, 8]}", "{budget: [1, 2], weight: 0.3}")},
+        "paper-one": {**OURS, **following(*PAIR, "{budget: 1, weight: 0.1}"), "objective.consistency": "hidden"},
+        "deep-first": {
+            **OURS,
+            **following(
+                FULL,
+                "{budget: short, sampler: compositions, weight: 0.1, during: [0, 0.6]}",
+                *(f"{{budget: {budget}, weight: 0.3, during: [0.6, 1]}}" for budget in (4, 2, 1)),
+            ),
+        },
+        "grid-0.1-match": {**OURS, **grid(0.1, match=0.2)},
+        "half-full": {**OURS, **following("{budget: full, chance: 0.5}", "{budget: short, chance: 0.5}")},
+        "mostly-deep": {**OURS, **following("{budget: [4, 8], chance: 0.6}", "{budget: [1, 3], chance: 0.4}")},
+        "any-varied": {**OURS, **ANY, "model.modulator_start": "varied"},
+        "grid-0.3-varied": {**OURS, **grid(0.3), "model.modulator_start": "varied"},
+        "any-parts-8": {**OURS, **ANY, "objective.route_draws": 8, "training.micro_batch": 16},
+        "paper-qk": {**OURS, "model.qk_norm": True},
+        "paper-not-injected": {**ROTARY, **MUON},
+        "paper-final-norm": {**OURS, "model.final_norm": "budget"},
+        "3x8": {**OURS, **grid(0.1), "model.blocks": 3, "model.width": 384, "model.heads": 6, "model.ffn": 960},
+        "prelude-coda": {  # as many FLOPs at 1, 4, 10 and 22 passes as 3⊗8 at 1, 2, 4 and 8, and as many blocks
+            **OURS,
+            **following(FULL, *(f"{{budget: {budget}, weight: 0.1}}" for budget in (10, 4, 1))),
+            "model.prelude": 1,
+            "model.coda": 1,
+            "model.loops": 22,
+            "model.width": 384,
+            "model.heads": 6,
+            "model.ffn": 960,
+        },
+        "specialist-8-muon-0.01": {**OURS, **following("{budget: 8}"), "training.matrix_learning_rate": 0.01},
+        "specialist-1-muon-0.04": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.04},
     },
 }
 WINDOWS = 512  # held out, of the context each

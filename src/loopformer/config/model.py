@@ -46,7 +46,7 @@ class ModelConfig:
     padded_vocab: int | None = None  # rows of the embedding; None: `vocab` rounded up to a multiple of 64
     positions: Literal["learned", "rotary"] = "learned"
     final_norm: Literal["shared", "budget"] = on_trial("shared")  # budget: its gain follows the last pass
-    modulator_start: Literal["zero", "normal", "one"] = "zero"
+    modulator_start: Literal["zero", "normal", "one", "varied"] = "zero"
     time_scale: float = 1.0  # multiplies t and Δ before their Fourier features
     residual_init: Literal["blocks", "depth"] = "blocks"  # residual projections start at 0.02/√(2k) or /√(2kL)
     inject: Literal["none", "gated", "adapter"] = on_trial("none")  # how passes get the embedding again

@@ -105,15 +105,16 @@ class Conditioner(nn.Module):
 
     @torch.no_grad()
     def start(self, how: str) -> None:
-        """Start the modulators: `zero`, `normal` (std 0.02) or `one` (gates at 1, the unmodulated backbone)."""
+        """Start the modulators: `zero`, `normal` (std 0.02), `one` (gates at 1, the unmodulated backbone) or, on
+        trial, `varied` (`normal` around `one`, so that passes differ from the start)."""
         for modulator in self.modulators:
             assert isinstance(modulator, nn.Linear)
             nn.init.zeros_(modulator.bias)
-            if how == "normal":
+            if how in ("normal", "varied"):
                 nn.init.normal_(modulator.weight, std=0.02)
             else:
                 nn.init.zeros_(modulator.weight)
-            if how == "one":
+            if how in ("one", "varied"):
                 modulator.bias.view(4, -1)[:2].fill_(1.0)
 
 
