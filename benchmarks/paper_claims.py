@@ -19,16 +19,14 @@ import io
 import json
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from paper_judge import Results, fill
+from queueing import RAW, rounded, work_through
 
 from loopformer.analysis.dynamics import analyze, read_prompts
 from loopformer.config import load_run
@@ -103,7 +101,7 @@ SCORED = 300_000  # tokens of each held-out text, at most
 PROMPTS, PROMPT_TOKENS = 64, 128  # for the representation metrics, of the last text
 BATCH_TOKENS = 32768
 RESULTS = Path("results/paper_claims")
-TEXT, DATA, REQUESTS, RAW, ANSWERS = "text", "data", "requests.jsonl", "raw.json", "answers.jsonl"
+TEXT, DATA, REQUESTS, ANSWERS = "text", "data", "requests.jsonl", "answers.jsonl"
 
 
 def main() -> None:
@@ -134,7 +132,9 @@ def main() -> None:
     elif asked.verb == "run":
         shared = ["--inputs", str(asked.inputs), "--runs", str(asked.runs), "--commit", asked.commit]
         shared += [word for one in asked.set for word in ("--set", one)]
-        work_through(asked.models or list(QUEUE), asked.runs, asked.workers, shared)
+        start = [sys.executable, __file__, "model"]
+        commands = {name: [*start, name, *shared] for name in asked.models or QUEUE}
+        work_through(commands, asked.runs, asked.workers)
     elif asked.verb == "model":
         (name,) = asked.models
         train_and_measure(name, asked.inputs, asked.runs / name, asked.commit, asked.set)
@@ -150,20 +150,24 @@ def main() -> None:
 
 def prepare(corpus: Path, tasks: Path, out: Path) -> None:
     """What a machine without corpus and harness needs: tokens, held-out texts, requests."""
-    text = out / TEXT
-    text.mkdir(parents=True, exist_ok=True)
-    for name, megabytes in SOURCES.items():
+    write_texts(corpus, out / TEXT, SOURCES)
+    prepare_data([str(out / TEXT)], out / DATA, train_tokenizer=VOCAB)
+    for name in TEXTS:
+        (out / name).write_text("".join(lines(corpus / "heldout" / f"{name}.zst")), encoding="utf-8")
+    write_requests(out / REQUESTS, tasks_of(tasks).requests)
+
+
+def write_texts(corpus: Path, out: Path, sources: Mapping[str, int]) -> None:
+    """The first megabytes of each source, whole documents, as JSON lines."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, megabytes in sources.items():
         left = megabytes * 1_000_000
-        with (text / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+        with (out / f"{name}.jsonl").open("w", encoding="utf-8") as file:
             for record in map(json.loads, lines(corpus / f"{name}.jsonl.zst")):
                 size = len(record["text"].encode())
                 if size <= left and not record.get("sciq_overlap"):
                     file.write(json.dumps({"text": record["text"]}, ensure_ascii=False) + "\n")
                     left -= size
-    prepare_data([str(text)], out / DATA, train_tokenizer=VOCAB)
-    for name in TEXTS:
-        (out / name).write_text("".join(lines(corpus / "heldout" / f"{name}.zst")), encoding="utf-8")
-    write_requests(out / REQUESTS, tasks_of(tasks).requests)
 
 
 def tasks_of(folder: Path) -> "Suite":
@@ -178,32 +182,6 @@ def lines(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
         unpacked = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(file)
         yield from io.TextIOWrapper(unpacked, encoding="utf-8", newline="")
-
-
-def work_through(models: Sequence[str], runs: Path, workers: int, shared: Sequence[str]) -> None:
-    """Each model in a process of its own, some at a time; what is done already is left out."""
-    runs.mkdir(parents=True, exist_ok=True)
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    stopped = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
-        for process in running.values():
-            process.terminate()
-
-    def work(name: str) -> None:
-        if stopped or (runs / name / RAW).exists():
-            return
-        with (runs / f"{name}.log").open("ab") as log:
-            command = [sys.executable, __file__, "model", name, *shared]
-            running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-            code = running[name].wait()
-        print(f"{name}: {'done' if code == 0 else f'ended with {code}'}", flush=True)
-
-    signal.signal(signal.SIGTERM, stop)
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(work, models))
 
 
 def train_and_measure(name: str, inputs: Path, run: Path, commit: str, trial: Sequence[str]) -> None:
@@ -286,13 +264,6 @@ def table(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if key != "kind":
                 kinds.setdefault(record["kind"], {}).setdefault(key, []).append(value)
     return kinds
-
-
-def rounded(value: Any) -> str:
-    """JSON with six digits of each number, which is more than any of them is worth."""
-    return json.dumps(
-        json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}")), ensure_ascii=False
-    )
 
 
 if __name__ == "__main__":
