@@ -61,6 +61,7 @@ def test_two_ranks_train_what_one_does_and_one_goes_on_from_two(
         objective__route_draws=2,
         objective__short_fraction=0.5,
         training__optimizer=optimizer,
+        model__inject="gated" if optimizer == "muon" else "none",
     )
     launch("demo", overrides, tmp_path / "one", quiet=True)
     two_ranks(tmp_path / "two", [*overrides, f"training.strategy={strategy}", f"training.fused={fused}"])

@@ -71,13 +71,23 @@ def test_a_run_is_whole_and_loads(small: Small, tmp_path: Path) -> None:
     assert len(checkpoints(tmp_path / "run")) <= 4
 
 
-RECURRENT_DEPTH = {"conditioning": "none", "norms": "sandwich", "start": "random", "inject": "adapter"}
+LIST = "[{budget: any, sampler: compositions}, {budget: 1, weight: 0.2, during: [0.5, 1]}]"
+RESUMED: dict[str, dict[str, str]] = {
+    "paper": {},
+    "muon": {"training__optimizer": "muon", "objective__trajectories": LIST, "model__inject": "gated"},
+    "recurrent depth": {
+        "model__conditioning": "none",
+        "model__norms": "sandwich",
+        "model__start": "random",
+        "model__inject": "adapter",
+        "objective__sampler": "uniform",
+    },
+}
 
 
-@pytest.mark.parametrize("model", [{}, RECURRENT_DEPTH], ids=["loopformer", "recurrent depth"])
-def test_resuming_is_the_same_as_never_stopping(small: Small, tmp_path: Path, model: dict[str, str]) -> None:
-    settings = small(**{f"model__{name}": value for name, value in model.items()})
-    settings += ["objective.sampler=uniform"] * bool(model)
+@pytest.mark.parametrize("more", RESUMED.values(), ids=RESUMED.keys())
+def test_resuming_is_the_same_as_never_stopping(more: dict[str, str], small: Small, tmp_path: Path) -> None:
+    settings = small(**more)
     launch("demo", settings, tmp_path / "whole", quiet=True)
     launch("demo", settings, tmp_path / "cut", quiet=True)
     go_back(tmp_path / "cut", 2)

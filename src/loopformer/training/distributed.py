@@ -100,7 +100,9 @@ class Parallel:
             register_fsdp_forward_method(objective, "logprobs")  # validation's way in gathers the weights too
         elif ranks.world > 1:
             on = None if ranks.device.type == "cpu" else [ranks.device]
-            self.module = DistributedDataParallel(objective, device_ids=on)
+            # A step of one pass injects nothing, and leaves those weights without a gradient.
+            unused = objective.model.config.inject == "gated"
+            self.module = DistributedDataParallel(objective, device_ids=on, find_unused_parameters=unused)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:

@@ -53,6 +53,11 @@ class ModelOptimizer:
                 group["lr"] = self.config.matrix_learning_rate * rate / self.config.learning_rate
 
     def step(self) -> None:
+        """Every parameter takes part in every step, also one that had no use in it: AdamW counts them for each."""
+        for group in self.adamw.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         self.adamw.step()
         if self.muon is not None:
             self.muon.step()
