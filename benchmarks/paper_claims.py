@@ -55,6 +55,7 @@ QUEUE: dict[str, tuple[str, dict[str, Any]]] = {  # a preset and what differs fr
     "loopformer-s1": ("paper/loopformer", {"training.seed": 1}),
     "base-12": ("paper/base-12x1", {}),
     "base-6": ("paper/base-6x1", {}),
+    "recurrent-depth": ("paper/recurrent-depth", {}),
     "loopformer-34k": ("paper/loopformer", {"training.steps": 1020}),  # 34/50 of the steps, as in the paper
 }
 SETTINGS = {

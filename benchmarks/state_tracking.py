@@ -23,10 +23,11 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import torch
 from queueing import RAW, rounded, work_through
@@ -36,8 +37,12 @@ from loopformer.device import device_name
 from loopformer.evaluation.benchmarks import LoadedModel
 from loopformer.evaluation.states import track_states
 from loopformer.model import LoopedLM
+from loopformer.plots import Line, Panel, line_figure, save
 from loopformer.training.launch import launch, plan
 from loopformer.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Settings = Mapping[str, Any]
 
@@ -223,15 +228,82 @@ def tracked(found: Mapping[str, Any]) -> dict[str, int]:
 
 
 def collect(runs: Path, out: Path) -> None:
-    """The results of every run that is done, one file each, and a table of how far they track."""
+    """The results of every run that is done, one file each; then, of all that are there, tables and a picture."""
     out.mkdir(parents=True, exist_ok=True)
-    table = {}
     for raw in sorted(runs.glob(f"*/{RAW}")):
-        found = json.loads(raw.read_text("utf-8"))
-        (out / f"{raw.parent.name}.json").write_text(rounded(found) + "\n", encoding="utf-8")
-        table[raw.parent.name] = tracked(found)
-        print(f"{raw.parent.name}: {table[raw.parent.name]}")
-    print(json.dumps(table))
+        (out / f"{raw.parent.name}.json").write_text(raw.read_text("utf-8") + "\n", encoding="utf-8")
+    every = [json.loads(file.read_text("utf-8")) for file in sorted(out.glob("*.json"))]
+    for name, suite in SUITES.items():
+        found = {
+            model: [one for one in every if one["suite"] == name and one["model"] == model]
+            for model in suite.models
+        }
+        if any(found.values()):
+            print(f"\n{name}: accuracy over all places in percent, mean of the seeds (lowest to highest)\n")
+            print(markdown(found, suite.loops))
+            save(compute_figure(found, suite.loops), out / f"{name}.png")
+
+
+def markdown(found: Mapping[str, Sequence[Mapping[str, Any]]], loops: int) -> str:
+    """A row for each model, a column for each uniform budget that it was trained for or reaches beyond."""
+    budgets = [*range(1, loops + 1), loops + 1, 2 * loops]
+    lines = [
+        f"| model | seeds | {' | '.join(f'M={budget}' for budget in budgets)} |",
+        "|---" * (len(budgets) + 2) + "|",
+    ]
+    for model, seeds in found.items():
+        if seeds:
+            cells = [
+                spread([100 * at for one in seeds if (at := accuracy(one, budget)) is not None])
+                for budget in budgets
+            ]
+            lines.append(f"| {model} | {len(seeds)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def accuracy(found: Mapping[str, Any], budget: int) -> float | None:
+    """Over all places, along so many equal steps."""
+    rows = {row["trajectory"]: row["mean_accuracy"] for row in found["states"]["trajectories"]}
+    return rows.get(str(budget))
+
+
+def spread(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    return f"{fmean(values):.1f}" + (f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else "")
+
+
+def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]], loops: int) -> "Figure":
+    """Accuracy against passes per place, means over the seeds: fixed budgets, depth by certainty, specialists."""
+
+    def line(label: str, points: Mapping[float, Sequence[float]], dash: int | None = 0) -> Line:
+        known = {passes: 100 * fmean(values) for passes, values in sorted(points.items()) if values}
+        return Line(label, list(known), list(known.values()), dash=dash)
+
+    def at(model: str, budgets: Iterable[int]) -> dict[float, list[float]]:
+        return {
+            m: [value for one in found.get(model, ()) if (value := accuracy(one, m)) is not None] for m in budgets
+        }
+
+    special: dict[float, list[float]] = {m: at(f"specialist-{m}", [m])[m] for m in range(1, loops + 1)}
+    lines = [line("one elastic model, fixed budgets", at("elastic", range(1, loops + 1)))]
+    settled = [
+        {row["threshold"]: row for row in one["states"]["certainty"] if row["trajectory"] == str(loops)}
+        for one in found.get("elastic", ())
+    ]
+    if settled:
+        means = {
+            fmean(one[threshold]["mean_passes"] for one in settled): [
+                one[threshold]["mean_accuracy"] for one in settled
+            ]
+            for threshold in settled[0]
+        }
+        lines.append(line("the same, by certainty", means))
+    lines.append(line("specialists, each at its own budget", special, dash=None))
+    if "elastic-paper" in found:
+        lines.append(line("the paper's recipe", at("elastic-paper", range(1, loops + 1))))
+    panel = Panel(lines, xlabel="passes per place", ylabel="accuracy, %")
+    return line_figure([panel], height=3.4, legend=None)
 
 
 if __name__ == "__main__":

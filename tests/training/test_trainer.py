@@ -476,8 +476,14 @@ def test_a_plain_run_goes_on_fused(small: Small, tmp_path: Path) -> None:
     assert training_losses(tmp_path / "cut") == pytest.approx(training_losses(tmp_path / "whole"), abs=2e-5)
 
 
-def test_fp8_learns(small: Small, tmp_path: Path) -> None:
-    steps = {"training__steps": 12, "training__learning_rate": 0.003, "training__min_learning_rate": 0.003}
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_fp8_learns(optimizer: str, small: Small, tmp_path: Path) -> None:
+    steps = {
+        "training__steps": 12,
+        "training__learning_rate": 0.003,
+        "training__min_learning_rate": 0.003,
+        "training__optimizer": optimizer,
+    }
     launch("demo", small(**steps), tmp_path / "fp32", quiet=True)
     launch("demo", small(**steps, training__dtype="float8"), tmp_path / "fp8", quiet=True)
     exact, low = training_losses(tmp_path / "fp32"), training_losses(tmp_path / "fp8")
