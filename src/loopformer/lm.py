@@ -19,7 +19,6 @@ from torch import nn
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed, nearest
-from loopformer.inference.adaptive.policy import Policy, generate_adaptive
 from loopformer.inference.decode import PlainBackend
 from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.engine import Engine, complete, generate, speculate
@@ -64,11 +63,9 @@ class StreamOptions(RequestOptions, total=False):
 
 class GenerateOptions(StreamOptions, total=False):
     """What `lm.generate` takes. `draft` drafts tokens along a shorter trajectory and verifies them
-    (inference/draft.py), with `fast` on a GPU greedily and one prompt after the other; `adaptive`, a TokenPolicy or
-    PromptPolicy, chooses depth by certainty (inference/adaptive/policy.py)."""
+    (inference/draft.py), with `fast` on a GPU greedily and one prompt after the other."""
 
     draft: Draft | None
-    adaptive: Policy | None
 
 
 @dataclass
@@ -116,29 +113,21 @@ class LM:
         """Continue one prompt, or several together; a budget or trajectory for all or for each.
 
         Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed,
-        fast, int8, draft, adaptive; see `GenerateOptions`.
+        fast, int8, draft; see `GenerateOptions`.
         """
         if not isinstance(prompt, Iterable):
             raise LoopformerError(f"A prompt is text, or a list of texts; got {prompt!r}.")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        draft, policy = options.get("draft"), options.get("adaptive")
+        draft = options.get("draft")
         fast, int8 = options.get("fast", False), options.get("int8", False)
         if not isinstance(draft, Draft | None):
             raise LoopformerError(f"draft takes a Draft(Trajectory.uniform(1), …), not {draft!r}.")
-        if not isinstance(policy, Policy | None):
-            raise LoopformerError(f"adaptive takes a TokenPolicy or PromptPolicy, not {policy!r}.")
-        if policy is not None and not (draft is None and budget is None and trajectory is None):
-            raise LoopformerError("Give an adaptive policy, or a draft, budget or trajectory; not both.")
-        if policy is not None and (fast or int8):
-            raise LoopformerError("adaptive goes without fast and int8; leave them out.")
         _check_options(options, GenerateOptions)
         requests = self.requests(prompts, budget, trajectory, **_request_options(options))
         if not requests:
             return []
         if draft is not None:
             results, _ = self.speculate(requests, draft, fast, int8=int8)
-        elif policy is not None:
-            results, _ = generate_adaptive(self.model, self.need_tokenizer(), requests, policy)
         else:
             backend = self._backend(len(requests), fast, int8)
             try:
@@ -155,9 +144,8 @@ class LM:
         **options: Unpack[StreamOptions],
     ) -> Iterator[str]:
         """Continue a prompt and give its text piece by piece, whole characters each."""
-        for name in ("draft", "adaptive"):
-            if name in options:
-                raise LoopformerError(f"stream takes no {name}; generate does.")
+        if "draft" in options:
+            raise LoopformerError("stream takes no draft; generate does.")
         _check_options(options, StreamOptions)
         requests = self.requests([prompt], budget, trajectory, **_request_options(options))
         events = self.events(requests, options.get("fast", False), options.get("int8", False))

@@ -13,7 +13,6 @@ from loopformer.cli.output import number, print_table, stoppable
 if TYPE_CHECKING:
     import torch
 
-    from loopformer.inference.adaptive.policy import Policy
     from loopformer.inference.request import Event, Request
     from loopformer.lm import LM
 
@@ -40,10 +39,6 @@ def generate(
     ] = None,
     draft_length: Annotated[
         int | None, typer.Option(help="Tokens per draft; by default as many as pay, from what is accepted.")
-    ] = None,
-    adaptive: Annotated[
-        str | None,
-        typer.Option(help="Choose depth by certainty, as loopformer calibrate found: its folder or file."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -77,21 +72,19 @@ def generate(
     from loopformer.config import whole_numbers
     from loopformer.device import dtype_of
     from loopformer.errors import require
-    from loopformer.evaluation.calibrate import read_policy
     from loopformer.evaluation.schedules import scheduled
     from loopformer.evaluation.store import weights_hash
     from loopformer.lm import load
 
     text = _standard_input() if prompt is None else prompt
     require(text != "", "The prompt is empty; give one, or pipe text into standard input.")
-    depths = (budget, trajectory, max_ms_per_token, max_flops, compare, adaptive)
+    depths = (budget, trajectory, max_ms_per_token, max_flops, compare)
     require(
         sum(depth is not None for depth in depths) <= 1,
-        "Give one of --budget, --trajectory, --max-ms-per-token, --max-flops, --compare and --adaptive.",
+        "Give one of --budget, --trajectory, --max-ms-per-token, --max-flops and --compare.",
     )
-    require(draft is None or adaptive is None, "Give --draft or --adaptive, not both.")
     require(draft is None or compare is None, "Give --draft or --compare, not both.")
-    require(not fast or (adaptive is None and compare is None), "--fast goes without --adaptive and --compare.")
+    require(not fast or compare is None, "Give --fast or --compare, not both.")
     require(fast or not int8, "--int8 goes with --fast.")
     require(
         not fast or max_ms_per_token is None,
@@ -107,7 +100,6 @@ def generate(
     lm = load(model)
     # What was found for these weights knows them as they are on disk, before they are cast.
     weights = None if schedule == "uniform" else weights_hash(lm.model)
-    policy = None if adaptive is None else read_policy(adaptive, lm.model)
     fused = _place(lm, device, wanted, fast)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -127,7 +119,7 @@ def generate(
     if schedule != "uniform":
         budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule, weights))
     requests = lm.requests([text], budget, trajectory, **options)
-    _stream(lm, requests, (draft, draft_length), policy, fast, int8, fused, as_json)
+    _stream(lm, requests, (draft, draft_length), fast, int8, fused, as_json)
 
 
 def _standard_input() -> str:
@@ -178,7 +170,6 @@ def _stream(
     lm: "LM",
     requests: "list[Request]",
     draft: tuple[str | None, int | None],
-    policy: "Policy | None",
     fast: bool,
     int8: bool,
     fused: bool,
@@ -205,16 +196,6 @@ def _stream(
         _, report = lm.speculate(requests, plan, fast, show, int8)
         extra["draft_acceptance"] = kept = report.acceptance
         said = " nothing was drafted;" if kept is None else f" {kept:.0%} of drafted tokens accepted;"
-    elif policy is not None:
-        from loopformer.inference.adaptive.ladder import Tally
-        from loopformer.inference.adaptive.policy import stream_adaptive
-
-        tally = Tally(lm.model.cost)
-        for event in stream_adaptive(lm.model, lm.need_tokenizer(), requests, policy, tally):
-            show(event)
-        extra["adaptive"] = tally.report()
-        said = f" {tally.passes_per_token:.2f} passes and {tally.mean_budget:.2f} loops' worth of FLOPs each;"
-        said += " lossy;" if tally.lossy else ""
     else:
         for event in lm.events(requests, fast, int8):
             show(event)
