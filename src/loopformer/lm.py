@@ -47,10 +47,11 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class RequestOptions(SamplingOptions, total=False):
-    """What `lm.requests` takes."""
+    """What `lm.requests` takes. With `certainty` a token whose next one is likelier takes no further pass."""
 
     max_tokens: int
     stops: str | Sequence[str] | None
+    certainty: float | None
 
 
 class StreamOptions(RequestOptions, total=False):
@@ -113,7 +114,7 @@ class LM:
         """Continue one prompt, or several together; a budget or trajectory for all or for each.
 
         Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed,
-        fast, int8, draft; see `GenerateOptions`.
+        certainty, fast, int8, draft; see `GenerateOptions`.
         """
         if not isinstance(prompt, Iterable):
             raise LoopformerError(f"A prompt is text, or a list of texts; got {prompt!r}.")
@@ -129,7 +130,7 @@ class LM:
         if draft is not None:
             results, _ = self.speculate(requests, draft, fast, int8=int8)
         else:
-            backend = self._backend(len(requests), fast, int8)
+            backend = self._backend(requests, fast, int8)
             try:
                 results = complete(self.model, self.need_tokenizer(), requests, backend)
             finally:
@@ -153,7 +154,7 @@ class LM:
 
     def events(self, requests: Sequence[Request], fast: bool = False, int8: bool = False) -> Iterator[Event]:
         """Run requests together, and give what becomes of them as it comes; one that fails is raised."""
-        return self._events(requests, self._backend(len(requests), fast, int8))
+        return self._events(requests, self._backend(requests, fast, int8))
 
     def _events(self, requests: Sequence[Request], backend: PlainBackend | FusedBackend) -> Iterator[Event]:
         try:
@@ -179,7 +180,7 @@ class LM:
                     f"A draft at budget {draft.budget} gains nothing for a text at budget "
                     f"{request.trajectory.budget}; take fewer loops."
                 )
-        backend = self._backend(len(requests), fast, int8, draft)
+        backend = self._backend(requests, fast, int8, draft)
         if isinstance(backend, FusedBackend):
             for request in requests:  # all of them, before the first is run
                 backend.check(request)
@@ -189,16 +190,16 @@ class LM:
             _close(backend)
 
     def _backend(
-        self, rows: int, fast: bool, int8: bool, draft: Draft | None = None
+        self, requests: Sequence[Request], fast: bool, int8: bool, draft: Draft | None = None
     ) -> PlainBackend | FusedBackend:
         """The fused path, if it is asked for and can run here; else the plain one."""
         if int8 and not fast:
             raise LoopformerError("int8 goes with fast; ask for both.")
-        why = DecoderPool.obstacle(self.model)
+        why = DecoderPool.obstacle(self.model, any(request.certainty is not None for request in requests))
         if int8 and why is not None:
             raise LoopformerError(f"int8 {why}; leave it out.")
         if not fast or why is not None:
-            return PlainBackend(self.model, max(1, rows), remember=0, draft=draft)
+            return PlainBackend(self.model, max(1, len(requests)), remember=0, draft=draft)
         if int8 not in self._decoders:
             self._decoders[int8] = DecoderPool(self.model, int8)
         return FusedBackend(self._decoders[int8], draft)
@@ -230,11 +231,12 @@ class LM:
             raise LoopformerError("requests takes a list of prompts; put the one prompt in brackets.")
         settings: dict[str, Any] = dict(options)
         stops, max_tokens = settings.pop("stops", None) or (), settings.pop("max_tokens", 128)
+        certainty = settings.pop("certainty", None)
         stops = (stops,) if isinstance(stops, str) else tuple(stops)
         sampling = Sampling(**settings)
         trajectories = self.trajectories(len(prompts), budget, trajectory)
         return [
-            Request(tuple(self._encode(prompt)), follows, sampling, max_tokens, stops)
+            Request(tuple(self._encode(prompt)), follows, sampling, max_tokens, stops, certainty)
             for prompt, follows in zip(prompts, trajectories, strict=True)
         ]
 

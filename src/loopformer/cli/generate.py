@@ -40,6 +40,10 @@ def generate(
     draft_length: Annotated[
         int | None, typer.Option(help="Tokens per draft; by default as many as pay, from what is accepted.")
     ] = None,
+    certainty: Annotated[
+        float | None,
+        typer.Option(help="A token whose next one is likelier than this takes no further pass: 0.9."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.")] = None,
@@ -85,6 +89,10 @@ def generate(
     )
     require(draft is None or compare is None, "Give --draft or --compare, not both.")
     require(not fast or compare is None, "Give --fast or --compare, not both.")
+    require(
+        certainty is None or (compare is None and max_flops is None and max_ms_per_token is None),
+        "--certainty goes without --compare, --max-flops and --max-ms-per-token, which are for fixed budgets.",
+    )
     require(fast or not int8, "--int8 goes with --fast.")
     require(
         not fast or max_ms_per_token is None,
@@ -100,7 +108,7 @@ def generate(
     lm = load(model)
     # What was found for these weights knows them as they are on disk, before they are cast.
     weights = None if schedule == "uniform" else weights_hash(lm.model)
-    fused = _place(lm, device, wanted, fast)
+    fused = _place(lm, device, wanted, fast, certainty is not None)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -110,6 +118,7 @@ def generate(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
         "stops": tuple(stop or ()),
+        "certainty": certainty,
     }
     if budgets is not None:
         _compare(lm, text, budgets, options, as_json)
@@ -135,7 +144,7 @@ def _standard_input() -> str:
 # All that this verb uses of the decode paths is below.
 
 
-def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool) -> bool:
+def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool, certainty: bool) -> bool:
     """Move the model to where it will run; whether fused kernels will run it, and if --fast cannot, say so."""
     import torch
 
@@ -143,7 +152,7 @@ def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool) -> bo
     from loopformer.inference.fused.backend import DecoderPool
 
     place = choose_device(device)
-    why = DecoderPool.obstacle(lm.to(place).model)
+    why = DecoderPool.obstacle(lm.to(place).model, certainty)
     fused = fast and why is None
     if fast and not fused:
         typer.echo(f"--fast changes nothing here: it {why}.", err=True)
@@ -202,12 +211,15 @@ def _stream(
     seconds, (result,) = time.perf_counter() - started, results
     if as_json:
         content = {"text": result.text, "reason": result.reason, "trajectory": str(result.trajectory)}
-        counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.ids), "seconds": seconds}
-        typer.echo(json.dumps({**content, **counts, **extra, "logprobs": result.logprobs}))
+        counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.ids)}
+        took = {"mean_passes": result.mean_passes, "seconds": seconds}
+        typer.echo(json.dumps({**content, **counts, **took, **extra, "logprobs": result.logprobs}))
         return
     sys.stdout.write("\n")
     rate = seconds / len(result.ids) * 1e3
     included = "prompt and compilation" if fused else "prompt"
+    if requests[0].certainty is not None:
+        said = f" {result.mean_passes:.2f} passes each;{said}"
     typer.echo(
         f"[{len(result.ids)} tokens, {rate:.1f} ms each, {included} included;{said} {REASONS[result.reason]}]",
         err=True,
