@@ -14,6 +14,7 @@ from loopformer.inference.draft import Draft
 from loopformer.inference.engine import Engine
 from loopformer.inference.fused.backend import DecoderPool, FusedBackend
 from loopformer.inference.request import Request, Result, RowState
+from loopformer.inference.score import Span, score_spans
 from loopformer.model.looped import Certainty
 
 from .models import spread
@@ -117,6 +118,24 @@ def test_it_streams_and_samples(lm: LM) -> None:
     many = lm.generate(["told", "its"], **options)
     assert many[0].ids == lm.generate("told", **options).ids
     assert many[0].mean_passes < 4
+
+
+def test_rows_that_share_a_beginning_are_scored_as_if_alone(lm: LM) -> None:
+    question = tuple(range(40, 70))
+    spans = [Span((*question, *answer), len(answer)) for answer in ((1, 2, 3), (4, 5), (6,), (1, 2, 9, 8))]
+    trajectories = [Trajectory.uniform(4), Trajectory.parse("2-1-1")]
+    (packed,) = score_spans(lm.model, spans, trajectories, certainty=0.3)
+    (apart,) = score_spans(lm.model, spans, trajectories, share=False, certainty=0.3)
+    assert packed.tokens < apart.tokens
+    for trajectory in trajectories:
+        by_span = [
+            dict(zip(batch.spans, batch.along[trajectory][0].split(batch.sizes), strict=True))
+            for batch in (packed, apart)
+        ]
+        for number in range(len(spans)):
+            torch.testing.assert_close(by_span[0][number], by_span[1][number], atol=1e-4, rtol=1e-4)
+        assert packed.passes[trajectory].total() == packed.tokens
+        assert len(packed.passes[trajectory]) > 1
 
 
 def test_what_is_no_certainty_is_refused(lm: LM) -> None:
