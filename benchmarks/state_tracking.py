@@ -276,7 +276,7 @@ def spread(values: Sequence[float]) -> str:
 def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]], loops: int) -> "Figure":
     """Accuracy against passes per place, means over the seeds: fixed budgets, depth by certainty, specialists."""
 
-    def line(label: str, points: Mapping[float, Sequence[float]], dash: int | None = 0) -> Line:
+    def line(label: str, points: Mapping[float, Sequence[float]], dash: int = 0) -> Line:
         known = {passes: 100 * fmean(values) for passes, values in sorted(points.items()) if values}
         return Line(label, list(known), list(known.values()), dash=dash)
 
@@ -299,7 +299,7 @@ def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]], loops: int)
             for threshold in settled[0]
         }
         lines.append(line("the same, by certainty", means))
-    lines.append(line("specialists, each at its own budget", special, dash=None))
+    lines.append(line("specialists, each at its own budget", special, dash=1))
     if "elastic-paper" in found:
         lines.append(line("the paper's recipe", at("elastic-paper", range(1, loops + 1))))
     panel = Panel(lines, xlabel="passes per place", ylabel="accuracy, %")

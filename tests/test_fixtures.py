@@ -117,12 +117,6 @@ def test_the_best_schedule_is_followed() -> None:
     assert_close(row["perplexity"], entry["perplexity"])
 
 
-def test_a_calibrated_policy_is_used() -> None:
-    found = make.loopformer(*make.ADAPTIVE)
-    assert found["adaptive"]["chosen"] == EXPECTED["adaptive"]["adaptive"]["chosen"]
-    assert_close(found["logprobs"], EXPECTED["adaptive"]["logprobs"])
-
-
 def test_an_analysis_is_repeated() -> None:
     (stored,) = json.loads(Path("analysis", "analysis.json").read_text(encoding="utf-8"))["results"]
     (again,) = make.loopformer(*make.ANALYZE)["results"]

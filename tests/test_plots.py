@@ -41,11 +41,11 @@ def test_points_without_a_place_are_left_out() -> None:
 
 
 def test_a_line_keeps_its_look_where_others_are_missing() -> None:
-    panel = Panel([Line("b", [1.0], [2.0], colour=1, marker=1), Line("free", [1.0], [3.0], dash=None)])
+    panel = Panel([Line("b", [1.0], [2.0], colour=1, marker=1), Line("free", [1.0], [3.0])])
     (axis,) = line_figure([panel]).axes
     first, second = axis.get_lines()
     assert (first.get_color(), first.get_marker()) == (COLOURS[1], "s")
-    assert (second.get_linestyle(), second.get_marker()) == ("None", "s")
+    assert (second.get_color(), second.get_marker()) == (COLOURS[1], "s")
 
 
 def test_markers_are_drawn_only_where_there_is_room() -> None:

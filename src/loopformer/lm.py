@@ -19,7 +19,6 @@ from torch import nn
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed, nearest
-from loopformer.inference.adaptive.policy import Policy, generate_adaptive
 from loopformer.inference.decode import PlainBackend
 from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.engine import Engine, complete, generate, speculate
@@ -48,10 +47,11 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class RequestOptions(SamplingOptions, total=False):
-    """What `lm.requests` takes."""
+    """What `lm.requests` takes. With `certainty` a token whose next one is likelier takes no further pass."""
 
     max_tokens: int
     stops: str | Sequence[str] | None
+    certainty: float | None
 
 
 class StreamOptions(RequestOptions, total=False):
@@ -64,11 +64,9 @@ class StreamOptions(RequestOptions, total=False):
 
 class GenerateOptions(StreamOptions, total=False):
     """What `lm.generate` takes. `draft` drafts tokens along a shorter trajectory and verifies them
-    (inference/draft.py), with `fast` on a GPU greedily and one prompt after the other; `adaptive`, a TokenPolicy or
-    PromptPolicy, chooses depth by certainty (inference/adaptive/policy.py)."""
+    (inference/draft.py), with `fast` on a GPU greedily and one prompt after the other."""
 
     draft: Draft | None
-    adaptive: Policy | None
 
 
 @dataclass
@@ -116,31 +114,23 @@ class LM:
         """Continue one prompt, or several together; a budget or trajectory for all or for each.
 
         Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed,
-        fast, int8, draft, adaptive; see `GenerateOptions`.
+        certainty, fast, int8, draft; see `GenerateOptions`.
         """
         if not isinstance(prompt, Iterable):
             raise LoopformerError(f"A prompt is text, or a list of texts; got {prompt!r}.")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        draft, policy = options.get("draft"), options.get("adaptive")
+        draft = options.get("draft")
         fast, int8 = options.get("fast", False), options.get("int8", False)
         if not isinstance(draft, Draft | None):
             raise LoopformerError(f"draft takes a Draft(Trajectory.uniform(1), …), not {draft!r}.")
-        if not isinstance(policy, Policy | None):
-            raise LoopformerError(f"adaptive takes a TokenPolicy or PromptPolicy, not {policy!r}.")
-        if policy is not None and not (draft is None and budget is None and trajectory is None):
-            raise LoopformerError("Give an adaptive policy, or a draft, budget or trajectory; not both.")
-        if policy is not None and (fast or int8):
-            raise LoopformerError("adaptive goes without fast and int8; leave them out.")
         _check_options(options, GenerateOptions)
         requests = self.requests(prompts, budget, trajectory, **_request_options(options))
         if not requests:
             return []
         if draft is not None:
             results, _ = self.speculate(requests, draft, fast, int8=int8)
-        elif policy is not None:
-            results, _ = generate_adaptive(self.model, self.need_tokenizer(), requests, policy)
         else:
-            backend = self._backend(len(requests), fast, int8)
+            backend = self._backend(requests, fast, int8)
             try:
                 results = complete(self.model, self.need_tokenizer(), requests, backend)
             finally:
@@ -155,9 +145,8 @@ class LM:
         **options: Unpack[StreamOptions],
     ) -> Iterator[str]:
         """Continue a prompt and give its text piece by piece, whole characters each."""
-        for name in ("draft", "adaptive"):
-            if name in options:
-                raise LoopformerError(f"stream takes no {name}; generate does.")
+        if "draft" in options:
+            raise LoopformerError("stream takes no draft; generate does.")
         _check_options(options, StreamOptions)
         requests = self.requests([prompt], budget, trajectory, **_request_options(options))
         events = self.events(requests, options.get("fast", False), options.get("int8", False))
@@ -165,7 +154,7 @@ class LM:
 
     def events(self, requests: Sequence[Request], fast: bool = False, int8: bool = False) -> Iterator[Event]:
         """Run requests together, and give what becomes of them as it comes; one that fails is raised."""
-        return self._events(requests, self._backend(len(requests), fast, int8))
+        return self._events(requests, self._backend(requests, fast, int8))
 
     def _events(self, requests: Sequence[Request], backend: PlainBackend | FusedBackend) -> Iterator[Event]:
         try:
@@ -191,7 +180,7 @@ class LM:
                     f"A draft at budget {draft.budget} gains nothing for a text at budget "
                     f"{request.trajectory.budget}; take fewer loops."
                 )
-        backend = self._backend(len(requests), fast, int8, draft)
+        backend = self._backend(requests, fast, int8, draft)
         if isinstance(backend, FusedBackend):
             for request in requests:  # all of them, before the first is run
                 backend.check(request)
@@ -201,16 +190,16 @@ class LM:
             _close(backend)
 
     def _backend(
-        self, rows: int, fast: bool, int8: bool, draft: Draft | None = None
+        self, requests: Sequence[Request], fast: bool, int8: bool, draft: Draft | None = None
     ) -> PlainBackend | FusedBackend:
         """The fused path, if it is asked for and can run here; else the plain one."""
         if int8 and not fast:
             raise LoopformerError("int8 goes with fast; ask for both.")
-        why = DecoderPool.obstacle(self.model)
+        why = DecoderPool.obstacle(self.model, any(request.certainty is not None for request in requests))
         if int8 and why is not None:
             raise LoopformerError(f"int8 {why}; leave it out.")
         if not fast or why is not None:
-            return PlainBackend(self.model, max(1, rows), remember=0, draft=draft)
+            return PlainBackend(self.model, max(1, len(requests)), remember=0, draft=draft)
         if int8 not in self._decoders:
             self._decoders[int8] = DecoderPool(self.model, int8)
         return FusedBackend(self._decoders[int8], draft)
@@ -242,11 +231,12 @@ class LM:
             raise LoopformerError("requests takes a list of prompts; put the one prompt in brackets.")
         settings: dict[str, Any] = dict(options)
         stops, max_tokens = settings.pop("stops", None) or (), settings.pop("max_tokens", 128)
+        certainty = settings.pop("certainty", None)
         stops = (stops,) if isinstance(stops, str) else tuple(stops)
         sampling = Sampling(**settings)
         trajectories = self.trajectories(len(prompts), budget, trajectory)
         return [
-            Request(tuple(self._encode(prompt)), follows, sampling, max_tokens, stops)
+            Request(tuple(self._encode(prompt)), follows, sampling, max_tokens, stops, certainty)
             for prompt, follows in zip(prompts, trajectories, strict=True)
         ]
 

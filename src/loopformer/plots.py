@@ -76,8 +76,7 @@ class Line:
     names: Sequence[str] = ()  # written beside the points
     colour: int | None = None  # which of COLOURS; None: the place among the lines of its panel
     marker: int | None = None  # which of MARKERS; None: that place, too
-    dash: int | None = 0  # which of DASHES; None leaves the points unjoined
-    star: bool = False  # one point above all others
+    dash: int = 0  # which of DASHES
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,6 @@ def line_figure(
     height: float = 2.75,
     xlabel: str = "",
     legend: str | None = "",
-    share_y: bool = False,
 ) -> Figure:
     """Panels side by side, up to three in a row.
 
@@ -132,7 +130,7 @@ def line_figure(
     width = WIDTH if columns > 1 else _ALONE
     with house_style():
         figure = new_figure(width, rows * height)
-        axes = figure.subplots(rows, columns, squeeze=False, sharey=share_y)
+        axes = figure.subplots(rows, columns, squeeze=False)
         for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
         for axis, panel in zip(axes.flat, panels, strict=False):
@@ -187,15 +185,12 @@ def _draw_line(axis: Axes, line: Line, number: int, log: bool) -> None:
     if not points:
         return
     x, y, heights = zip(*points, strict=True)
-    if line.star:
-        axis.plot(x, y, "*", color="black", markersize=11, label=line.label)
-        return
     colour, marker = _colour(line, number), number if line.marker is None else line.marker
     axis.plot(
         x,
         y,
         color=colour,
-        linestyle="" if line.dash is None else DASHES[line.dash % len(DASHES)],
+        linestyle=DASHES[line.dash % len(DASHES)],
         marker=MARKERS[marker % len(MARKERS)] if len(points) <= _MOST_MARKED else "",
         label=line.label,
     )

@@ -44,12 +44,32 @@ def test_a_table_then_json_from_what_is_kept(model: str, text: str, tmp_path: Pa
         (["--max-tokens", "3"], "has 3 tokens to score, fewer than one window of 16"),
         (["--dtype", "float8"], "There is no dtype 'float8'"),
         (["--text", "opnwebtext"], "did you mean openwebtext"),
+        (["--certainty", "0.5,x"], "--certainty takes numbers such as 0.5,0.9, not '0.5,x'"),
+        (["--certainty", "0.5,2"], r"certainty must lie in \(0, 1\], got 2.0"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(model: str, text: str, words: list[str], sentence: str) -> None:
     given = [] if "--text" in words else ["--text", text]
     with pytest.raises(LoopformerError, match=sentence):
         invoke("eval", "--model", model, "--device", "cpu", *given, *words)
+
+
+def test_certainty_stands_beside_the_fixed_budgets(model: str, text: str) -> None:
+    budgets = ["--budgets", "1,3", "--certainty", "1e-3,1"]
+    words = ["eval", "--model", model, "--text", text, "--device", "cpu", *budgets]
+    shown = invoke(*words).stdout.splitlines()
+    assert shown[2].split()[:4] == ["budget", "schedule", "certainty", "passes"]
+    assert [line.split()[:4] for line in shown[3:]] == [
+        ["1", "uniform", "-", "1.00"],
+        ["3", "uniform", "-", "3.00"],
+        ["3", "uniform", "0.001", "1.00"],
+        ["3", "uniform", "1", "3.00"],
+    ]
+    fixed, sure, never = json.loads(invoke(*words, "--json").stdout)["perplexity"][1:]
+    assert (sure["mean_passes"], never["mean_passes"]) == (1, 3)
+    assert never["nats"] == fixed["nats"]
+    assert sure["flops_per_token"] < never["flops_per_token"]
+    assert never["flops_per_token"] > fixed["flops_per_token"]  # the head looked after every pass
 
 
 def test_without_text_only_a_run_can_be_evaluated(model: str) -> None:
@@ -101,6 +121,7 @@ def test_wrong_usage_is_one_sentence(tmp_path: Path, wide: str) -> None:
         (["--tasks", "paper", "--aggregate", "a"], "leave out --tasks"),
         (["--score-requests", "a", "--aggregate", "b"], "Give one of --export-requests"),
         (["--limit", "5"], "--limit goes with --tasks"),
+        (["--tasks", "paper", "--certainty", "0.5"], "--certainty is for texts and --states"),
         (["--data", str(tmp_path)], "--data goes with --tasks"),
         (["--tasks", "paper", "--limit", "0"], "--limit must be 1 or more"),
         (["--tasks", "paper", "--data", str(tmp_path / "no")], "There is no folder"),

@@ -32,6 +32,10 @@ def ask(model: str, *words: str) -> Result:
     ("words", "said"),
     [
         (["--int8"], "--int8 goes with --fast."),
+        (["--certainty", "2"], "certainty must lie in (0, 1], got 2.0"),
+        (["--certainty", "0.5", "--compare", "1,2"], "--certainty goes without --compare"),
+        (["--certainty", "0.5", "--max-flops", "1e9"], "which are for fixed budgets"),
+        (["--certainty", "0.5", "--fast", "--int8"], "int8 has no kernels for certainty"),
         (["--fast", "--int8"], "int8 needs a CUDA device and Triton"),
         (["--fast", "--int8", "--draft", "1"], "int8 needs a CUDA device and Triton"),
         (["--fast", "--max-ms-per-token", "5"], "which measures the plain path"),
@@ -67,6 +71,21 @@ def test_fast_without_a_gpu_says_that_it_changes_nothing(model: str) -> None:
     assert fast.stdout == plain.stdout
     assert "--fast changes nothing here" in fast.stderr
     assert "prompt included" in fast.stderr
+
+
+def test_certainty_says_how_many_passes_it_took(model: str) -> None:
+    assert "; 1.00 passes each; the limit" in ask(model, "--certainty", "1e-3").stderr
+    assert "; 3.00 passes each; the limit" in ask(model, "--certainty", "1", "--budget", "3").stderr
+    assert "passes" not in ask(model).stderr
+    found = [json.loads(ask(model, "--json", *words).stdout) for words in ([], ["--certainty", "1e-3"])]
+    assert [one["mean_passes"] for one in found] == [4, 1]
+    drafted = ask(model, "--certainty", "1", "--draft", "1")
+    assert drafted.stdout == ask(model).stdout
+    assert "4.00 passes each; " in drafted.stderr
+    assert (
+        "--fast changes nothing here: it has no kernels for certainty"
+        in ask(model, "--certainty", "1", "--fast").stderr
+    )
 
 
 def test_where_nothing_was_drafted_nothing_was_accepted(model: str) -> None:

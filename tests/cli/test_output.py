@@ -19,7 +19,6 @@ VERBS = [
     ["prepare"],
     ["train", "demo"],
     ["generate", "Once", "--model", "m"],
-    ["calibrate", "--model", "m", "--mean-budget", "2", "--out", "out"],
     ["eval"],
     ["search", "--model", "m", "--budget", "2"],
     ["analyze", "--model", "m"],
@@ -98,7 +97,6 @@ def test_control_c_is_one_sentence_in_every_verb(words: list[str], monkeypatch: 
     [
         ["analyze", "-m", "m", "--text", "none.txt", "--out", "deep/out"],
         ["analyze", "-m", "m", "--text", "a.txt", "--prompts", "500", "--out", "deep/out"],
-        ["calibrate", "-m", "m", "--text", "a.txt", "--mean-budget", "9", "--out", "deep/out"],
         ["report", "m", "--text", "none.txt", "--out", "deep/out"],
         ["eval", "-m", "m", "--text", "none.txt", "--out", "deep/out.json"],
         ["eval", "--tasks", "paper", "--data", "none", "--export-requests", "deep/out.jsonl"],

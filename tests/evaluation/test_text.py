@@ -26,6 +26,7 @@ from loopformer.errors import LoopformerError
 from loopformer.evaluation.store import Store
 from loopformer.evaluation.text import CutText, Protocol, Text, cut_text, default_text, perplexity, read_text
 from loopformer.inference.score import score_texts
+from loopformer.model.looped import Certainty
 from loopformer.trajectory import Trajectory
 
 from .small import DOCUMENTS, Scored, by_rule, make_text
@@ -261,6 +262,41 @@ def test_equals_a_direct_computation(lm: LM, text: Text, protocol: Protocol, tra
     expected, bits = directly(lm, text, protocol, trajectory)
     assert row["perplexity"] == pytest.approx(expected, rel=1e-5)
     assert row["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("trajectory", ["4", "2-1-1"])
+@pytest.mark.parametrize("protocol", [Protocol(), Protocol(stride=5), Protocol(join=True)], ids=str)
+def test_certainty_equals_a_direct_computation(lm: LM, text: Text, protocol: Protocol, trajectory: str) -> None:
+    (row,) = perplexity(lm.model, text, [trajectory], protocol, certainty=0.008)
+    certainty, nats, passes = Certainty(0.008), [], []
+    for span in cut_text(text, protocol, lm.model.config.context).windows:
+        logits = lm.model(torch.tensor([span.inputs]), trajectory, certainty=certainty).logits
+        assert logits is not None
+        logprobs = logits[0, -span.scored :, : lm.model.config.vocab].log_softmax(-1)
+        nats += [-float(one[target]) for one, target in zip(logprobs, span.targets, strict=True)]
+        passes += certainty.passes[0].tolist()
+    assert row["perplexity"] == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
+    assert row["mean_passes"] == pytest.approx(sum(passes) / len(passes))
+    assert len(set(passes)) > 2
+    assert row["certainty"] == 0.008
+    assert row["passes"] == [passes.count(taken) for taken in range(1, row["budget"] + 1)]
+    flops = [lm.model.cost.settled_flops(taken, row["budget"], row["window"]) for taken in passes]
+    assert row["flops_per_token"] == pytest.approx(sum(flops) / len(flops))
+    (never,) = perplexity(lm.model, text, [trajectory], protocol, certainty=1.0)
+    (fixed,) = perplexity(lm.model, text, [trajectory], protocol)
+    assert (never["nats"], never["mean_passes"]) == (fixed["nats"], row["budget"])
+    assert "mean_passes" not in fixed
+
+
+def test_what_is_kept_knows_its_certainty(lm: LM, text: Text, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    rows = [
+        perplexity(lm.model, text, [4], certainty=one, store=store)[0] for one in (None, 0.008, 0.006, 0.008, None)
+    ]
+    assert [row["reused"] for row in rows] == [False, False, False, True, True]
+    assert len({row["nats"] for row in rows}) == 3
+    assert rows[3] == {**rows[1], "reused": True}
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 16, 40, 100_000])

@@ -36,7 +36,6 @@ from torch import Tensor
 # All that is used of the package, in one place: names may move, what they do may not.
 from loopformer import LoopedLM, ModelConfig, Trajectory, load
 from loopformer.cli import main
-from loopformer.inference.adaptive.policy import PromptPolicy, TokenPolicy
 from loopformer.inference.draft import Draft
 
 EXPECTED = Path(__file__).with_name("expected.json")
@@ -58,13 +57,11 @@ def record(noise: float = 0.0) -> dict[str, Any]:
         "generate": _generate,
         "engine": _engine,
         "draft": _draft,
-        "adaptive": _adaptive,
         "score": _score,
         "command": _command_generate,
         "eval": _eval,
         "search": _search,
         "analyze": _analyze,
-        "calibrate": _calibrate,
         "report": _report,
         "export": _export,
         "info": _info,
@@ -178,22 +175,6 @@ def _draft() -> Any:
     return found
 
 
-def _adaptive() -> Any:
-    lm = load("net")
-    routes = (Trajectory.uniform(1), Trajectory.parse("2-1-1"), Trajectory.uniform(4))
-    policies: dict[str, TokenPolicy | PromptPolicy] = {
-        "token": TokenPolicy((1, 2, 4), (1.0, 0.8)),
-        "token_margin_copy": TokenPolicy((1, 3, 4), (0.5, 0.4), measure="margin", fill="copy"),
-        "prompt": PromptPolicy(routes, (1.1, 1.2)),
-    }
-    sampled: dict[str, Any] = {"temperature": 3.0, "seed": 8}
-    found: dict[str, Any] = {}
-    for name, policy in policies.items():
-        found[f"{name}_greedy"] = _results(lm.generate(list(PROMPTS), adaptive=policy, max_tokens=16))
-        found[f"{name}_sampled"] = _results(lm.generate(list(PROMPTS), adaptive=policy, max_tokens=16, **sampled))
-    return found
-
-
 def _score() -> Any:
     texts = [*PROMPTS, " ".join(PROMPTS)]
     scores: dict[str, Any] = {
@@ -244,17 +225,6 @@ def _search() -> Any:
 def _analyze() -> Any:
     models = ("--model", "net", "--model", "other", "--prompts", "4", "--length", "16")
     return _run("analyze", *models, "--text", "new.jsonl", "--trajectory", "2-1", "--budgets", "3")
-
-
-def _calibrate() -> Any:
-    shared = ("calibrate", "--model", "net", "--mean-budget", "2.5", "--text", "new.jsonl", "--windows", "6")
-    found = {}
-    for mode in ("token", "prompt"):
-        found[mode] = _run(*shared, "--mode", mode, "--choices", "1,2,4", "--out", mode)
-        for verdict in found[mode]["against_fixed"].values():
-            verdict["sentence"] = _masked(verdict["sentence"])
-    used = _run("generate", PROMPTS[2], "--model", "net", "--adaptive", "token", "--max-tokens", "16")
-    return {**found, "generate": used}
 
 
 def _report() -> Any:

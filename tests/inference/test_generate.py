@@ -106,7 +106,6 @@ def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
         (lambda: lm.generate(["a", wrong]), "must be text, got 5"),
         (lambda: lm.generate(wrong), "A prompt is text, or a list of texts"),
         (lambda: untyped.generate("a", draft=1), r"takes a Draft\(Trajectory"),
-        (lambda: untyped.generate("a", adaptive="folder"), "takes a TokenPolicy or PromptPolicy"),
         (lambda: Request((1,), wrong), "5 is no Trajectory"),
         (lambda: lm.generate("a", temperature=math.nan), "finite number"),
         (lambda: lm.score("text"), "list of texts"),

@@ -4,12 +4,14 @@ from typing import get_args
 import pytest
 import torch
 from options import OPTIONS, Option
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from loopformer import LoopedLM
 from loopformer.config import Conditioning, ModelConfig
 from loopformer.model.cost import Cost
+from loopformer.model.looped import Certainty
 
 PAPER = Cost(ModelConfig())
 
@@ -34,6 +36,27 @@ def test_settings_on_trial_are_counted(tiny: ModelConfig, option: Option) -> Non
     assert sum(parameter.numel() for parameter in model.parameters()) == model.cost.parameters.total
     cache = model.cache(budget, 1)
     assert cache.bytes == model.cost.kv_bytes(budget, value_bytes=4) * tiny.context
+
+
+@pytest.mark.parametrize("option", [{}, *(one for one in OPTIONS if "coda" not in one)], ids=str)
+def test_what_settled_tokens_cost_is_what_torch_counts(tiny: ModelConfig, option: Option) -> None:
+    torch.manual_seed(0)
+    model, certainty = LoopedLM(replace(tiny, **option)).eval(), Certainty(0.3)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.7)
+    budget, cache, seen = tiny.loops, model.cache(tiny.loops, 1), set()
+    for keys in range(1, 25):
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            model.head(model.extend(torch.randint(tiny.vocab, (1, 1)), cache, certainty=certainty))
+        passes = int(certainty.passes)
+        expected = model.cost.settled_flops(passes, budget, context=keys, causal=False)
+        assert counter.get_total_flops() == pytest.approx(expected, rel=1e-6)
+        seen.add(passes)
+    assert min(seen) < budget
+    fixed = model.cost.forward_flops(budget, context=20)
+    assert (
+        model.cost.settled_flops(budget, budget, context=20) == fixed + (budget - 1) * 2 * model.cost.head_products
+    )
 
 
 def test_the_papers_numbers() -> None:

@@ -422,6 +422,28 @@ def test_settled_tokens_are_the_same_with_a_cache(
     assert len(set(whole.passes.flatten().tolist())) > 2  # some are sure at once, others never
 
 
+@pytest.mark.parametrize("option", [one for one in OPTIONS if "coda" not in one], ids=str)
+def test_settings_on_trial_settle_alike_alone_in_a_batch_and_with_a_cache(
+    option: Option, tiny: ModelConfig
+) -> None:
+    model = LoopedLM(replace(tiny, **option)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    ids, thresholds, certainty = torch.randint(96, (3, 10)), (0.1, None, 0.15), Certainty(0.1, None, 0.15)
+    expected = model(ids, MIXED, certainty=certainty).hidden
+    passes = certainty.passes
+    for row, (trajectory, threshold) in enumerate(zip(MIXED, thresholds, strict=True)):
+        own = Certainty(threshold)
+        alone = model(ids[row, None], trajectory, certainty=own).hidden
+        torch.testing.assert_close(alone, expected[row, None], atol=1e-3, rtol=1e-3)
+        assert torch.equal(own.passes, passes[row, None])
+    cache, hidden = model.cache(MIXED, 3), []
+    for place in range(10):
+        hidden.append(model.extend(ids[:, place, None], cache, certainty=certainty))
+        assert torch.equal(certainty.passes, passes[:, place, None])
+    torch.testing.assert_close(torch.cat(hidden, dim=1), expected, atol=1e-3, rtol=1e-3)
+
+
 def test_a_settled_token_keeps_its_state_and_is_seen_in_it(doubtful: LoopedLM) -> None:
     """Against a loop that is written out: blocks leave settled tokens as they are, and all look at them."""
     ids = torch.randint(20, (3, 10), generator=torch.Generator().manual_seed(1))
@@ -446,7 +468,7 @@ def test_a_settled_token_keeps_its_state_and_is_seen_in_it(doubtful: LoopedLM) -
 
 def test_certainty_at_its_ends(doubtful: LoopedLM) -> None:
     ids = torch.randint(20, (2, 6))
-    never, at_once = Certainty(1.0), Certainty(0.0)
+    never, at_once = Certainty(1.0), Certainty(1e-6)
     assert torch.equal(doubtful(ids, certainty=never).hidden, doubtful(ids).hidden)
     assert set(never.passes.flatten().tolist()) == {4}
     first = doubtful(ids, states=True).states[0]
@@ -454,3 +476,6 @@ def test_certainty_at_its_ends(doubtful: LoopedLM) -> None:
     assert set(at_once.passes.flatten().tolist()) == {1}
     with pytest.raises(LoopformerError, match="3 certainties were given for 2 rows"):
         doubtful(ids, certainty=Certainty(0.5, None, 0.5))
+    for wrong in (0.0, 1.1, float("nan"), -1, "0.5"):
+        with pytest.raises(LoopformerError, match=r"certainty must lie in \(0, 1\], got"):
+            Certainty(wrong)  # type: ignore[arg-type]

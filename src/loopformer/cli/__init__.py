@@ -12,7 +12,6 @@ import typer
 import loopformer
 from loopformer.cli.analyze import analyze
 from loopformer.cli.bench import bench
-from loopformer.cli.calibrate import calibrate
 from loopformer.cli.eval import eval_
 from loopformer.cli.export import export
 from loopformer.cli.generate import generate
@@ -35,7 +34,6 @@ app = typer.Typer(
 app.command("prepare")(prepare)
 app.command("train")(train)
 app.command("generate")(generate)
-app.command("calibrate")(calibrate)
 app.command("eval")(eval_)
 app.command("search")(search)
 app.command("analyze")(analyze)

@@ -5,7 +5,7 @@ they ask to a file (--export-requests), answer it (--score-requests), make numbe
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from loopformer.evaluation.text import Protocol
     from loopformer.trajectory import Trajectory
 
+_Cell = Callable[[dict[str, Any]], str]
 _FRACTIONS = ("acc", "exact_match")  # metrics that are shown in percent
 
 
@@ -53,6 +54,13 @@ def eval_(
     schedule: Annotated[
         str, typer.Option(help="Steps of --budgets: uniform, or best, as `loopformer search` found them.")
     ] = "uniform",
+    certainty: Annotated[
+        str | None,
+        typer.Option(
+            help="Depth by certainty, beside fixed budgets: a token whose next one is likelier takes no further "
+            "pass. Thresholds: 0.5,0.9."
+        ),
+    ] = None,
     window: Window = None,
     stride: Annotated[int | None, typer.Option(help="Windows begin so many tokens apart; no overlap.")] = None,
     join: Join = False,
@@ -123,6 +131,10 @@ def eval_(
         require(given is None or states is not None, f"{name} goes with --states.")
     require(not beyond or states is not None, "--beyond goes with --states.")
     require(states is None or schedule == "uniform", "--schedule is for texts and tasks; use --trajectory.")
+    require(
+        certainty is None or bool(text) or not others, "--certainty is for texts and --states; leave out tasks."
+    )
+    thresholds = None if certainty is None else _thresholds(certainty)
     if figure is not None:
         check_drawing(figure)
     with output_file(out), output_file(export, "--export-requests"), output_file(figure, "--figure"):
@@ -146,18 +158,32 @@ def eval_(
             return
         report: dict[str, Any] = {"model": model, "weights": loaded.weights}
         if states is not None:
-            report["states"] = _track(loaded, states, trajectories, sequences, seed, batch_tokens)
+            report["states"] = _track(loaded, states, trajectories, sequences, seed, batch_tokens, thresholds)
             if figure is not None:
                 save(state_figure(report["states"]), figure)
         elif text or suite is None:
             protocol = Protocol(window, stride, join, max_tokens)
             texts = text or [own_text(model)]
-            report["perplexity"] = _perplexity(loaded, texts, trajectories, protocol, field, batch_tokens)
+            report["perplexity"] = _perplexity(
+                loaded, texts, trajectories, thresholds or [], protocol, field, batch_tokens
+            )
         if suite is not None:
             report["tasks"] = _accuracy(loaded, suite, trajectories, batch_tokens)
         _finish(report, out, as_json)
     if not as_json and "perplexity" in report:
         _say_kept(report["perplexity"], loaded.store.folder)
+
+
+def _thresholds(text: str) -> list[float]:
+    from loopformer.errors import LoopformerError
+    from loopformer.model.looped import Certainty
+
+    try:
+        thresholds = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise LoopformerError(f"--certainty takes numbers such as 0.5,0.9, not {text!r}.") from error
+    Certainty(*thresholds)  # refuses what is none
+    return thresholds
 
 
 # Measuring.
@@ -167,11 +193,12 @@ def _perplexity(
     loaded: "LoadedModel",
     texts: Sequence[str],
     trajectories: "list[Trajectory]",
+    thresholds: list[float],
     protocol: "Protocol",
     field: str,
     batch_tokens: int,
 ) -> list[dict[str, Any]]:
-    """One row for each text and trajectory."""
+    """One row for each text and trajectory, and one for each threshold along the longest of them."""
     from loopformer.evaluation.text import perplexity, read_text
 
     protocol.sizes(loaded.model.config.context)  # before a text is read, which may take long
@@ -179,16 +206,18 @@ def _perplexity(
     with progress() as report:
         for source in texts:
             text = read_text(source, loaded.lm.need_tokenizer(), field, protocol.max_tokens, report)
-            rows += perplexity(
-                loaded.model,
-                text,
-                trajectories,
-                protocol,
-                weights=loaded.weights,
-                store=loaded.store,
-                batch_tokens=batch_tokens,
-                report=report,
-            )
+            for certainty in (None, *thresholds):
+                rows += perplexity(
+                    loaded.model,
+                    text,
+                    trajectories if certainty is None else [max(trajectories, key=len)],
+                    protocol,
+                    certainty=certainty,
+                    weights=loaded.weights,
+                    store=loaded.store,
+                    batch_tokens=batch_tokens,
+                    report=report,
+                )
     return rows
 
 
@@ -232,6 +261,7 @@ def _track(
     sequences: int | None,
     seed: int | None,
     batch_tokens: int,
+    thresholds: list[float] | None,
 ) -> dict[str, Any]:
     """Products over a group, by place and trajectory."""
     from loopformer.data.states import Group
@@ -240,7 +270,9 @@ def _track(
     words = SEQUENCES if sequences is None else sequences
     with progress("words") as report:
         elements = Group.named(group)
-        return track_states(loaded.model, elements, trajectories, words, seed or 0, batch_tokens, report)
+        return track_states(
+            loaded.model, elements, trajectories, words, seed or 0, batch_tokens, report, thresholds
+        )
 
 
 # The same in three steps.
@@ -313,21 +345,30 @@ def _show_perplexity(rows: list[dict[str, Any]]) -> None:
             f"{how}, windows of {first['window']}, {stride}, {first['dtype']} on {first['device']}\n"
             f"sha256 {first['sha256']}"
         )
-        print_table(
-            ["budget", "schedule", "perplexity", "bits/byte", "MFLOP/token", "seconds", "tokens/s"],
-            [
-                [
-                    str(row["budget"]),
-                    "uniform" if row["trajectory"] == str(row["budget"]) else row["trajectory"],
-                    number(row["perplexity"], ".3f"),
-                    number(row["bits_per_byte"], ".4f"),
-                    f"{row['flops_per_scored_token'] / 1e6:,.4g}",
-                    f"{row['seconds']:.1f}",
-                    f"{row['tokens_per_second']:,.0f}",
-                ]
-                for row in own
-            ],
-        )
+        columns = _columns(settling=any("certainty" in row for row in own))
+        print_table(list(columns), [[cell(row) for cell in columns.values()] for row in own])
+
+
+def _columns(settling: bool) -> dict[str, _Cell]:
+    """What is shown of a row of perplexity. Where tokens settle no times: a batch waits for its last token."""
+    followed: dict[str, _Cell] = {
+        "budget": lambda row: str(row["budget"]),
+        "schedule": lambda row: "uniform" if row["trajectory"] == str(row["budget"]) else row["trajectory"],
+    }
+    depth: dict[str, _Cell] = {
+        "certainty": lambda row: number(row.get("certainty"), "g", missing="-"),
+        "passes": lambda row: f"{row.get('mean_passes', row['budget']):.2f}",
+    }
+    measured: dict[str, _Cell] = {
+        "perplexity": lambda row: number(row["perplexity"], ".3f"),
+        "bits/byte": lambda row: number(row["bits_per_byte"], ".4f"),
+        "MFLOP/token": lambda row: f"{row['flops_per_scored_token'] / 1e6:,.4g}",
+    }
+    times: dict[str, _Cell] = {
+        "seconds": lambda row: f"{row['seconds']:.1f}",
+        "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+    }
+    return {**followed, **depth, **measured} if settling else {**followed, **measured, **times}
 
 
 def _show_states(found: dict[str, Any]) -> None:
@@ -352,6 +393,8 @@ def _show_states(found: dict[str, Any]) -> None:
         ],
     )
     typer.echo("tracked: the longest prefix with 95 % or more at every place")
+    if not found["certainty"]:
+        return
     typer.echo("\ndepth by certainty: a place whose best element is likelier than this takes no further pass")
     print_table(
         ["trajectory", "certainty", "accuracy", "passes", "tracked"],

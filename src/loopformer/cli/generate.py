@@ -13,7 +13,6 @@ from loopformer.cli.output import number, print_table, stoppable
 if TYPE_CHECKING:
     import torch
 
-    from loopformer.inference.adaptive.policy import Policy
     from loopformer.inference.request import Event, Request
     from loopformer.lm import LM
 
@@ -41,9 +40,9 @@ def generate(
     draft_length: Annotated[
         int | None, typer.Option(help="Tokens per draft; by default as many as pay, from what is accepted.")
     ] = None,
-    adaptive: Annotated[
-        str | None,
-        typer.Option(help="Choose depth by certainty, as loopformer calibrate found: its folder or file."),
+    certainty: Annotated[
+        float | None,
+        typer.Option(help="A token whose next one is likelier than this takes no further pass: 0.9."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -77,21 +76,23 @@ def generate(
     from loopformer.config import whole_numbers
     from loopformer.device import dtype_of
     from loopformer.errors import require
-    from loopformer.evaluation.calibrate import read_policy
     from loopformer.evaluation.schedules import scheduled
     from loopformer.evaluation.store import weights_hash
     from loopformer.lm import load
 
     text = _standard_input() if prompt is None else prompt
     require(text != "", "The prompt is empty; give one, or pipe text into standard input.")
-    depths = (budget, trajectory, max_ms_per_token, max_flops, compare, adaptive)
+    depths = (budget, trajectory, max_ms_per_token, max_flops, compare)
     require(
         sum(depth is not None for depth in depths) <= 1,
-        "Give one of --budget, --trajectory, --max-ms-per-token, --max-flops, --compare and --adaptive.",
+        "Give one of --budget, --trajectory, --max-ms-per-token, --max-flops and --compare.",
     )
-    require(draft is None or adaptive is None, "Give --draft or --adaptive, not both.")
     require(draft is None or compare is None, "Give --draft or --compare, not both.")
-    require(not fast or (adaptive is None and compare is None), "--fast goes without --adaptive and --compare.")
+    require(not fast or compare is None, "Give --fast or --compare, not both.")
+    require(
+        certainty is None or (compare is None and max_flops is None and max_ms_per_token is None),
+        "--certainty goes without --compare, --max-flops and --max-ms-per-token, which are for fixed budgets.",
+    )
     require(fast or not int8, "--int8 goes with --fast.")
     require(
         not fast or max_ms_per_token is None,
@@ -107,8 +108,7 @@ def generate(
     lm = load(model)
     # What was found for these weights knows them as they are on disk, before they are cast.
     weights = None if schedule == "uniform" else weights_hash(lm.model)
-    policy = None if adaptive is None else read_policy(adaptive, lm.model)
-    fused = _place(lm, device, wanted, fast)
+    fused = _place(lm, device, wanted, fast, certainty is not None)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -118,6 +118,7 @@ def generate(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
         "stops": tuple(stop or ()),
+        "certainty": certainty,
     }
     if budgets is not None:
         _compare(lm, text, budgets, options, as_json)
@@ -127,7 +128,7 @@ def generate(
     if schedule != "uniform":
         budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule, weights))
     requests = lm.requests([text], budget, trajectory, **options)
-    _stream(lm, requests, (draft, draft_length), policy, fast, int8, fused, as_json)
+    _stream(lm, requests, (draft, draft_length), fast, int8, fused, as_json)
 
 
 def _standard_input() -> str:
@@ -143,7 +144,7 @@ def _standard_input() -> str:
 # All that this verb uses of the decode paths is below.
 
 
-def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool) -> bool:
+def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool, certainty: bool) -> bool:
     """Move the model to where it will run; whether fused kernels will run it, and if --fast cannot, say so."""
     import torch
 
@@ -151,7 +152,7 @@ def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool) -> bo
     from loopformer.inference.fused.backend import DecoderPool
 
     place = choose_device(device)
-    why = DecoderPool.obstacle(lm.to(place).model)
+    why = DecoderPool.obstacle(lm.to(place).model, certainty)
     fused = fast and why is None
     if fast and not fused:
         typer.echo(f"--fast changes nothing here: it {why}.", err=True)
@@ -178,7 +179,6 @@ def _stream(
     lm: "LM",
     requests: "list[Request]",
     draft: tuple[str | None, int | None],
-    policy: "Policy | None",
     fast: bool,
     int8: bool,
     fused: bool,
@@ -205,28 +205,21 @@ def _stream(
         _, report = lm.speculate(requests, plan, fast, show, int8)
         extra["draft_acceptance"] = kept = report.acceptance
         said = " nothing was drafted;" if kept is None else f" {kept:.0%} of drafted tokens accepted;"
-    elif policy is not None:
-        from loopformer.inference.adaptive.ladder import Tally
-        from loopformer.inference.adaptive.policy import stream_adaptive
-
-        tally = Tally(lm.model.cost)
-        for event in stream_adaptive(lm.model, lm.need_tokenizer(), requests, policy, tally):
-            show(event)
-        extra["adaptive"] = tally.report()
-        said = f" {tally.passes_per_token:.2f} passes and {tally.mean_budget:.2f} loops' worth of FLOPs each;"
-        said += " lossy;" if tally.lossy else ""
     else:
         for event in lm.events(requests, fast, int8):
             show(event)
     seconds, (result,) = time.perf_counter() - started, results
     if as_json:
         content = {"text": result.text, "reason": result.reason, "trajectory": str(result.trajectory)}
-        counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.ids), "seconds": seconds}
-        typer.echo(json.dumps({**content, **counts, **extra, "logprobs": result.logprobs}))
+        counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.ids)}
+        took = {"mean_passes": result.mean_passes, "seconds": seconds}
+        typer.echo(json.dumps({**content, **counts, **took, **extra, "logprobs": result.logprobs}))
         return
     sys.stdout.write("\n")
     rate = seconds / len(result.ids) * 1e3
     included = "prompt and compilation" if fused else "prompt"
+    if requests[0].certainty is not None:
+        said = f" {result.mean_passes:.2f} passes each;{said}"
     typer.echo(
         f"[{len(result.ids)} tokens, {rate:.1f} ms each, {included} included;{said} {REASONS[result.reason]}]",
         err=True,

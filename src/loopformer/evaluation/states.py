@@ -58,8 +58,12 @@ def track_states(
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
     report: ReportProgress | None = None,
+    thresholds: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Accuracy by place along each trajectory and at each exit of the longest one, and depth by certainty."""
+    """Accuracy by place along each trajectory, and of depth by certainty at each threshold.
+
+    None: at THRESHOLDS, where the model can tell its certainty.
+    """
     config, device = model.config, model.tokens.weight.device
     require(sequences >= 1, f"--sequences must be 1 or more, got {sequences}.")
     require(seed >= 0, f"--seed must be 0 or more, got {seed}.")
@@ -67,6 +71,8 @@ def track_states(
         raise LoopformerError(
             f"The model knows {config.vocab} tokens, {group.name} has {len(group)} elements and the end token."
         )
+    if thresholds is None:
+        thresholds = () if config.coda else THRESHOLDS
     tree = TrajectoryTree(model, trajectories)
     longest = max(config.loops, *(one.budget for one in trajectories))
     shape = (sequences, word_length(config.context))
@@ -74,7 +80,7 @@ def track_states(
     certain = {
         (Trajectory.uniform(budget), threshold): _Answers(shape)
         for budget in sorted({config.loops, longest})
-        for threshold in THRESHOLDS
+        for threshold in thresholds
     }
     windows = StateWindows(group, config.context, sequences, seed, TEST)
     rows = max(1, batch_tokens // config.context)

@@ -4,6 +4,7 @@
     text = read_text("data/demo", lm.need_tokenizer())       # or a file, or a preset such as fineweb-edu
     rows = perplexity(lm.model, text, [1, 2, "3-1", None], store=Store.beside("runs/demo/elastic"))
     rows[0]["perplexity"], rows[0]["bits_per_byte"], rows[0]["tokens"]
+    perplexity(lm.model, text, [4], certainty=0.9)           # depth by certainty: also rows[0]["mean_passes"]
 
 **Text** is whatever `loopformer prepare` reads, or a folder that it has prepared, of which the validation split is
 read. Named sources (stdlib, pile, fineweb-edu, openwebtext) are trained on as well, so only their held-out part is
@@ -32,8 +33,9 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -262,10 +264,11 @@ def cut_text(text: Text, protocol: Protocol, context: int) -> CutText:
 
 @dataclass
 class Likelihood:
-    """Negative log-likelihoods in nats, summed."""
+    """Negative log-likelihoods in nats, summed, and what they took."""
 
     nats: float = 0.0  # of all scored tokens
     end_nats: float = 0.0  # of the end tokens among them
+    passes: Counter[int] = field(default_factory=Counter)  # how many of the tokens that were run took so many
 
 
 def perplexity(
@@ -274,12 +277,16 @@ def perplexity(
     trajectories: Sequence[TrajectoryLike],
     protocol: Protocol | None = None,
     *,
+    certainty: float | None = None,
     weights: str | None = None,
     store: Store | None = None,
     batch_tokens: int = BATCH_TOKENS,
     report: ReportProgress | None = None,
 ) -> list[Piece]:
     """One plain row of results per trajectory, in the order given.
+
+    With `certainty` a token whose next one is likelier takes no further pass; `passes` are the tokens that took
+    1…M of them, and FLOPs are counted accordingly.
 
     `weights` is the hash the results are kept under, that of the model as it is by default; a caller that casts the
     model to another dtype gives that of the model as it was loaded.
@@ -292,16 +299,27 @@ def perplexity(
     rows = []
     for trajectory in resolved:
         key = piece_key("perplexity", model, weights, text, protocol, cut, trajectory)
+        key |= {} if certainty is None else {"certainty": certainty}
+        depths = range(1, trajectory.budget + 1)
         value = kept = store.get(key)
         if value is None:
             doing = f"{text.name} M={trajectory.budget}" if trajectory.is_uniform else f"{text.name} {trajectory}"
+            doing += "" if certainty is None else f" above {certainty:g}"
             started = time.perf_counter()
-            sums = likelihoods(model, cut, text.tokenizer.eot, [trajectory], batch_tokens, report, doing)
+            end = text.tokenizer.eot
+            sums = likelihoods(model, cut, end, [trajectory], batch_tokens, report, doing, certainty)[trajectory]
             seconds = time.perf_counter() - started
-            speed = {"seconds": seconds, "tokens_per_second": cut.tokens / seconds}
-            value = store.put(key, {**summary(sums[trajectory], cut), **speed})
+            took: Piece = {"seconds": seconds, "tokens_per_second": cut.tokens / seconds}
+            if certainty is not None:
+                took |= {"certainty": certainty, "passes": [sums.passes[depth] for depth in depths]}
+            value = store.put(key, {**summary(sums, cut), **took})
         flops = model.cost.forward_flops(trajectory.budget, cut.window)
-        measured = {
+        measured: Piece = {}
+        if certainty is not None:
+            each = [model.cost.settled_flops(depth, trajectory.budget, cut.window) for depth in depths]
+            measured["mean_passes"] = float(np.average(depths, weights=value["passes"]))
+            flops = float(np.average(each, weights=value["passes"]))
+        measured |= {
             "budget": trajectory.budget,
             "trajectory": str(trajectory),
             "flops_per_token": flops,
@@ -320,16 +338,18 @@ def likelihoods(
     batch_tokens: int = BATCH_TOKENS,
     report: ReportProgress | None = None,
     doing: str = "",
+    certainty: float | None = None,
 ) -> dict[Trajectory, Likelihood]:
     """Sums over all windows along each trajectory; equal first steps are computed once for all of them."""
     sums = {trajectory: Likelihood() for trajectory in trajectories}
     done = 0
-    for batch in score_spans(model, cut.windows, trajectories, batch_tokens, share=False):
+    for batch in score_spans(model, cut.windows, trajectories, batch_tokens, False, certainty):
         ends = batch.targets == end
         for trajectory, (logprobs, _) in batch.along.items():
             nats = -logprobs.double()
             sums[trajectory].nats += float(nats.sum())
             sums[trajectory].end_nats += float(nats[ends].sum())
+            sums[trajectory].passes += batch.passes[trajectory]
         done += len(batch.targets)
         if report:
             report(doing, done, cut.tokens)

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from loopformer.inference.draft import HOPED_RATE, LONGEST, Draft, DraftReport, best_length, updated_rate
-from loopformer.inference.request import RowState
+from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import Choice, sample
 from loopformer.inference.score import common_prefix
 from loopformer.model import LoopedLM
 from loopformer.model.cache import Cache, Passes, RowKeys
 from loopformer.model.conditioning import Condition
+from loopformer.model.looped import Certainty
 from loopformer.trajectory import Trajectory
 
 WORTH_WAITING = 8  # tokens that a prompt shares with one beside it: then it waits for that one's keys
@@ -71,9 +72,20 @@ def padded(model: LoopedLM, rows: Sequence[Sequence[int]]) -> tuple[Tensor, list
 
 
 def ends(hidden: Tensor, counts: Sequence[int]) -> Tensor:
-    """Of padded rows [B, T, D] the last one that counts, each [B, D]."""
+    """Of padded rows [B, T, …] the last one that counts, each [B, …]."""
     rows = torch.arange(len(counts), device=hidden.device)
     return hidden[rows, torch.tensor(counts, device=hidden.device) - 1]
+
+
+def certainty_of(rows: Sequence[RowState]) -> Certainty | None:
+    """The threshold of each row; None where nobody has one."""
+    thresholds = [row.request.certainty for row in rows]
+    return None if all(one is None for one in thresholds) else Certainty(*thresholds)
+
+
+def with_passes(choices: Sequence[Choice], passes: Tensor) -> list[Choice]:
+    """Choices [N] with the passes [N] that led to them."""
+    return [choice._replace(passes=taken) for choice, taken in zip(choices, passes.tolist(), strict=True)]
 
 
 def prefill(
@@ -213,14 +225,18 @@ class SlotPool(Cache):
 class Prefix:
     """A prompt and its keys."""
 
-    tokens: tuple[int, ...]
+    request: Request
     keys: RowKeys
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.request.prompt
 
 
 class PrefixCache:
     """Prompts that were run lately, so that what a new one shares with them is not run again.
 
-    Keys of one trajectory mean nothing under another, so only prompts of the same trajectory share. At most
+    Keys follow from the trajectory and the certainty, so only prompts that have both in common share. At most
     `most_tokens` tokens are kept; what was used longest ago goes first.
     """
 
@@ -228,31 +244,32 @@ class PrefixCache:
         self.most_tokens = most_tokens
         self._kept: list[Prefix] = []  # the one used last at the end
 
-    def find(self, trajectory: Trajectory, prompt: Sequence[int]) -> tuple[RowKeys, int]:
+    def find(self, request: Request) -> tuple[RowKeys, int]:
         """The keys of the prompt that shares the longest beginning, and its length; all but the last token at most,
         since that one's output is what is wanted."""
-        best = max(self._along(trajectory), key=lambda prefix: common_prefix(prefix.tokens, prompt), default=None)
+        prompt = request.prompt
+        best = max(self._like(request), key=lambda prefix: common_prefix(prefix.tokens, prompt), default=None)
         shared = min(common_prefix(best.tokens, prompt), len(prompt) - 1) if best is not None else 0
         if best is None or shared == 0:
-            return RowKeys(trajectory, []), 0
+            return RowKeys(request.trajectory, []), 0
         self._kept = [prefix for prefix in self._kept if prefix is not best] + [best]
         return best.keys, shared
 
-    def remember(self, prompt: Sequence[int], keys: RowKeys) -> None:
+    def remember(self, request: Request, keys: RowKeys) -> None:
         """Keep a prompt, unless nearly all of it is known; one that it begins with is then forgotten."""
-        same = self._along(keys.trajectory)
+        prompt, same = request.prompt, self._like(request)
         known = max((common_prefix(prefix.tokens, prompt) for prefix in same), default=0)
         if len(prompt) > self.most_tokens or len(prompt) - known < WORTH_WAITING:
             return
         beginnings = [prefix for prefix in same if common_prefix(prefix.tokens, prompt) == len(prefix.tokens)]
         kept = [prefix for prefix in self._kept if not any(prefix is other for other in beginnings)]
-        kept.append(Prefix(tuple(prompt), keys.copy()))
+        kept.append(Prefix(request, keys.copy()))
         while sum(len(prefix.tokens) for prefix in kept) > self.most_tokens:
             del kept[0]
         self._kept = kept
 
-    def _along(self, trajectory: Trajectory) -> list[Prefix]:
-        return [prefix for prefix in self._kept if prefix.keys.trajectory == trajectory]
+    def _like(self, request: Request) -> list[Prefix]:
+        return [prefix for prefix in self._kept if prefix.request.depth == request.depth]
 
 
 class PlainBackend:
@@ -282,11 +299,11 @@ class PlainBackend:
         chosen: list[tuple[int, int, RowState]] = []  # tokens to run, tokens shared
         for row in waiting[: self.pool.free]:
             prompt = row.request.prompt
-            _, shared = self._prefixes.find(row.trajectory, prompt)
+            _, shared = self._prefixes.find(row.request)
             beside = (
                 common_prefix(other.request.prompt, prompt)
                 for _, _, other in chosen
-                if other.trajectory == row.trajectory
+                if other.request.depth == row.request.depth
             )
             if self._prefixes.most_tokens and max(beside, default=0) >= shared + WORTH_WAITING:
                 break
@@ -307,19 +324,22 @@ class PlainBackend:
     @torch.no_grad()
     def prefill(self, rows: Sequence[RowState]) -> list[Choice]:
         trajectories = [row.trajectory for row in rows]
-        shared = [self._prefixes.find(row.trajectory, row.request.prompt) for row in rows]
+        shared = [self._prefixes.find(row.request) for row in rows]
         ids, counts = padded(self.model, [row.request.prompt[n:] for row, (_, n) in zip(rows, shared, strict=True)])
         capacity = max(count for _, count in shared) + max(counts)
         cache = self.model.cache(trajectories, len(rows), capacity)
         for number, (keys, count) in enumerate(shared):
             cache.write(number, keys, count)
-        hidden = ends(self.model.extend(ids, cache, counts, check=False), counts)
+        certainty = certainty_of(rows)
+        hidden = ends(self.model.extend(ids, cache, counts, check=False, certainty=certainty), counts)
         choices = sample(self._logits(hidden), [row.draw() for row in rows])
+        if certainty is not None:
+            choices = with_passes(choices, ends(certainty.passes, counts))
         for number, (row, choice) in enumerate(zip(rows, choices, strict=True)):
             if math.isnan(choice.logprob):
                 continue  # it has ended, and its keys must not come near the others'
             keys, prompt = cache.read(number), row.request.prompt
-            self._prefixes.remember(prompt, keys)
+            self._prefixes.remember(row.request, keys)
             if self._draft_pool is not None:
                 self._prefill_draft(row)
             self.pool.admit(row.ticket, self._table(row.trajectory), keys, len(prompt), row.trajectory.budget)
@@ -336,9 +356,12 @@ class PlainBackend:
         placed = [by_ticket[ticket] for ticket in self.pool.place_tokens({row.ticket: row.cached for row in rows})]
         new = [[row.ids[-1], *drafts[row.ticket]] for row in placed]
         ids = torch.tensor(new, device=self.model.tokens.weight.device)
-        hidden = self.model.extend(ids, self.pool, check=False)  # [B, 1 + length, D]
+        certainty = certainty_of(placed)
+        hidden = self.model.extend(ids, self.pool, check=False, certainty=certainty)  # [B, 1 + length, D]
         draws = [row.draw(drafts[row.ticket][:done]) for row in placed for done in range(length + 1)]
         chosen = sample(self._logits(hidden.flatten(0, 1)), draws)
+        if certainty is not None:
+            chosen = with_passes(chosen, certainty.passes.flatten())
         accepted: dict[int, list[Choice]] = {}
         for number, row in enumerate(placed):
             own = chosen[number * (length + 1) : (number + 1) * (length + 1)]

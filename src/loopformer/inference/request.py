@@ -20,6 +20,7 @@ from typing import Literal, Protocol
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.inference.sampling import Choice, Draw, Sampling, is_whole
+from loopformer.model.looped import Certainty
 from loopformer.trajectory import Trajectory
 
 Reason = Literal["stop", "end", "length", "context", "error"]
@@ -42,6 +43,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int = 128
     stops: tuple[str, ...] = ()
+    certainty: float | None = None  # a token whose next one is likelier than this takes no further pass
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -50,6 +52,7 @@ class Request:
             raise LoopformerError(f"{self.trajectory!r} is no Trajectory; make one of it.")
         if not (is_whole(self.max_tokens) and self.max_tokens >= 1):
             raise LoopformerError(f"max_tokens must be 1 or more, a whole number; got {self.max_tokens!r}.")
+        Certainty(self.certainty)  # refuses what is none
         stops: object = self.stops
         if isinstance(stops, str):
             raise LoopformerError(f"stops takes a tuple of texts, not the one text {stops!r}; put it in brackets.")
@@ -57,18 +60,30 @@ class Request:
             if not isinstance(stop, str):
                 raise LoopformerError(f"A stop string must be text, got {stop!r}.")
 
+    @property
+    def depth(self) -> tuple[Trajectory, float | None]:
+        """What its keys follow from besides its tokens: those of one depth mean nothing at another."""
+        return self.trajectory, self.certainty
+
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a request. `logprobs[i]` is the model's log-probability of `ids[i]`, before any sampling."""
+    """What became of a request. `logprobs[i]` is the model's log-probability of `ids[i]`, before any sampling, and
+    `passes[i]` how many passes led to it: those that the token before it took."""
 
     text: str
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    passes: tuple[int, ...]
     reason: Reason
     prompt_tokens: int
     trajectory: Trajectory
     error: str | None = None  # one sentence where the reason is "error"; text and ids are what came before
+
+    @property
+    def mean_passes(self) -> float:
+        """Passes per new token; the budget, unless certainty decides."""
+        return sum(self.passes) / max(1, len(self.passes))
 
 
 @dataclass(frozen=True)
@@ -105,6 +120,7 @@ class RowState:
     end: int  # the token that ends a text
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    passes: tuple[int, ...] = ()
 
     @classmethod
     def start(cls, ticket: int, request: Request, tokenizer: EndingDetokenizer, config: ModelConfig) -> RowState:
@@ -113,6 +129,8 @@ class RowState:
             raise LoopformerError(
                 f"The prompt has {len(request.prompt)} tokens but the context is {config.context}; shorten it."
             )
+        if request.certainty is not None:
+            Certainty.check(config)
         low, high = min(request.prompt), max(request.prompt)
         if low < 0 or high >= config.vocab:
             raise LoopformerError(
@@ -160,14 +178,16 @@ class RowState:
 
     def take(self, choices: Sequence[Choice]) -> tuple[RowState, Event]:
         """Append tokens, up to the one that ends the text: the state then, and what can be shown of it."""
-        ids, logprobs, text, piece = list(self.ids), list(self.logprobs), copy(self.text), ""
+        ids, logprobs, passes = list(self.ids), list(self.logprobs), list(self.passes)
+        text, piece = copy(self.text), ""
         reason: Reason | None = None
-        for token, logprob in choices:
+        for token, logprob, taken in choices:
             if math.isnan(logprob):
                 reason = "error"
                 break
             ids.append(token)
             logprobs.append(logprob)
+            passes.append(self.trajectory.budget if taken is None else taken)
             if token == self.end:
                 reason = "end"
                 break
@@ -180,7 +200,7 @@ class RowState:
                 reason = "context"
             if reason is not None:
                 break
-        after = replace(self, ids=tuple(ids), logprobs=tuple(logprobs), text=text)
+        after = replace(self, ids=tuple(ids), logprobs=tuple(logprobs), passes=tuple(passes), text=text)
         if reason is None:
             return after, Event(self.ticket, piece)
         piece += text.finish()
@@ -192,7 +212,7 @@ class RowState:
 
     def _result(self, reason: Reason, error: str | None) -> Result:
         prompt, trajectory = len(self.request.prompt), self.request.trajectory
-        return Result(self.text.text, self.ids, self.logprobs, reason, prompt, trajectory, error)
+        return Result(self.text.text, self.ids, self.logprobs, self.passes, reason, prompt, trajectory, error)
 
 
 BROKEN = "\ufffd"  # what decoding half a character gives

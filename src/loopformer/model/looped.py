@@ -11,6 +11,7 @@ one graph per batch shape, dtype and grad mode, whatever the budget and the sche
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -57,13 +58,22 @@ class Certainty:
     passes: Tensor
 
     def __init__(self, *thresholds: float | None) -> None:
-        """One threshold for all rows, or one for each; None: in that row nothing settles."""
+        """One threshold in (0, 1] for all rows, or one for each; None: in that row nothing settles."""
+        given: tuple[object, ...] = thresholds
+        for one in given:
+            if not (one is None or (isinstance(one, Real) and 0 < float(one) <= 1)):
+                raise LoopformerError(f"certainty must lie in (0, 1], got {one!r}.")
         self.thresholds = thresholds
+
+    @staticmethod
+    def check(config: ModelConfig) -> None:
+        """Refuse a model with blocks between its passes and the head."""
+        if config.coda:
+            raise LoopformerError("A model with a coda cannot tell its certainty between passes; leave it out.")
 
     def start(self, model: "LoopedLM", x: Tensor, order: list[int] | None) -> None:
         """Begin with the states x [B, T, D] before the first pass; `order` are the rows as the loop has them."""
-        if model.coda is not None:
-            raise LoopformerError("A model with a coda cannot tell its certainty between passes; leave it out.")
+        self.check(model.config)
         if len(self.thresholds) not in (1, len(x)):
             raise LoopformerError(
                 f"{len(self.thresholds)} certainties were given for {len(x)} rows; give one each."
@@ -82,9 +92,9 @@ class Certainty:
         return self._settled
 
     def look(self, x: Tensor, gain: Tensor | None) -> None:
-        """Settle what is sure enough in the states x [rows, T, D] after a pass."""
+        """Settle what is sure enough in the states x [rows, T, D] after a pass, of the rows that take another."""
         thresholds = self._thresholds[: len(x), None].expand(x.shape[:2])
-        asked = (~self._settled & thresholds.isfinite()).nonzero()  # [N, 2]
+        asked = (~self._settled[: len(x)] & thresholds.isfinite()).nonzero()  # [N, 2]
         for first in range(0, len(asked), CHECKED_AT_A_TIME):
             rows, tokens = asked[first : first + CHECKED_AT_A_TIME].unbind(1)
             own = None if gain is None else gain.expand(len(x), -1)[rows]
@@ -154,18 +164,35 @@ class LoopedLM(nn.Module):
         self.check(ids, documents, check)
         passes = self.passes(self.trajectories(trajectory, len(ids), beyond), len(ids))
         x, rotary, mask = self.embed(ids, documents)
-        run = stack or self.stack
         kept: list[Tensor] = []
         start = self.random_start(torch.arange(ids.shape[1], device=ids.device)[None], ids)
+        keep = kept if states else None
+        hidden = self.follow(passes, x, rotary, mask, start, keep=keep, stack=stack, certainty=certainty)
+        return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
+
+    @_not_compiled_itself
+    def follow(
+        self,
+        passes: Passes,
+        x: Tensor,
+        rotary: Rotary | None,
+        mask: Tensor | None,
+        start: Tensor | None,
+        *,
+        keep: list[Tensor] | None = None,
+        stack: Callable[..., Tensor] | None = None,
+        certainty: Certainty | None = None,
+    ) -> Tensor:
+        """The same from embeddings [B, T, D], as `loop` takes them: hidden [B, T, D] after the final norm."""
+        run = stack or self.stack
 
         def step(number: int, x: Tensor, modulation: Tensor | None, *more: Any, settled: Tensor | None) -> Tensor:
             if settled is None:
                 return run(x, modulation, *more)
             return x if bool(settled.all()) else run(x, modulation, *more, settled=settled)
 
-        x = self.loop(step, x, passes, rotary, mask, kept if states else None, start, certainty=certainty)
-        hidden = self.finish(x, passes.gain)
-        return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
+        x = self.loop(step, x, passes, rotary, mask, keep, start, certainty=certainty)
+        return self.finish(x, passes.gain)
 
     @torch.no_grad()
     def extend(
@@ -343,7 +370,8 @@ class LoopedLM(nn.Module):
             new = step(number, injected, condition.modulation, rotary, mask, settled=settled)
             x = new if settled is None else torch.where(settled[..., None], x, new)
             if certainty is not None:
-                certainty.look(x, condition.gain)
+                following = slice(passes.rows[number + 1] if number + 1 < len(passes.rows) else 0)
+                certainty.look(x[following], _rows(condition.gain, following))
             if keep is not None:
                 keep.append(x if back is None else torch.cat([x, *done])[back])
         x = run_once(self.coda, torch.cat([x, *done]) if done else x, *everyone, after)

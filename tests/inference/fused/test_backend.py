@@ -15,7 +15,6 @@ from torch import nn
 
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.adaptive.policy import TokenPolicy
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import generate, speculate
 from loopformer.inference.fused.backend import MOST_KEPT, DecoderPool, FusedBackend, LendingPool
@@ -44,17 +43,14 @@ def test_nothing_is_lent_twice_and_the_last_few_are_kept() -> None:
 
 
 def test_what_fast_cannot_do_is_said(lm: LM) -> None:
-    policy, draft = TokenPolicy((1, 2, 4), (0.5, 0.5)), Draft(Trajectory.uniform(1))
+    draft = Draft(Trajectory.uniform(1))
     untyped: Any = lm
     mistakes: list[tuple[Any, str]] = [
-        (lambda: lm.generate("told", fast=True, adaptive=policy), "adaptive goes without fast"),
-        (lambda: lm.generate("told", int8=True, adaptive=policy), "adaptive goes without fast"),
         (lambda: lm.generate("told", int8=True), "int8 goes with fast"),
         (lambda: lm.stream("told", int8=True), "int8 goes with fast"),
         (lambda: lm.generate("told", fast=True, int8=True), "int8 needs a CUDA device and Triton"),
         (lambda: lm.generate("told", fast=True, int8=True, draft=draft), "int8 needs a CUDA device and Triton"),
         (lambda: untyped.stream("told", draft=draft), "stream takes no draft; generate does"),
-        (lambda: untyped.stream("told", adaptive=policy), "stream takes no adaptive; generate does"),
         (lambda: lm.generate(["a", "b"], budget=[4, 1], draft=draft), "gains nothing for a text at budget 1"),
     ]
     for call, said in mistakes:

@@ -71,10 +71,13 @@ class DecoderPool:
         self._speculators: LendingPool[Speculator] = LendingPool()
 
     @staticmethod
-    def obstacle(model: LoopedLM) -> str | None:
-        """What the kernels lack to run a model here, as in "it …"; None if nothing."""
+    def obstacle(model: LoopedLM, certainty: bool = False) -> str | None:
+        """What the kernels lack to run a model here, and if need be to let its tokens settle, as in "it …"; None if
+        nothing."""
         if model.config.trials:
             return f"has no kernels for model.{model.config.trials[0]}"
+        if certainty:
+            return "has no kernels for certainty"
         ready = model.tokens.weight.device.type == "cuda" and find_spec("triton") is not None
         return None if ready else "needs a CUDA device and Triton"
 
@@ -145,6 +148,8 @@ class FusedBackend:
 
     def check(self, request: Request) -> None:
         """Refuse what this backend cannot run."""
+        if request.certainty is not None:
+            raise LoopformerError("fast has no kernels for certainty; leave one of them out.")
         if self._draft is not None and not request.sampling.most_likely:
             raise LoopformerError(
                 "fast with a draft is greedy: leave out temperature and repetition penalty, or fast."
@@ -168,6 +173,8 @@ class FusedBackend:
 
     @torch.no_grad()
     def prefill(self, rows: Sequence[RowState]) -> list[Choice]:
+        for row in rows:
+            self.check(row.request)
         prompts = [row.request.prompt for row in rows]
         self.prompt_tokens += sum(map(len, prompts))
         self._busy = True
@@ -214,7 +221,6 @@ class FusedBackend:
     def _start_drafting(self, row: RowState) -> Choice:
         """Run a prompt, or a text again that was begun, along both trajectories: its next token."""
         assert self._draft is not None
-        self.check(row.request)
         self._rounds = None
         speculator = self._lent.enter_context(self._decoders.speculator(row.trajectory, self._draft))
         hidden = speculator.prefill(row.history if not row.ids else row.history[:-1])

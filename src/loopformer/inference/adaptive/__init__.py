@@ -1,1 +1,0 @@
-"""Depth by certainty, on trial: policy.py (when to go deeper) · ladder.py (trajectories that share first steps)."""
