@@ -45,7 +45,7 @@ def test_a_run_is_measured_on_its_own_group(tracker: str, tmp_path: Path) -> Non
         (["--states", "S4"], "There is no group 'S4'; choose S3, A5 or S5"),
         (["--budgets", "4"], "Budget 4 is above the model's 3 loops"),
         (["--sequences", "0"], "--sequences must be 1 or more"),
-        (["--states", "A5"], "The model knows 7 tokens, A5 has 60 elements"),
+        (["--states", "A5"], "The model's tokens are not the elements of A5"),
         (["--states", "S3", "--tasks", "paper"], "--states is measured on its own"),
         (["--schedule", "best"], "--schedule is for texts and tasks"),
         (["--figure", "map.bmp"], "No picture can be drawn as map.bmp"),

@@ -1,13 +1,13 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from loopformer import LoopformerError
 from loopformer.config import ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig
 from loopformer.config.run import TrainedTrajectory
-from loopformer.training.batches import draw_trajectories, micro_batches
+from loopformer.training.batches import costliest_step, draw_trajectories, micro_batches
 from loopformer.trajectory import Trajectory
 
 
@@ -25,6 +25,11 @@ def test_any_ranks_and_micro_batches_share_the_same_rows(
     batch = draws * share * world
     objective = ObjectiveConfig(route_draws=draws, short_fraction=fraction)
     rows: dict[int, tuple[int, bool]] = {}
+    if in_step:
+        try:
+            micro_batches(batch, micro, objective, 0, world, in_step)
+        except LoopformerError:
+            assume(False)  # the ranks would not keep in step
     for rank in range(world):
         mine = micro_batches(batch, micro, objective, rank, world, in_step)
         assert sum(micro_batch.stop - micro_batch.start for micro_batch in mine) == batch // world
@@ -68,8 +73,8 @@ def test_budgets_of_a_list() -> None:
         trajectories=(
             TrainedTrajectory("any"),
             TrainedTrajectory(1, weight=0.5),
-            TrainedTrajectory([3, 5], "compositions"),
-            TrainedTrajectory(4, during=[0.5, 1.0]),
+            TrainedTrajectory((3, 5), "compositions"),
+            TrainedTrajectory(4, during=(0.5, 1.0)),
         )
     )
     followed = list(zip(*drawn(objective, steps=40), strict=True))
@@ -86,6 +91,24 @@ def test_one_of_those_with_a_chance_is_drawn() -> None:
     followed = drawn(objective, steps=100)
     assert all((full is None) != (one is None) and two is not None for full, two, one in followed)
     assert 200 < sum(full is not None for full, _, _ in followed) < 300
+
+
+def test_the_costliest_step_has_one_of_those_with_a_chance() -> None:
+    entries = (
+        TrainedTrajectory("any", chance=0.5),
+        TrainedTrajectory(6, chance=0.5),
+        TrainedTrajectory(2),
+        TrainedTrajectory("full", during=(0.5, 0.7), rows=0.25),
+    )
+    run = RunConfig(ModelConfig(), objective=ObjectiveConfig(trajectories=entries))
+    assert [one and one.budget for one in costliest_step(run)] == [8, None, 2, 8]
+
+
+def test_sharded_ranks_follow_the_same_trajectories_at_the_same_time() -> None:
+    partly = ObjectiveConfig(trajectories=(TrainedTrajectory(1), TrainedTrajectory(2, rows=0.25)))
+    with pytest.raises(LoopformerError, match="all ranks must follow the same trajectories"):
+        micro_batches(4, 1, partly, 0, 2, in_step=True)
+    assert micro_batches(8, 4, partly, 0, 2, in_step=True)
 
 
 def test_uneven_shares_are_refused() -> None:

@@ -133,7 +133,7 @@ def test_a_list_is_the_sum_of_its_trajectories(tiny: ModelConfig, kind: str) -> 
 
 
 def test_a_trajectory_that_is_not_followed_costs_nothing(tiny: ModelConfig) -> None:
-    config = ObjectiveConfig(trajectories=(TrainedTrajectory("any"), TrainedTrajectory(2, during=[0.5, 1.0])))
+    config = ObjectiveConfig(trajectories=(TrainedTrajectory("any"), TrainedTrajectory(2, during=(0.5, 1.0))))
     objective, inputs, targets = make(tiny, config)
     seen: list[int] = []
     objective.model.stack.register_forward_hook(lambda *_: seen.append(1))

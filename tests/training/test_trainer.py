@@ -16,7 +16,7 @@ import torch
 
 import loopformer
 from loopformer import LoopedLM, LoopformerError, ModelConfig
-from loopformer.config import load_run, preset_names
+from loopformer.config import ObjectiveConfig, load_run, preset_names
 from loopformer.data.prepare import prepare
 from loopformer.loading import save_model
 from loopformer.loading.folder import checkpoints, write_safetensors
@@ -319,8 +319,14 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(objective__trajectories="[{budget: [3, 2]}]"), {}, "a budget is full, short, any"),
         ("demo", small(objective__trajectories="[{budget: 2, match: 1}]"), {}, "must be in the list"),
         ("demo", small(objective__trajectories="[{budget: 2, during: [0, 0.5]}]"), {}, "from 0.5 of training on"),
+        ("demo", small(objective__trajectories="[{weight: 1}]"), {}, "must have its budget"),
+        ("demo", small(objective__trajectories="[{budget: full, match: 1}]"), {}, "the others are matched with"),
+        ("demo", small(objective__trajectories="[]"), {}, "must be a list of trajectories"),
+        ("demo", small(objective__trajectories="false"), {}, "must be a list of trajectories"),
+        ("demo", small(objective__trajectories="[full]"), {}, "each of objective.trajectories must be a mapping"),
+        ("demo", small(training__seed=-1), {}, "training.seed must lie in"),
         ("demo", small(objective__trajectories="[{bugdet: 2}]"), {}, "did you mean budget"),
-        ("demo", small(objective__trajectories="[{budget: 2, chance: 0.5}]"), {}, "no step trains all rows"),
+        ("demo", small(objective__trajectories="[{budget: 2, chance: 0.5}]"), {}, "let the chances add up to 1"),
         ("demo", small(objective__trajectories="[{budget: 2}, {budget: 1, chance: 2}]"), {}, "chance must lie in"),
         ("demo", small(objective__trajectories="any"), {}, "must be a list"),
         ("demo", small(training__optimizer="mu"), {}, "one of adamw, muon"),
@@ -517,3 +523,28 @@ def test_auto_is_for_gpus_and_what_cannot_be_is_said() -> None:
         precision_on("cpu", 2, "training.fused=true", "training.strategy=fsdp")
     with pytest.raises(LoopformerError, match="not on mps"):
         precision_on("mps", 1, "training.fused=true")
+
+
+def test_a_key_of_the_pair_changes_a_stored_list_that_is_one(small: Small, tmp_path: Path) -> None:
+    first = small(objective__short_weight=0.2, objective__consistency_weight=0, objective__sampler="sequential")
+    launch("demo", first, tmp_path / "run", quiet=True)
+    written = load_run(tmp_path / "run" / "run.yaml", ["objective.short_weight=0.3"])[0].objective
+    assert written == ObjectiveConfig(
+        short_weight=0.3, consistency_weight=0, sampler="sequential", consistency="distribution"
+    )
+    same = ["objective.short_weight=0.2", "training.steps=7"]
+    assert launch(None, same, tmp_path / "run", resume=True, quiet=True)["step"] == 7
+
+
+def test_trajectories_of_one_budget_are_logged_apart(small: Small, tmp_path: Path) -> None:
+    twice = "[{budget: full}, {budget: short, weight: 0.1}, {budget: short, sampler: compositions, weight: 0.1}]"
+    launch("demo", small(objective__trajectories=twice, training__steps=2), tmp_path / "run", quiet=True)
+    names = {name for record in read_metrics(tmp_path / "run") for name in record if name.startswith("loss_")}
+    assert names >= {"loss_full", "loss_short", "loss_short_3"}
+
+
+def test_a_specialist_is_validated_at_its_own_budget(small: Small, tmp_path: Path) -> None:
+    settings = small(objective__trajectories="[{budget: 3}]", training__steps=3)
+    result = launch("demo", settings, tmp_path / "run", quiet=True)
+    validated = [record for record in read_metrics(tmp_path / "run") if record["kind"] == "validation"]
+    assert result["best_loss"] == validated[-1]["loss_at_3"]

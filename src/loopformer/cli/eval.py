@@ -265,11 +265,15 @@ def _track(
 ) -> dict[str, Any]:
     """Products over a group, by place and trajectory."""
     from loopformer.data.states import Group
+    from loopformer.errors import LoopformerError
     from loopformer.evaluation.states import SEQUENCES, track_states
 
-    words = SEQUENCES if sequences is None else sequences
+    words, elements = SEQUENCES if sequences is None else sequences, Group.named(group)
+    if loaded.lm.tokenizer is None or loaded.lm.tokenizer.hash != elements.tokenizer.hash:
+        raise LoopformerError(
+            f"The model's tokens are not the elements of {group}; name the group it was trained on."
+        )
     with progress("words") as report:
-        elements = Group.named(group)
         return track_states(
             loaded.model, elements, trajectories, words, seed or 0, batch_tokens, report, thresholds
         )

@@ -120,6 +120,8 @@ def from_mapping(cls: type[T], values: Any, where: str) -> T:
     for key in values:
         if key not in known:
             raise LoopformerError(f"Unknown setting {where}.{key}; {nearest(str(key), known)}")
+    for name, parameter in inspect.signature(cls).parameters.items():
+        require(name in values or parameter.default is not parameter.empty, f"{where} must have its {name}.")
     return cls(**values)
 
 
@@ -170,6 +172,8 @@ def _describe(hint: Any) -> str:
         return "one of " + ", ".join(map(str, get_args(hint)))
     if hint is type(None):
         return "null"
+    if get_origin(hint) is tuple:
+        return "a list"
     return {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}.get(
         hint, str(hint)
     )

@@ -50,29 +50,28 @@ class DataConfig:
 class TrainedTrajectory:
     """A trajectory that training follows: when and how it is drawn, and what it counts in the loss."""
 
-    budget: str | int | list[int]  # full (L), short (drawn from 1…L-1), any (from 1…L), a number, or [low, high]
+    budget: str | int | tuple[int, ...]  # full (L), short (from 1…L-1), any (from 1…L), a number, or [low, high]
     sampler: Literal["compositions", "sequential", "uniform", "continuous"] = "uniform"  # of its steps
     weight: float = 1.0  # of its cross-entropy
     match: float = 0.0  # of its match to the full trajectory, which gets no gradient from it
     rows: float = 1.0  # share of the rows that follow it
     chance: float = 1.0  # below 1: one of those with a chance is drawn, for every step and part of the batch
-    during: list[float] = field(default_factory=lambda: [0.0, 1.0])  # the part of training in which it is followed
+    during: tuple[float, ...] = (0.0, 1.0)  # the part of training in which it is followed
 
     def __post_init__(self) -> None:
-        check_types(self, "objective.trajectories")
-        where = f"objective.trajectories, budget {self.budget}"
-        if isinstance(self.budget, str):
-            require(
-                self.budget in ("full", "short", "any"),
-                f"{where}: a budget is full, short, any, a number or [low, high].",
-            )
-        else:
-            bounds = self.budget if isinstance(self.budget, list) else [self.budget]
-            whole = all(type(bound) is int and bound >= 1 for bound in bounds)
-            require(
-                whole and len(bounds) in (1, 2) and bounds == sorted(bounds),
-                f"{where}: a budget is full, short, any, a number or [low, high].",
-            )
+        for name in ("budget", "during"):  # YAML has lists
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+        where = f"objective.trajectories, budget {self.label}"
+        bounds = self.budget if isinstance(self.budget, tuple) else (self.budget,)
+        whole = all(type(bound) is int and bound >= 1 for bound in bounds)
+        require(
+            self.budget in ("full", "short", "any")
+            or (whole and len(bounds) in (1, 2) and list(bounds) == sorted(bounds)),
+            f"{where}: a budget is full, short, any, a number or [low, high].",
+        )
+        check_types(self, where)
+        require(self.budget != "full" or self.match == 0, f"{where}: it is what the others are matched with.")
         for name in ("weight", "match"):
             require(getattr(self, name) >= 0, f"{where}: {name} must be 0 or more, got {getattr(self, name)}.")
         for name in ("rows", "chance"):
@@ -83,18 +82,18 @@ class TrainedTrajectory:
             len(numbers) == 2 == len(spanned) and 0 <= numbers[0] < numbers[1] <= 1,
             f"{where}: during must be two shares of training, such as [0, 0.5], got {self.during}.",
         )
-        object.__setattr__(self, "during", numbers)
+        object.__setattr__(self, "during", tuple(numbers))
 
     @property
     def label(self) -> str:
         """Its name in what is logged."""
-        return "-".join(map(str, self.budget)) if isinstance(self.budget, list) else str(self.budget)
+        return "-".join(map(str, self.budget)) if isinstance(self.budget, tuple) else str(self.budget)
 
     def budgets(self, loops: int) -> tuple[int, int]:
         """The smallest and the largest budget that it has with so many loops."""
         if isinstance(self.budget, int):
             return self.budget, self.budget
-        if isinstance(self.budget, list):
+        if isinstance(self.budget, tuple):
             return self.budget[0], self.budget[-1]
         return {"full": (loops, loops), "short": (1, loops - 1), "any": (1, loops)}[self.budget]
 
@@ -138,20 +137,20 @@ class ObjectiveConfig:
             not self.trajectories or not written,
             f"objective.trajectories says what objective.{''.join(written[:1])} says; leave one of them out.",
         )
-        if isinstance(self.trajectories, list | tuple) and self.trajectories:
-            entries = [_trajectory(entry) for entry in self.trajectories]
-        else:
-            require(not self.trajectories, "objective.trajectories must be a list of trajectories to follow.")
-            entries = _pair(*pair)
+        given: Any = self.trajectories
+        require(
+            isinstance(given, list | tuple) and given != [],
+            "objective.trajectories must be a list of trajectories, each with its budget.",
+        )
+        entries = [_trajectory(entry) for entry in self.trajectories] or _pair(*pair)
         object.__setattr__(self, "trajectories", tuple(entries))
         check_types(self, "objective")
         require(self.route_draws >= 1, f"objective.route_draws must be 1 or more, got {self.route_draws}.")
         require(self.chunk >= 1, f"objective.chunk must be 1 or more, got {self.chunk}.")
-        full = self.full
+        teachers = [entry for entry in entries if entry.budget == "full"]
         for entry in entries:
-            teacher = None if full is None else entries[full]
             require(
-                entry.match == 0 or (teacher is not None and teacher.covers(entry)),
+                entry.match == 0 or any(teacher.covers(entry) for teacher in teachers),
                 f"objective.trajectories: budget {entry.label} is matched with the full trajectory, "
                 "which must be in the list, on all rows, always and for as long.",
             )
@@ -162,13 +161,9 @@ class ObjectiveConfig:
             require(drawn <= 1 + 1e-9, f"objective.trajectories: the chances add up to {drawn:g}, more than 1.")
             require(
                 any(entry.chance == 1 for entry in trained) or sum(entry.chance for entry in trained) > 1 - 1e-9,
-                f"objective.trajectories: from {start:g} of training on no step trains all rows.",
+                f"objective.trajectories: from {start:g} of training on some steps do not train all rows; "
+                "leave chance out of one of them, or let the chances add up to 1.",
             )
-
-    @property
-    def full(self) -> int | None:
-        """Which of the trajectories is the full one, the others' teacher."""
-        return next((place for place, entry in enumerate(self.trajectories) if entry.budget == "full"), None)
 
     @property
     def elastic(self) -> bool:
@@ -181,11 +176,22 @@ PAIR = ("short_weight", "consistency_weight", "sampler", "short_fraction")  # th
 
 
 def _trajectory(entry: Any) -> TrainedTrajectory:
-    return (
-        entry
-        if isinstance(entry, TrainedTrajectory)
-        else from_mapping(TrainedTrajectory, entry, "objective.trajectories")
-    )
+    if isinstance(entry, TrainedTrajectory):
+        return entry
+    return from_mapping(TrainedTrajectory, entry, "each of objective.trajectories")
+
+
+def _as_pair(trajectories: Any) -> dict[str, Any]:
+    """The keys that write such a list of trajectories as the paper's pair; none where it is no pair."""
+    try:
+        full, *rest = ObjectiveConfig(trajectories=trajectories).trajectories
+    except (LoopformerError, TypeError):
+        return {}
+    short = rest[0] if rest else TrainedTrajectory("short", "compositions", 0.0, 0.0)
+    alone = dataclasses.replace(short, sampler="uniform", weight=1.0, match=0.0, rows=1.0)
+    if full != TrainedTrajectory("full") or len(rest) > 1 or alone != TrainedTrajectory("short"):
+        return {}
+    return dict(zip(PAIR, (short.weight, short.match, short.sampler, short.rows), strict=True))
 
 
 def _pair(
@@ -263,6 +269,7 @@ class TrainingConfig:
             0 < self.matrix_learning_rate <= 100,
             f"training.matrix_learning_rate must lie in (0, 100], got {self.matrix_learning_rate}.",
         )
+        require(0 <= self.seed < 2**63, f"training.seed must lie in 0…2^63-1, got {self.seed}.")
         require(
             self.threads is None or self.threads >= 1, f"training.threads must be 1 or more, got {self.threads}."
         )
@@ -296,22 +303,22 @@ class RunConfig:
             low, high = entry.budgets(loops)
             require(
                 1 <= low <= high <= loops,
-                "A model of one loop has no shorter trajectory; "
-                "set objective.short_weight and consistency_weight to 0."
+                "A model of one loop has no shorter trajectory; follow only the full one: "
+                "objective.trajectories=[{budget: full}]."
                 if loops == 1 and entry.budget == "short"
                 else f"objective.trajectories: budget {entry.label} is beyond the model's {loops} loops.",
             )
             require(
                 int(batch // draws * entry.rows + 1e-9) >= 1,
-                f"objective.short_fraction {entry.rows} of {batch // draws} rows is no row at all; "
-                "raise it, or lower objective.route_draws.",
+                f"objective.trajectories, budget {entry.label}: rows {entry.rows} (objective.short_fraction) of "
+                f"{batch // draws} rows is no row at all; raise it, or lower objective.route_draws.",
             )
             require(
                 entry.sampler == "uniform"
                 or entry.budget in ("full", 1)
                 or self.model.conditioning not in ("none", "index"),
                 f"A model with conditioning {self.model.conditioning!r} only follows uniform trajectories; "
-                "set objective.sampler to uniform.",
+                f"set the sampler of budget {entry.label} to uniform (without a list, objective.sampler).",
             )
 
 
@@ -401,8 +408,10 @@ def _apply(settings: dict[str, Any], override: str) -> None:
         require(settings[section] is None, f"{section} must be a mapping of settings, got {settings[section]!r}.")
         settings[section] = {}
     if section == "objective":  # the list and the pair are two ways to write one thing: the last one counts
-        for other in PAIR if key == "trajectories" else ("trajectories",) if key in PAIR else ():
-            settings[section].pop(other, None)
+        if key == "trajectories":
+            settings[section] = {name: old for name, old in settings[section].items() if name not in PAIR}
+        elif key in PAIR and "trajectories" in settings[section]:
+            settings[section] |= _as_pair(settings[section].pop("trajectories"))
     settings[section][key] = value
 
 

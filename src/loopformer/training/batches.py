@@ -50,6 +50,23 @@ def draw_trajectories(run: RunConfig, step: int, part: int) -> list[Trajectory |
     return drawn
 
 
+def costliest_step(run: RunConfig) -> list[Trajectory | None]:
+    """The longest trajectories that one step may follow together; None for those that it does not."""
+    entries, loops = run.objective.trajectories, run.model.loops
+    longest = [Trajectory.uniform(entry.budgets(loops)[1]) for entry in entries]
+    costs = [entry.rows * each.budget for entry, each in zip(entries, longest, strict=True)]
+
+    def together(start: float) -> set[int]:
+        active = [place for place, entry in enumerate(entries) if entry.active(start)]
+        drawn = [place for place in active if entries[place].chance < 1]
+        one = {max(drawn, key=costs.__getitem__)} if drawn else set()
+        return {place for place in active if entries[place].chance == 1} | one
+
+    steps = [together(entry.during[0]) for entry in entries]
+    costliest = max(steps, key=lambda places: sum(costs[place] for place in places))
+    return [each if place in costliest else None for place, each in enumerate(longest)]
+
+
 def micro_batches(
     batch: int, micro_batch: int, objective: ObjectiveConfig, rank: int = 0, world: int = 1, in_step: bool = False
 ) -> list[MicroBatch]:
@@ -67,14 +84,26 @@ def micro_batches(
             + (" or objective.route_draws." if in_step else ".")
         )
     share = shared // world
-    mine = []
-    for part in range(objective.route_draws):
-        first = part * size + rank * share if in_step else max(part * size, rank * share)
-        last = first + share if in_step else min((part + 1) * size, (rank + 1) * share)
-        for start in range(first, last, micro_batch):
-            stop = min(start + micro_batch, last)
-            rows = [_rows(start, stop, part * size, entry.rows) for entry in objective.trajectories]
-            mine.append(MicroBatch(start, stop, part, tuple(rows)))
+
+    def of_rank(number: int) -> list[MicroBatch]:
+        cut = []
+        for part in range(objective.route_draws):
+            first = part * size + number * share if in_step else max(part * size, number * share)
+            last = first + share if in_step else min((part + 1) * size, (number + 1) * share)
+            for start in range(first, last, micro_batch):
+                stop = min(start + micro_batch, last)
+                rows = [_rows(start, stop, part * size, entry.rows) for entry in objective.trajectories]
+                cut.append(MicroBatch(start, stop, part, tuple(rows)))
+        return cut
+
+    mine = of_rank(rank)
+    if in_step:
+        passes = [[[bool(rows) for rows in each.rows] for each in of_rank(number)] for number in range(world)]
+        if any(other != passes[0] for other in passes):
+            raise LoopformerError(
+                "With sharded weights all ranks must follow the same trajectories at the same time; raise rows "
+                "(objective.short_fraction) or training.micro_batch, or use training.strategy=ddp."
+            )
     return mine
 
 

@@ -240,9 +240,8 @@ def _continued(stored: RunConfig, wanted: RunConfig, written: set[str]) -> RunCo
             other = now[section][key] if key else now[section]
             if other != value and key not in FREE.get(section, set()):
                 name = f"{section}.{key}" if key else section
-                raise LoopformerError(
-                    f"This run was started with {name} = {value}, not {other}; leave it so, or start a new run."
-                )
+                started = "other trajectories" if key == "trajectories" else f"{name} = {value}, not {other}"
+                raise LoopformerError(f"This run was started with {started}; leave it so, or start a new run.")
     return wanted
 
 

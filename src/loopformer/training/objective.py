@@ -95,27 +95,27 @@ class Objective(nn.Module):
         """The losses of rows that follow the same trajectories: states [b, T, D] of those in `places`."""
         config = self.config
         entries = [config.trajectories[place] for place in places]
+        weights = [entry.weight / divisors[place] for entry, place in zip(entries, places, strict=True)]
         matches = [entry.match / divisors[place] for entry, place in zip(entries, places, strict=True)]
-        teacher = places.index(config.full) if config.full in places else None
-        in_head = teacher is not None and config.consistency != "hidden"
+        teacher = next((number for number, entry in enumerate(entries) if entry.budget == "full"), None)
+        match = None
+        if teacher is not None and config.consistency != "hidden":
+            match = Match(config.consistency, teacher)
         sums = head_losses(
             self.model.tokens.weight,
             [state.flatten(0, 1) for state in states],
             targets.flatten(),
-            [
-                LossWeights(entry.weight / divisors[place], match if in_head else 0.0)
-                for entry, place, match in zip(entries, places, matches, strict=True)
-            ],
-            Match(config.consistency, teacher) if teacher is not None and config.consistency != "hidden" else None,
+            [LossWeights(weight, own if match else 0.0) for weight, own in zip(weights, matches, strict=True)],
+            match,
             config.chunk,
         )
         total, distances = sums.total, list(sums.match.unbind())
         if teacher is not None and config.consistency == "hidden":
-            for number, (state, match) in enumerate(zip(states, matches, strict=True)):
-                if match:
+            for number, (state, weight) in enumerate(zip(states, matches, strict=True)):
+                if weight:
                     per_token = (state - states[teacher].detach()).float().square().mean(-1)  # [b, T]
                     distance = (per_token * (targets != NO_LOSS)).sum()
-                    total, distances[number] = total + match * distance, distance.detach()
+                    total, distances[number] = total + weight * distance, distance.detach()
         return Losses(total, torch.stack([sums.cross_entropy, torch.stack(distances)]))
 
     def logprobs(self, inputs: Tensor, targets: Tensor, documents: Tensor | None, trajectory: Trajectory) -> Tensor:

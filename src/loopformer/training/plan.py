@@ -16,7 +16,7 @@ import torch
 from loopformer.config import RunConfig
 from loopformer.device import device_name, peak_flops
 from loopformer.model.cost import Cost
-from loopformer.training.batches import largest_micro_batch
+from loopformer.training.batches import costliest_step, largest_micro_batch
 from loopformer.training.fused.passes import FP8_PASSES_PER_GRADIENT
 from loopformer.trajectory import Trajectory
 
@@ -79,19 +79,14 @@ def training_flops_per_token(run: RunConfig, followed: Sequence[Trajectory | Non
         else:
             drawn = followed[place]
             budget, share = (0.0, 0.0) if drawn is None else (drawn.budget, 1.0)
-        flops += share * entry.rows * cost.training_flops(budgets=[budget])
+        flops += share * _share_of_rows(run, entry.rows) * cost.training_flops(budgets=[budget])
     return flops
 
 
-def most_passes(run: RunConfig) -> float:
-    """The most passes per row that a step can take, over all trajectories that are followed together."""
-    most = 0.0
-    for start in {entry.during[0] for entry in run.objective.trajectories}:
-        entries = [entry for entry in run.objective.trajectories if entry.active(start)]
-        passes = [(entry.chance, entry.rows * entry.budgets(run.model.loops)[1]) for entry in entries]
-        drawn = max((count for chance, count in passes if chance < 1), default=0.0)
-        most = max(most, drawn + sum(count for chance, count in passes if chance == 1))
-    return most
+def _share_of_rows(run: RunConfig, share: float) -> float:
+    """What is followed by a share of the rows, which are whole, is followed by this share of them."""
+    part = run.training.batch // run.objective.route_draws
+    return int(part * share + 1e-9) / part
 
 
 def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1, fused: bool = False) -> float:
@@ -110,13 +105,18 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1, fused: bool =
         per_block = 8 * config.width + size * ((6 + turned) * config.width + config.ffn) + factors
         # Both factors of the weight gradients of some passes; without recomputing, backward has freed more by then.
         waiting = (FP8_PASSES_PER_GRADIENT - 1) * config.blocks * (8 * config.width + 2 * config.ffn) * fp8
-    passes = most_passes(run)
+    followed = costliest_step(run)
+    passes = sum(
+        entry.rows * one.budget
+        for entry, one in zip(run.objective.trajectories, followed, strict=True)
+        if one is not None
+    )
     if training.checkpoint_loops:
         per_token = passes * 4 * config.width + config.blocks * per_block + waiting
     else:
         per_token = passes * config.blocks * per_block
     chunk = min(run.objective.chunk, micro_batch * config.context)
-    together = len(run.objective.trajectories)
+    together = sum(one is not None for one in followed)
     head = chunk * config.vocab_rows * 4 * 3 * together + config.vocab_rows * config.width * 4
     return states + micro_batch * config.context * per_token + head
 

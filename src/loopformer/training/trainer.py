@@ -35,7 +35,7 @@ from loopformer.files import read_json, write_atomic
 from loopformer.loading import find_model
 from loopformer.loading.folder import SETTINGS, STATE, latest_good, load_model, save_tensors
 from loopformer.model import LoopedLM
-from loopformer.training.batches import MicroBatch, draw_trajectories, micro_batches
+from loopformer.training.batches import MicroBatch, costliest_step, draw_trajectories, micro_batches
 from loopformer.training.checkpoint import restore_optimizer, rotate, set_aside_newer, write_checkpoint
 from loopformer.training.distributed import Parallel, Ranks, whole
 from loopformer.training.fused.passes import obstacle
@@ -50,7 +50,6 @@ from loopformer.training.plan import (
 )
 from loopformer.training.reporting import Reporter, SpeedMeter
 from loopformer.training.validation import validate
-from loopformer.trajectory import Trajectory
 
 StepBatch = list[tuple[MicroBatch, Batch]]  # a rank's rows of one step
 
@@ -275,11 +274,12 @@ class Trainer:
         """A step's losses per token, by trajectory, and how far those that are matched are from the full one."""
         cross_entropies, matches = self.ranks.sum(terms).tolist()
         values, consistency = dict[str, float](), 0.0
-        for entry, count, loss, match in zip(
-            self.run.objective.trajectories, self._counted(batch, step), cross_entropies, matches, strict=True
-        ):
+        entries, counts = self.run.objective.trajectories, self._counted(batch, step)
+        terms_of_each = zip(entries, counts, cross_entropies, matches, strict=True)
+        for place, (entry, count, loss, match) in enumerate(terms_of_each, 1):
             if loss:  # those that are not followed in this step have none
-                values[f"loss_{entry.label}"] = loss / count
+                name = f"loss_{entry.label}"
+                values[f"{name}_{place}" if name in values else name] = loss / count  # two may be alike
             consistency += match / count
         return {**values, "consistency": consistency}
 
@@ -293,14 +293,16 @@ class Trainer:
         return finite
 
     def _validate(self, step: int) -> bool:
-        """Validate, and say whether the full budget is the best so far."""
-        budgets = validation_budgets(self.run.model.loops)
+        """Validate, and say whether the longest budget that is trained is the best so far."""
+        loops = self.run.model.loops
+        longest = max(entry.budgets(loops)[1] for entry in self.run.objective.trajectories)
+        budgets = sorted({*validation_budgets(loops), longest})
         losses = validate(self.parallel, self.windows, budgets, self.state.micro_batch, self.run)
         values = {f"loss_at_{budget}": loss for budget, loss in losses.items()}
         self.reporter.record("validation", step, values)
         shown = "  ".join(f"M={budget} {math.exp(min(loss, 99)):.2f}" for budget, loss in losses.items())
         self.reporter.say(f"step {step}: validation perplexity  {shown}")
-        now, before = losses[budgets[-1]], self.state.best_loss
+        now, before = losses[longest], self.state.best_loss
         best = math.isfinite(now) and (before is None or now < before)
         if best:
             self.state.best_step, self.state.best_loss = step, now
@@ -382,17 +384,16 @@ def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: 
 
 def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int) -> bool:
     """Run the costliest micro-batch once, forward and backward."""
-    loops = run.model.loops
     ids = torch.zeros(rows, run.model.context, dtype=torch.long, device=device)
-    longest = [Trajectory.uniform(entry.budgets(loops)[1]) for entry in run.objective.trajectories]
+    followed = costliest_step(run)
     documents = torch.zeros_like(ids) if run.data.documents else None
     spare = None
     try:
         # Moments, and gradients of the micro-batches before, are not there yet; hold their place.
         spare = [torch.empty_like(p) for p in objective.parameters() for _ in range(3)]
         with autocast(device, run):
-            count = len(longest)
-            losses = objective(ids, ids, documents, longest, [range(rows)] * count, [1.0] * count)
+            count = len(followed)
+            losses = objective(ids, ids, documents, followed, [range(rows)] * count, [1.0] * count)
         losses.total.backward()
         torch.cuda.synchronize(device)
         return True
