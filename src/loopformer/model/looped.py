@@ -29,7 +29,7 @@ from loopformer.trajectory import Trajectory, resolve
 
 START_STD = math.sqrt(2 / 5)  # of a random start, as Geiping et al. (2025) have it
 TrajectoryLike = Trajectory | str | int | None
-Step = Callable[..., Tensor]  # one pass through the stack: its number, x, modulation, rotary, mask, settled or not
+Step = Callable[..., Tensor]  # one pass: its number, x, modulation, rotary, mask, and with certainty `settled`
 F_ = TypeVar("F_", bound=Callable[..., Any])
 CHECKED_AT_A_TIME = 4096  # tokens whose logits exist while their certainty is looked at
 
@@ -186,7 +186,9 @@ class LoopedLM(nn.Module):
         """The same from embeddings [B, T, D], as `loop` takes them: hidden [B, T, D] after the final norm."""
         run = stack or self.stack
 
-        def step(number: int, x: Tensor, modulation: Tensor | None, *more: Any, settled: Tensor | None) -> Tensor:
+        def step(
+            number: int, x: Tensor, modulation: Tensor | None, *more: Any, settled: Tensor | None = None
+        ) -> Tensor:
             if settled is None:
                 return run(x, modulation, *more)
             return x if bool(settled.all()) else run(x, modulation, *more, settled=settled)
@@ -219,7 +221,9 @@ class LoopedLM(nn.Module):
         positions, mask = cache.place(ids.shape[1])
         x, rotary = self.place(self.tokens(ids), positions)
 
-        def step(number: int, x: Tensor, modulation: Tensor | None, *more: Any, settled: Tensor | None) -> Tensor:
+        def step(
+            number: int, x: Tensor, modulation: Tensor | None, *more: Any, settled: Tensor | None = None
+        ) -> Tensor:
             slots = cache.slots(number)
             if settled is not None and bool(settled.all()):
                 self.stack.store(x, modulation, more[0], slots)
@@ -366,10 +370,12 @@ class LoopedLM(nn.Module):
                 x, embedded = x[:rows], embedded[:rows]
                 rotary, mask = _rotary_rows(rotary, slice(rows)), _rows(mask, slice(rows))
             injected = self.inject(x, embedded, condition, number)
-            settled = None if certainty is None else certainty.settled(rows)
-            new = step(number, injected, condition.modulation, rotary, mask, settled=settled)
-            x = new if settled is None else torch.where(settled[..., None], x, new)
-            if certainty is not None:
+            if certainty is None:
+                x = step(number, injected, condition.modulation, rotary, mask)
+            else:
+                settled = certainty.settled(rows)
+                new = step(number, injected, condition.modulation, rotary, mask, settled=settled)
+                x = torch.where(settled[..., None], x, new)
                 following = slice(passes.rows[number + 1] if number + 1 < len(passes.rows) else 0)
                 certainty.look(x[following], _rows(condition.gain, following))
             if keep is not None:
