@@ -196,12 +196,11 @@ def train_and_measure(
         "torch": torch.__version__,
         **planned,
         "weights": loaded.weights,
-        "seconds": trained["seconds"],
         "training": [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()],
         "states": track_states(loaded.model, group, along, batch_tokens=1 << 16),
     }
     (run / RAW).write_text(rounded(found), encoding="utf-8")
-    print(json.dumps({"model": name, "seed": seed, "tracked": tracked(found), "seconds": found["seconds"]}))
+    print(json.dumps({"model": name, "seed": seed, "tracked": tracked(found)}))
 
 
 def measured_along(model: LoopedLM, loops: int) -> list[Trajectory]:
