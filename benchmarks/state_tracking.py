@@ -48,6 +48,9 @@ Settings = Mapping[str, Any]
 
 MUON: Settings = {"training.optimizer": "muon", "training.learning_rate": 2e-3, "training.weight_decay": 0.1}
 OURS: Settings = {**MUON, "model.inject": "gated"}
+SLOWER: Settings = {
+    "training.matrix_learning_rate": 0.01
+}  # what suits few passes may be too much for many
 ANY_BUDGET: Settings = {"objective.trajectories": "[{budget: any}]"}  # a random one in every step
 ONE_BUDGET: Settings = {"objective.trajectories": "[{budget: full}]"}
 
@@ -84,6 +87,8 @@ SUITES = {
                 f"specialist-{m}": ("paper/loopformer-2x8", {**OURS, **ONE_BUDGET, "model.loops": m})
                 for m in (4, 2, 1)
             },
+            "elastic-0.01": ("paper/loopformer-2x8", {**OURS, **ANY_BUDGET, **SLOWER}),
+            "specialist-8-0.01": ("paper/loopformer-2x8", {**OURS, **ONE_BUDGET, **SLOWER}),
             "elastic-pair": ("paper/loopformer-2x8", {**OURS, "objective.consistency": "distribution"}),
             "stack-16": ("paper/base", {**MUON, "model.blocks": 16}),
             "stack-2": ("paper/base", {**MUON, "model.blocks": 2}),
