@@ -11,6 +11,7 @@ conditioner stay with AdamW.
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -103,11 +104,14 @@ class BlockMuon(torch.optim.Muon):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            pieces = [list(self._update(one, group["momentum"]).chunk(self.parts[one])) for one in parameters]
-            turned = iter(orthogonalised([piece for of_one in pieces for piece in of_one], group))
-            for parameter, of_one in zip(parameters, pieces, strict=True):
-                rows, columns = of_one[0].shape
-                update = torch.cat([next(turned) for _ in of_one])
+            updates = [self._update(parameter, group["momentum"]) for parameter in parameters]
+            matrices = [
+                update.chunk(self.parts[parameter]) for parameter, update in zip(parameters, updates, strict=True)
+            ]
+            orthogonal = orthogonalised([matrix for parts in matrices for matrix in parts], group)
+            for parameter, parts in zip(parameters, matrices, strict=True):
+                rows, columns = parts[0].shape
+                update = torch.cat(list(islice(orthogonal, len(parts))))
                 if isinstance(parameter, DTensor):
                     update = DTensor.from_local(update, parameter.device_mesh, [Replicate()]).redistribute(
                         placements=parameter.placements
