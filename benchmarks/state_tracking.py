@@ -48,10 +48,9 @@ Settings = Mapping[str, Any]
 
 MUON: Settings = {"training.optimizer": "muon", "training.learning_rate": 2e-3, "training.weight_decay": 0.1}
 OURS: Settings = {**MUON, "model.inject": "gated"}
-SLOWER: Settings = {
-    "training.matrix_learning_rate": 0.01
-}  # what suits few passes may be too much for many
+SLOWER: Settings = {"training.matrix_learning_rate": 0.01}  # what suits few passes may be too much for many
 ANY_BUDGET: Settings = {"objective.trajectories": "[{budget: any}]"}  # a random one in every step
+ANY_AND_ONE: Settings = {"objective.trajectories": "[{budget: any},{budget: 1, weight: 0.5}]"}
 ONE_BUDGET: Settings = {"objective.trajectories": "[{budget: full}]"}
 
 
@@ -69,9 +68,10 @@ class StateSuite:
 SUITES = {
     "s3": StateSuite(
         {
-            "elastic": ("states", {}),
+            "elastic-and-one": ("states", {}),
+            "elastic": ("states", ANY_BUDGET),
             **{f"specialist-{m}": ("states", {**ONE_BUDGET, "model.loops": m}) for m in (5, 1, 3, 2, 4)},
-            "elastic-not-injected": ("states", {"model.inject": "none"}),
+            "elastic-not-injected": ("states", {**ANY_BUDGET, "model.inject": "none"}),
         },
         shared={"training.device": "cpu", "training.threads": 1},
         loops=5,
@@ -87,6 +87,7 @@ SUITES = {
                 f"specialist-{m}": ("paper/loopformer-2x8", {**OURS, **ONE_BUDGET, "model.loops": m})
                 for m in (4, 2, 1)
             },
+            "elastic-and-one": ("paper/loopformer-2x8", {**OURS, **ANY_AND_ONE}),
             "elastic-0.01": ("paper/loopformer-2x8", {**OURS, **ANY_BUDGET, **SLOWER}),
             "specialist-8-0.01": ("paper/loopformer-2x8", {**OURS, **ONE_BUDGET, **SLOWER}),
             "elastic-pair": ("paper/loopformer-2x8", {**OURS, "objective.consistency": "distribution"}),
@@ -289,11 +290,12 @@ def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]], loops: int)
             m: [value for one in found.get(model, ()) if (value := accuracy(one, m)) is not None] for m in budgets
         }
 
+    best = "elastic-and-one" if found.get("elastic-and-one") else "elastic"
     special: dict[float, list[float]] = {m: at(f"specialist-{m}", [m])[m] for m in range(1, loops + 1)}
-    lines = [line("one elastic model, fixed budgets", at("elastic", range(1, loops + 1)))]
+    lines = [line("one elastic model, fixed budgets", at(best, range(1, loops + 1)))]
     settled = [
         {row["threshold"]: row for row in one["states"]["certainty"] if row["trajectory"] == str(loops)}
-        for one in found.get("elastic", ())
+        for one in found.get(best, ())
     ]
     if settled:
         means = {
