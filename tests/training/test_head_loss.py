@@ -50,7 +50,9 @@ def test_chunks_equal_the_plain_loss_and_its_gradients(chunk: int, match: Match 
 
 def test_no_gradients_without_need_and_all_ignored_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, full = torch.randn(50, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    assert float(head_losses(weight, [full], torch.full((4,), NO_LOSS), [LossWeights()], None, 2).cross_entropy) == 0
+    assert (
+        float(head_losses(weight, [full], torch.full((4,), NO_LOSS), [LossWeights()], None, 2).cross_entropy) == 0
+    )
     monkeypatch.setattr(torch.autograd, "grad", None)  # calling it would fail
     with torch.no_grad():
         sums = head_losses(weight, [full], torch.randint(50, (4,)), [LossWeights()], None, 2)

@@ -64,7 +64,7 @@ def test_micro_batches_see_the_same_words(tmp_path: Path, tracked: Overrides) ->
     for name, rows in (("whole", 8), ("cut", 2)):
         launch("states", tracked(training__micro_batch=rows), tmp_path / name, quiet=True)
     cut, whole = (training_losses(tmp_path / name, "any") for name in ("cut", "whole"))
-    assert cut == pytest.approx(whole, abs=1e-3)  # other words differ by 0.1; Muon rounds its updates to bf16
+    assert cut == pytest.approx(whole, abs=1e-3)  # Muon rounds its updates to bf16
 
 
 def test_a_run_starts_from_a_model_of_its_own_group(tmp_path: Path, tracked: Overrides) -> None:
