@@ -13,8 +13,6 @@ loss of every window is kept.
 import argparse
 import json
 import math
-import shlex
-import signal
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,15 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from queueing import RAW, rounded, work_through
+from queueing import RAW, rounded, trained, work_through
 
-from loopformer.data.loader import validation_windows
+from loopformer.data.loader import Windows, validation_windows
 from loopformer.data.shards import TokenData
 from loopformer.device import device_name
 from loopformer.inference.score import token_logprobs
 from loopformer.loading import find_model
 from loopformer.model import LoopedLM
-from loopformer.training.launch import launch, plan
 from loopformer.trajectory import Trajectory
 
 Settings = Mapping[str, Any]
@@ -220,13 +217,10 @@ def train_and_measure(
 ) -> None:
     """One run, and everything that was measured of it in one file."""
     settings = {**COMMON, "data.path": data, "training.seed": seed, **SUITES[suite][name]}
-    overrides = [*(f"{key}={value}" for key, value in settings.items()), *trial]
-    trained = launch(PAPER, overrides, run, resume=True)
-    if not trained["finished"]:
-        sys.exit(128 + signal.SIGTERM)
-    planned = plan(PAPER, overrides, run)
+    facts = trained(PAPER, settings, trial, run, commit)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = find_model(str(run))[0].to(device).eval()
+    windows = validation_windows(TokenData.open(str(data), "val"), model.config.context, WINDOWS)
     loops = model.config.loops
     along = [Trajectory.uniform(budget) for budget in range(1, loops + 1)]
     if model.config.conditioning == "trajectory":
@@ -235,16 +229,11 @@ def train_and_measure(
         "suite": suite,
         "name": name,
         "seed": seed,
-        "command": " ".join(["loopformer", "train", PAPER, *map(shlex.quote, overrides)]),
-        "commit": commit,
         "hardware": f"{device_name(device)}, several runs at a time",
-        "torch": torch.__version__,
-        **planned,
-        "seconds": trained["seconds"],
-        "training": [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()],
+        **facts,
         "windows": {
             "tokens": model.config.context,
-            "nats": {str(one): window_losses(model, data, one) for one in along},
+            "nats": {str(one): window_losses(model, windows, one) for one in along},
         },
     }
     (run / RAW).write_text(rounded(found), encoding="utf-8")
@@ -252,9 +241,8 @@ def train_and_measure(
 
 
 @torch.no_grad()
-def window_losses(model: LoopedLM, data: Path, trajectory: Trajectory) -> list[float]:
+def window_losses(model: LoopedLM, windows: Windows, trajectory: Trajectory) -> list[float]:
     """The summed nats of every held-out window, in bf16 on a GPU."""
-    windows = validation_windows(TokenData.open(str(data), "val"), model.config.context, WINDOWS)
     device = model.tokens.weight.device
     sums: list[float] = []
     for start in range(0, len(windows), ROWS):

@@ -17,8 +17,6 @@ DIFFERENCES say it in words. All models see the same samples in the same order.
 import argparse
 import io
 import json
-import shlex
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from paper_judge import Results, fill
-from queueing import RAW, rounded, work_through
+from queueing import RAW, rounded, trained, work_through
 
 from loopformer.analysis.dynamics import analyze, read_prompts
 from loopformer.config import load_run
@@ -36,7 +34,6 @@ from loopformer.evaluation.schedules import search
 from loopformer.evaluation.tasks import Answers, read_answers, read_requests, write_answers, write_requests
 from loopformer.evaluation.text import Protocol, perplexity, read_text
 from loopformer.files import write_atomic
-from loopformer.training.launch import launch, plan
 
 if TYPE_CHECKING:
     from loopformer.evaluation.harness import Suite
@@ -190,10 +187,7 @@ def train_and_measure(name: str, inputs: Path, run: Path, commit: str, trial: Se
     preset, own = QUEUE[name]
     elastic = load_run(preset)[0].objective.elastic
     settings = SETTINGS | (ELASTIC if elastic else {}) | own | {"data.path": inputs / DATA}
-    overrides = [*(f"{key}={value}" for key, value in settings.items()), *trial]
-    trained = launch(preset, overrides, run, resume=True)
-    if not trained["finished"]:
-        sys.exit(128 + signal.SIGTERM)
+    facts = trained(preset, settings, trial, run, commit)
     torch.set_float32_matmul_precision("high")  # TF32 matmuls: far faster, and far finer than bf16
     loaded = LoadedModel.open(str(run))
     trajectories = list(reversed(loaded.trajectories()))
@@ -202,18 +196,13 @@ def train_and_measure(name: str, inputs: Path, run: Path, commit: str, trial: Se
     texts = [read_text(str(inputs / text), tokenizer, max_tokens=SCORED) for text in TEXTS]
     found: dict[str, Any] = {
         "model": name,
-        "preset": preset,
-        "command": " ".join(["loopformer", "train", preset, *map(shlex.quote, overrides)]),
-        "commit": commit,
+        **facts,
         "hardware": f"one {torch.cuda.get_device_name()}, several runs at a time"
         if torch.cuda.is_available()
         else "CPU",
-        "seed": load_run(preset, overrides)[0].training.seed,
-        "torch": torch.__version__,
-        **plan(preset, overrides, run),
+        "seed": facts["settings"]["training"]["seed"],
         "differences": DIFFERENCES,
         "weights": loaded.weights,
-        "training": [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()],
         "evaluated_in": f"{loaded.model.dtype_name} with TF32 matmuls",
         "perplexity": [
             row for text in texts for row in perplexity(loaded.model, text, trajectories, protocol, **kept)

@@ -1,16 +1,23 @@
 """A queue of runs on one machine, some at a time, each in a process of its own; what is done already is left out.
 
 work_through({"a": ["python", "train.py", "a"], …}, Path("runs"), workers=4)     # logs in runs/a.log, …
+facts = trained("states", {"training.seed": 1}, [], Path("runs/a"), commit)      # what such a command begins with
 """
 
 import json
+import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import torch
+
+from loopformer.training.launch import launch, plan
 
 RAW = "raw.json"  # what a run that is done leaves in its folder
 
@@ -38,6 +45,23 @@ def work_through(commands: Mapping[str, Sequence[str]], runs: Path, workers: int
     signal.signal(signal.SIGTERM, stop)
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(work, commands))
+
+
+def trained(
+    preset: str, settings: Mapping[str, Any], trial: Sequence[str], run: Path, commit: str
+) -> dict[str, Any]:
+    """Train a run to its end, or go on with it, and say what it was: command, commit, plan, settings and curve."""
+    overrides = [*(f"{key}={value}" for key, value in settings.items()), *trial]
+    if not launch(preset, overrides, run, resume=True)["finished"]:
+        sys.exit(128 + signal.SIGTERM)
+    return {
+        "preset": preset,
+        "command": " ".join(["loopformer", "train", preset, *map(shlex.quote, overrides)]),
+        "commit": commit,
+        "torch": torch.__version__,
+        **plan(preset, overrides, run),
+        "training": [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()],
+    }
 
 
 def rounded(value: Any) -> str:

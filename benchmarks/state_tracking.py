@@ -20,8 +20,6 @@ along all schedules of half of it where passes are told their steps, and by cert
 import argparse
 import json
 import os
-import shlex
-import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
-from queueing import RAW, rounded, work_through
+from queueing import RAW, rounded, trained, work_through
 
 from loopformer.data.states import Group
 from loopformer.device import device_name
@@ -38,7 +36,6 @@ from loopformer.evaluation.benchmarks import LoadedModel
 from loopformer.evaluation.states import track_states
 from loopformer.model import LoopedLM
 from loopformer.plots import Line, Panel, line_figure, save
-from loopformer.training.launch import launch, plan
 from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -182,27 +179,18 @@ def train_and_measure(
     """One model: its run folder, and everything that was measured in one file."""
     preset, own = SUITES[suite].models[name]
     settings = {**SUITES[suite].shared, "training.steps": steps, "training.seed": seed, **own}
-    overrides = [*(f"{key}={value}" for key, value in settings.items()), *trial]
-    trained = launch(preset, overrides, run, resume=True)
-    if not trained["finished"]:
-        sys.exit(128 + signal.SIGTERM)
+    facts = trained(preset, settings, trial, run, commit)
     torch.set_float32_matmul_precision("high")  # TF32 matmuls: far faster, and far finer than bf16
-    planned = plan(preset, overrides, run)
-    loaded = LoadedModel.open(str(run), planned["settings"]["training"]["device"])
-    group = Group.named(planned["settings"]["data"]["states"])
+    loaded = LoadedModel.open(str(run), facts["settings"]["training"]["device"])
+    group = Group.named(facts["settings"]["data"]["states"])
     along = measured_along(loaded.model, SUITES[suite].loops)
     found = {
         "model": name,
         "suite": suite,
         "seed": seed,
-        "preset": preset,
-        "command": " ".join(["loopformer", "train", preset, *map(shlex.quote, overrides)]),
-        "commit": commit,
         "hardware": hardware(loaded.model.tokens.weight.device),
-        "torch": torch.__version__,
-        **planned,
+        **facts,
         "weights": loaded.weights,
-        "training": [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()],
         "states": track_states(loaded.model, group, along, batch_tokens=1 << 16),
     }
     (run / RAW).write_text(rounded(found), encoding="utf-8")

@@ -34,9 +34,8 @@ def draw_trajectories(run: RunConfig, step: int, part: int) -> list[Trajectory |
     drawn: list[Trajectory | None] = []
     for entry in entries:
         followed = entry.active(progress)
-        if (
-            followed and entry.chance < 1
-        ):  # the chances lie side by side in [0, 1), and one point falls on one of them
+        # The chances lie side by side in [0, 1), and one point falls on one of them.
+        if followed and entry.chance < 1:
             followed, point = 0 <= point < entry.chance, point - entry.chance
         if not followed:
             drawn.append(None)
