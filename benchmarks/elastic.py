@@ -80,6 +80,8 @@ def grid(weight: float, match: float = 0.0) -> Settings:
 
 
 ANY = following("{budget: any}")
+HALF = following("{budget: full, chance: 0.5}", "{budget: short, chance: 0.5}")
+WIDE: Settings = {"model.ffn": 4096}  # more room in one pass, no more of them: is it room that budgets contend for?
 SUITES: dict[str, dict[str, Settings]] = {
     "parts": {  # the most telling first
         "ours-any": {**OURS, **ANY},
@@ -129,11 +131,10 @@ SUITES: dict[str, dict[str, Settings]] = {
         "paper-adamw-2e-3": {"training.learning_rate": 2e-3},
     },
     "balance": {  # between one pass that does everything and short budgets that are not learned
-        "grid-0.1": {**OURS, **grid(0.1)},
+        "wide-grid-0.3": {**OURS, **grid(0.3), **WIDE},
         "grid-0.3": {**OURS, **grid(0.3)},
-        "deep-0.1": {**OURS, **following("{budget: [3, 8]}", "{budget: [1, 2], weight: 0.1}")},
-        "deep-0.3": {**OURS, **following("{budget: [3, 8]}", "{budget: [1, 2], weight: 0.3}")},
-        "paper-one": {**OURS, **following(*PAIR, "{budget: 1, weight: 0.1}"), "objective.consistency": "hidden"},
+        "grid-0.1": {**OURS, **grid(0.1)},
+        "wide-specialist-8": {**OURS, **following("{budget: 8}"), **WIDE},
         "deep-first": {
             **OURS,
             **following(
@@ -142,15 +143,15 @@ SUITES: dict[str, dict[str, Settings]] = {
                 *(f"{{budget: {budget}, weight: 0.3, during: [0.6, 1]}}" for budget in (4, 2, 1)),
             ),
         },
-        "grid-0.1-match": {**OURS, **grid(0.1, match=0.2)},
-        "half-full": {**OURS, **following("{budget: full, chance: 0.5}", "{budget: short, chance: 0.5}")},
+        "deep-0.3": {**OURS, **following("{budget: [3, 8]}", "{budget: [1, 2], weight: 0.3}")},
+        "half-full": {**OURS, **HALF},
+        "half-full-parts-4": {**OURS, **HALF, "objective.route_draws": 4, "training.micro_batch": 32},
         "mostly-deep": {**OURS, **following("{budget: [4, 8], chance: 0.6}", "{budget: [1, 3], chance: 0.4}")},
+        "wide-specialist-1": {**OURS, **following("{budget: 1}"), **WIDE},
+        "deep-0.1": {**OURS, **following("{budget: [3, 8]}", "{budget: [1, 2], weight: 0.1}")},
+        "paper-one": {**OURS, **following(*PAIR, "{budget: 1, weight: 0.1}"), "objective.consistency": "hidden"},
+        "grid-0.1-match": {**OURS, **grid(0.1, match=0.2)},
         "any-varied": {**OURS, **ANY, "model.modulator_start": "varied"},
-        "grid-0.3-varied": {**OURS, **grid(0.3), "model.modulator_start": "varied"},
-        "any-parts-8": {**OURS, **ANY, "objective.route_draws": 8, "training.micro_batch": 16},
-        "paper-qk": {**OURS, "model.qk_norm": True},
-        "paper-not-injected": {**ROTARY, **MUON},
-        "paper-final-norm": {**OURS, "model.final_norm": "budget"},
         "3x8": {**OURS, **grid(0.1), "model.blocks": 3, "model.width": 384, "model.heads": 6, "model.ffn": 960},
         "prelude-coda": {  # as many FLOPs at 1, 4, 10 and 22 passes as 3⊗8 at 1, 2, 4 and 8, and as many blocks
             **OURS,
