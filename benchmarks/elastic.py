@@ -79,6 +79,12 @@ def grid(weight: float, match: float = 0.0) -> Settings:
     return following(FULL, *(f"{{budget: {budget}, weight: {weight}, match: {match}}}" for budget in (4, 2, 1)))
 
 
+def strata(weight: float, match: float = 0.0, start: float = 0.0) -> list[str]:
+    """Short budgets of three kinds, each in every step from `start` of training on."""
+    rest = f"weight: {weight}, match: {match}, during: [{start}, 1]"
+    return [f"{{budget: {budget}, {rest}}}" for budget in ("[4, 7]", "[2, 3]", "1")]
+
+
 ANY = following("{budget: any}")
 HALF = following("{budget: full, chance: 0.5}", "{budget: short, chance: 0.5}")
 WIDE: Settings = {"model.ffn": 4096}  # more room in one pass, no more of them: is it room that budgets contend for?
@@ -151,7 +157,6 @@ SUITES: dict[str, dict[str, Settings]] = {
         "deep-0.1": {**OURS, **following("{budget: [3, 8]}", "{budget: [1, 2], weight: 0.1}")},
         "paper-one": {**OURS, **following(*PAIR, "{budget: 1, weight: 0.1}"), "objective.consistency": "hidden"},
         "grid-0.1-match": {**OURS, **grid(0.1, match=0.2)},
-        "any-varied": {**OURS, **ANY, "model.modulator_start": "varied"},
         "3x8": {**OURS, **grid(0.1), "model.blocks": 3, "model.width": 384, "model.heads": 6, "model.ffn": 960},
         "prelude-coda": {  # as many FLOPs at 1, 4, 10 and 22 passes as 3⊗8 at 1, 2, 4 and 8, and as many blocks
             **OURS,
@@ -165,6 +170,25 @@ SUITES: dict[str, dict[str, Settings]] = {
         },
         "specialist-8-muon-0.01": {**OURS, **following("{budget: 8}"), "training.matrix_learning_rate": 0.01},
         "specialist-1-muon-0.04": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.04},
+    },
+    "order": {  # do short budgets that come in late leave the deep ones alone?
+        "strata-0.1": {**OURS, **following(FULL, *strata(0.1))},
+        "strata-0.3-from-0.2": {**OURS, **following(FULL, *strata(0.3, start=0.2))},
+        "strata-match-from-0.2": {**OURS, **following(FULL, *strata(0.1, match=0.3, start=0.2))},
+        "strata-0.3-from-0.4": {**OURS, **following(FULL, *strata(0.3, start=0.4))},
+        "strata-0.5-from-0.4": {**OURS, **following(FULL, *strata(0.5, start=0.4))},
+        "rows-from-0.2": {
+            **OURS,
+            **following(
+                "{budget: full, during: [0, 0.2]}",
+                "{budget: full, rows: 0.5, during: [0.2, 1]}",
+                "{budget: [4, 7], rows: 0.25, weight: 0.3, during: [0.2, 1]}",
+                "{budget: [2, 3], rows: 0.125, weight: 0.3, during: [0.2, 1]}",
+                "{budget: 1, rows: 0.125, weight: 0.3, during: [0.2, 1]}",
+            ),
+            "training.steps": 2000,
+        },
+        "any-varied": {**OURS, **ANY, "model.modulator_start": "varied"},
     },
 }
 WINDOWS = 512  # held out, of the context each

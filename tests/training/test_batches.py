@@ -117,3 +117,23 @@ def test_uneven_shares_are_refused() -> None:
     with pytest.raises(LoopformerError, match=r"12 rows of each of the 40 parts .* by 8 ranks"):
         micro_batches(480, 2, ObjectiveConfig(route_draws=40), 0, 8, in_step=True)
     assert {len(micro_batches(480, 12, ObjectiveConfig(route_draws=40), rank, 8)) for rank in range(8)} == {5}
+
+
+@given(size=st.integers(1, 64), shares=st.lists(st.sampled_from([0.125, 0.25, 0.5]), min_size=1, max_size=4))
+def test_shares_of_the_rows_lie_side_by_side(size: int, shares: list[float]) -> None:
+    counts = [int(size * share) for share in shares]
+    assume(sum(counts) <= size and min(counts) > 0)
+    entries = [TrainedTrajectory("any"), *(TrainedTrajectory(1, rows=share) for share in shares)]
+    (only,) = micro_batches(size, size, ObjectiveConfig(trajectories=tuple(entries)))
+    everyone, *taken = map(set, only.rows)
+    assert everyone == set(range(size))
+    assert [len(rows) for rows in taken] == counts
+    assert len(set().union(*taken)) == sum(counts)
+
+
+def test_shares_that_add_up_to_all_rows_train_all_of_them() -> None:
+    halves = (TrainedTrajectory("full", rows=0.5), TrainedTrajectory("short", rows=0.5))
+    (only,) = micro_batches(8, 8, ObjectiveConfig(trajectories=halves))
+    assert sorted(only.rows[0] + only.rows[1]) == list(range(8))
+    with pytest.raises(LoopformerError, match="do not train all rows"):
+        ObjectiveConfig(trajectories=(TrainedTrajectory("full", rows=0.5), TrainedTrajectory("short", rows=0.25)))

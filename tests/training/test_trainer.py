@@ -326,7 +326,7 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(objective__trajectories="[full]"), {}, "each of objective.trajectories must be a mapping"),
         ("demo", small(training__seed=-1), {}, "training.seed must lie in"),
         ("demo", small(objective__trajectories="[{bugdet: 2}]"), {}, "did you mean budget"),
-        ("demo", small(objective__trajectories="[{budget: 2, chance: 0.5}]"), {}, "let the chances add up to 1"),
+        ("demo", small(objective__trajectories="[{budget: 2, chance: 0.5}]"), {}, "let them add up to 1"),
         ("demo", small(objective__trajectories="[{budget: 2}, {budget: 1, chance: 2}]"), {}, "chance must lie in"),
         ("demo", small(objective__trajectories="any"), {}, "must be a list"),
         ("demo", small(training__optimizer="mu"), {}, "one of adamw, muon"),

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loopformer.cli.options import Device, Field, Json, OutFolder, Trajectories, own_text
+from loopformer.cli.options import MODEL, Device, Field, Json, OutFolder, Trajectories, own_text
 from loopformer.cli.output import number, output_folder, print_files, print_table, progress, stoppable
+from loopformer.config.model import BOX
 
 if TYPE_CHECKING:
     from loopformer.analysis.results import Dynamics
@@ -22,11 +23,9 @@ _LENGTH = 128  # tokens; the same for most models, because entropy depends on it
 @stoppable("an analysis is written when all is measured, the same command starts again")
 def analyze(
     model: Annotated[
-        list[str],
-        typer.Option(
-            "--model", "-m", help="A run, a model folder or published weights; may be given several times."
-        ),
-    ],
+        list[str] | None,
+        typer.Option("--model", "-m", help=f"{MODEL}; may be given several times. By default box."),
+    ] = None,
     text: Annotated[
         str | None,
         typer.Option(
@@ -64,6 +63,7 @@ def analyze(
     from loopformer.loading import find_config
     from loopformer.plots import available
 
+    model = model or [BOX]
     checked_states(states)
     require(prompts >= 1, f"--prompts must be 1 or more, got {prompts}.")
     names, configs = model_names(model), [find_config(path)[0] for path in model]
@@ -91,14 +91,14 @@ def analyze(
 
 
 def _own_text(models: Sequence[str]) -> str:
-    """The held-out text of the first run; where no model is a run, that of stdlib, and that is said."""
+    """What is held out for the first model that has such text; for none of them stdlib, and that is said."""
     from loopformer.loading.folder import run_of
 
-    run = next((model for model in models if run_of(model) is not None), None)
-    if run is None:
+    first = next((model for model in models if model == BOX or run_of(model) is not None), None)
+    if first is None:
         typer.echo("No model here is a run with data of its own; measured on stdlib, or give --text.", err=True)
         return "stdlib"
-    return own_text(run)
+    return own_text(first)
 
 
 def _trajectories(

@@ -8,6 +8,7 @@ import typer
 
 from loopformer.cli.options import Device
 from loopformer.cli.output import output_file, stoppable
+from loopformer.config.model import BOX
 
 if TYPE_CHECKING:
     import torch
@@ -17,9 +18,12 @@ if TYPE_CHECKING:
 bench = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 
 _KEPT = "nothing is kept but the lines above, the same command starts again"
-_PAPER = "paper/loopformer-3x8"
-AnyModel = Annotated[str, typer.Option("--model", "-m", help="A preset (random weights), a run or a model folder.")]
-AnySettings = Annotated[str, typer.Option("--model", "-m", help="A preset, a run or a model folder: its settings.")]
+AnyModel = Annotated[
+    str, typer.Option("--model", "-m", help="A preset (random weights), a run, a model folder or box.")
+]
+AnySettings = Annotated[
+    str, typer.Option("--model", "-m", help="A preset, a run, a model folder or box: its settings.")
+]
 BenchDtype = Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 elsewhere.")]
 Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
 
@@ -27,7 +31,7 @@ Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file
 @bench.command("decode")
 @stoppable(_KEPT)
 def decode(
-    model: AnyModel = _PAPER,
+    model: AnyModel = BOX,
     budgets: Annotated[str | None, typer.Option(help="Loops per token: 1,2,4; by default L, L/2 and L/4.")] = None,
     batches: Annotated[str, typer.Option(help="Rows at a time: 1,64.")] = "1",
     contexts: Annotated[str | None, typer.Option(help="Tokens before the first new one; half the context.")] = None,
@@ -84,7 +88,7 @@ def decode(
 @bench.command("train")
 @stoppable(_KEPT)
 def train(
-    model: AnySettings = _PAPER,
+    model: AnySettings = BOX,
     micro_batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 12,
     paths: Annotated[
         str | None,
@@ -125,7 +129,7 @@ def train(
 @bench.command("memory")
 @stoppable(_KEPT)
 def memory(
-    model: AnySettings = _PAPER,
+    model: AnySettings = BOX,
     micro_batches: Annotated[str, typer.Option(help="Sequences at a time: 4,8,12.")] = "12",
     device: Device = "auto",
     out: Out = None,

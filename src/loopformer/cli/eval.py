@@ -23,7 +23,7 @@ from loopformer.cli.options import (
     Join,
     Json,
     MaxTokens,
-    MaybeModel,
+    Model,
     OutFile,
     TaskData,
     Trajectories,
@@ -31,6 +31,7 @@ from loopformer.cli.options import (
     own_text,
 )
 from loopformer.cli.output import number, output_file, print_table, progress, stoppable, write_json
+from loopformer.config.model import BOX
 
 if TYPE_CHECKING:
     from loopformer.evaluation.benchmarks import LoadedModel
@@ -44,10 +45,10 @@ _FRACTIONS = ("acc", "exact_match")  # metrics that are shown in percent
 
 @stoppable("what is finished is kept, the same command continues")
 def eval_(
-    model: MaybeModel = None,
+    model: Model = BOX,
     text: Annotated[
         list[str] | None,
-        typer.Option(help=f"{TEXT}; may be given several times. A run's own data by default."),
+        typer.Option(help=f"{TEXT}; may be given several times. What is held out for the model by default."),
     ] = None,
     budgets: Budgets = None,
     trajectory: Trajectories = None,
@@ -107,7 +108,7 @@ def eval_(
 
     loopformer eval --model runs/s3 --states S3 --figure s3.png
     """
-    from loopformer.errors import LoopformerError, require
+    from loopformer.errors import require
     from loopformer.evaluation.benchmarks import LoadedModel
     from loopformer.evaluation.states import own_group, state_figure
     from loopformer.evaluation.text import Protocol
@@ -125,7 +126,7 @@ def eval_(
         require(folder is None or tasks is not None or collect is not None, f"{name} goes with --tasks.")
     others = text or tasks is not None or any(file is not None for file in steps)
     require(states is None or not others, "--states is measured on its own; leave out texts and tasks.")
-    if states is None and model is not None and not others:
+    if states is None and not others:
         states = own_group(model)
     for name, given in (("--sequences", sequences), ("--seed", seed), ("--figure", figure)):
         require(given is None or states is not None, f"{name} goes with --states.")
@@ -141,7 +142,7 @@ def eval_(
         if collect is not None:
             _finish({"tasks": _aggregate(collect, data, include)}, out, as_json)
             return
-        if model is not None and export is None:  # first, since tasks may take long to load
+        if export is None:  # first, since tasks may take long to load
             loaded = LoadedModel.open(model, device, dtype)
             if states is None:
                 trajectories = loaded.trajectories(budgets, trajectory or (), schedule)
@@ -151,8 +152,6 @@ def eval_(
         if export is not None and suite is not None:
             _export_requests(export, suite)
             return
-        if model is None:
-            raise LoopformerError("Say which model to evaluate with --model, such as runs/mine.")
         if score is not None:
             _score_requests(score, loaded, trajectories, out, batch_tokens)
             return

@@ -9,6 +9,7 @@ import typer
 
 from loopformer.cli.options import Device, Model
 from loopformer.cli.output import number, print_table, stoppable
+from loopformer.config.model import BOX
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @stoppable("nothing is kept but the text so far, the same command starts again")
 def generate(
-    model: Model,
+    model: Model = BOX,
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; standard input without it.")] = None,
     budget: Annotated[int | None, typer.Option(help="Loops per token, 1 to L; L by default.")] = None,
     trajectory: Annotated[str | None, typer.Option(help="A schedule: 4-2-1-1, 1/2,1/4,1/4, cosine:4.")] = None,
@@ -71,7 +72,9 @@ def generate(
 ) -> None:
     """Continue a prompt, streaming; the budget is a number, a schedule or a target.
 
-    Example: loopformer generate "Once upon a time" --model runs/mine --budget 4
+    Examples: loopformer generate "Once upon a time" --budget 4
+
+    loopformer generate "Once upon a time" --model runs/mine --compare 1,2,4
     """
     from loopformer.config import whole_numbers
     from loopformer.device import dtype_of

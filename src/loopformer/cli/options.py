@@ -11,9 +11,8 @@ from typing import Annotated
 from typer import Option
 
 # The model, and where it runs.
-_MODEL = Option("--model", "-m", help="A run, a model folder or published weights.")
-Model = Annotated[str, _MODEL]
-MaybeModel = Annotated[str | None, _MODEL]
+MODEL = "A run, a model folder, published weights, or box, the model that comes with loopformer"
+Model = Annotated[str, Option("--model", "-m", help=f"{MODEL}.")]
 Heads = Annotated[int | None, Option(help="Attention heads, for weights without a config.")]
 Loops = Annotated[int | None, Option(help="Loops L, for weights without a config.")]
 Device = Annotated[str, Option(help="auto, cpu, cuda or mps.")]

@@ -23,14 +23,15 @@ from loopformer.cli.options import (
     own_text,
 )
 from loopformer.cli.output import number, output_file, print_table, progress, stoppable, write_json
+from loopformer.config.model import BOX
 
 _SHOWN = 5  # schedules at each end of the table
 
 
 @stoppable("what is finished is kept, the same command continues")
 def search(
-    model: Model,
     budget: Annotated[int, typer.Option(help="Loops M, 1 to L.")],
+    model: Model = BOX,
     text: Annotated[str | None, typer.Option(help=f"{TEXT}. A run's own data by default.")] = None,
     tasks: Annotated[
         str | None, typer.Option(help="Benchmarks, as in `loopformer eval`: paper, or names, as in piqa,arc_easy.")

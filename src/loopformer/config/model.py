@@ -22,6 +22,7 @@ from loopformer.errors import LoopformerError, nearest, require
 T = TypeVar("T")
 Conditioning = Literal["none", "index", "time", "step", "trajectory"]
 FORMAT, VERSION = "loopformer-model", 1  # how the config.json of a model folder says that it is ours
+BOX = "box"  # the name of the model that comes with the package
 
 
 def on_trial(default: Any) -> Any:

@@ -54,7 +54,7 @@ class TrainedTrajectory:
     sampler: Literal["compositions", "sequential", "uniform", "continuous"] = "uniform"  # of its steps
     weight: float = 1.0  # of its cross-entropy
     match: float = 0.0  # of its match to the full trajectory, which gets no gradient from it
-    rows: float = 1.0  # share of the rows that follow it
+    rows: float = 1.0  # share of the rows that follow it; shares lie side by side
     chance: float = 1.0  # below 1: one of those with a chance is drawn, for every step and part of the batch
     during: tuple[float, ...] = (0.0, 1.0)  # the part of training in which it is followed
 
@@ -156,13 +156,16 @@ class ObjectiveConfig:
             )
         borders = sorted({0.0, 1.0, *(bound for entry in entries for bound in entry.during)})
         for start in borders[:-1]:
-            trained = [entry for entry in entries if entry.active(start) and entry.weight > 0 and entry.rows == 1]
+            weighty = [entry for entry in entries if entry.active(start) and entry.weight > 0]
+            trained = [entry for entry in weighty if entry.rows == 1]
+            shared = sum(entry.rows for entry in weighty if entry.rows < 1 and entry.chance == 1)  # side by side
             drawn = sum(entry.chance for entry in entries if entry.active(start) and entry.chance < 1)
             require(drawn <= 1 + 1e-9, f"objective.trajectories: the chances add up to {drawn:g}, more than 1.")
             require(
-                any(entry.chance == 1 for entry in trained) or sum(entry.chance for entry in trained) > 1 - 1e-9,
+                any(entry.chance == 1 for entry in trained)
+                or max(shared, sum(entry.chance for entry in trained)) > 1 - 1e-9,
                 f"objective.trajectories: from {start:g} of training on some steps do not train all rows; "
-                "leave chance out of one of them, or let the chances add up to 1.",
+                "leave chance or rows out of one of them, or let them add up to 1.",
             )
 
     @property

@@ -27,7 +27,7 @@ from loopformer.data.states import TEST, Group, StateWindows, word_length
 from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.evaluation.text import ReportProgress
 from loopformer.inference.score import BATCH_TOKENS, TrajectoryTree
-from loopformer.loading.folder import SETTINGS, run_of
+from loopformer.loading.folder import SETTINGS, located, run_of
 from loopformer.model import LoopedLM
 from loopformer.model.looped import Certainty
 from loopformer.plots import grid_figure
@@ -45,7 +45,7 @@ THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999)
 
 def own_group(model: str | Path) -> str | None:
     """The group whose states a run, or a checkpoint of one, was trained to track; None for any other model."""
-    settings = (run_of(model) or Path(model)) / SETTINGS
+    settings = (run_of(model) or located(model)) / SETTINGS
     return load_run(settings)[0].data.states if settings.is_file() else None
 
 

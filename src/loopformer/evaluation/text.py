@@ -51,7 +51,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, nearest, require
 from loopformer.evaluation.store import Piece, Store, weights_hash
 from loopformer.inference.score import BATCH_TOKENS, Span, score_spans
-from loopformer.loading.folder import SETTINGS, data_folder, run_of
+from loopformer.loading.folder import HELD_OUT, SETTINGS, data_folder, located, run_of
 from loopformer.model import LoopedLM
 from loopformer.model.looped import TrajectoryLike
 from loopformer.trajectory import Trajectory
@@ -114,7 +114,9 @@ def read_text(
 
 
 def default_text(model: str | Path) -> str | None:
-    """The data folder of a run, or of a checkpoint's run; None where there is none or it cannot be found."""
+    """What is held out for a model: in its folder, or in its run's data; None where that cannot be found."""
+    if (held_out := located(model) / HELD_OUT).is_file():
+        return str(held_out)
     if (run := run_of(model)) is None:
         return None
     data = load_run(run / SETTINGS)[0].data

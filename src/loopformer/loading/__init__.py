@@ -1,6 +1,6 @@
 """Models on disk: folder.py (our own model and run folders) · published.py (the authors' weights).
 
-model, tokenizer_folder = find_model("runs/demo")     # whatever it is: a run, a model folder, published weights
+model, tokenizer_folder = find_model("runs/demo")     # a run, a model folder, published weights, or "box"
 config, tokenizer_folder = find_config("runs/demo")   # the same without the weights
 """
 
@@ -22,6 +22,7 @@ from loopformer.loading.folder import (
     is_model_folder,
     is_run_folder,
     load_model,
+    located,
     newest_model,
     read_config,
     save_model,
@@ -89,11 +90,11 @@ def from_model_folder(source: str | Path, read: Callable[[Path], T]) -> T:
 
 
 def model_folder(source: str | Path) -> Path:
-    """The folder that holds the model: of a run its newest whole checkpoint, anything else as it is.
+    """The folder that holds the model: of a run its newest whole checkpoint, of `box` the one in the package.
 
     A checkpoint that is named itself is held against its checksums, too.
     """
-    path = Path(source)
+    path = located(source)
     if is_run_folder(path):
         return newest_model(path, _warn)
     if is_checkpoint(path) and (wrong := damage(path, (WEIGHTS, CONFIG, TOKENIZER))) is not None:

@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loopformer.config import ModelConfig, from_mapping
-from loopformer.config.model import FORMAT, VERSION
+from loopformer.config.model import BOX, FORMAT, VERSION
 from loopformer.data.shards import INDEX_FILE, is_prepared
 from loopformer.errors import FileProblem
 from loopformer.files import DamagedFile, read_json, sha256_of
@@ -34,8 +35,14 @@ from loopformer.model import LoopedLM
 
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"  # of a model
 FOLDER, CHECKSUMS, STATE, SETTINGS = "checkpoints", "checksums.json", "state.json", "run.yaml"  # of a run
+HELD_OUT = "held-out.jsonl"  # text beside it that it was not trained on
 _STEP = re.compile(r"step-\d+")
 PREFIX = "model."  # what Transformers puts before our names, as its wrapper holds our model under this one
+
+
+def located(source: str | Path) -> Path:
+    """Where a model is said to be: the model in the box by its name, anything else by its path."""
+    return Path(str(resources.files("loopformer") / BOX)) if str(source) == BOX else Path(source)
 
 
 def is_model_folder(path: str | Path) -> bool:
@@ -160,7 +167,7 @@ def is_run_folder(path: str | Path) -> bool:
 
 def run_of(model: str | Path) -> Path | None:
     """The run that a model belongs to, itself or as one of its checkpoints; None for any other model."""
-    path = Path(os.path.abspath(model))
+    path = Path(os.path.abspath(located(model)))
     run = path.parent.parent if path.parent.name == FOLDER else path
     return run if is_run_folder(run) else None
 

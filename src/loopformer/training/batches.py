@@ -83,6 +83,7 @@ def micro_batches(
             + (" or objective.route_draws." if in_step else ".")
         )
     share = shared // world
+    followers = _followers(size, objective)
 
     def of_rank(number: int) -> list[MicroBatch]:
         cut = []
@@ -91,7 +92,8 @@ def micro_batches(
             last = first + share if in_step else min((part + 1) * size, (number + 1) * share)
             for start in range(first, last, micro_batch):
                 stop = min(start + micro_batch, last)
-                rows = [_rows(start, stop, part * size, entry.rows) for entry in objective.trajectories]
+                inside = range(start - part * size, stop - part * size)
+                rows = (tuple(row - inside.start for row in inside if row in one) for one in followers)
                 cut.append(MicroBatch(start, stop, part, tuple(rows)))
         return cut
 
@@ -112,10 +114,13 @@ def largest_micro_batch(batch: int, objective: ObjectiveConfig, world: int, in_s
     return max(1, size // world if in_step else min(size, batch // world))
 
 
-def _rows(start: int, stop: int, origin: int, share: float) -> tuple[int, ...]:
-    """A share of the rows, spread evenly over the part and the same for any cut of it."""
-
-    def taken(row: int) -> bool:
-        return math.floor((row + 1) * share + 1e-9) > math.floor(row * share + 1e-9)
-
-    return tuple(row - start for row in range(start, stop) if taken(row - origin))
+def _followers(size: int, objective: ObjectiveConfig) -> list[frozenset[int]]:
+    """The rows of a part that follow each trajectory; shares of them lie side by side, spread over the part."""
+    stride = next(step for step in range(max(1, round(0.618 * size)), size + 1) if math.gcd(step, size) == 1)
+    spread = sorted(range(size), key=lambda row: row * stride % size)
+    followers, begin = [], 0
+    for entry in objective.trajectories:
+        count = int(size * entry.rows + 1e-9)
+        followers.append(frozenset(spread[place % size] for place in range(begin, begin + count)))
+        begin += count % size
+    return followers
