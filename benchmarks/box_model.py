@@ -1,17 +1,36 @@
-"""The model in the box: its text, and how it is trained.
+"""The model in the box: its text, its training, and the folder that ships with the package.
 
-    python benchmarks/box_model.py prepare CORPUS --data data/box          # tokens of sources that may be passed on
+    python benchmarks/box_model.py prepare CORPUS --data data/box          # tokens of text that may be passed on
+    python benchmarks/box_model.py train --data data/box --run runs/box    # on a GPU
+    python benchmarks/box_model.py pack runs/box --data data/box --out src/loopformer/box
 
-CORPUS has the files of SOURCES as .zst: public-domain books, Wikipedia (CC BY-SA), documents of the US government
-(public domain) and MDN's manuals (CC BY-SA, code CC0).
+CORPUS has the files of SOURCES and, in `heldout`, of HELD as .zst: public-domain books, Wikipedia (CC BY-SA),
+documents of the US government (public domain) and MDN's manuals (CC BY-SA, code CC0). `train` goes on with a run
+that was stopped; `pack` writes bf16 weights, settings, tokenizer, the held-out text, and the card with all budgets'
+perplexities.
 """
 
 import argparse
+import json
+import shutil
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from paper_claims import DATA, TEXT, write_texts
+import torch
+from elastic import WINDOWS, perplexities, window_losses
+from paper_claims import DATA, TEXT, lines, write_texts
+from queueing import RAW, rounded, trained
 
+from loopformer.data.loader import validation_windows
 from loopformer.data.prepare import prepare
+from loopformer.data.shards import TokenData
+from loopformer.device import device_name
+from loopformer.evaluation.benchmarks import LoadedModel
+from loopformer.evaluation.text import perplexity, read_text
+from loopformer.loading import find_model
+from loopformer.loading.folder import HELD_OUT, TOKENIZER, save_tensors
+from loopformer.trajectory import Trajectory
 
 VOCAB = 8192
 SOURCES = {  # megabytes of text, whole documents in the order of the file
@@ -22,6 +41,43 @@ SOURCES = {  # megabytes of text, whole documents in the order of the file
     "gutenberg_books_1": 120,
     "gutenberg_books_2": 120,
 }
+PRESET = "elastic"
+SETTINGS = {
+    "model.blocks": 1,
+    "model.loops": 8,
+    "model.width": 448,
+    "model.heads": 7,
+    "model.ffn": 2048,
+    "model.context": 512,
+    "objective.chunk": 8192,
+    "training.batch": 128,
+    "training.micro_batch": 128,
+    "training.save_every": 1000,
+    "training.validate_every": 1000,
+    "training.keep": 1,
+}
+HELD = {"gutenberg_books": 22, "wikipedia_en": 20, "frus_documents": 10, "mdn_web_docs": 10}  # documents held out
+PIECE = 1600  # characters of each of them
+CARD = """\
+# The model in the box
+
+A small elastic-depth language model that comes with loopformer: {blocks}⊗{loops}, width {width},
+{parameters:.2f} M parameters, context {context}, a byte-level BPE of {vocab:,} tokens, bf16. It shows what a budget
+does and lets every command run at once. It is far too small to know anything, and what it says may be wrong or
+offensive, as old books can be.
+
+| passes | perplexity | bits per byte |
+|---|---|---|
+{rows}
+
+On `{held_out}`, which is held out of its data; `loopformer eval --budgets 1,2,4,8` says it again. English, after
+{seen:.0f} M tokens ({epochs:.1f} epochs, {steps:,} steps, seed {seed}) with the preset `elastic` on {hardware};
+`benchmarks/box_model.py` made it.
+
+Trained only on text that may be passed on: books of Project Gutenberg in the public domain, English Wikipedia
+(CC BY-SA 4.0), Foreign Relations of the United States (public domain) and MDN Web Docs (CC BY-SA 2.5, code CC0).
+`{held_out}` is of the same sources under the same licences. Weights and settings: MIT, as loopformer.
+"""
 
 
 def main() -> None:
@@ -30,10 +86,81 @@ def main() -> None:
     one = verbs.add_parser("prepare")
     one.add_argument("corpus", type=Path)
     one.add_argument("--data", type=Path, required=True)
+    one = verbs.add_parser("train")
+    one.add_argument("--data", type=Path, required=True)
+    one.add_argument("--run", type=Path, required=True)
+    one.add_argument("--commit", default="unknown")
+    one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of `loopformer train`")
+    one = verbs.add_parser("pack")
+    one.add_argument("run", type=Path)
+    one.add_argument("--data", type=Path, required=True)
+    one.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
-    write_texts(asked.corpus, asked.data / TEXT, SOURCES)
-    index = prepare([str(asked.data / TEXT)], asked.data / DATA, train_tokenizer=VOCAB, val_fraction=0.003)
-    print(index)
+    if asked.verb == "prepare":
+        write_texts(asked.corpus, asked.data / TEXT, SOURCES)
+        write_held_out(asked.corpus, asked.data / HELD_OUT)
+        print(prepare([str(asked.data / TEXT)], asked.data / DATA, train_tokenizer=VOCAB, val_fraction=0.003))
+    elif asked.verb == "train":
+        train(asked.data / DATA, asked.run, asked.commit, asked.set)
+    else:
+        pack(asked.run, asked.data / DATA, asked.out)
+
+
+def train(data: Path, run: Path, commit: str, trial: list[str]) -> None:
+    """Train, then measure what is held out at every budget and along every schedule of half the loops."""
+    facts = trained(PRESET, {**SETTINGS, "data.path": data}, trial, run, commit)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = find_model(run)[0].to(device).eval()
+    windows = validation_windows(TokenData.open(str(data), "val"), model.config.context, WINDOWS)
+    loops = model.config.loops
+    along = [Trajectory.uniform(budget) for budget in range(1, loops + 1)]
+    along += [one for one in Trajectory.enumerate(loops, loops // 2) if one not in along]
+    nats = {str(one): window_losses(model, windows, one) for one in along}
+    found = {"hardware": device_name(device), **facts, "windows": {"tokens": model.config.context, "nats": nats}}
+    (run / RAW).write_text(rounded(found) + "\n", encoding="utf-8")
+    print("  ".join(f"{ppl:.2f}" for ppl in perplexities(found).values()))
+
+
+def pack(run: Path, data: Path, out: Path) -> None:
+    """The folder of the package: the model in bf16, its tokenizer, a held-out text and the card."""
+    model, facts = find_model(run)[0], json.loads((run / RAW).read_text("utf-8"))
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    about = {"command": facts["command"], "commit": facts["commit"], "hardware": facts["hardware"]}
+    save_tensors(state, model.config, out, about)
+    shutil.copyfile(data / TOKENIZER, out / TOKENIZER)
+    shutil.copyfile(data.parent / HELD_OUT, out / HELD_OUT)
+    (out / "README.md").write_text(card(out, facts), encoding="utf-8")
+    print({file.name: file.stat().st_size for file in sorted(out.iterdir())})
+
+
+def card(folder: Path, facts: dict[str, Any]) -> str:
+    """What the model is, what it was trained on, and how good it is at each budget, as `loopformer eval` says."""
+    loaded, plan = LoadedModel.open(str(folder)), facts["plan"]
+    config = loaded.model.config
+    text = read_text(str(folder / HELD_OUT), loaded.lm.need_tokenizer())
+    found = perplexity(loaded.model, text, range(1, config.loops + 1))
+    return CARD.format(
+        **{name: getattr(config, name) for name in ("blocks", "loops", "width", "context", "vocab")},
+        parameters=plan["parameters"] / 1e6,
+        rows="\n".join(
+            f"| {row['budget']} | {row['perplexity']:.2f} | {row['bits_per_byte']:.3f} |" for row in found
+        ),
+        seen=plan["tokens"] / 1e6,
+        epochs=plan["epochs"],
+        steps=plan["steps"],
+        seed=facts["settings"]["training"]["seed"],
+        hardware=facts["hardware"],
+        held_out=HELD_OUT,
+    )
+
+
+def write_held_out(corpus: Path, path: Path) -> None:
+    """A piece out of each of some documents that are in no training file."""
+    with path.open("w", encoding="utf-8") as file:
+        for name, count in HELD.items():
+            for line in islice(lines(corpus / "heldout" / f"{name}.jsonl.zst"), count):
+                text = json.loads(line)["text"]
+                file.write(json.dumps({"text": text[len(text) // 3 :][:PIECE]}, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
