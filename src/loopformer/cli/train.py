@@ -9,12 +9,13 @@ import typer
 
 from loopformer.cli.options import Json
 from loopformer.cli.output import duration, stoppable
+from loopformer.config import DEFAULT_PRESET
 
 
 @stoppable("what was saved is kept, the same command with --resume continues")
 def train(
     config: Annotated[
-        str | None, typer.Argument(help="A .yaml file or a preset's name (`loopformer info`).")
+        str | None, typer.Argument(help="A .yaml file or a preset's name (`loopformer info`); elastic by default.")
     ] = None,
     settings: Annotated[list[str] | None, typer.Argument(help="key=value, as in training.steps=100.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/NAME by default.")] = None,
@@ -24,7 +25,9 @@ def train(
 ) -> None:
     """Train a model; interrupted at any moment, --resume continues to the same bits.
 
-    Example: loopformer train demo training.steps=500 --out runs/mine
+    Examples: loopformer train data.path=data/mine --out runs/mine
+
+    loopformer train demo training.steps=500
 
     Several GPUs: torchrun --nproc-per-node 8 -m loopformer train paper/loopformer data.path=data/pile
     """
@@ -36,7 +39,7 @@ def train(
         config = None
     main = int(os.environ.get("RANK", 0)) == 0
     is_file = config is not None and Path(config).suffix in (".yaml", ".yml")
-    name = "run" if config is None else Path(config).stem if is_file else config.replace("/", "-")
+    name = Path(config).stem if config is not None and is_file else (config or DEFAULT_PRESET).replace("/", "-")
     folder = out or Path("runs") / name
     if dry_run:
         made = plan(config, settings, folder, resume)

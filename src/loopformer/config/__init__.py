@@ -7,6 +7,7 @@ load_preset("paper/loopformer-1x24")                # a preset, at one of its si
 
 from loopformer.config.model import Conditioning, ModelConfig, check_types, from_mapping, whole_numbers
 from loopformer.config.run import (
+    DEFAULT_PRESET,
     DataConfig,
     ObjectiveConfig,
     RunConfig,
@@ -21,6 +22,7 @@ from loopformer.config.run import (
 )
 
 __all__ = [
+    "DEFAULT_PRESET",
     "Conditioning",
     "DataConfig",
     "ModelConfig",

@@ -330,6 +330,7 @@ def validation_budgets(loops: int) -> list[int]:
     return sorted({1, max(1, loops // 4), max(1, loops // 2), loops})
 
 
+DEFAULT_PRESET = "elastic"  # what is trained where nothing is named
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "data": DataConfig,

@@ -1,6 +1,7 @@
 """Start or continue a run: settings in, a run folder out.
 
     launch("demo", ["training.steps=200"], out="runs/demo")
+    launch(None, ["data.path=data/mine"], out="runs/x")  # the preset `elastic`
     launch(None, [], out="runs/demo", resume=True)       # with the run's own settings
     plan("paper/loopformer", [], out="runs/paper")       # what --dry-run prints
 
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from loopformer.config import (
+    DEFAULT_PRESET,
     ModelConfig,
     RunConfig,
     load_run,
@@ -142,7 +144,7 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
 def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: bool) -> tuple[RunConfig, set[str]]:
     """The settings, and the names of those that the user wrote; a run that goes on finds its data by itself."""
     if source is None and not resume:
-        raise LoopformerError("Name a config file or a preset, as in: loopformer train demo.")
+        source = DEFAULT_PRESET
     stored = _stored_file(out) if resume else None
     if source is None and stored is None:
         raise FileProblem(f"{out} holds no run to go on with; check --out.")
