@@ -85,8 +85,25 @@ def strata(weight: float, match: float = 0.0, start: float = 0.0) -> list[str]:
     return [f"{{budget: {budget}, {rest}}}" for budget in ("[4, 7]", "[2, 3]", "1")]
 
 
+def shared_rows(
+    start: float = 0.2, weight: float = 0.3, one: float = 0.3, middle: str = "[4, 7]", few: str = "[2, 3]"
+) -> Settings:
+    """The full trajectory alone until `start` of training, then half of the rows full and the others shorter."""
+    late = f"during: [{start}, 1]"
+    entries = [
+        f"{{budget: full, during: [0, {start}]}}",
+        f"{{budget: full, rows: 0.5, {late}}}",
+        f"{{budget: {middle}, rows: 0.25, weight: {weight}, {late}}}",
+        f"{{budget: {few}, rows: 0.125, weight: {weight}, {late}}}",
+        f"{{budget: 1, rows: 0.125, weight: {one}, {late}}}",
+    ]
+    return following(*entries, training__steps=2000)
+
+
 ANY = following("{budget: any}")
 HALF = following("{budget: full, chance: 0.5}", "{budget: short, chance: 0.5}")
+NARROW: Settings = {"model.width": 384, "model.heads": 6, "model.ffn": 960}
+LARGE: Settings = {"model.width": 2048, "model.heads": 32, "model.ffn": 6144}
 WIDE: Settings = {"model.ffn": 4096}  # more room in one pass, no more of them: is it room that budgets contend for?
 SUITES: dict[str, dict[str, Settings]] = {
     "parts": {  # the most telling first
@@ -126,15 +143,7 @@ SUITES: dict[str, dict[str, Settings]] = {
                 "{budget: any, during: [0.33, 1]}",
             ),
         },
-        "any-compositions": {**OURS, **following("{budget: any, sampler: compositions}")},
         "any-final-norm": {**OURS, **ANY, "model.final_norm": "budget"},
-        "any-muon-0.01": {**OURS, **ANY, "training.matrix_learning_rate": 0.01},
-        "any-muon-0.04": {**OURS, **ANY, "training.matrix_learning_rate": 0.04},
-        "specialist-8-muon-0.01": {**OURS, **following("{budget: 8}"), "training.matrix_learning_rate": 0.01},
-        "specialist-1-muon-0.04": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.04},
-        "any-time-10": {**OURS, **ANY, "model.time_scale": 10},
-        "any-time-100": {**OURS, **ANY, "model.time_scale": 100},
-        "paper-adamw-2e-3": {"training.learning_rate": 2e-3},
     },
     "balance": {  # between one pass that does everything and short budgets that are not learned
         "wide-grid-0.3": {**OURS, **grid(0.3), **WIDE},
@@ -156,20 +165,6 @@ SUITES: dict[str, dict[str, Settings]] = {
         "wide-specialist-1": {**OURS, **following("{budget: 1}"), **WIDE},
         "deep-0.1": {**OURS, **following("{budget: [3, 8]}", "{budget: [1, 2], weight: 0.1}")},
         "paper-one": {**OURS, **following(*PAIR, "{budget: 1, weight: 0.1}"), "objective.consistency": "hidden"},
-        "grid-0.1-match": {**OURS, **grid(0.1, match=0.2)},
-        "3x8": {**OURS, **grid(0.1), "model.blocks": 3, "model.width": 384, "model.heads": 6, "model.ffn": 960},
-        "prelude-coda": {  # as many FLOPs at 1, 4, 10 and 22 passes as 3⊗8 at 1, 2, 4 and 8, and as many blocks
-            **OURS,
-            **following(FULL, *(f"{{budget: {budget}, weight: 0.1}}" for budget in (10, 4, 1))),
-            "model.prelude": 1,
-            "model.coda": 1,
-            "model.loops": 22,
-            "model.width": 384,
-            "model.heads": 6,
-            "model.ffn": 960,
-        },
-        "specialist-8-muon-0.01": {**OURS, **following("{budget: 8}"), "training.matrix_learning_rate": 0.01},
-        "specialist-1-muon-0.04": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.04},
     },
     "order": {  # do short budgets that come in late leave the deep ones alone?
         "strata-0.1": {**OURS, **following(FULL, *strata(0.1))},
@@ -177,18 +172,67 @@ SUITES: dict[str, dict[str, Settings]] = {
         "strata-match-from-0.2": {**OURS, **following(FULL, *strata(0.1, match=0.3, start=0.2))},
         "strata-0.3-from-0.4": {**OURS, **following(FULL, *strata(0.3, start=0.4))},
         "strata-0.5-from-0.4": {**OURS, **following(FULL, *strata(0.5, start=0.4))},
-        "rows-from-0.2": {
+        "rows-from-0.2": {**OURS, **shared_rows()},
+        "any-varied": {**OURS, **ANY, "model.modulator_start": "varied"},
+    },
+    "one": {  # what one pass needs, how cheap matching can be, and what of the model is needed
+        "matched-from-0.1": {**OURS, **following(FULL, *strata(0.1, match=0.3, start=0.1))},
+        "matched-from-0.1-one-0.6": {
+            **OURS,
+            **following(FULL, *strata(0.1, 0.3, 0.1)[:2], "{budget: 1, weight: 0.2, match: 0.6, during: [0.1, 1]}"),
+        },
+        "matched-rows": {
             **OURS,
             **following(
-                "{budget: full, during: [0, 0.2]}",
-                "{budget: full, rows: 0.5, during: [0.2, 1]}",
-                "{budget: [4, 7], rows: 0.25, weight: 0.3, during: [0.2, 1]}",
-                "{budget: [2, 3], rows: 0.125, weight: 0.3, during: [0.2, 1]}",
-                "{budget: 1, rows: 0.125, weight: 0.3, during: [0.2, 1]}",
+                FULL,
+                "{budget: [4, 7], rows: 0.25, weight: 0.1, match: 0.3, during: [0.1, 1]}",
+                "{budget: [2, 3], rows: 0.25, weight: 0.1, match: 0.3, during: [0.1, 1]}",
+                "{budget: 1, rows: 0.5, weight: 0.2, match: 0.6, during: [0.1, 1]}",
             ),
-            "training.steps": 2000,
         },
-        "any-varied": {**OURS, **ANY, "model.modulator_start": "varied"},
+        "rows-from-0.1": {**OURS, **shared_rows(start=0.1)},
+        "rows-from-0.1-one-0.6": {**OURS, **shared_rows(start=0.1, one=0.6)},
+        "rows-one-0.6": {**OURS, **shared_rows(one=0.6)},
+        "rows-time-10": {**OURS, **shared_rows(), "model.time_scale": 10},
+        "rows-muon-0.01": {**OURS, **shared_rows(), "training.matrix_learning_rate": 0.01},
+        "rows-not-injected": {**ROTARY, **MUON, **shared_rows()},
+        "3x8": {**OURS, **shared_rows(), **NARROW, "model.blocks": 3, "training.steps": 1000},
+        "prelude-coda": {  # as many FLOPs at 1, 4, 10 and 22 passes as 3⊗8 at 1, 2, 4 and 8, and as many blocks
+            **OURS,
+            **shared_rows(middle="[10, 21]", few="[2, 9]"),
+            **NARROW,
+            "model.prelude": 1,
+            "model.coda": 1,
+            "model.loops": 22,
+            "training.steps": 1000,
+        },
+    },
+    "final": {  # with seeds; `elastic` has the FLOPs of `paper…` and `early-exit`, the others as many tokens
+        "elastic": {**OURS, **shared_rows()},
+        "elastic-matched": {**OURS, **following(FULL, *strata(0.1, match=0.3, start=0.2))},
+        **{f"specialist-{m}": {**OURS, **following(f"{{budget: {m}}}")} for m in (8, 4, 2, 1)},
+        "paper-ours": {**OURS, "objective.route_draws": 4, "training.micro_batch": 32},
+        "paper": {"objective.route_draws": 4, "training.micro_batch": 32},
+        "paper-adamw-2e-3": {
+            "training.learning_rate": 2e-3,
+            "objective.route_draws": 4,
+            "training.micro_batch": 32,
+        },
+        "early-exit": {  # naive: passes are told nothing, and short trajectories are trained beside the full one
+            **MUON,
+            **following(FULL, "{budget: short, weight: 0.1}"),
+            "model.conditioning": "none",
+            "model.positions": "rotary",
+            "objective.route_draws": 4,
+            "training.micro_batch": 32,
+        },
+        "specialist-8-muon-0.01": {**OURS, **following("{budget: 8}"), "training.matrix_learning_rate": 0.01},
+        "specialist-1-muon-0.01": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.01},
+        "specialist-1-muon-0.04": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.04},
+    },
+    "large": {  # 102 M parameters
+        "elastic": {**OURS, **shared_rows(), **LARGE, "training.steps": 1500},
+        "paper": {**LARGE, "training.learning_rate": 6e-4, "training.steps": 880},
     },
 }
 WINDOWS = 512  # held out, of the context each

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from queueing import RAW, rounded, trained, work_through
 
+from loopformer.config import load_preset
 from loopformer.data.states import Group
 from loopformer.device import device_name
 from loopformer.evaluation.benchmarks import LoadedModel
@@ -48,6 +49,9 @@ OURS: Settings = {**MUON, "model.inject": "gated"}
 SLOWER: Settings = {"training.matrix_learning_rate": 0.01}  # what suits few passes may be too much for many
 ANY_BUDGET: Settings = {"objective.trajectories": "[{budget: any}]"}  # a random one in every step
 ANY_AND_ONE: Settings = {"objective.trajectories": "[{budget: any},{budget: 1, weight: 0.5}]"}
+FULL_FIRST: Settings = {  # as the preset `elastic` has it
+    "objective.trajectories": load_preset("elastic")["objective"]["trajectories"],
+}
 ONE_BUDGET: Settings = {"objective.trajectories": "[{budget: full}]"}
 
 
@@ -79,7 +83,6 @@ SUITES = {
         {  # the most telling first
             "elastic": ("paper/loopformer-2x8", {**OURS, **ANY_BUDGET}),
             "specialist-8": ("paper/loopformer-2x8", {**OURS, **ONE_BUDGET}),
-            "elastic-paper": ("paper/loopformer-2x8", {}),
             **{
                 f"specialist-{m}": ("paper/loopformer-2x8", {**OURS, **ONE_BUDGET, "model.loops": m})
                 for m in (4, 2, 1)
@@ -87,9 +90,22 @@ SUITES = {
             "elastic-and-one": ("paper/loopformer-2x8", {**OURS, **ANY_AND_ONE}),
             "elastic-0.01": ("paper/loopformer-2x8", {**OURS, **ANY_BUDGET, **SLOWER}),
             "specialist-8-0.01": ("paper/loopformer-2x8", {**OURS, **ONE_BUDGET, **SLOWER}),
-            "elastic-pair": ("paper/loopformer-2x8", {**OURS, "objective.consistency": "distribution"}),
-            "stack-16": ("paper/base", {**MUON, "model.blocks": 16}),
             "stack-2": ("paper/base", {**MUON, "model.blocks": 2}),
+            "elastic-paper": ("paper/loopformer-2x8", {}),
+            "stack-16": ("paper/base", {**MUON, "model.blocks": 16}),
+            "elastic-full-first-0.01": ("paper/loopformer-2x8", {**OURS, **FULL_FIRST, **SLOWER}),
+            **{
+                f"specialist-{m}-0.01": (
+                    "paper/loopformer-2x8",
+                    {**OURS, **ONE_BUDGET, **SLOWER, "model.loops": m},
+                )
+                for m in (4, 2, 1)
+            },
+            "elastic-and-one-0.01": ("paper/loopformer-2x8", {**OURS, **ANY_AND_ONE, **SLOWER}),
+            "elastic-pair-0.01": (
+                "paper/loopformer-2x8",
+                {**OURS, **SLOWER, "objective.consistency": "distribution"},
+            ),
             "base-loop-ee": ("paper/base-loop-ee-2x8", {}),
             "tmlt-ee": ("paper/tmlt-ee-2x8", {}),
         },
@@ -116,7 +132,7 @@ SUITES = {
         },
         loops=8,
         seeds=(0,),
-        steps=6000,
+        steps=4000,
     ),
 }
 
