@@ -1,7 +1,7 @@
 """Which recipe lets one model serve every budget: one change at a time, beside the paper's recipe and specialists.
 
     python benchmarks/elastic.py run parts --data data/claims/data --runs runs/elastic --workers 6
-    python benchmarks/elastic.py collect --runs runs/elastic                 # into results/elastic, and a table
+    python benchmarks/elastic.py collect --runs runs/elastic                 # into results/elastic; tables, a picture
 
 The tokens are those of `paper_claims.py prepare`. A suite is a queue of runs (SUITES), or only those named are run;
 every run is a preset, COMMON, and what its line says. All of them see the same samples in the same order.
@@ -17,18 +17,24 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from queueing import RAW, rounded, trained, work_through
 
+from loopformer.config import ModelConfig, from_mapping
 from loopformer.data.loader import Windows, validation_windows
 from loopformer.data.shards import TokenData
 from loopformer.device import device_name
 from loopformer.inference.score import token_logprobs
 from loopformer.loading import find_model
 from loopformer.model import LoopedLM
+from loopformer.model.cost import Cost
+from loopformer.plots import Line, Panel, line_figure, save
 from loopformer.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Settings = Mapping[str, Any]
 
@@ -207,10 +213,14 @@ SUITES: dict[str, dict[str, Settings]] = {
             "training.steps": 1000,
         },
     },
-    "final": {  # with seeds; `elastic` has the FLOPs of `paper…` and `early-exit`, the others as many tokens
+    "final": {  # with seeds; `elastic` has the FLOPs of `paper…` and `early-exit`, and the tokens of `…-twice`
         "elastic": {**OURS, **shared_rows()},
         "elastic-matched": {**OURS, **following(FULL, *strata(0.1, match=0.3, start=0.2))},
         **{f"specialist-{m}": {**OURS, **following(f"{{budget: {m}}}")} for m in (8, 4, 2, 1)},
+        **{
+            f"specialist-{m}-twice": {**OURS, **following(f"{{budget: {m}}}"), "training.steps": 2000}
+            for m in (8, 4, 2, 1)
+        },
         "paper-ours": {**OURS, "objective.route_draws": 4, "training.micro_batch": 32},
         "paper": {"objective.route_draws": 4, "training.micro_batch": 32},
         "paper-adamw-2e-3": {
@@ -234,6 +244,12 @@ SUITES: dict[str, dict[str, Settings]] = {
         "elastic": {**OURS, **shared_rows(), **LARGE, "training.steps": 1500},
         "paper": {**LARGE, "training.learning_rate": 6e-4, "training.steps": 880},
     },
+}
+LABELS = {
+    "elastic": "elastic",
+    "paper-ours": "the paper's objective, our optimizer and start",
+    "early-exit": "naive early exit, our optimizer",
+    "paper": "the paper's recipe",
 }
 WINDOWS = 512  # held out, of the context each
 ROWS = 64  # at a time
@@ -331,15 +347,56 @@ def perplexities(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def collect(runs: Path, out: Path) -> None:
-    """The results of every run that is done, one file each, and a table of perplexities by budget."""
+    """The results of every run that is done, one file each; of those a table, and of the final ones a picture."""
     out.mkdir(parents=True, exist_ok=True)
-    print("| run | PFLOP | M=1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
     for raw in sorted(runs.glob(f"*/{RAW}")):
-        found = json.loads(raw.read_text("utf-8"))
-        (out / f"{raw.parent.name}.json").write_text(rounded(found) + "\n", encoding="utf-8")
-        cells = [f"{ppl:.2f}" for ppl in perplexities(found).values()]
-        print(f"| {raw.parent.name} | {found['plan']['total_flops'] / 1e15:.1f} | {' | '.join(cells)} |")
+        (out / f"{raw.parent.name}.json").write_text(raw.read_text("utf-8") + "\n", encoding="utf-8")
+    every = [json.loads(file.read_text("utf-8")) for file in sorted(out.glob("*.json"))]
+    for name, suite in SUITES.items():
+        found = {
+            run: seeds
+            for run in suite
+            if (seeds := [one for one in every if one["suite"] == name and one["name"] == run])
+        }
+        if found:
+            print(f"\n{name}: perplexity, mean of the seeds (lowest to highest)\n\n{markdown(found)}")
+        if name == "final" and found:
+            save(compute_figure(found), out / "elastic.png")
+
+
+def markdown(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """A row for each run, with its training FLOPs and seeds; a column for each budget."""
+    lines = ["| run | PFLOP | seeds | M=1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |", "|---" * 11 + "|"]
+    for name, seeds in found.items():
+        flops = seeds[0]["plan"]["total_flops"] / 1e15
+        each = [perplexities(one) for one in seeds]
+        cells = [spread([one[str(budget)] for one in each]) for budget in range(1, 9)]
+        lines.append(f"| {name} | {flops:.1f} | {len(seeds)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spread(values: Sequence[float]) -> str:
+    mean = f"{statistics.fmean(values):.1f}"
+    return mean + (f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else "")
+
+
+def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Figure":
+    """Perplexity against compute per token, means over the seeds: one model of each recipe, and the specialists."""
+    config = from_mapping(ModelConfig, found["elastic"][0]["settings"]["model"], "model")
+    mflops = {budget: Cost(config).forward_flops(budget) / 1e6 for budget in range(1, config.loops + 1)}
+
+    def at(run: str, budget: int) -> float:
+        return statistics.fmean(perplexities(one)[str(budget)] for one in found[run])
+
+    def line(label: str, points: Mapping[int, float], dash: int = 0) -> Line:
+        names = [f"M={budget}" if label == LABELS["elastic"] else "" for budget in points]
+        return Line(label, [mflops[budget] for budget in points], list(points.values()), names=names, dash=dash)
+
+    lines = [line(label, {m: at(run, m) for m in mflops}) for run, label in LABELS.items() if run in found]
+    own = {m: at(f"specialist-{m}-twice", m) for m in mflops if f"specialist-{m}-twice" in found}
+    lines.append(line("specialists, each at its own budget", own, dash=1))
+    panel = Panel(lines, xlabel="MFLOP per token (forward)", ylabel="held-out perplexity", log_y=True, falling=True)
+    return line_figure([panel], height=3.4, legend=None)
 
 
 if __name__ == "__main__":
