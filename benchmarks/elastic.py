@@ -126,7 +126,6 @@ SUITES: dict[str, dict[str, Settings]] = {
         "any-any": {**OURS, **following("{budget: any}", "{budget: any}")},
         "any-one": {**OURS, **following("{budget: any}", "{budget: 1, weight: 0.2}")},
         "any-full": {**OURS, **following("{budget: any}", "{budget: full, weight: 0.5}")},
-        "any-qk": {**OURS, **ANY, "model.qk_norm": True},
         "any-no-inject": {**ROTARY, **MUON, **ANY},
         "any-adamw": {**ROTARY, **ANY, "model.inject": "gated"},
         "any-learned": {**START, **MUON, **ANY, "model.inject": "gated"},
@@ -149,7 +148,6 @@ SUITES: dict[str, dict[str, Settings]] = {
                 "{budget: any, during: [0.33, 1]}",
             ),
         },
-        "any-final-norm": {**OURS, **ANY, "model.final_norm": "budget"},
     },
     "balance": {  # between one pass that does everything and short budgets that are not learned
         "wide-grid-0.3": {**OURS, **grid(0.3), **WIDE},
@@ -179,7 +177,6 @@ SUITES: dict[str, dict[str, Settings]] = {
         "strata-0.3-from-0.4": {**OURS, **following(FULL, *strata(0.3, start=0.4))},
         "strata-0.5-from-0.4": {**OURS, **following(FULL, *strata(0.5, start=0.4))},
         "rows-from-0.2": {**OURS, **shared_rows()},
-        "any-varied": {**OURS, **ANY, "model.modulator_start": "varied"},
     },
     "one": {  # what one pass needs, how cheap matching can be, and what of the model is needed
         "matched-from-0.1": {**OURS, **following(FULL, *strata(0.1, match=0.3, start=0.1))},

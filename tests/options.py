@@ -1,6 +1,6 @@
 """Every setting of the model that is on trial, at each of its other values: what many tests run through.
 
-OPTIONS                              # [{"qk_norm": True}, …], each a change of a conditioned model
+OPTIONS                              # [{"prelude": 2}, …], each a change of a conditioned model
 draw_options(draw, conditioning)     # some of them together, as that kind of model allows
 """
 

@@ -60,7 +60,6 @@ def test_settings_on_trial_are_written_where_they_are_used(tiny: ModelConfig, op
         ({"prelude": -1}, "model.prelude must be 0 or more"),
         ({"blocks": "two"}, "model.blocks must be a whole number"),
         ({"blocks": True}, "model.blocks must be a whole number"),
-        ({"final_norm": "budget", "conditioning": "none"}, "set model.conditioning, or leave it shared"),
         ({"heads": 7}, "multiple of model.heads"),
         ({"conditioning": "times"}, "one of none, index, time, step, trajectory"),
         ({"time_scale": 0}, "model.time_scale must be positive"),

@@ -120,9 +120,8 @@ def test_one_prompt_has_no_spread(lm: LM, prompts: Prompts) -> None:
 def test_wrong_input_is_one_sentence(lm: LM, prompts: Prompts) -> None:
     with pytest.raises(LoopformerError, match=r"before or after the final norm.*'between'"):
         analyze(lm.model, prompts, "mine", states="between")
-    one_norm_per_budget = LoopedLM(replace(lm.model.config, final_norm="budget"))
-    with pytest.raises(LoopformerError, match=r"with model.final_norm budget there is no such norm"):
-        analyze(one_norm_per_budget, prompts, "mine")
+    with pytest.raises(LoopformerError, match=r"without model.prelude and model.coda between"):
+        analyze(LoopedLM(replace(lm.model.config, prelude=1)), prompts, "mine")
     with pytest.raises(LoopformerError, match="Budget 5 is above the model's 4 loops"):
         analyze(lm.model, prompts, "mine", 5)
     for name in ("tokens", "final_norm"):

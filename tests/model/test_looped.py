@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from loopformer import LoopedLM, LoopformerError, Trajectory
 from loopformer.config import Conditioning, ModelConfig
 from loopformer.inference.score import TrajectoryTree
-from loopformer.model.block import EPSILON, RMSNorm, rotary_angles, rotate
+from loopformer.model.block import EPSILON, RMSNorm
 from loopformer.model.conditioning import ZeroLinear
 from loopformer.model.looped import Certainty, TrajectoryLike
 
@@ -151,13 +151,6 @@ def test_residual_projections_start_by_k_or_by_k_times_l(tiny: ModelConfig) -> N
     assert std("depth") == pytest.approx(0.02 / (2 * 2 * 4) ** 0.5, rel=0.05)
 
 
-def test_the_budgets_gain_is_that_of_the_last_pass(tiny: ModelConfig) -> None:
-    model, ids = spread(LoopedLM(replace(tiny, final_norm="budget"))), ids_for(tiny)
-    for trajectory in (Trajectory.parse("2-1-1"), Trajectory.uniform(1)):
-        out, gain = model(ids, trajectory, states=True), _some(model.condition(trajectory).gain)
-        torch.testing.assert_close(out.hidden, model.final_norm(out.states[-1]) * (1 + gain[-1]))
-
-
 def test_learned_norms_only_where_nothing_modulates(tiny: ModelConfig) -> None:
     names = {kind: dict(LoopedLM(replace(tiny, conditioning=kind)).named_parameters()) for kind in KINDS}
     assert "stack.blocks.0.norm_1.weight" in names["none"]
@@ -256,40 +249,6 @@ def test_settings_on_trial_serve_rows_of_different_budgets(tiny: ModelConfig, op
         torch.testing.assert_close(tree[Trajectory.parse(trajectory)][row], alone.hidden[0], atol=1e-4, rtol=1e-4)
         for step, state in enumerate(alone.states):
             torch.testing.assert_close(together.states[step][row], state[0], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_with_qk_norm_the_size_of_queries_and_keys_says_nothing(tiny: ModelConfig, positions: str) -> None:
-    model = spread(LoopedLM(replace(tiny, qk_norm=True, positions=positions)))  # type: ignore[arg-type]
-    ids = ids_for(tiny)
-    expected = model(ids).logits
-    with torch.no_grad():
-        for block in model.stack.each():
-            block.attention.qkv.weight[: 2 * tiny.width] *= 50
-    torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
-    plain = LoopedLM(replace(tiny, positions=positions))  # type: ignore[arg-type]
-    plain.load_state_dict(model.state_dict())
-    assert not torch.allclose(plain(ids).logits, expected, atol=1e-2)
-
-
-def test_qk_norm_is_per_head_and_before_rotary_positions(tiny: ModelConfig) -> None:
-    config = replace(tiny, qk_norm=True, positions="rotary", blocks=1)
-    attention = next(iter(spread(LoopedLM(config)).stack.each())).attention
-    q, k, v = torch.randn(3, 2, 5, 32).unbind()
-    rotary = rotary_angles(torch.arange(5)[None], config.head_width, torch.float32)
-
-    def heads(x: Tensor) -> Tensor:  # [B, H, T, D/H]
-        return x.view(2, 5, 4, 8).transpose(1, 2)
-
-    def turned(x: Tensor) -> Tensor:
-        return rotate(heads(x) / (heads(x).square().mean(-1, keepdim=True) + EPSILON).sqrt(), *rotary)
-
-    scores = turned(q) @ turned(k).transpose(-1, -2) / 8**0.5
-    visible = torch.ones(5, 5, dtype=torch.bool).tril()
-    expected = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ heads(v)
-    torch.testing.assert_close(
-        attention.mix(q, k, v, rotary, None, None), expected.transpose(1, 2).reshape(2, 5, 32), atol=1e-5, rtol=1e-5
-    )
 
 
 def test_prelude_and_coda_run_once_around_the_loop(tiny: ModelConfig) -> None:
@@ -460,10 +419,10 @@ def test_a_settled_token_keeps_its_state_and_is_seen_in_it(doubtful: LoopedLM) -
             after = block(new, condition.modulation[:, place], rotary, mask, None)
             new = torch.where(settled[..., None], new, after)
         x = torch.where(settled[..., None], x, new)
-        sure = doubtful.head(doubtful.finish(x))[..., :20].softmax(-1).amax(-1) > 0.1
+        sure = doubtful.head(doubtful.final_norm(x))[..., :20].softmax(-1).amax(-1) > 0.1
         settled = settled | sure
     assert torch.equal(certainty.passes, taken)
-    torch.testing.assert_close(hidden, doubtful.finish(x))
+    torch.testing.assert_close(hidden, doubtful.final_norm(x))
 
 
 def test_certainty_at_its_ends(doubtful: LoopedLM) -> None:
@@ -472,7 +431,7 @@ def test_certainty_at_its_ends(doubtful: LoopedLM) -> None:
     assert torch.equal(doubtful(ids, certainty=never).hidden, doubtful(ids).hidden)
     assert set(never.passes.flatten().tolist()) == {4}
     first = doubtful(ids, states=True).states[0]
-    torch.testing.assert_close(doubtful(ids, certainty=at_once).hidden, doubtful.finish(first))
+    torch.testing.assert_close(doubtful(ids, certainty=at_once).hidden, doubtful.final_norm(first))
     assert set(at_once.passes.flatten().tolist()) == {1}
     with pytest.raises(LoopformerError, match="3 certainties were given for 2 rows"):
         doubtful(ids, certainty=Certainty(0.5, None, 0.5))

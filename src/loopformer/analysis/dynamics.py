@@ -128,10 +128,6 @@ def analyze(
         "States are measured from the embedding to the head, without model.prelude and model.coda between.",
     )
     started = time.perf_counter()
-    require(
-        model.config.final_norm == "shared",
-        "The lens reads every state through one final norm; with model.final_norm budget there is no such norm.",
-    )
     trajectory = model.resolve(trajectory)
     device = model.tokens.weight.device
     exact = torch.device("cpu") if device.type == "mps" else device  # where float64 exists

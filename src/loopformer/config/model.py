@@ -46,14 +46,12 @@ class ModelConfig:
     vocab: int = 50257  # ids the model accepts
     padded_vocab: int | None = None  # rows of the embedding; None: `vocab` rounded up to a multiple of 64
     positions: Literal["learned", "rotary"] = "learned"
-    final_norm: Literal["shared", "budget"] = on_trial("shared")  # budget: its gain follows the last pass
-    modulator_start: Literal["zero", "normal", "one", "varied"] = "zero"
+    modulator_start: Literal["zero", "normal", "one"] = "zero"
     time_scale: float = 1.0  # multiplies t and Δ before their Fourier features
     residual_init: Literal["blocks", "depth"] = "blocks"  # residual projections start at 0.02/√(2k) or /√(2kL)
     inject: Literal["none", "gated", "adapter"] = on_trial("none")  # how passes get the embedding again
     start: Literal["embedding", "random"] = on_trial("embedding")  # the state before the first pass
     norms: Literal["pre", "sandwich"] = on_trial("pre")  # sandwich: a learned norm also after each sum
-    qk_norm: bool = on_trial(False)  # queries and keys are RMS-normalised per head, before rotary positions
 
     def __post_init__(self) -> None:
         check_types(self, "model")
@@ -70,10 +68,6 @@ class ModelConfig:
                 self.width // self.heads % 2 == 0,
                 "Rotary positions need an even width/heads; change model.heads.",
             )
-        require(
-            self.final_norm == "shared" or self.conditioning != "none",
-            "model.final_norm budget follows what a pass is told; set model.conditioning, or leave it shared.",
-        )
         require(self.time_scale > 0, f"model.time_scale must be positive, got {self.time_scale}.")
         require(
             self.inject != "gated" or self.conditioning != "none",

@@ -107,7 +107,7 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         states = [x] if _either(output_hidden_states, config.output_hidden_states) else None
         start = self.model.random_start(position_ids, input_ids)
         x = self.model.loop(self._step(past_key_values), x, passes, rotary, mask, states, start)
-        hidden = self.model.finish(x, passes.gain)
+        hidden = self.model.final_norm(x)
         wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.head(hidden[:, wanted])[..., :vocab]
 

@@ -170,8 +170,7 @@ class TrajectoryTree:
                 path.append(self.model.stack(state, condition.modulation, rotary, mask))
             end = run_once(self.model.coda, path[-1], rotary, mask)
             before = trajectory.steps
-            last = self._conditions[trajectory.times[-1], trajectory.steps[-1]]
-            yield trajectory, self.model.finish(end, last.gain)
+            yield trajectory, self.model.final_norm(end)
             del end  # the next passes need its memory
 
 

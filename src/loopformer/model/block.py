@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.qk_norm = config.heads, config.qk_norm
+        self.heads = config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
@@ -92,8 +92,6 @@ class Attention(nn.Module):
     def _placed(self, part: Tensor, rotary: Rotary | None) -> Tensor:
         """Queries or keys [B, T, D] as attention compares them [B, H, T, D/H]."""
         heads = self._heads(part)
-        if self.qk_norm:
-            heads = F.rms_norm(heads, heads.shape[-1:], None, EPSILON).to(part.dtype)
         return heads if rotary is None else rotate(heads, *rotary)
 
 

@@ -41,17 +41,6 @@ class Passes:
     conditions: list[Condition]  # each of the rows in its pass, or of 1 for all
     order: list[int] | None  # the rows, longest trajectories first; None where all are the same
 
-    @property
-    def gain(self) -> Tensor | None:
-        """The final norm's gain of each row in the batch's order [B, D], or of all [1, D], by its last pass."""
-        gains = [condition.gain for condition in self.conditions if condition.gain is not None]
-        if not gains:
-            return None
-        if self.order is None:
-            return gains[-1]
-        ends = [gain[after:] for gain, after in zip(gains, [*self.rows[1:], 0], strict=True)]
-        return torch.cat(ends[::-1])[torch.tensor(self.order, device=gains[0].device).argsort()]
-
     def first(self, count: int | None) -> "Passes":
         """Only the first `count` passes; None for all."""
         return Passes(self.rows[:count], self.conditions[:count], self.order)

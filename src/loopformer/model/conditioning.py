@@ -27,7 +27,6 @@ class Condition(NamedTuple):
 
     modulation: Tensor | None = None  # [N, k, 4, D]; None: norms have weights of their own
     injection: Tensor | None = None  # [N, D]; None: nothing is injected
-    gain: Tensor | None = None  # [N, D], of the final norm where the pass is the last, less 1; None: it is 1
 
     def at(self, index: int | slice | Tensor) -> "Condition":
         """Some of them."""
@@ -82,7 +81,6 @@ class Conditioner(nn.Module):
         self.step = ScalarEmbedding(config.width) if self.kind in ("step", "trajectory") else None
         self.modulators = nn.ModuleList(nn.Linear(config.width, 4 * config.width) for _ in range(config.blocks))
         self.injector = ZeroLinear(config.width, config.width) if config.inject == "gated" else None
-        self.gain = ZeroLinear(config.width, config.width) if config.final_norm == "budget" else None
 
     def forward(self, trajectory: Trajectory) -> Condition:
         """For each of the M passes modulations [M, k, 4, D], per block both gates, then both scales; injections."""
@@ -97,24 +95,19 @@ class Conditioner(nn.Module):
         assert signal is not None
         active = nn.functional.silu(signal)  # [M, D]
         rows = [modulator(active).view(len(trajectory), 4, -1) for modulator in self.modulators]
-        return Condition(
-            torch.stack(rows, dim=1),
-            None if self.injector is None else self.injector(active),
-            None if self.gain is None else self.gain(active),
-        )
+        return Condition(torch.stack(rows, dim=1), None if self.injector is None else self.injector(active))
 
     @torch.no_grad()
     def start(self, how: str) -> None:
-        """Start the modulators: `zero`, `normal` (std 0.02), `one` (gates at 1, the unmodulated backbone) or, on
-        trial, `varied` (`normal` around `one`, so that passes differ from the start)."""
+        """Start the modulators: `zero`, `normal` (std 0.02) or `one` (gates at 1, the unmodulated backbone)."""
         for modulator in self.modulators:
             assert isinstance(modulator, nn.Linear)
             nn.init.zeros_(modulator.bias)
-            if how in ("normal", "varied"):
+            if how == "normal":
                 nn.init.normal_(modulator.weight, std=0.02)
             else:
                 nn.init.zeros_(modulator.weight)
-            if how in ("one", "varied"):
+            if how == "one":
                 modulator.bias.view(4, -1)[:2].fill_(1.0)
 
 

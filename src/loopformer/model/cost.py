@@ -65,8 +65,8 @@ class Cost:
 
     @property
     def told_per_pass(self) -> int:
-        """Vectors [D] that a conditioned pass is given: four per block, one each for injection and final norm."""
-        return 4 * self.config.blocks + (self.config.inject == "gated") + (self.config.final_norm == "budget")
+        """Vectors [D] that a conditioned pass is given: four per block, and one for the injection."""
+        return 4 * self.config.blocks + (self.config.inject == "gated")
 
     @property
     def parameters(self) -> Parameters:

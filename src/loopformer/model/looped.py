@@ -91,14 +91,13 @@ class Certainty:
         self.passes[:rows] += ~self._settled
         return self._settled
 
-    def look(self, x: Tensor, gain: Tensor | None) -> None:
+    def look(self, x: Tensor) -> None:
         """Settle what is sure enough in the states x [rows, T, D] after a pass, of the rows that take another."""
         thresholds = self._thresholds[: len(x), None].expand(x.shape[:2])
         asked = (~self._settled[: len(x)] & thresholds.isfinite()).nonzero()  # [N, 2]
         for first in range(0, len(asked), CHECKED_AT_A_TIME):
             rows, tokens = asked[first : first + CHECKED_AT_A_TIME].unbind(1)
-            own = None if gain is None else gain.expand(len(x), -1)[rows]
-            hidden = self._model.finish(x[rows, tokens][:, None], own)[:, 0]
+            hidden = self._model.final_norm(x[rows, tokens])
             logits = self._model.head(hidden)[:, : self._model.config.vocab].float()
             likeliest = (logits.amax(-1) - logits.logsumexp(-1)).exp()
             self._settled[rows, tokens] = likeliest > thresholds[rows, tokens]
@@ -194,7 +193,8 @@ class LoopedLM(nn.Module):
             return x if bool(settled.all()) else run(x, modulation, *more, settled=settled)
 
         x = self.loop(step, x, passes, rotary, mask, keep, start, certainty=certainty)
-        return self.finish(x, passes.gain)
+        hidden: Tensor = self.final_norm(x)
+        return hidden
 
     @torch.no_grad()
     def extend(
@@ -233,7 +233,7 @@ class LoopedLM(nn.Module):
 
         start, outer = self.random_start(positions), cache.outer_slots()
         x = self.loop(step, x, cache.passes, rotary, mask, None, start, outer, certainty)
-        hidden = self.finish(x, cache.passes.gain)
+        hidden: Tensor = self.final_norm(x)
         cache.advance(counts)
         return hidden
 
@@ -295,11 +295,6 @@ class LoopedLM(nn.Module):
     def cost(self) -> Cost:
         """Parameters, FLOPs and bytes at any budget."""
         return Cost(self.config)
-
-    def finish(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        """States after the last pass, and the final norm's gain of each row [B or 1, D] → hidden [B, T, D]."""
-        hidden: Tensor = self.final_norm(x)
-        return hidden if gain is None else hidden * (1 + gain.to(hidden.dtype)[:, None])
 
     def head(self, hidden: Tensor) -> Tensor:
         """[…, D] after the final norm → logits […, V]."""
@@ -376,8 +371,8 @@ class LoopedLM(nn.Module):
                 settled = certainty.settled(rows)
                 new = step(number, injected, condition.modulation, rotary, mask, settled=settled)
                 x = torch.where(settled[..., None], x, new)
-                following = slice(passes.rows[number + 1] if number + 1 < len(passes.rows) else 0)
-                certainty.look(x[following], _rows(condition.gain, following))
+                following = passes.rows[number + 1] if number + 1 < len(passes.rows) else 0
+                certainty.look(x[:following])
             if keep is not None:
                 keep.append(x if back is None else torch.cat([x, *done])[back])
         x = run_once(self.coda, torch.cat([x, *done]) if done else x, *everyone, after)
