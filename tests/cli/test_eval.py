@@ -123,10 +123,9 @@ def test_wrong_usage_is_one_sentence(tmp_path: Path, wide: str) -> None:
         (["--limit", "5"], "--limit goes with --tasks"),
         (["--tasks", "paper", "--certainty", "0.5"], "--certainty is for texts and --states"),
         (["--data", str(tmp_path)], "--data goes with --tasks"),
-        (["--tasks", "paper", "--limit", "0"], "--limit must be 1 or more"),
-        (["--tasks", "paper", "--data", str(tmp_path / "no")], "There is no folder"),
-        (["--tasks", "paper", "--data", str(tmp_path)], "has no data for copa"),
-        (["--score-requests", str(tmp_path / "no")], "Say which model"),
+        (["--model", wide, "--tasks", "paper", "--limit", "0"], "--limit must be 1 or more"),
+        (["--model", wide, "--tasks", "paper", "--data", str(tmp_path / "no")], "There is no folder"),
+        (["--model", wide, "--tasks", "paper", "--data", str(tmp_path)], "has no data for copa"),
         (["--model", wide, "--score-requests", str(tmp_path / "no"), "--device", "cpu"], "cannot be read"),
         (["--aggregate", str(tmp_path / "no")], "cannot be read"),
     ):

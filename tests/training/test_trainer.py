@@ -340,7 +340,12 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("paper/tmlt-ee", small(objective__sampler="compositions"), {}, "only follows uniform trajectories"),
         ("nope.yaml", [], {}, "There is no config file"),
         ("nope", [], {}, "There is no preset"),
-        (None, small(data__path=tmp_path / "none"), {}, "make the folder with loopformer prepare"),
+        (
+            None,
+            small(data__path=tmp_path / "none", training__batch=8),
+            {},
+            "make the folder with loopformer prepare",
+        ),
         ("demo", small(model__context=4096), {}, "too few for a window"),
     ]
     for source, overrides, options, said in cases:
