@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from elastic import WINDOWS, perplexities, window_losses
+from elastic import WINDOWS, measured, perplexities
 from paper_claims import DATA, TEXT, lines, write_texts
 from queueing import RAW, rounded, trained
 
@@ -30,7 +30,6 @@ from loopformer.evaluation.benchmarks import LoadedModel
 from loopformer.evaluation.text import perplexity, read_text
 from loopformer.loading import find_model
 from loopformer.loading.folder import HELD_OUT, TOKENIZER, save_tensors
-from loopformer.trajectory import Trajectory
 
 VOCAB = 8192
 SOURCES = {  # megabytes of text, whole documents in the order of the file
@@ -112,11 +111,7 @@ def train(data: Path, run: Path, commit: str, trial: list[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = find_model(run)[0].to(device).eval()
     windows = validation_windows(TokenData.open(str(data), "val"), model.config.context, WINDOWS)
-    loops = model.config.loops
-    along = [Trajectory.uniform(budget) for budget in range(1, loops + 1)]
-    along += [one for one in Trajectory.enumerate(loops, loops // 2) if one not in along]
-    nats = {str(one): window_losses(model, windows, one) for one in along}
-    found = {"hardware": device_name(device), **facts, "windows": {"tokens": model.config.context, "nats": nats}}
+    found = {"hardware": device_name(device), **facts, "windows": measured(model, windows)}
     (run / RAW).write_text(rounded(found) + "\n", encoding="utf-8")
     print("  ".join(f"{ppl:.2f}" for ppl in perplexities(found).values()))
 

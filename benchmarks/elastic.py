@@ -6,8 +6,8 @@
 The tokens are those of `paper_claims.py prepare`. A suite is a queue of runs (SUITES), or only those named are run;
 every run is a preset, COMMON, and what its line says. All of them see the same samples in the same order.
 
-Each is measured on held-out windows of the same text at every budget 1…L and along all schedules of M = L/2; the
-loss of every window is kept.
+Each is measured on held-out windows of the same text at every budget 1…L, where the loss of every window is kept, and
+along all schedules of M = L/2.
 """
 
 import argparse
@@ -303,23 +303,30 @@ def train_and_measure(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = find_model(str(run))[0].to(device).eval()
     windows = validation_windows(TokenData.open(str(data), "val"), model.config.context, WINDOWS)
-    loops = model.config.loops
-    along = [Trajectory.uniform(budget) for budget in range(1, loops + 1)]
-    if model.config.conditioning == "trajectory":
-        along += [one for one in Trajectory.enumerate(loops, (loops + 1) // 2) if one not in along]
     found = {
         "suite": suite,
         "name": name,
         "seed": seed,
         "hardware": f"{device_name(device)}, several runs at a time",
         **facts,
-        "windows": {
-            "tokens": model.config.context,
-            "nats": {str(one): window_losses(model, windows, one) for one in along},
-        },
+        "windows": measured(model, windows),
     }
     (run / RAW).write_text(rounded(found), encoding="utf-8")
     print(f"{name}: " + "  ".join(f"{ppl:.2f}" for ppl in perplexities(found).values()))
+
+
+def measured(model: LoopedLM, windows: Windows) -> dict[str, Any]:
+    """Nats of every window at each budget, and nats per token along each schedule of half the loops."""
+    loops, tokens = model.config.loops, model.config.context
+    nats = {
+        str(budget): window_losses(model, windows, Trajectory.uniform(budget)) for budget in range(1, loops + 1)
+    }
+    schedules: dict[str, float] = {}
+    if model.config.conditioning == "trajectory":
+        for one in Trajectory.enumerate(loops, (loops + 1) // 2):
+            if not one.is_uniform:
+                schedules[str(one)] = statistics.fmean(window_losses(model, windows, one)) / tokens
+    return {"tokens": tokens, "nats": nats, "schedules": schedules}
 
 
 @torch.no_grad()
@@ -340,7 +347,7 @@ def window_losses(model: LoopedLM, windows: Windows, trajectory: Trajectory) -> 
 def perplexities(found: Mapping[str, Any]) -> dict[str, float]:
     """Perplexity along every uniform trajectory."""
     tokens, nats = found["windows"]["tokens"], found["windows"]["nats"]
-    return {name: math.exp(statistics.fmean(sums) / tokens) for name, sums in nats.items() if name.isdigit()}
+    return {name: math.exp(statistics.fmean(sums) / tokens) for name, sums in nats.items()}
 
 
 def collect(runs: Path, out: Path) -> None:
