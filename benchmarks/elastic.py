@@ -6,8 +6,8 @@
 The tokens are those of `paper_claims.py prepare`. A suite is a queue of runs (SUITES), or only those named are run;
 every run is a preset, COMMON, and what its line says. All of them see the same samples in the same order.
 
-Each is measured on held-out windows of the same text at every budget 1…L, where the loss of every window is kept, and
-along all schedules of M = L/2.
+Each is measured on held-out windows of the same text at every budget 1…L, where the loss of every window is kept,
+and along all schedules of M = L/2.
 """
 
 import argparse
@@ -318,11 +318,10 @@ def train_and_measure(
 def measured(model: LoopedLM, windows: Windows) -> dict[str, Any]:
     """Nats of every window at each budget, and nats per token along each schedule of half the loops."""
     loops, tokens = model.config.loops, model.config.context
-    nats = {
-        str(budget): window_losses(model, windows, Trajectory.uniform(budget)) for budget in range(1, loops + 1)
-    }
+    along = [Trajectory.uniform(budget) for budget in range(1, loops + 1)]
+    nats = {str(one): window_losses(model, windows, one) for one in along}
     schedules: dict[str, float] = {}
-    if model.config.conditioning == "trajectory":
+    if model.config.conditioning == "trajectory" and loops <= 8:  # of more loops there are too many
         for one in Trajectory.enumerate(loops, (loops + 1) // 2):
             if not one.is_uniform:
                 schedules[str(one)] = statistics.fmean(window_losses(model, windows, one)) / tokens
