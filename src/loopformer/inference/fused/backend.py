@@ -172,7 +172,7 @@ class FusedBackend:
         return [same[:MOST_INT8_ROWS] if self._decoders.int8 else same]
 
     @torch.no_grad()
-    def prefill(self, rows: Sequence[RowState]) -> list[Choice]:
+    def prefill(self, rows: Sequence[RowState]) -> list[Choice | None]:
         for row in rows:
             self.check(row.request)
         prompts = [row.request.prompt for row in rows]
@@ -184,7 +184,7 @@ class FusedBackend:
         logits = self.model.head(hidden)[: len(rows), : self.model.config.vocab]
         choices = sample(logits, [row.draw() for row in rows])
         self._batch = batch
-        return choices
+        return [*choices]
 
     @torch.no_grad()
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
