@@ -214,9 +214,28 @@ class LM:
         trajectories = self.trajectories(len(texts), budget, trajectory)
         return score_texts(self.model, ids, trajectories, self.need_tokenizer().eot)
 
-    def engine(self, rows: int = 16, queue: int = 64, draft: Draft | None = None) -> Engine:
-        """Continuous batching: at most `rows` requests run at once, at most `queue` more wait."""
-        return Engine(self.model, self.need_tokenizer(), rows, queue, draft=draft)
+    def engine(
+        self,
+        rows: int = 16,
+        queue: int = 64,
+        draft: Draft | None = None,
+        fast: bool | None = None,
+        memory: int | None = None,
+    ) -> Engine:
+        """Continuous batching: at most `rows` requests run at once, at most `queue` more wait.
+
+        On a GPU through fused kernels where they can run the model; `fast` asks for them, or False does without.
+        There `memory` is bytes for keys and values: requests wait until theirs fit.
+        """
+        why = DecoderPool.obstacle(self.model) or (None if draft is None else "takes no draft")
+        if fast and why is not None:
+            raise LoopformerError(f"The fused engine {why}; leave out fast.")
+        if fast is False or why is not None:
+            return Engine(self.model, self.need_tokenizer(), rows, queue, draft=draft)
+        from loopformer.inference.fused.shared import SharedBackend  # needs Triton
+
+        backend = SharedBackend(self.model, rows, memory=memory)
+        return Engine(self.model, self.need_tokenizer(), rows, queue, backend=backend)
 
     def requests(
         self,

@@ -43,6 +43,10 @@ class Backend(Protocol):
     prompt_tokens: int  # that were run
     shared_tokens: int  # that were not, as another prompt had them
 
+    def check(self, request: Request) -> None:
+        """Refuse what can never be run here, in one sentence."""
+        ...
+
     def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
         """Those of the waiting, first come first served, that can be prefilled now, in groups to run together;
         no more once their prompts exceed so many tokens."""
@@ -288,6 +292,9 @@ class Prompts:
         self._begun: dict[int, Cache] = {}  # of prompts that were run in part, by ticket
         self._tables: dict[Trajectory, Condition] = {}
         self.prompt_tokens = self.shared_tokens = 0
+
+    def check(self, request: Request) -> None:
+        """Nothing is refused."""
 
     def fits(self, rows: Sequence[RowState]) -> bool:
         """Whether there is room for these, besides those that run."""

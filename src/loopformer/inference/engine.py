@@ -113,6 +113,7 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Put a request in the queue; its ticket. What is wrong with it is said here, not while others run."""
         self.model.resolve(request.trajectory)
+        self.backend.check(request)
         row = RowState.start(next(self._tickets), request, self._tokenizer, self.model.config)
         with self._door:
             if len(self._state.waiting) >= self._most_waiting:

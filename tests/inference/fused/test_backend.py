@@ -131,7 +131,9 @@ def test_what_was_interrupted_is_run_again_in_one_decoder(model: LoopedLM, token
     decoders = quick(model)
     backend = FusedBackend(decoders)
     row = RowState.start(0, asked(1, 5)[0], tokenizer, model.config)
-    row, event = row.take(backend.prefill([row]))
+    (first,) = backend.prefill([row])
+    assert first is not None
+    row, event = row.take([first])
     while event.result is None:
         backend._batch = None  # as a fault inside a step leaves it
         row, event = row.take(backend.decode([row])[0])
