@@ -219,19 +219,19 @@ class LM:
         rows: int = 16,
         queue: int = 64,
         draft: Draft | None = None,
-        fast: bool | None = None,
+        fast: bool = False,
         memory: int | None = None,
     ) -> Engine:
         """Continuous batching: at most `rows` requests run at once, at most `queue` more wait.
 
-        On a GPU through fused kernels where they can run the model; `fast` asks for them, or False does without.
-        There `memory` is bytes for keys and values: requests wait until theirs fit.
+        With `fast` on a GPU, through fused kernels: passes are shared by requests of any budget, and `memory` is
+        bytes for keys and values, so that requests wait until theirs fit.
         """
-        why = DecoderPool.obstacle(self.model) or (None if draft is None else "takes no draft")
-        if fast and why is not None:
-            raise LoopformerError(f"The fused engine {why}; leave out fast.")
-        if fast is False or why is not None:
+        if not fast:
             return Engine(self.model, self.need_tokenizer(), rows, queue, draft=draft)
+        why = DecoderPool.obstacle(self.model) or (None if draft is None else "takes no draft")
+        if why is not None:
+            raise LoopformerError(f"The fused engine {why}; leave out fast.")
         from loopformer.inference.fused.shared import SharedBackend  # needs Triton
 
         backend = SharedBackend(self.model, rows, memory=memory)

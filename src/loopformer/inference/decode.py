@@ -33,6 +33,7 @@ from loopformer.trajectory import Trajectory
 
 PIECE = 512  # tokens of a long prompt that are run at a time
 WORTH_WAITING = 8  # tokens that a prompt shares with one beside it: then it waits for that one's keys
+MOST_TABLES = 32  # of trajectories that were followed last
 NOBODY = -1  # the ticket of a slot that is still to be cleared
 
 
@@ -279,7 +280,7 @@ class PrefixCache:
         return [prefix for prefix in self._kept if prefix.request.depth == request.depth]
 
 
-class Prompts:
+class PromptBackend:
     """The half of a backend that runs prompts: which of them together, what they share, long ones in pieces.
 
     A subclass has the slots: it says who has room (`fits`) and takes in a prompt that was run (`admit`).
@@ -386,17 +387,14 @@ class Prompts:
         return self.model.head(hidden)[:, : self.model.config.vocab]
 
     def _table(self, trajectory: Trajectory) -> Condition:
-        """What the passes of a trajectory are told, computed once for as long as someone follows it."""
+        """What the passes of a trajectory are told; the last ones are kept."""
         if trajectory not in self._tables:
-            self._tables = {**self._tables, trajectory: self.model.condition(trajectory)}
+            latest = list(self._tables.items())[1 - MOST_TABLES :]
+            self._tables = {**dict(latest), trajectory: self.model.condition(trajectory)}
         return self._tables[trajectory]
 
-    def _forget_tables(self, followed: set[Trajectory]) -> None:
-        if len(self._tables) > len(followed):
-            self._tables = {known: table for known, table in self._tables.items() if known in followed}
 
-
-class PlainBackend(Prompts):
+class PlainBackend(PromptBackend):
     """Continuous batching in PyTorch on any device: rows of any budget, prompts that share beginnings, drafts."""
 
     def __init__(
@@ -452,8 +450,6 @@ class PlainBackend(Prompts):
         self.pool.keep({row.ticket: row.cached for row in rows})
         if self._draft_pool is not None:
             self._draft_pool.keep({row.ticket: max(0, row.length - 2) for row in rows})
-        followed = {row.trajectory for row in rows} | ({self.draft.trajectory} if self.draft is not None else set())
-        self._forget_tables(followed)
 
     def _prefill_draft(self, row: RowState) -> None:
         """Run a prompt along the draft's trajectory; all but its last token, which the first draft runs."""

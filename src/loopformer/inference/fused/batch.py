@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from loopformer.device import sent
-from loopformer.inference.fused import kernels
+from loopformer.inference.fused import kernels, pass_kernels
 from loopformer.inference.fused.decoder import record
 from loopformer.inference.fused.quantise import plain
 from loopformer.model import LoopedLM
@@ -143,7 +143,7 @@ class SharedBatch:
         """The next token of these slots [B]."""
         count = self._put("ended", slots, self.slots)
         self._chosen[: len(slots)] = tokens
-        kernels.begin_kernel[(count,)](
+        pass_kernels.begin_kernel[(count,)](
             self._numbers["ended"], self._chosen, self._ids, self._lengths, self._loops, self.slots
         )
 
@@ -161,7 +161,7 @@ class SharedBatch:
         sizes = {"D": config.width, "L": config.loops, "K": blocks}
         widest = {"BLOCK_D": triton.next_power_of_2(config.width), "EPSILON": EPSILON}
         places = self.model.places
-        kernels.enter_kernel[(rows,)](
+        pass_kernels.enter_kernel[(rows,)](
             self._numbers["order"],
             self._loops,
             self._ids,
@@ -182,7 +182,7 @@ class SharedBatch:
         wide, change = self._wide[:rows], self._change[:rows]
 
         def add(gate: int, scale: int) -> None:
-            kernels.gated_norm_kernel[(rows,)](
+            pass_kernels.gated_norm_kernel[(rows,)](
                 self._numbers["order"],
                 self._loops,
                 self._table,
@@ -211,7 +211,7 @@ class SharedBatch:
     def _attention(self, rows: int, block: int) -> None:
         config = self.model.config
         splits = SPLITS if rows * config.heads < 512 else 1
-        kernels.paged_attention_kernel[(rows * config.heads, splits)](
+        pass_kernels.paged_attention_kernel[(rows * config.heads, splits)](
             self._numbers["order"],
             self._loops,
             self._lengths,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from loopformer.device import available_bytes
 from loopformer.errors import LoopformerError
-from loopformer.inference.decode import Prompts, prefill
+from loopformer.inference.decode import PromptBackend, prefill
 from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import Choice, Draw, choose
@@ -110,7 +110,7 @@ class Held:
         )
 
 
-class SharedBackend(Prompts):
+class SharedBackend(PromptBackend):
     """Continuous batching of mixed budgets through shared passes; see the module's docstring."""
 
     def __init__(self, model: LoopedLM, slots: int, remember: int | None = None, memory: int | None = None) -> None:
@@ -148,7 +148,6 @@ class SharedBackend(Prompts):
         held = self._held
         if held is not None and (gone := set(held.seats) - {row.ticket for row in rows}):
             self._held = held.without(gone)
-        self._forget_tables({row.trajectory for row in rows})
 
     @torch.no_grad()
     def admit(self, row: RowState, keys: RowKeys) -> None:
