@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from loopformer.benchmark.decode import _fused
+from loopformer.benchmark.decode import PATHS as DECODE_PATHS
 from loopformer.benchmark.machine import best_of, describe, free_memory
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import synchronise
@@ -114,7 +114,7 @@ def engine(
     if "static" in here:
         ids = torch.randint(model.config.vocab, (rows, context), device=device)
         for budget in budgets:
-            run = _fused(model, budget, ids, tokens)
+            run = DECODE_PATHS["fused"](model, budget, ids, tokens)
             static[budget] = best_of(3, device, run) / tokens
             del run
             free_memory(device)
