@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from loopformer.errors import LoopformerError, nearest
 
@@ -65,3 +68,10 @@ def peak_flops(device: torch.device) -> float | None:
         name = torch.cuda.get_device_name(device)
         return next((tflops * 1e12 for key, tflops in PEAK_BF16_TFLOPS.items() if key in name), None)
     return None
+
+
+def sent(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers on a device; from pinned memory, so that a GPU that is still at work is not waited for."""
+    if device.type != "cuda":
+        return torch.tensor(values, device=device, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -214,9 +214,28 @@ class LM:
         trajectories = self.trajectories(len(texts), budget, trajectory)
         return score_texts(self.model, ids, trajectories, self.need_tokenizer().eot)
 
-    def engine(self, rows: int = 16, queue: int = 64, draft: Draft | None = None) -> Engine:
-        """Continuous batching: at most `rows` requests run at once, at most `queue` more wait."""
-        return Engine(self.model, self.need_tokenizer(), rows, queue, draft=draft)
+    def engine(
+        self,
+        rows: int = 16,
+        queue: int = 64,
+        draft: Draft | None = None,
+        fast: bool = False,
+        memory: int | None = None,
+    ) -> Engine:
+        """Continuous batching: at most `rows` requests run at once, at most `queue` more wait.
+
+        With `fast` on a GPU, through fused kernels: passes are shared by requests of any budget, and `memory` is
+        bytes for keys and values, so that requests wait until theirs fit.
+        """
+        if not fast:
+            return Engine(self.model, self.need_tokenizer(), rows, queue, draft=draft)
+        why = DecoderPool.obstacle(self.model) or (None if draft is None else "takes no draft")
+        if why is not None:
+            raise LoopformerError(f"The fused engine {why}; leave out fast.")
+        from loopformer.inference.fused.shared import SharedBackend  # needs Triton
+
+        backend = SharedBackend(self.model, rows, memory=memory)
+        return Engine(self.model, self.need_tokenizer(), rows, queue, backend=backend)
 
     def requests(
         self,

@@ -26,6 +26,7 @@ VERBS = [
     ["info"],
     ["import", "m", "out"],
     ["export", "m", "out"],
+    ["bench", "engine"],
     ["bench", "decode"],
     ["bench", "train"],
     ["bench", "memory"],

@@ -13,7 +13,7 @@ from loopformer.inference.decode import PlainBackend
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import Engine
 from loopformer.inference.fused.backend import DecoderPool, FusedBackend
-from loopformer.inference.request import Request, Result, RowState
+from loopformer.inference.request import Request, Result
 from loopformer.inference.score import Span, score_spans
 from loopformer.model.looped import Certainty
 
@@ -159,6 +159,5 @@ def test_fused_kernels_leave_it_to_the_plain_path(lm: LM) -> None:
     fast = lm.generate("told", certainty=0.3, max_tokens=8, fast=True)
     assert fast == lm.generate("told", certainty=0.3, max_tokens=8)
     (request,) = lm.requests(["told"], certainty=0.3)
-    row = RowState.start(0, request, lm.need_tokenizer(), lm.model.config)
     with pytest.raises(LoopformerError, match="fast has no kernels for certainty; leave one of them out"):
-        FusedBackend(DecoderPool(lm.model)).prefill([row])
+        FusedBackend(DecoderPool(lm.model)).check(request)

@@ -3,6 +3,7 @@
 import random
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from options import OPTIONS, Option
 
 from loopformer import LM, LoopformerError, Trajectory
+from loopformer.inference import decode
+from loopformer.inference import engine as engine_module
 from loopformer.inference.decode import PlainBackend
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import Busy, Engine
@@ -276,3 +279,42 @@ def test_a_step_that_fails_loses_nobody(lm: LM) -> None:
     assert set(results) == set(tickets)
     for ticket, prompt in zip(tickets, PROMPTS, strict=True):
         assert results[ticket].ids == lm.generate(prompt, budget=2, max_tokens=5).ids
+
+
+def test_a_long_prompt_is_run_in_pieces_between_the_tokens_of_others(
+    lm: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, short = lm.requests(["every pass is told its time and its step, every pass", "its"], max_tokens=6)
+    expected = [alone(lm, request) for request in (long, short)]
+    monkeypatch.setattr(decode, "PIECE", 4)
+    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
+    engine = lm.engine()
+    first = engine.submit(short)
+    engine.step()
+    second = engine.submit(long)
+    events = list(engine.run())
+    began = next(number for number, event in enumerate(events) if event.ticket == second)
+    assert sum(event.ticket == first for event in events[:began]) >= 3
+    found = {event.ticket: event.result for event in events if event.result is not None}
+    assert [found[ticket].ids for ticket in (second, first)] == [one.ids for one in expected]
+    assert engine.counts.prompt_tokens == len(long.prompt) + len(short.prompt)
+
+
+def test_a_prompt_that_was_run_in_part_can_be_cancelled_or_fail(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (long,) = lm.requests(["every pass is told its time and its step, every pass"], max_tokens=3)
+    expected = alone(lm, long)
+    monkeypatch.setattr(decode, "PIECE", 4)
+    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
+    engine = lm.engine(rows=1)
+    gone, kept = engine.submit(long), engine.submit(long)
+    engine.step()
+    engine.cancel(gone)
+    engine.step()
+    untyped: Any = engine.backend
+    extend, untyped.model = untyped.model, None  # as a fault in the middle of a piece leaves it
+    with pytest.raises(AttributeError):
+        engine.step()
+    untyped.model = extend
+    found = finish(engine)
+    assert (set(found), found[kept].ids) == ({kept}, expected.ids)
+    assert set(untyped._begun) <= {kept}

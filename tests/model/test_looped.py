@@ -99,11 +99,16 @@ def test_schedules_matter_to_models_that_are_told(
 
 
 def test_time_is_not_told_the_last_step_and_step_is_not_told_the_order_of_time(tiny: ModelConfig) -> None:
-    table = spread(LoopedLM(replace(tiny, conditioning="time"))).table
-    assert torch.equal(_some(table(Trajectory.parse("1-1-2")))[0], _some(table(Trajectory.parse("3-1")))[0])
-    table = spread(LoopedLM(replace(tiny, conditioning="step"))).table
-    forward, backward = _some(table(Trajectory.parse("1-3"))), _some(table(Trajectory.parse("3-1")))
+    timed = spread(LoopedLM(replace(tiny, conditioning="time")))
+    first, second = (modulations(timed, Trajectory.parse(steps))[0] for steps in ("1-1-2", "3-1"))
+    assert torch.equal(first, second)
+    stepped = spread(LoopedLM(replace(tiny, conditioning="step")))
+    forward, backward = (modulations(stepped, Trajectory.parse(steps)) for steps in ("1-3", "3-1"))
     torch.testing.assert_close(forward, backward.flip(0))
+
+
+def modulations(model: LoopedLM, trajectory: Trajectory) -> Tensor:
+    return _some(model.condition(trajectory).modulation)
 
 
 def _some(tensor: Tensor | None) -> Tensor:
@@ -113,16 +118,19 @@ def _some(tensor: Tensor | None) -> Tensor:
 
 def test_table_shape_and_time_scale(tiny: ModelConfig) -> None:
     model = spread(LoopedLM(tiny))
-    assert _some(model.table(Trajectory.parse("2-1-1"))).shape == (3, 2, 4, 32)
+    assert modulations(model, Trajectory.parse("2-1-1")).shape == (3, 2, 4, 32)
     scaled = LoopedLM(replace(tiny, time_scale=30.0))
     scaled.load_state_dict(model.state_dict())
-    assert not torch.allclose(_some(scaled.table(Trajectory.uniform(2))), _some(model.table(Trajectory.uniform(2))))
+    assert not torch.allclose(
+        modulations(scaled, Trajectory.uniform(2)),
+        modulations(model, Trajectory.uniform(2)),
+    )
 
 
 @pytest.mark.parametrize("start", ["zero", "normal", "one"])
 def test_modulator_starts(tiny: ModelConfig, start: str) -> None:
     model, ids = LoopedLM(replace(tiny, modulator_start=start)), ids_for(tiny)  # type: ignore[arg-type]
-    table = _some(model.table(Trajectory.uniform(4)))
+    table = modulations(model, Trajectory.uniform(4))
     gates, scales = table[:, :, :2], table[:, :, 2:]
     if start == "zero":
         embedded = model.embed(ids)[0]
@@ -200,7 +208,7 @@ def test_recurrent_depth_joins_state_and_embedding_in_every_pass(tiny: ModelConf
     embedded, rotary, mask = model.embed(ids)
     assert model.adapter is not None
     x = _some(model.random_start(torch.arange(12)[None])).expand_as(embedded)
-    table = model.table(Trajectory.uniform(2))
+    table = model.condition(Trajectory.uniform(2)).modulation
     for number in range(2):
         modulation = None if table is None else table[number : number + 1]
         rms = (embedded.square().mean(-1, keepdim=True) + EPSILON).sqrt()

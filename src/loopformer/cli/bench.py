@@ -85,6 +85,49 @@ def decode(
         _finish(measure(lm, numbers, rows, lengths, tokens, int8, ways, say), model, out)
 
 
+@bench.command("engine")
+@stoppable(_KEPT)
+def engine(
+    model: AnyModel = BOX,
+    rows: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
+    budgets: Annotated[str | None, typer.Option(help="Loops per token: 8,4,2; by default L, L/2 and L/4.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of a prompt; half the context.")] = None,
+    tokens: Annotated[int, typer.Option(help="New tokens of each request that are timed.")] = 64,
+    seconds: Annotated[float, typer.Option(help="How long requests arrive at each load.")] = 8.0,
+    paths: Annotated[str, typer.Option(help="Of static,plain,fused.")] = "static,plain,fused",
+    device: Device = "auto",
+    dtype: BenchDtype = None,
+    out: Out = None,
+) -> None:
+    """Tokens per second of the engine: one budget, budgets mixed, and arriving at random; the last line is JSON.
+
+    Example: loopformer bench engine --model paper/loopformer-3x8 --rows 64 --context 512
+    """
+    from loopformer.benchmark.engine import PATHS
+    from loopformer.benchmark.engine import engine as measure
+    from loopformer.config import whole_numbers
+    from loopformer.errors import LoopformerError, nearest, require
+
+    ways = [path.strip() for path in paths.split(",")]
+    for path in ways:
+        if path not in PATHS:
+            raise LoopformerError(f"There is no path {path!r}; {nearest(path, list(PATHS))}")
+    require(rows >= 1 and tokens >= 2 and seconds > 0, "--rows and --seconds must be positive, --tokens 2 or more.")
+    lm = _model(model, device, dtype)
+    loops, longest = lm.config.loops, context or lm.config.context // 2
+    numbers = sorted({loops, max(1, loops // 2), max(1, loops // 4)}, reverse=True)
+    if budgets is not None:
+        numbers = whole_numbers(budgets, "--budgets")
+    for budget in numbers:
+        lm.resolve(budget)
+    require(
+        longest + 2 * tokens <= lm.config.context,
+        f"{longest} tokens and {2 * tokens} new ones do not fit the context of {lm.config.context}; ask for fewer.",
+    )
+    with output_file(out):
+        _finish(measure(lm, rows, numbers, longest, tokens, ways, seconds, typer.echo), model, out)
+
+
 @bench.command("train")
 @stoppable(_KEPT)
 def train(

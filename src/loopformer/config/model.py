@@ -98,6 +98,12 @@ class ModelConfig:
         return [each.name for each in known if getattr(self, each.name) != each.default]
 
     @property
+    def plain_only(self) -> str | None:
+        """The setting that keeps a model from the fused kernels of decoding; None where there is none."""
+        fused = ("inject",) if self.inject == "gated" else ()
+        return next((name for name in self.trials if name not in fused), None)
+
+    @property
     def vocab_rows(self) -> int:
         """Rows of the embedding and width of the logits."""
         return self.padded_vocab if self.padded_vocab is not None else -(-self.vocab // 64) * 64

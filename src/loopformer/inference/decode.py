@@ -31,7 +31,9 @@ from loopformer.model.conditioning import Condition
 from loopformer.model.looped import Certainty
 from loopformer.trajectory import Trajectory
 
+PIECE = 512  # tokens of a long prompt that are run at a time
 WORTH_WAITING = 8  # tokens that a prompt shares with one beside it: then it waits for that one's keys
+MOST_TABLES = 32  # of trajectories that were followed last
 NOBODY = -1  # the ticket of a slot that is still to be cleared
 
 
@@ -42,17 +44,23 @@ class Backend(Protocol):
     prompt_tokens: int  # that were run
     shared_tokens: int  # that were not, as another prompt had them
 
+    def check(self, request: Request) -> None:
+        """Refuse what can never be run here, in one sentence."""
+        ...
+
     def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
         """Those of the waiting, first come first served, that can be prefilled now, in groups to run together;
         no more once their prompts exceed so many tokens."""
         ...
 
-    def prefill(self, rows: Sequence[RowState]) -> list[Choice]:
-        """Run the prompts of rows of one group, which then have slots: the first token of each."""
+    def prefill(self, rows: Sequence[RowState]) -> list[Choice | None]:
+        """Run the prompts of rows of one group, which then have slots: the first token of each. None where a long
+        prompt was run in part: the row waits, and is prefilled again."""
         ...
 
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
-        """The next token of each row that has a slot; several where tokens are drafted."""
+        """The next tokens of rows that have slots: one each, several where they are drafted, none where a row is
+        still in the middle of its trajectory."""
         ...
 
     def keep(self, rows: Sequence[RowState]) -> None:
@@ -272,34 +280,41 @@ class PrefixCache:
         return [prefix for prefix in self._kept if prefix.request.depth == request.depth]
 
 
-class PlainBackend:
-    """Continuous batching in PyTorch on any device: rows of any budget, prompts that share beginnings, drafts."""
+class PromptBackend:
+    """The half of a backend that runs prompts: which of them together, what they share, long ones in pieces.
 
-    def __init__(
-        self, model: LoopedLM, slots: int, remember: int | None = None, draft: Draft | None = None
-    ) -> None:
+    A subclass has the slots: it says who has room (`fits`) and takes in a prompt that was run (`admit`).
+    """
+
+    def __init__(self, model: LoopedLM, remember: int | None) -> None:
         """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default."""
-        if draft is not None:
-            model.resolve(draft.trajectory)
-        self.model, self.draft, self.draft_report = model, draft, DraftReport()
-        reach = 2 if draft is None else 2 + (draft.length or LONGEST)
-        self.pool = SlotPool(model, slots, reach)
-        self._draft_pool = None if draft is None else SlotPool(model, slots, reach)
-        self._draft_rate = HOPED_RATE
+        self.model, self.draft_report = model, DraftReport()
         self._prefixes = PrefixCache(4 * model.config.context if remember is None else remember)
+        self._begun: dict[int, Cache] = {}  # of prompts that were run in part, by ticket
         self._tables: dict[Trajectory, Condition] = {}
         self.prompt_tokens = self.shared_tokens = 0
 
-    def used_bytes(self, rows: Sequence[RowState]) -> int:
-        return sum(row.trajectory.budget for row in rows) * self.pool.bytes_per_loop
+    def check(self, request: Request) -> None:
+        """Nothing is refused."""
+
+    def fits(self, rows: Sequence[RowState]) -> bool:
+        """Whether there is room for these, besides those that run."""
+        raise NotImplementedError
+
+    def admit(self, row: RowState, keys: RowKeys) -> None:
+        """Give a row, whose prompt was run, its slot."""
+        raise NotImplementedError
 
     def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
         """The next that can run together, prompts of about the same length in a group, so that little is padded;
         one that shares its beginning with another waits for it."""
         chosen: list[tuple[int, int, RowState]] = []  # tokens to run, tokens shared
-        for row in waiting[: self.pool.free]:
+        self._begun = {row.ticket: self._begun[row.ticket] for row in waiting if row.ticket in self._begun}
+        for row in waiting:
+            if not self.fits([*(other for _, _, other in chosen), row]):
+                break
             prompt = row.request.prompt
-            _, shared = self._prefixes.find(row.request)
+            shared = self._known(row)[1]
             beside = (
                 common_prefix(other.request.prompt, prompt)
                 for _, _, other in chosen
@@ -308,13 +323,13 @@ class PlainBackend:
             if self._prefixes.most_tokens and max(beside, default=0) >= shared + WORTH_WAITING:
                 break
             chosen.append((len(prompt) - shared, shared, row))
-            tokens -= len(prompt) - shared
+            tokens -= min(PIECE, len(prompt) - shared)
             if tokens <= 0:
                 break
         groups: list[list[RowState]] = []
         longest = 0
         for rest, shared, row in sorted(chosen, key=lambda entry: -entry[0]):
-            if 4 * rest >= 3 * longest > 0 and shared + longest <= self.model.config.context:
+            if longest <= PIECE and 4 * rest >= 3 * longest > 0 and shared + longest <= self.model.config.context:
                 groups[-1].append(row)
             else:
                 groups.append([row])
@@ -322,9 +337,12 @@ class PlainBackend:
         return groups
 
     @torch.no_grad()
-    def prefill(self, rows: Sequence[RowState]) -> list[Choice]:
+    def prefill(self, rows: Sequence[RowState]) -> list[Choice | None]:
         trajectories = [row.trajectory for row in rows]
-        shared = [self._prefixes.find(row.request) for row in rows]
+        shared = [self._known(row) for row in rows]
+        if len(rows) == 1 and len(rows[0].request.prompt) - shared[0][1] > PIECE and certainty_of(rows) is None:
+            self._run_a_piece(rows[0], *shared[0])
+            return [None]
         ids, counts = padded(self.model, [row.request.prompt[n:] for row, (_, n) in zip(rows, shared, strict=True)])
         capacity = max(count for _, count in shared) + max(counts)
         cache = self.model.cache(trajectories, len(rows), capacity)
@@ -338,15 +356,71 @@ class PlainBackend:
         for number, (row, choice) in enumerate(zip(rows, choices, strict=True)):
             if math.isnan(choice.logprob):
                 continue  # it has ended, and its keys must not come near the others'
-            keys, prompt = cache.read(number), row.request.prompt
+            keys = cache.read(number)
             self._prefixes.remember(row.request, keys)
-            if self._draft_pool is not None:
-                self._prefill_draft(row)
-            self.pool.admit(row.ticket, self._table(row.trajectory), keys, len(prompt), row.trajectory.budget)
+            self.admit(row, keys)
         self.prompt_tokens += sum(counts)
-        self.shared_tokens += sum(count for _, count in shared)
+        others = [count for row, (_, count) in zip(rows, shared, strict=True) if row.ticket not in self._begun]
+        self.shared_tokens += sum(others)
         self.draft_report.verifications += len(rows)
-        return choices
+        return [*choices]
+
+    def _known(self, row: RowState) -> tuple[RowKeys, int]:
+        """The keys that a prompt need not run, and of how many tokens: of its own pieces, or of another prompt."""
+        if row.ticket in self._begun:
+            cache = self._begun[row.ticket]
+            return cache.read(0), cache.lengths[0]
+        return self._prefixes.find(row.request)
+
+    def _run_a_piece(self, row: RowState, keys: RowKeys, known: int) -> None:
+        """Run PIECE more tokens of a long prompt."""
+        prompt, cache = row.request.prompt, self._begun.get(row.ticket)
+        if cache is None:
+            cache = self.model.cache(row.trajectory, 1, len(prompt))
+            cache.write(0, keys, known)
+            self.shared_tokens += known
+        self.model.extend(padded(self.model, [prompt[known : known + PIECE]])[0], cache, check=False)
+        self.prompt_tokens += PIECE
+        self._begun = {**self._begun, row.ticket: cache}
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.model.head(hidden)[:, : self.model.config.vocab]
+
+    def _table(self, trajectory: Trajectory) -> Condition:
+        """What the passes of a trajectory are told; the last ones are kept."""
+        if trajectory not in self._tables:
+            latest = list(self._tables.items())[1 - MOST_TABLES :]
+            self._tables = {**dict(latest), trajectory: self.model.condition(trajectory)}
+        return self._tables[trajectory]
+
+
+class PlainBackend(PromptBackend):
+    """Continuous batching in PyTorch on any device: rows of any budget, prompts that share beginnings, drafts."""
+
+    def __init__(
+        self, model: LoopedLM, slots: int, remember: int | None = None, draft: Draft | None = None
+    ) -> None:
+        """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default."""
+        super().__init__(model, remember)
+        if draft is not None:
+            model.resolve(draft.trajectory)
+        self.draft = draft
+        reach = 2 if draft is None else 2 + (draft.length or LONGEST)
+        self.pool = SlotPool(model, slots, reach)
+        self._draft_pool = None if draft is None else SlotPool(model, slots, reach)
+        self._draft_rate = HOPED_RATE
+
+    def fits(self, rows: Sequence[RowState]) -> bool:
+        return len(rows) <= self.pool.free
+
+    def used_bytes(self, rows: Sequence[RowState]) -> int:
+        return sum(row.trajectory.budget for row in rows) * self.pool.bytes_per_loop
+
+    def admit(self, row: RowState, keys: RowKeys) -> None:
+        if self._draft_pool is not None:
+            self._prefill_draft(row)
+        prompt, trajectory = row.request.prompt, row.trajectory
+        self.pool.admit(row.ticket, self._table(trajectory), keys, len(prompt), trajectory.budget)
 
     @torch.no_grad()
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
@@ -376,9 +450,6 @@ class PlainBackend:
         self.pool.keep({row.ticket: row.cached for row in rows})
         if self._draft_pool is not None:
             self._draft_pool.keep({row.ticket: max(0, row.length - 2) for row in rows})
-        followed = {row.trajectory for row in rows} | ({self.draft.trajectory} if self.draft is not None else set())
-        if len(self._tables) > len(followed):
-            self._tables = {known: table for known, table in self._tables.items() if known in followed}
 
     def _prefill_draft(self, row: RowState) -> None:
         """Run a prompt along the draft's trajectory; all but its last token, which the first draft runs."""
@@ -425,12 +496,3 @@ class PlainBackend:
             report.accepted += len(choices) - 1
             report.verifications += 1
             self._draft_rate = updated_rate(self._draft_rate, length, len(choices) - 1)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self.model.head(hidden)[:, : self.model.config.vocab]
-
-    def _table(self, trajectory: Trajectory) -> Condition:
-        """What the passes of a trajectory are told, computed once for as long as someone follows it."""
-        if trajectory not in self._tables:
-            self._tables = {**self._tables, trajectory: self.model.condition(trajectory)}
-        return self._tables[trajectory]

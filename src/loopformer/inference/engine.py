@@ -113,6 +113,7 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Put a request in the queue; its ticket. What is wrong with it is said here, not while others run."""
         self.model.resolve(request.trajectory)
+        self.backend.check(request)
         row = RowState.start(next(self._tickets), request, self._tokenizer, self.model.config)
         with self._door:
             if len(self._state.waiting) >= self._most_waiting:
@@ -182,11 +183,12 @@ class Engine:
     def _prefill(self, group: Sequence[RowState]) -> None:
         failure: Exception | None = None
         try:
-            choices = [[choice] for choice in self.backend.prefill(group)]
+            choices = self.backend.prefill(group)
         except Exception as error:
             failure = error.with_traceback(None)  # whose frames hold the memory of what failed
         if failure is None:
-            self._take(group, choices)
+            run = [(row, [choice]) for row, choice in zip(group, choices, strict=True) if choice is not None]
+            self._take([row for row, _ in run], [chosen for _, chosen in run])
             return
         self.backend.keep(self._state.running)  # some of the group may have got slots
         if len(group) == 1:
@@ -200,6 +202,8 @@ class Engine:
         after: dict[int, RowState] = {}
         events: list[Event] = []
         for row, chosen in zip(rows, choices, strict=True):
+            if not chosen:
+                continue
             try:
                 after[row.ticket], event = row.take(chosen)
             except Exception as error:

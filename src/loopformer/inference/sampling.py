@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from loopformer.device import sent
 from loopformer.errors import LoopformerError
 from loopformer.model.noise import GOLDEN, MIX_1, MIX_2, hashed, shifted, signed
 
@@ -97,16 +98,22 @@ def _is_finite(value: object) -> bool:
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Choice]:
     """The next token of each row of logits [B, V]. Where logits are not numbers, nor is the log-probability."""
+    tokens, logprobs = choose(logits, draws)
+    return [Choice(token, logprob) for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+
+
+def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    """The same where the logits are, tokens and log-probabilities [B]; a GPU is not waited for."""
     scores = logits
     if not all(draw.sampling.most_likely for draw in draws):
         scores = log_probabilities(logits, draws)
         drawn = [row for row, draw in enumerate(draws) if not draw.sampling.greedy]
         if drawn:
             keys = [_key(draws[row].seed, draws[row].position) for row in drawn]
-            scores[drawn] += gumbel_noise(keys, logits.shape[-1], logits.device).to(scores.dtype)
+            noise = gumbel_noise(keys, logits.shape[-1], logits.device).to(scores.dtype)
+            scores.index_add_(0, sent(drawn, logits.device), noise)
     tokens = scores.argmax(-1)
-    logprobs = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    return [Choice(token, logprob) for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+    return tokens, logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
 
 def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -118,7 +125,7 @@ def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     scores = logits.detach().to(torch.float32 if device.type == "mps" else torch.float64, copy=True)
 
     def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, device=device, dtype=scores.dtype)[:, None]
+        return sent(values, device, scores.dtype)[:, None]
 
     seen = [
         (row, token, draw.sampling.repetition_penalty)
@@ -129,15 +136,16 @@ def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     if seen:
         rows, tokens, penalties = zip(*seen, strict=True)
         penalty = column(penalties)[:, 0]
-        before = scores[list(rows), list(tokens)]
-        scores[list(rows), list(tokens)] = torch.where(before > 0, before / penalty, before * penalty)
+        where = sent(rows, device), sent(tokens, device)
+        before = scores[where]
+        scores[where] = torch.where(before > 0, before / penalty, before * penalty)
 
     settings = [draw.sampling for draw in draws]
     # Less the largest, so that any temperature gives finite numbers; greedy rows keep their order.
     scores = (scores - scores.amax(-1, keepdim=True)) / column([one.temperature or 1.0 for one in settings])
     if any(one.top_k is not None or one.top_p < 1 for one in settings):
         ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-        last = torch.tensor([min(one.top_k or vocab, vocab) - 1 for one in settings], device=device)[:, None]
+        last = sent([min(one.top_k or vocab, vocab) - 1 for one in settings], device)[:, None]
         scores = scores.masked_fill(scores < ranked.gather(1, last), -math.inf)
         likely = ranked.masked_fill(ranked < ranked.gather(1, last), -math.inf).softmax(-1)
         # A token stays while those before it have not made up top_p.
@@ -152,7 +160,7 @@ def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 def gumbel_noise(keys: Sequence[int], vocab: int, device: torch.device) -> Tensor:
     """Gumbel noise [B, V] in fp64, each number a function of its row's key and its token alone."""
     where = torch.device("cpu") if device.type == "mps" else device
-    key = torch.tensor([signed(key) for key in keys], device=where)[:, None]
+    key = sent([signed(key) for key in keys], where)[:, None]
     bits = hashed(key + torch.arange(vocab, device=where) * signed(GOLDEN))
     uniform = (shifted(bits, 12).double() + 0.5) * 2.0**-52  # never 0 and never 1
     noise = -(-uniform.log()).log()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from loopformer.config import ModelConfig
+from loopformer.device import sent
 from loopformer.trajectory import Trajectory
 
 FOURIER_WIDTH = 256
@@ -65,7 +66,7 @@ class ScalarEmbedding(nn.Module):
 
     def forward(self, scalars: list[float]) -> Tensor:
         weight = self.up.weight
-        features = fourier_features(_sent(scalars, weight.device)).to(weight.dtype)
+        features = fourier_features(sent(scalars, weight.device)).to(weight.dtype)
         out: Tensor = self.out(nn.functional.silu(self.up(features)))
         return out
 
@@ -109,13 +110,6 @@ class Conditioner(nn.Module):
                 nn.init.zeros_(modulator.weight)
             if how == "one":
                 modulator.bias.view(4, -1)[:2].fill_(1.0)
-
-
-def _sent(scalars: list[float], device: torch.device) -> Tensor:
-    """Scalars on the device; from pinned memory, so that a GPU is not waited for in the middle of a step."""
-    if device.type != "cuda":
-        return torch.tensor(scalars, device=device)
-    return torch.tensor(scalars, pin_memory=True).to(device, non_blocking=True)
 
 
 def fourier_features(scalars: Tensor) -> Tensor:

@@ -301,11 +301,6 @@ class LoopedLM(nn.Module):
         return F.linear(hidden, self.tokens.weight)
 
     @_not_compiled
-    def table(self, trajectory: Trajectory) -> Tensor | None:
-        """The modulations of a trajectory [M, k, 4, D]; None for an unconditioned model."""
-        return self.condition(trajectory).modulation
-
-    @_not_compiled
     def condition(self, trajectory: Trajectory) -> Condition:
         """What the passes of a trajectory are told; nothing in an unconditioned model."""
         if self.conditioner is None:

@@ -59,9 +59,9 @@ def test_what_fast_cannot_do_is_said(lm: LM) -> None:
 
 
 def test_a_setting_without_kernels_is_named_and_fast_decodes_plainly(lm: LM) -> None:
-    other = LM(spread(replace(lm.model.config, inject="gated"), std=0.3), lm.tokenizer)
-    assert DecoderPool.obstacle(other.model) == "has no kernels for model.inject"
-    with pytest.raises(LoopformerError, match=r"int8 has no kernels for model.inject; leave it out"):
+    other = LM(spread(replace(lm.model.config, prelude=1), std=0.3), lm.tokenizer)
+    assert DecoderPool.obstacle(other.model) == "has no kernels for model.prelude"
+    with pytest.raises(LoopformerError, match=r"int8 has no kernels for model.prelude; leave it out"):
         other.generate("told", fast=True, int8=True)
     assert other.generate("told", fast=True, max_tokens=4) == other.generate("told", max_tokens=4)
 
@@ -131,7 +131,9 @@ def test_what_was_interrupted_is_run_again_in_one_decoder(model: LoopedLM, token
     decoders = quick(model)
     backend = FusedBackend(decoders)
     row = RowState.start(0, asked(1, 5)[0], tokenizer, model.config)
-    row, event = row.take(backend.prefill([row]))
+    (first,) = backend.prefill([row])
+    assert first is not None
+    row, event = row.take([first])
     while event.result is None:
         backend._batch = None  # as a fault inside a step leaves it
         row, event = row.take(backend.decode([row])[0])

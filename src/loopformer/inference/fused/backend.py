@@ -74,8 +74,8 @@ class DecoderPool:
     def obstacle(model: LoopedLM, certainty: bool = False) -> str | None:
         """What the kernels lack to run a model here, and if need be to let its tokens settle, as in "it …"; None if
         nothing."""
-        if model.config.trials:
-            return f"has no kernels for model.{model.config.trials[0]}"
+        if model.config.plain_only is not None:
+            return f"has no kernels for model.{model.config.plain_only}"
         if certainty:
             return "has no kernels for certainty"
         ready = model.tokens.weight.device.type == "cuda" and find_spec("triton") is not None
@@ -172,9 +172,7 @@ class FusedBackend:
         return [same[:MOST_INT8_ROWS] if self._decoders.int8 else same]
 
     @torch.no_grad()
-    def prefill(self, rows: Sequence[RowState]) -> list[Choice]:
-        for row in rows:
-            self.check(row.request)
+    def prefill(self, rows: Sequence[RowState]) -> list[Choice | None]:
         prompts = [row.request.prompt for row in rows]
         self.prompt_tokens += sum(map(len, prompts))
         self._busy = True
@@ -184,7 +182,7 @@ class FusedBackend:
         logits = self.model.head(hidden)[: len(rows), : self.model.config.vocab]
         choices = sample(logits, [row.draw() for row in rows])
         self._batch = batch
-        return choices
+        return [*choices]
 
     @torch.no_grad()
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:

@@ -75,7 +75,7 @@ class Decoder:
         """`together` is the cache of the one sequence that all rows belong to; without it each is its own."""
         config, like = model.config, model.tokens.weight.detach()
         require(
-            not config.trials, f"There are no kernels for model.{''.join(config.trials[:1])}; decode without fast."
+            config.plain_only is None, f"There are no kernels for model.{config.plain_only}; decode without fast."
         )
         self.model, self.trajectory, self.rows = model, model.resolve(trajectory), rows
         self.cache = model.cache(self.trajectory, rows) if together is None else together
@@ -115,8 +115,9 @@ class Decoder:
             angle[0, 0].contiguous() for angle in rotary_angles(positions, config.head_width, torch.float32)
         )
         with torch.no_grad():
-            table = model.table(self.trajectory)
-        self._table = None if table is None else table.to(like.dtype).contiguous()
+            told = model.condition(self.trajectory)
+        self._table = None if told.modulation is None else told.modulation.to(like.dtype).contiguous()
+        self._injection = None if told.injection is None else told.injection.to(like.dtype).contiguous()
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
 
     @torch.no_grad()
@@ -190,35 +191,51 @@ class Decoder:
 
     def run(self) -> None:
         """Launch a pass of `ids` [B] at `lengths`: logits, and candidates `best` for the largest at `where`."""
-        model, config = self.model, self.model.config
-        learned = model.places is not None
-        kernels.embed_kernel[(self.rows,)](
-            self.ids,
-            self.lengths,
-            self._weights.tokens,
-            model.places.weight if model.places is not None else self._x,
-            self._x,
-            config.width,
-            LEARNED=learned,
-            BLOCK_K=triton.next_power_of_2(config.width),
-            **self.launch,
-        )
+        config = self.model.config
+        self._embed(None)
         modulations = self._modulations()
-        norm = model.final_norm.weight
+        norm = self.model.final_norm.weight
         assert norm is not None
         if self._few:
             for step in range(len(modulations)):
+                self._inject(step)
                 self._few_rows_block(step, modulations[step])
             self._norm_linear("head", self._weights.head, norm, self.logits, counted=config.vocab)
         else:
             self._add_norm(None, None, modulations[0].scale_1)
             for step in range(len(modulations)):
                 following = modulations[step + 1].scale_1 if step + 1 < len(modulations) else norm
+                if self._inject(step):
+                    self._add_norm(None, None, modulations[step].scale_1)
                 self._many_rows_block(step, modulations[step], following)
             self._many_logits()
             best, where = self.logits[:, : config.vocab].max(-1, keepdim=True)
             self.best.copy_(best)
             self.where.copy_(where)
+
+    def _inject(self, step: int) -> bool:
+        """Add some of the embedding at the beginning of a pass but the first; whether that was done."""
+        loop, block = divmod(step, self.model.config.blocks)
+        if self._injection is None or loop == 0 or block > 0:
+            return False
+        self._embed(self._injection[loop])
+        return True
+
+    def _embed(self, injection: Tensor | None) -> None:
+        model, width = self.model, self.model.config.width
+        kernels.embed_kernel[(self.rows,)](
+            self.ids,
+            self.lengths,
+            self._weights.tokens,
+            model.places.weight if model.places is not None else self._x,
+            injection if injection is not None else self._x,
+            self._x,
+            width,
+            LEARNED=model.places is not None,
+            INJECTED=injection is not None,
+            BLOCK_K=triton.next_power_of_2(width),
+            **self.launch,
+        )
 
     def _modulations(self) -> list[Modulation]:
         """Of each block in each pass, in the order they run."""

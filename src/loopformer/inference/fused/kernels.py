@@ -45,9 +45,19 @@ def _gelu(x):
 
 @triton.jit
 def embed_kernel(
-    ids, lengths, tokens, places, x, width, LEARNED: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
+    ids,  # [B]
+    lengths,  # [B]
+    tokens,  # [V, D]
+    places,  # [context, D]
+    injection,  # [D]
+    x,  # [B, D] fp32
+    width,
+    LEARNED: tl.constexpr,
+    INJECTED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """x [B, D] in fp32 from the tokens, and the places they stand at."""
+    """x from the tokens, and the places they stand at; or some of that added to x, where it is injected."""
     row = tl.program_id(0)
     k = tl.arange(0, BLOCK_K)
     inside = k < width
@@ -55,6 +65,9 @@ def embed_kernel(
     value = tl.load(tokens + tl.load(ids + row) * width + k, mask=inside).to(tl.float32)
     if LEARNED:
         value += tl.load(places + tl.load(lengths + row) * width + k, mask=inside).to(tl.float32)
+    if INJECTED:
+        value *= tl.load(injection + k, mask=inside).to(tl.float32)
+        value += tl.load(x + row * width + k, mask=inside)
     tl.store(x + row * width + k, value, mask=inside)
 
 

@@ -1,0 +1,276 @@
+"""How fast the engine serves: against static batches, with budgets mixed, and under load.
+
+    report = engine(model, rows=64, budgets=(8, 4, 2), context=512, tokens=64)
+
+    static  a batch of one trajectory through whole-token graphs, without sampling and text: what the device allows
+    plain   the engine in PyTorch
+    fused   the engine through shared passes
+
+Throughput is that of requests which all run, text and a stop string included, after their prompts. `mixed` runs as
+many requests of each budget at once to their ends; what static batches, one for each budget after the other, would
+take for the same tokens is set beside it. Under load requests of mixed budgets and lengths arrive at random
+(Poisson) at shares of the rate that a full queue sustains; measured are the time to the first token and between
+tokens, also while long prompts come in.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loopformer.benchmark.decode import PATHS as DECODE_PATHS
+from loopformer.benchmark.machine import best_of, describe, free_memory
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.device import synchronise
+from loopformer.inference.decode import PlainBackend
+from loopformer.inference.engine import Engine
+from loopformer.inference.fused.backend import DecoderPool
+from loopformer.inference.request import Event, Request
+from loopformer.model import LoopedLM
+from loopformer.trajectory import Trajectory
+
+PATHS = ("static", "plain", "fused")
+STOPS = ("\n\n###",)  # looked for in every text
+LOADS = (0.5, 0.8, 1.0)
+SHORT_PROMPT, LONG_PROMPT = 32, 900  # tokens
+LONG_EVERY = 0.5  # seconds from one long prompt to the next
+
+
+class Words:
+    """A detokenizer for any vocabulary: that of a small tokenizer, over and over; it never ends a text."""
+
+    eot = -1
+
+    def __init__(self) -> None:
+        self._tokenizer = Tokenizer.train([Path(str(torch.__file__)).read_text("utf-8")], 2048)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([number % self._tokenizer.vocab_size for number in ids])
+
+
+@dataclass
+class Load:
+    """When the tokens of requests came, in seconds."""
+
+    arrived: dict[int, float] = field(default_factory=dict)
+    came: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def note(self, events: Sequence[Event], now: float) -> None:
+        for event in events:
+            self.came[event.ticket].append(now)
+
+    def summary(self, seconds: float) -> dict[str, Any]:
+        first = [times[0] - self.arrived[ticket] for ticket, times in self.came.items()]
+        between = [after - before for times in self.came.values() for before, after in pairwise(times)]
+        tokens = sum(map(len, self.came.values()))
+        return {
+            "requests": len(self.came),
+            "tokens_per_second": tokens / seconds,
+            "first_token_ms": _percentiles(first),
+            "between_tokens_ms": _percentiles(between),
+        }
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    ordered = sorted(seconds)
+    return {name: 1e3 * ordered[int(share * (len(ordered) - 1))] for name, share in (("p50", 0.5), ("p99", 0.99))}
+
+
+def engine(
+    model: LoopedLM,
+    rows: int = 64,
+    budgets: Sequence[int] = (8, 4, 2),
+    context: int = 512,
+    tokens: int = 64,
+    paths: Sequence[str] = PATHS,
+    seconds: float = 8.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Everything, as plain numbers; without the paths that cannot run here."""
+    device, words = model.tokens.weight.device, Words()
+    why = DecoderPool.obstacle(model)
+    missing = {} if why is None else dict.fromkeys(("static", "fused"), f"it {why}")
+    here = [path for path in paths if path not in missing]
+    report: dict[str, Any] = {
+        "benchmark": "engine",
+        **describe(device),
+        "dtype": model.dtype_name,
+        "rows": rows,
+        "context": context,
+        "tokens": tokens,
+        "left_out": {path: why for path, why in missing.items() if path in paths},
+    }
+    static: dict[int, float] = {}
+    if "static" in here:
+        ids = torch.randint(model.config.vocab, (rows, context), device=device)
+        for budget in budgets:
+            run = DECODE_PATHS["fused"](model, budget, ids, tokens)
+            static[budget] = best_of(3, device, run) / tokens
+            del run
+            free_memory(device)
+            say(f"static   M={budget}: {rows / static[budget]:,.0f} tokens/s")
+        report["static"] = {str(budget): rows / step for budget, step in static.items()}
+    for path in (one for one in here if one != "static"):
+        found = report[path] = {}
+        for budget in budgets:
+            asked = _requests(model, [budget] * rows, context)
+            rate = found[str(budget)] = _steady(_engine(model, words, path, rows), asked, rows * tokens)
+            of_static = _share(rate, rows / static[budget] if static else None)
+            say(f"{path:8} M={budget}: {rate:,.0f} tokens/s{of_static}")
+            free_memory(device)
+        mixed = _mixed(_engine(model, words, path, len(budgets) * rows), model, budgets, rows, context, tokens)
+        took, each = mixed["seconds"], mixed["tokens"]
+        if static:
+            mixed["static_seconds"] = sum(each[budget] / rows * static[budget] for budget in budgets)
+        found["mixed"] = {**mixed, "tokens_per_second": sum(each.values()) / took}
+        say(
+            f"{path:8} mixed: {found['mixed']['tokens_per_second']:,.0f} tokens/s"
+            + _share(1 / took, 1 / mixed["static_seconds"] if static else None)
+        )
+        free_memory(device)
+        found["load"] = list(_under_load(model, words, path, rows, budgets, context, tokens, seconds, say))
+    return report
+
+
+def _share(rate: float, static: float | None) -> str:
+    return "" if static is None else f", {100 * rate / static:.0f} % of static"
+
+
+def _engine(model: LoopedLM, words: Words, path: str, rows: int, queue: int = 4096) -> Engine:
+    if path == "plain":
+        return Engine(model, words, queue=queue, backend=PlainBackend(model, rows, remember=0))
+    from loopformer.inference.fused.shared import SharedBackend
+
+    return Engine(model, words, queue=queue, backend=SharedBackend(model, rows, remember=0))
+
+
+def _requests(model: LoopedLM, budgets: Sequence[int], context: int, most: int | None = None) -> list[Request]:
+    """Random prompts of `context` tokens; they go on for `most`, or to the end of the model's context."""
+    rng = random.Random(0)
+    room = model.config.context - context if most is None else most
+    return [
+        Request(
+            tuple(rng.randrange(model.config.vocab) for _ in range(context)),
+            Trajectory.uniform(budget),
+            max_tokens=room,
+            stops=STOPS,
+        )
+        for budget in budgets
+    ]
+
+
+def _all_running(engine: Engine, requests: Sequence[Request]) -> list[int]:
+    """Submit requests and run their prompts."""
+    tickets = [engine.submit(request) for request in requests]
+    while engine.waiting:
+        engine.step()
+    for _ in range(4):  # graphs are recorded at first use
+        engine.step()
+    return tickets
+
+
+def _steady(engine: Engine, requests: Sequence[Request], tokens: int) -> float:
+    """Tokens per second while all requests run."""
+    tickets = _all_running(engine, requests)
+    device, before = engine.model.tokens.weight.device, engine.counts.new_tokens
+    synchronise(device)
+    started = time.perf_counter()
+    while engine.running == len(tickets) and engine.counts.new_tokens - before < tokens:
+        engine.step()
+    took = time.perf_counter() - started
+    return (engine.counts.new_tokens - before) / took
+
+
+def _mixed(
+    engine: Engine, model: LoopedLM, budgets: Sequence[int], rows: int, context: int, tokens: int
+) -> dict[str, Any]:
+    """As many requests of each budget at once, from when all run to the end of the last."""
+    asked = _requests(model, [budget for budget in budgets for _ in range(rows)], context, most=2 * tokens)
+    _all_running(engine, asked)
+    each = dict.fromkeys(budgets, 0)
+    for row in engine._state.running:  # what they have by now is not counted
+        each[row.trajectory.budget] -= len(row.ids)
+    synchronise(model.tokens.weight.device)
+    started = time.perf_counter()
+    results = [event.result for event in engine.run() if event.result is not None]
+    took = time.perf_counter() - started
+    for result in results:
+        each[result.trajectory.budget] += len(result.ids)
+    return {"seconds": took, "tokens": each}
+
+
+def _under_load(
+    model: LoopedLM,
+    words: Words,
+    path: str,
+    rows: int,
+    budgets: Sequence[int],
+    context: int,
+    tokens: int,
+    seconds: float,
+    say: Callable[[str], None],
+) -> Iterator[dict[str, Any]]:
+    """First the rate that a full queue sustains, then shares of it, then half of it with long prompts coming in."""
+    rng = random.Random(1)
+
+    def one(prompt: int | None = None) -> Request:
+        length = prompt or rng.randrange(min(SHORT_PROMPT, context), context + 1)
+        ids = tuple(rng.randrange(model.config.vocab) for _ in range(length))
+        most = min(rng.randrange(tokens // 2, 2 * tokens), model.config.context - length)
+        return Request(ids, Trajectory.uniform(rng.choice(budgets)), max_tokens=most, stops=STOPS)
+
+    engine = _engine(model, words, path, rows)
+    full = _arrivals(engine, one, None, seconds)
+    rate = full["requests"] / full["seconds"]
+    say(f"{path:8} sustains {rate:.1f} requests/s, {full['tokens_per_second']:,.0f} tokens/s")
+    yield {"load": "full queue", "requests_per_second": rate, **full}
+    for share in LOADS:
+        found = _arrivals(engine, one, share * rate, seconds)
+        say(f"{path:8} at {100 * share:.0f} %: " + _times(found))
+        yield {"load": share, **found}
+    long = min(LONG_PROMPT, model.config.context - tokens)
+    found = _arrivals(engine, one, LOADS[0] * rate, seconds, long)
+    say(f"{path:8} at {100 * LOADS[0]:.0f} % and prompts of {long}: " + _times(found))
+    yield {"load": LOADS[0], "long_prompts": long, **found}
+
+
+def _times(found: dict[str, Any]) -> str:
+    parts = [f"{found['tokens_per_second']:,.0f} tokens/s"]
+    for name, label in (("first_token_ms", "first token"), ("between_tokens_ms", "between tokens")):
+        parts.append(f"{label} {found[name]['p50']:.1f} ms (p99 {found[name]['p99']:.1f})")
+    return ", ".join(parts)
+
+
+def _arrivals(
+    engine: Engine, make: Callable[..., Request], rate: float | None, seconds: float, long: int | None = None
+) -> dict[str, Any]:
+    """Requests at random times, so many a second; None keeps the queue full. What comes after is not counted."""
+    rng, load = random.Random(2), Load()
+    started = time.perf_counter()
+    due = 0.0 if rate is None else rng.expovariate(rate)
+    long_due = LONG_EVERY if long is not None else float("inf")
+    while (now := time.perf_counter() - started) < seconds:
+        while engine.waiting < 8 if rate is None else due <= now:
+            load.arrived[engine.submit(make())] = now if rate is None else due
+            due += 0.0 if rate is None else rng.expovariate(rate)
+        if long_due <= now:
+            load.arrived[engine.submit(make(long))] = long_due
+            long_due += LONG_EVERY
+        if engine.idle:
+            time.sleep(max(0.0, min(due, long_due, seconds) - now))
+            continue
+        load.note(engine.step(), time.perf_counter() - started)
+    for ticket in load.arrived:
+        engine.cancel(ticket)
+    list(engine.run())
+    return {"seconds": seconds, **load.summary(seconds)}

@@ -1,0 +1,255 @@
+"""Rows of unlike trajectories on a GPU, in passes that all of them share.
+
+batch = SharedBatch(model, slots=64, memory=8 << 30)
+batch.fill(slot=3, pages, keys, length, condition)      # a prompt that was run
+batch.start({3: token})                                  # its next token goes through its first pass
+batch.run([3, 5, 9])                                     # one pass of each row, whichever loop it stands at
+logits = batch.logits([5])                               # of those whose last pass it was
+batch.begin([5], tokens)                                 # their next tokens
+
+The weights of all passes are the same, so a pass over rows at different loops reads them once: a mixture of budgets
+costs what its passes cost, and rows come and go between passes. What differs from row to row lies on the device and
+is looked up there by slot and loop: modulations, the place of the token, and pages of keys and values. Launches are
+recorded as CUDA graphs, one for each power of two of rows; nothing here waits for the device.
+
+Memory is given out in pages of PAGE tokens of one loop, so what a row needs follows from its budget and its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from loopformer.device import sent
+from loopformer.inference.fused import kernels, pass_kernels
+from loopformer.inference.fused.decoder import record
+from loopformer.inference.fused.quantise import plain
+from loopformer.model import LoopedLM
+from loopformer.model.block import EPSILON, rotary_angles
+from loopformer.model.cache import RowKeys
+from loopformer.model.conditioning import Condition
+
+PAGE = 64  # tokens
+SPLITS = 32  # of the keys of one head, where there are few rows
+ATTENTION_WARPS = 2
+
+
+def page_bytes(model: LoopedLM) -> int:
+    """Keys and values of PAGE tokens in one loop."""
+    config = model.config
+    return config.blocks * 2 * PAGE * config.width * model.tokens.weight.element_size()
+
+
+def pages_of(tokens: int, budget: int) -> int:
+    """Pages that so many tokens take along a trajectory of so many loops."""
+    return budget * -(-tokens // PAGE)
+
+
+class SharedBatch:
+    """The memory of some slots, and a pass of any of them; see the module's docstring."""
+
+    def __init__(self, model: LoopedLM, slots: int, pages: int) -> None:
+        config, like = model.config, model.tokens.weight.detach()
+        self.model, self.slots, self.page_count = model, slots, pages
+        self._weights = plain(model)
+        self._device = like.device
+        self._loops_at_most, self._blocks = config.loops, config.blocks
+
+        def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=like.device)
+
+        # One slot and one page more: the last ones are nobody's, and fill up a launch.
+        rows, loops = slots + 1, config.loops
+        self._ids, self._lengths, self._loops = integers(rows), integers(rows), integers(rows)
+        self._x = torch.zeros(rows, config.width, device=like.device)
+        self._table = like.new_zeros(rows, loops, config.blocks, 4, config.width)
+        self._injection = like.new_zeros(rows, loops, config.width) if config.inject == "gated" else self._x
+        self._pages = torch.full(
+            (rows, loops, -(-config.context // PAGE)), pages, dtype=torch.int32, device=like.device
+        )
+        self._pool = like.new_zeros(pages + 1, config.blocks, 2, config.heads, PAGE, config.head_width)
+        most = _bucket(slots)
+        self._numbers = {name: integers(most) for name in ("order", "done", "ended")}
+        self._written: dict[str, tuple[int, ...]] = {}
+        self._chosen = integers(most)
+        width, heads = config.width, config.heads
+        self._qkv, self._mixed = like.new_zeros(most, 3 * width), like.new_zeros(most, width)
+        self._wide = like.new_zeros(most, config.ffn)
+        self._normed, self._change = like.new_zeros(most, width), like.new_zeros(most, width)
+        self._logits = torch.zeros(most, config.vocab_rows, device=like.device)
+        self._partial = torch.zeros(most * heads, SPLITS, config.head_width + 2, device=like.device)
+        self._arrived = integers(most * heads, dtype=torch.int32)
+        positions = torch.arange(config.context, device=like.device)[None]
+        self._cos, self._sin = (
+            angle[0, 0].contiguous() for angle in rotary_angles(positions, config.head_width, torch.float32)
+        )
+        self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
+
+    # What rows bring with them.
+
+    def fill(self, slot: int, pages: Sequence[int], keys: RowKeys, length: int, condition: Condition) -> None:
+        """Give a slot the keys of `length` tokens, what its passes are told, and pages for all it may write:
+        as many for each loop."""
+        budget, each = len(keys.pairs) or 1, len(pages) // max(1, len(keys.pairs))
+        taken = sent(pages, self._device, torch.int32).view(budget, each)
+        self._pages[slot].fill_(self.page_count)
+        self._pages[slot, :budget, :each] = taken
+        self._table[slot, :budget] = self._modulation(condition, budget)
+        if condition.injection is not None:
+            self._injection[slot, :budget] = condition.injection
+        used = -(-length // PAGE)
+        for loop, blocks in enumerate(keys.pairs):
+            both = torch.stack([torch.stack(pair) for pair in blocks])[:, :, :, :length]  # [K, 2, H, T, W]
+            both = torch.nn.functional.pad(both, (0, 0, 0, used * PAGE - length))
+            cut = both.view(*both.shape[:3], used, PAGE, -1)
+            paged = cut.permute(3, 0, 1, 2, 4, 5)  # [pages, K, 2, H, PAGE, W]
+            self._pool[taken[loop, :used].long()] = paged.to(self._pool.dtype)
+
+    def _modulation(self, condition: Condition, budget: int) -> Tensor:
+        """[M, K, 4, D]; norms with weights of their own are scales less 1 of branches that are not gated."""
+        if condition.modulation is not None:
+            return condition.modulation.to(self._table.dtype)
+        table = torch.zeros_like(self._table[0, :budget])
+        table[:, :, :2] = 1
+        for number, block in enumerate(self.model.stack.each()):
+            for place, norm in ((2, block.norm_1), (3, block.norm_2)):
+                assert norm.weight is not None
+                table[:, number, place] = norm.weight.detach() - 1
+        return table
+
+    def start(self, tokens: Mapping[int, tuple[int, int]]) -> None:
+        """Slots whose next pass is their first one: the token of each, and its place."""
+        slots = sent(list(tokens), self._device)
+        state = sent(list(tokens.values()), self._device)  # [B, 2]
+        self._ids[slots], self._lengths[slots], self._loops[slots] = state[:, 0], state[:, 1], 0
+
+    # Launches.
+
+    def run(self, slots: Sequence[int]) -> None:
+        """A pass of each of these slots."""
+        count = self._put("order", slots, self.slots)
+        self._replay("pass", count, lambda: self._pass(count))
+
+    def logits(self, rows: Sequence[int]) -> Tensor:
+        """After the last pass of these rows of the launch, counted as they were given to `run`: logits [B, V]."""
+        count = self._put("done", rows, 0)
+        self._replay("head", count, lambda: self._head(count))
+        return self._logits[: len(rows), : self.model.config.vocab]
+
+    def begin(self, slots: Sequence[int], tokens: Tensor) -> None:
+        """The next token of these slots [B]."""
+        count = self._put("ended", slots, self.slots)
+        self._chosen[: len(slots)] = tokens
+        pass_kernels.begin_kernel[(count,)](
+            self._numbers["ended"], self._chosen, self._ids, self._lengths, self._loops, self.slots
+        )
+
+    def _put(self, name: str, numbers: Sequence[int], fill: int) -> int:
+        """Write numbers to the device, unless they are there, filled up to a power of two; that."""
+        count = _bucket(len(numbers))
+        if self._written.get(name) != tuple(numbers):
+            filled = [*numbers, *[fill] * (count - len(numbers))]
+            self._numbers[name][:count] = sent(filled, self._device)
+            self._written[name] = tuple(numbers)
+        return count
+
+    def _pass(self, rows: int) -> None:
+        config, blocks = self.model.config, self._blocks
+        sizes = {"D": config.width, "L": config.loops, "K": blocks}
+        widest = {"BLOCK_D": triton.next_power_of_2(config.width), "EPSILON": EPSILON}
+        places = self.model.places
+        pass_kernels.enter_kernel[(rows,)](
+            self._numbers["order"],
+            self._loops,
+            self._ids,
+            self._lengths,
+            self._weights.tokens,
+            places.weight if places is not None else self._x,
+            self._table,
+            self._injection,
+            self._x,
+            self._normed,
+            **sizes,
+            **widest,
+            LEARNED=places is not None,
+            INJECTED=config.inject == "gated",
+        )
+        norm = self.model.final_norm.weight
+        normed, qkv, mixed = self._normed[:rows], self._qkv[:rows], self._mixed[:rows]
+        wide, change = self._wide[:rows], self._change[:rows]
+
+        def add(gate: int, scale: int) -> None:
+            pass_kernels.gated_norm_kernel[(rows,)](
+                self._numbers["order"],
+                self._loops,
+                self._table,
+                norm,
+                self._x,
+                change,
+                normed,
+                self.slots,
+                **sizes,
+                **widest,
+                GATE=gate,
+                SCALE=scale,
+            )
+
+        for block in range(blocks):
+            to_qkv, out, up, down = (weight.values.t() for weight in self._weights.blocks[block])
+            torch.mm(normed, to_qkv, out=qkv)
+            self._attention(rows, block)
+            torch.mm(mixed, out, out=change)
+            add(4 * block, 4 * block + 3)
+            torch.mm(normed, up, out=wide)
+            kernels.gelu_kernel[(triton.cdiv(wide.numel(), 1024),)](wide, wide.numel(), BLOCK_N=1024, PDL=False)
+            torch.mm(wide, down, out=change)
+            add(4 * block + 1, 4 * block + 6)  # the next block's first scale
+
+    def _attention(self, rows: int, block: int) -> None:
+        config = self.model.config
+        splits = SPLITS if rows * config.heads < 512 else 1
+        pass_kernels.paged_attention_kernel[(rows * config.heads, splits)](
+            self._numbers["order"],
+            self._loops,
+            self._lengths,
+            self._pages,
+            self._qkv,
+            self._pool,
+            self._cos,
+            self._sin,
+            self._mixed,
+            self._partial,
+            self._arrived,
+            config.loops,
+            self._pages.shape[2],
+            config.head_width**-0.5,
+            BLOCK=block,
+            K=self._blocks,
+            H=config.heads,
+            W=config.head_width,
+            PAGE=PAGE,
+            BLOCK_W=triton.next_power_of_2(config.head_width),
+            SPLITS=splits,
+            ROTARY=config.positions == "rotary",
+            num_warps=ATTENTION_WARPS,
+        )
+
+    def _head(self, rows: int) -> None:
+        ended = self._normed[self._numbers["done"][:rows]]
+        self._logits[:rows].copy_(torch.mm(ended, self._weights.head.values.t()))
+
+    def _replay(self, name: str, rows: int, launch: Callable[[], None]) -> None:
+        if self._device.type != "cuda":  # Triton's interpreter
+            launch()
+            return
+        if (name, rows) not in self._graphs:
+            self._graphs[name, rows] = record(launch, [self._x, self._loops])
+        self._graphs[name, rows].replay()
+
+
+def _bucket(rows: int) -> int:
+    """The power of two that so many rows are launched as."""
+    return 1 << max(0, rows - 1).bit_length()

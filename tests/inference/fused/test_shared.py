@@ -1,0 +1,191 @@
+"""Shared passes equal the plain path for rows of any budget: on a GPU, or in Triton's interpreter."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from loopformer import LoopedLM, LoopformerError, ModelConfig, Trajectory
+from loopformer.inference.decode import PlainBackend
+from loopformer.inference.engine import Engine
+from loopformer.inference.request import Request, Result
+from loopformer.inference.sampling import Sampling
+
+from ..models import spread
+
+pytest.importorskip("triton")
+from loopformer.inference.fused import batch as shared_batch
+from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
+from loopformer.inference.fused.shared import SharedBackend
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU")]
+DEVICE = "cpu" if INTERPRETED else "cuda"
+BASE = ModelConfig(
+    blocks=2, loops=3, width=32, heads=2, ffn=48, context=40, vocab=30, positions="rotary", modulator_start="one"
+)
+KINDS: list[dict[str, Any]] = [
+    {"inject": "gated"},
+    {"positions": "learned", "conditioning": "none", "modulator_start": "zero"},
+    {"conditioning": "index"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a text takes several."""
+    torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(shared_batch, "PAGE", 16)
+    monkeypatch.setattr(shared_batch, "SPLITS", 2)
+
+
+@pytest.fixture(scope="module")
+def model() -> LoopedLM:
+    return spread(replace(BASE, blocks=1, inject="gated"), std=0.4).to(DEVICE)
+
+
+class Letters:
+    """A tokenizer of single letters."""
+
+    eot = 0
+
+    def decode(self, ids: Any) -> str:
+        return "".join(chr(97 + number % 26) for number in ids)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["injected", "unconditioned", "index"])
+def test_a_pass_of_rows_at_different_loops_is_each_ones_own(kind: dict[str, Any]) -> None:
+    model = spread(replace(BASE, **kind)).to(DEVICE)
+    along = [Trajectory.uniform(3), Trajectory.uniform(1), Trajectory.uniform(2)]
+    texts = [[1, 2, 3, 4, 5], [7, 8], [(3 * place) % 29 for place in range(15)]]
+    batch = SharedBatch(model, slots=3, pages=30)
+    pages = iter(range(30))
+    with torch.no_grad():
+        for slot, (text, trajectory) in enumerate(zip(texts, along, strict=True)):
+            cache = model.cache(trajectory, 1, len(text))
+            hidden = model.extend(torch.tensor([text], device=DEVICE), cache)
+            taken = [next(pages) for _ in range(pages_of(40, trajectory.budget))]
+            batch.fill(slot, taken, cache.read(0), len(text), model.condition(trajectory))
+            text.append(int(model.head(hidden[0, -1])[:30].argmax()))
+        batch.start({slot: (text[-1], len(text) - 1) for slot, text in enumerate(texts)})
+        loops = [0, 0, 0]
+        for _ in range(6):
+            batch.run([2, 0, 1])
+            loops = [loop + 1 for loop in loops]
+            ended = [row for row, slot in enumerate([2, 0, 1]) if loops[slot] == along[slot].budget]
+            logits = batch.logits(ended)
+            slots = [[2, 0, 1][row] for row in ended]
+            for number, slot in enumerate(slots):
+                expected = model(torch.tensor([texts[slot]], device=DEVICE), along[slot]).logits[0, -1, :30]
+                torch.testing.assert_close(logits[number], expected, atol=1e-4, rtol=1e-4)
+            tokens = logits.argmax(-1)
+            batch.begin(slots, tokens)
+            for slot, token in zip(slots, tokens.tolist(), strict=True):
+                texts[slot].append(token)
+                loops[slot] = 0
+
+
+def asked(model: LoopedLM) -> list[Request]:
+    """Any budget, length and way to choose; more than there are slots, and one that ends at the context."""
+    return [
+        Request((1, 2, 3, 4, 5), Trajectory.uniform(3), max_tokens=4),
+        Request((7, 8), Trajectory.uniform(1), max_tokens=7),
+        Request((9, 10, 11), model.resolve("2-1"), Sampling(temperature=1.0, seed=3), max_tokens=5),
+        Request((5, 6, 7), Trajectory.uniform(2), Sampling(repetition_penalty=1.5), max_tokens=3),
+        Request((3,) * 37, Trajectory.uniform(3), max_tokens=9),
+        Request((1, 2, 3, 4, 9), Trajectory.uniform(3), max_tokens=1),
+    ]
+
+
+def finished(engine: Engine, requests: list[Request]) -> list[Result]:
+    tickets = [engine.submit(request) for request in requests]
+    results = {event.ticket: event.result for event in engine.run()}
+    return [result for ticket in tickets if (result := results[ticket]) is not None]
+
+
+def same(results: list[Result], expected: list[Result]) -> None:
+    assert [(one.ids, one.text, one.reason) for one in results] == [
+        (one.ids, one.text, one.reason) for one in expected
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(model: LoopedLM) -> list[Result]:
+    return finished(Engine(model, Letters(), backend=PlainBackend(model, 3)), asked(model))
+
+
+@pytest.mark.parametrize("pages", [200, 9])  # nine: only one of the longest at a time
+def test_texts_are_those_of_the_plain_path(model: LoopedLM, expected: list[Result], pages: int) -> None:
+    backend = SharedBackend(model, 3, memory=pages * page_bytes(model))
+    results = finished(Engine(model, Letters(), backend=backend), asked(model))
+    same(results, expected)
+    for one, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=1e-4)
+    assert backend.used_bytes([]) == 0
+
+
+class Faulty:
+    """Raises at the so-manyth call of any method of a batch."""
+
+    def __init__(self, batch: SharedBatch, number: int) -> None:
+        self.batch, self.left = batch, number
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.batch, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **options: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                raise MemoryError("on purpose")
+            given = found(*args, **options)
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt  # it was done, and nobody noted it
+            return given
+
+        return call
+
+
+@pytest.mark.parametrize("number", range(1, 60, 7 if INTERPRETED else 1))
+def test_a_fault_at_any_launch_harms_nobody(model: LoopedLM, expected: list[Result], number: int) -> None:
+    backend = SharedBackend(model, 3, memory=200 * page_bytes(model))
+    untyped: Any = backend
+    untyped._batch = Faulty(backend._batch, number)
+    engine = Engine(model, Letters(), backend=backend)
+    requests = asked(model)
+    tickets = [engine.submit(request) for request in requests]
+    results: dict[int, Result] = {}
+    while not engine.idle:
+        try:
+            for event in engine.run():
+                if event.result is not None:
+                    results[event.ticket] = event.result
+        except (MemoryError, KeyboardInterrupt):
+            continue
+    same([results[ticket] for ticket in tickets], expected)
+
+
+def test_a_cancelled_row_leaves_its_slot_and_pages(model: LoopedLM, expected: list[Result]) -> None:
+    backend = SharedBackend(model, 3, memory=200 * page_bytes(model))
+    engine = Engine(model, Letters(), backend=backend)
+    endless = engine.submit(Request((1, 2), Trajectory.uniform(2), max_tokens=30))
+    engine.step()
+    engine.step()
+    engine.cancel(endless)
+    same(finished(engine, asked(model)), expected)
+    assert backend._held is not None
+    assert (len(backend._held.slots), len(backend._held.pages)) == (3, backend._batch.page_count)
+
+
+def test_what_can_never_run_is_refused(model: LoopedLM) -> None:
+    engine = Engine(model, Letters(), backend=SharedBackend(model, 3, memory=2 * page_bytes(model)))
+    with pytest.raises(LoopformerError, match="more than the engine has memory for"):
+        engine.submit(Request((1, 2), Trajectory.uniform(3), max_tokens=5))
+    with pytest.raises(LoopformerError, match="no kernels for certainty"):
+        engine.submit(Request((1, 2), Trajectory.uniform(1), certainty=0.5))
+    with pytest.raises(LoopformerError, match="hold no page of keys"):
+        SharedBackend(model, 3, memory=1)
