@@ -92,17 +92,18 @@ def strata(weight: float, match: float = 0.0, start: float = 0.0) -> list[str]:
 
 
 def shared_rows(
-    start: float = 0.2, weight: float = 0.3, one: float = 0.3, middle: str = "[4, 7]", few: str = "[2, 3]"
+    start: float = 0.2,
+    weight: float = 0.3,
+    one: float = 0.3,
+    shares: Sequence[float] = (0.5, 0.25, 0.125, 0.125),
+    middle: str = "[4, 7]",
+    few: str = "[2, 3]",
 ) -> Settings:
-    """The full trajectory alone until `start` of training, then half of the rows full and the others shorter."""
-    late = f"during: [{start}, 1]"
-    entries = [
-        f"{{budget: full, during: [0, {start}]}}",
-        f"{{budget: full, rows: 0.5, {late}}}",
-        f"{{budget: {middle}, rows: 0.25, weight: {weight}, {late}}}",
-        f"{{budget: {few}, rows: 0.125, weight: {weight}, {late}}}",
-        f"{{budget: 1, rows: 0.125, weight: {one}, {late}}}",
-    ]
+    """The full trajectory alone until `start` of training, then shares of the rows full, middle, few and one."""
+    entries = [f"{{budget: full, during: [0, {start}]}}"]
+    drawn = (("full", 1.0), (middle, weight), (few, weight), ("1", one))
+    for (budget, counted), share in zip(drawn, shares, strict=True):
+        entries.append(f"{{budget: {budget}, rows: {share}, weight: {counted}, during: [{start}, 1]}}")
     return following(*entries, training__steps=2000)
 
 
@@ -196,6 +197,10 @@ SUITES: dict[str, dict[str, Settings]] = {
         "rows-from-0.1": {**OURS, **shared_rows(start=0.1)},
         "rows-from-0.1-one-0.6": {**OURS, **shared_rows(start=0.1, one=0.6)},
         "rows-one-0.6": {**OURS, **shared_rows(one=0.6)},
+        "rows-from-0.1-more-ones": {
+            **OURS,
+            **shared_rows(start=0.1, one=0.5, shares=(0.5, 0.125, 0.125, 0.25)),
+        },
         "rows-time-10": {**OURS, **shared_rows(), "model.time_scale": 10},
         "rows-muon-0.01": {**OURS, **shared_rows(), "training.matrix_learning_rate": 0.01},
         "rows-not-injected": {**ROTARY, **MUON, **shared_rows()},
