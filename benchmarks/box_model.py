@@ -120,7 +120,8 @@ def pack(run: Path, data: Path, out: Path) -> None:
     """The folder of the package: the model in bf16, its tokenizer, a held-out text and the card."""
     model, facts = find_model(run)[0], json.loads((run / RAW).read_text("utf-8"))
     state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    about = {"command": facts["command"], "commit": facts["commit"], "hardware": facts["hardware"]}
+    about = {name: facts[name] for name in ("command", "commit", "hardware")}
+    about["command"] = about["command"].replace(str(data), "data/box/data")  # wherever it lay
     save_tensors(state, model.config, out, about)
     shutil.copyfile(data / TOKENIZER, out / TOKENIZER)
     shutil.copyfile(data.parent / HELD_OUT, out / HELD_OUT)
