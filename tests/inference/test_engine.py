@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from options import OPTIONS, Option
 
 from loopformer import LM, LoopformerError, Trajectory
-from loopformer.inference import decode
 from loopformer.inference import engine as engine_module
 from loopformer.inference.decode import PlainBackend
 from loopformer.inference.draft import Draft
@@ -286,8 +285,7 @@ def test_a_long_prompt_is_run_in_pieces_between_the_tokens_of_others(
 ) -> None:
     long, short = lm.requests(["every pass is told its time and its step, every pass", "its"], max_tokens=6)
     expected = [alone(lm, request) for request in (long, short)]
-    monkeypatch.setattr(decode, "PIECE", 4)
-    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
+    monkeypatch.setattr(PlainBackend, "piece", 4)
     engine = lm.engine()
     first = engine.submit(short)
     engine.step()
@@ -303,7 +301,7 @@ def test_a_long_prompt_is_run_in_pieces_between_the_tokens_of_others(
 def test_a_prompt_that_was_run_in_part_can_be_cancelled_or_fail(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     (long,) = lm.requests(["every pass is told its time and its step, every pass"], max_tokens=3)
     expected = alone(lm, long)
-    monkeypatch.setattr(decode, "PIECE", 4)
+    monkeypatch.setattr(PlainBackend, "piece", 4)
     monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
     engine = lm.engine(rows=1)
     gone, kept = engine.submit(long), engine.submit(long)
@@ -317,4 +315,45 @@ def test_a_prompt_that_was_run_in_part_can_be_cancelled_or_fail(lm: LM, monkeypa
     untyped.model = extend
     found = finish(engine)
     assert (set(found), found[kept].ids) == ({kept}, expected.ids)
-    assert set(untyped._begun) <= {kept}
+    assert not untyped._begun
+
+
+def test_prompts_with_certainty_count_whole_and_a_piece_that_works_forgives(
+    lm: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlainBackend, "piece", 4)
+    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
+    text = "every pass is told its time and its step, every pass"
+    sure = lm.requests([text, text], certainty=0.9, max_tokens=2)
+    engine = lm.engine()
+    for request in sure:
+        engine.submit(request)
+    engine.step()
+    assert (engine.running, engine.waiting) == (1, 1)
+
+    (long,) = lm.requests([text], max_tokens=2)
+    engine = lm.engine()
+    engine.submit(long)
+    untyped: Any = engine.backend
+    for fails in (True, False, True):  # never twice in a row
+        kept, untyped.model = untyped.model, None if fails else untyped.model
+        if fails:
+            with pytest.raises(AttributeError):
+                engine.step()
+        else:
+            engine.step()
+        untyped.model = kept
+    assert next(iter(finish(engine).values())).error is None
+
+
+def test_a_cancelled_prompt_leaves_no_keys_behind(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlainBackend, "piece", 4)
+    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
+    engine = lm.engine()
+    ticket = engine.submit(lm.requests(["every pass is told its time and its step, every pass"])[0])
+    engine.step()
+    untyped: Any = engine.backend
+    assert set(untyped._begun) == {ticket}
+    engine.cancel(ticket)
+    engine.step()
+    assert not untyped._begun

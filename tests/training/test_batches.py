@@ -5,9 +5,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from loopformer import LoopformerError
-from loopformer.config import ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig
+from loopformer.config import ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, load_run
 from loopformer.config.run import TrainedTrajectory
-from loopformer.training.batches import costliest_step, draw_trajectories, micro_batches
+from loopformer.training.batches import costliest_step, draw_trajectories, followers, micro_batches
 from loopformer.trajectory import Trajectory
 
 
@@ -121,14 +121,35 @@ def test_uneven_shares_are_refused() -> None:
 
 @given(size=st.integers(1, 64), shares=st.lists(st.sampled_from([0.125, 0.25, 0.5]), min_size=1, max_size=4))
 def test_shares_of_the_rows_lie_side_by_side(size: int, shares: list[float]) -> None:
-    counts = [int(size * share) for share in shares]
-    assume(sum(counts) <= size and min(counts) > 0)
+    assume(sum(shares) <= 1)
     entries = [TrainedTrajectory("any"), *(TrainedTrajectory(1, rows=share) for share in shares)]
-    (only,) = micro_batches(size, size, ObjectiveConfig(trajectories=tuple(entries)))
-    everyone, *taken = map(set, only.rows)
+    everyone, *taken = followers(size, ObjectiveConfig(trajectories=tuple(entries)))
     assert everyone == set(range(size))
-    assert [len(rows) for rows in taken] == counts
-    assert len(set().union(*taken)) == sum(counts)
+    for share, rows in zip(shares, taken, strict=True):
+        assert abs(len(rows) - size * share) < 1
+    assert len(frozenset().union(*taken)) == sum(map(len, taken))
+    assert sum(shares) < 1 or frozenset().union(*taken) == everyone
+
+
+def test_shares_are_of_those_that_are_followed_together() -> None:
+    """Two phases that lie between each other in the list, and one that comes by chance."""
+    entries = (
+        TrainedTrajectory("full", rows=0.7, during=(0, 0.5)),
+        TrainedTrajectory("full", rows=0.5, during=(0.5, 1)),
+        TrainedTrajectory(1, rows=0.3, during=(0, 0.5)),
+        TrainedTrajectory(2, rows=0.5, during=(0.5, 1)),
+        TrainedTrajectory("any", rows=0.25, chance=0.5),
+    )
+    rows = followers(100, ObjectiveConfig(trajectories=entries))
+    assert rows[0] | rows[2] == rows[1] | rows[3] == set(range(100))
+    assert not rows[0] & rows[2]
+    assert not rows[1] & rows[3]
+
+
+@pytest.mark.parametrize("batch", [10, 12, 30, 100, 127])
+def test_the_preset_trains_every_row_of_any_batch(batch: int) -> None:
+    first, *later = followers(batch, load_run("elastic")[0].objective)
+    assert first == frozenset().union(*later) == set(range(batch))
 
 
 def test_shares_that_add_up_to_all_rows_train_all_of_them() -> None:

@@ -30,6 +30,7 @@ from loopformer.benchmark.decode import PATHS as DECODE_PATHS
 from loopformer.benchmark.machine import best_of, describe, free_memory
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import synchronise
+from loopformer.errors import require
 from loopformer.inference.decode import PlainBackend
 from loopformer.inference.engine import Engine
 from loopformer.inference.fused.backend import DecoderPool
@@ -61,11 +62,13 @@ class Load:
     """When the tokens of requests came, in seconds."""
 
     arrived: dict[int, float] = field(default_factory=dict)
+    ended: int = 0
     came: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def note(self, events: Sequence[Event], now: float) -> None:
         for event in events:
             self.came[event.ticket].append(now)
+            self.ended += event.result is not None
 
     def summary(self, seconds: float) -> dict[str, Any]:
         first = [times[0] - self.arrived[ticket] for ticket, times in self.came.items()]
@@ -73,6 +76,7 @@ class Load:
         tokens = sum(map(len, self.came.values()))
         return {
             "requests": len(self.came),
+            "ended": self.ended,
             "tokens_per_second": tokens / seconds,
             "first_token_ms": _percentiles(first),
             "between_tokens_ms": _percentiles(between),
@@ -182,6 +186,10 @@ def _all_running(engine: Engine, requests: Sequence[Request]) -> list[int]:
 def _steady(engine: Engine, requests: Sequence[Request], tokens: int) -> float:
     """Tokens per second while all requests run."""
     tickets = _all_running(engine, requests)
+    require(
+        engine.running == len(tickets),
+        f"Only {engine.running} of {len(tickets)} requests fit in memory at once; ask for fewer --rows.",
+    )
     device, before = engine.model.tokens.weight.device, engine.counts.new_tokens
     synchronise(device)
     started = time.perf_counter()
@@ -231,9 +239,12 @@ def _under_load(
 
     engine = _engine(model, words, path, rows)
     full = _arrivals(engine, one, None, seconds)
-    rate = full["requests"] / full["seconds"]
+    rate = full["ended"] / full["seconds"]
     say(f"{path:8} sustains {rate:.1f} requests/s, {full['tokens_per_second']:,.0f} tokens/s")
     yield {"load": "full queue", "requests_per_second": rate, **full}
+    if not rate:
+        say(f"{path:8} ended no request in {seconds:g} s; give it more --seconds")
+        return
     for share in LOADS:
         found = _arrivals(engine, one, share * rate, seconds)
         say(f"{path:8} at {100 * share:.0f} %: " + _times(found))
@@ -247,7 +258,8 @@ def _under_load(
 def _times(found: dict[str, Any]) -> str:
     parts = [f"{found['tokens_per_second']:,.0f} tokens/s"]
     for name, label in (("first_token_ms", "first token"), ("between_tokens_ms", "between tokens")):
-        parts.append(f"{label} {found[name]['p50']:.1f} ms (p99 {found[name]['p99']:.1f})")
+        times = found[name]
+        parts.append(f"{label} {times['p50']:.1f} ms (p99 {times['p99']:.1f})" if times else f"{label}: too few")
     return ", ".join(parts)
 
 

@@ -102,6 +102,11 @@ class TrainedTrajectory:
         always = self.rows == 1 and self.chance == 1
         return always and self.during[0] <= other.during[0] and other.during[1] <= self.during[1]
 
+    def shares_with(self, other: TrainedTrajectory) -> bool:
+        """Whether the rows of each step are shared out between the two."""
+        both = self.rows < 1 > other.rows and self.chance == 1 == other.chance
+        return both and max(self.during[0], other.during[0]) < min(self.during[1], other.during[1])
+
     def active(self, progress: float) -> bool:
         """Whether it is followed when this share of training is behind."""
         return self.during[0] <= progress < self.during[1]

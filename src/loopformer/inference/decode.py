@@ -41,6 +41,7 @@ class Backend(Protocol):
     """What decodes: rows are known by their tickets, and given in their present states."""
 
     draft_report: DraftReport
+    piece: int  # tokens of prompts that may be run at a time beside rows that run
     prompt_tokens: int  # that were run
     shared_tokens: int  # that were not, as another prompt had them
 
@@ -283,8 +284,11 @@ class PrefixCache:
 class PromptBackend:
     """The half of a backend that runs prompts: which of them together, what they share, long ones in pieces.
 
-    A subclass has the slots: it says who has room (`fits`) and takes in a prompt that was run (`admit`).
+    A subclass has the slots: it says who has room (`fits`) and takes in a prompt that was run (`admit`). Prompts
+    with a certainty are not cut, nor is what a draft runs of a prompt.
     """
+
+    piece = PIECE
 
     def __init__(self, model: LoopedLM, remember: int | None) -> None:
         """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default."""
@@ -323,13 +327,15 @@ class PromptBackend:
             if self._prefixes.most_tokens and max(beside, default=0) >= shared + WORTH_WAITING:
                 break
             chosen.append((len(prompt) - shared, shared, row))
-            tokens -= min(PIECE, len(prompt) - shared)
-            if tokens <= 0:
+            long = len(prompt) - shared > self.piece and row.request.certainty is None
+            tokens -= self.piece if long else len(prompt) - shared
+            if long or tokens <= 0:
                 break
         groups: list[list[RowState]] = []
         longest = 0
         for rest, shared, row in sorted(chosen, key=lambda entry: -entry[0]):
-            if longest <= PIECE and 4 * rest >= 3 * longest > 0 and shared + longest <= self.model.config.context:
+            alike = 0 < longest <= self.piece and 4 * rest >= 3 * longest
+            if alike and shared + longest <= self.model.config.context:
                 groups[-1].append(row)
             else:
                 groups.append([row])
@@ -340,7 +346,8 @@ class PromptBackend:
     def prefill(self, rows: Sequence[RowState]) -> list[Choice | None]:
         trajectories = [row.trajectory for row in rows]
         shared = [self._known(row) for row in rows]
-        if len(rows) == 1 and len(rows[0].request.prompt) - shared[0][1] > PIECE and certainty_of(rows) is None:
+        left = len(rows[0].request.prompt) - shared[0][1]
+        if len(rows) == 1 and left > self.piece and rows[0].request.certainty is None:
             self._run_a_piece(rows[0], *shared[0])
             return [None]
         ids, counts = padded(self.model, [row.request.prompt[n:] for row, (_, n) in zip(rows, shared, strict=True)])
@@ -362,6 +369,8 @@ class PromptBackend:
         self.prompt_tokens += sum(counts)
         others = [count for row, (_, count) in zip(rows, shared, strict=True) if row.ticket not in self._begun]
         self.shared_tokens += sum(others)
+        tickets = {row.ticket for row in rows}
+        self._begun = {ticket: cache for ticket, cache in self._begun.items() if ticket not in tickets}
         self.draft_report.verifications += len(rows)
         return [*choices]
 
@@ -373,14 +382,14 @@ class PromptBackend:
         return self._prefixes.find(row.request)
 
     def _run_a_piece(self, row: RowState, keys: RowKeys, known: int) -> None:
-        """Run PIECE more tokens of a long prompt."""
+        """Run one more piece of a long prompt."""
         prompt, cache = row.request.prompt, self._begun.get(row.ticket)
         if cache is None:
             cache = self.model.cache(row.trajectory, 1, len(prompt))
             cache.write(0, keys, known)
             self.shared_tokens += known
-        self.model.extend(padded(self.model, [prompt[known : known + PIECE]])[0], cache, check=False)
-        self.prompt_tokens += PIECE
+        self.model.extend(padded(self.model, [prompt[known : known + self.piece]])[0], cache, check=False)
+        self.prompt_tokens += self.piece
         self._begun = {**self._begun, row.ticket: cache}
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from loopformer.inference.request import EndingDetokenizer, Event, Request, Resu
 from loopformer.inference.sampling import Choice, is_whole
 from loopformer.model import LoopedLM
 
-PROMPT_TOKENS = 2048  # of new requests in one step, so that those that run are not held up for long
+PROMPT_TOKENS = 2048  # of new requests in a step where nobody runs; else a piece, to hold nobody up for long
 
 
 class Busy(LoopformerError):
@@ -172,8 +172,8 @@ class Engine:
 
     def _admit(self) -> None:
         """Run the prompts of waiting requests, as many as there are slots for, and few enough at a time."""
-        most = self.backend.prompt_tokens + PROMPT_TOKENS
-        while self._state.waiting and (tokens := most - self.backend.prompt_tokens) > 0:
+        most = self.backend.prompt_tokens + (self.backend.piece if self._state.running else PROMPT_TOKENS)
+        while (tokens := most - self.backend.prompt_tokens) > 0:
             groups = self.backend.plan(self._state.waiting, tokens)
             if not groups:
                 return
@@ -189,6 +189,8 @@ class Engine:
         if failure is None:
             run = [(row, [choice]) for row, choice in zip(group, choices, strict=True) if choice is not None]
             self._take([row for row, _ in run], [chosen for _, chosen in run])
+            worked = {row.ticket for row in group}
+            self._publish(lambda state: replace(state, faults=state.faults - worked))
             return
         self.backend.keep(self._state.running)  # some of the group may have got slots
         if len(group) == 1:

@@ -10,6 +10,7 @@ so any number of ranks trains the same thing.
 import math
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 
 from loopformer.config import ObjectiveConfig, RunConfig
 from loopformer.errors import LoopformerError
@@ -83,7 +84,7 @@ def micro_batches(
             + (" or objective.route_draws." if in_step else ".")
         )
     share = shared // world
-    followers = _followers(size, objective)
+    everyone = followers(size, objective)
 
     def of_rank(number: int) -> list[MicroBatch]:
         cut = []
@@ -93,7 +94,7 @@ def micro_batches(
             for start in range(first, last, micro_batch):
                 stop = min(start + micro_batch, last)
                 inside = range(start - part * size, stop - part * size)
-                rows = (tuple(row - inside.start for row in inside if row in one) for one in followers)
+                rows = (tuple(row - inside.start for row in inside if row in one) for one in everyone)
                 cut.append(MicroBatch(start, stop, part, tuple(rows)))
         return cut
 
@@ -114,13 +115,18 @@ def largest_micro_batch(batch: int, objective: ObjectiveConfig, world: int, in_s
     return max(1, size // world if in_step else min(size, batch // world))
 
 
-def _followers(size: int, objective: ObjectiveConfig) -> list[frozenset[int]]:
-    """The rows of a part that follow each trajectory; shares of them lie side by side, spread over the part."""
+@lru_cache(maxsize=8)
+def followers(size: int, objective: ObjectiveConfig) -> list[frozenset[int]]:
+    """The rows of a part that follow each trajectory; shares of them lie side by side, spread over the part.
+
+    A share begins where those before it in the list end that are followed together with it.
+    """
     stride = next(step for step in range(max(1, round(0.618 * size)), size + 1) if math.gcd(step, size) == 1)
     spread = sorted(range(size), key=lambda row: row * stride % size)
-    followers, begin = [], 0
-    for entry in objective.trajectories:
-        count = int(size * entry.rows + 1e-9)
-        followers.append(frozenset(spread[place % size] for place in range(begin, begin + count)))
-        begin += count % size
-    return followers
+    found = []
+    for place, entry in enumerate(objective.trajectories):
+        before = [other for other in objective.trajectories[:place] if other.shares_with(entry)]
+        begin = sum(other.rows for other in before)
+        first, last = (math.floor(size * border + 0.5 + 1e-9) for border in (begin, begin + entry.rows))
+        found.append(frozenset(spread[number % size] for number in range(first, last)))
+    return found

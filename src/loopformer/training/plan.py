@@ -16,7 +16,7 @@ import torch
 from loopformer.config import RunConfig
 from loopformer.device import device_name, peak_flops
 from loopformer.model.cost import Cost
-from loopformer.training.batches import costliest_step, largest_micro_batch
+from loopformer.training.batches import costliest_step, followers, largest_micro_batch
 from loopformer.training.fused.passes import FP8_PASSES_PER_GRADIENT
 from loopformer.trajectory import Trajectory
 
@@ -72,6 +72,8 @@ def make_plan(
 def training_flops_per_token(run: RunConfig, followed: Sequence[Trajectory | None] | None = None) -> float:
     """Forward and backward of the objective's trajectories: those followed in a step, or the mean over training."""
     cost, flops = Cost(run.model), 0.0
+    part = run.training.batch // run.objective.route_draws
+    rows = followers(part, run.objective)
     for place, entry in enumerate(run.objective.trajectories):
         if followed is None:
             budget = sum(entry.budgets(run.model.loops)) / 2
@@ -79,14 +81,8 @@ def training_flops_per_token(run: RunConfig, followed: Sequence[Trajectory | Non
         else:
             drawn = followed[place]
             budget, share = (0.0, 0.0) if drawn is None else (drawn.budget, 1.0)
-        flops += share * _share_of_rows(run, entry.rows) * cost.training_flops(budgets=[budget])
+        flops += share * len(rows[place]) / part * cost.training_flops(budgets=[budget])
     return flops
-
-
-def _share_of_rows(run: RunConfig, share: float) -> float:
-    """What is followed by a share of the rows, which are whole, is followed by this share of them."""
-    part = run.training.batch // run.objective.route_draws
-    return int(part * share + 1e-9) / part
 
 
 def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1, fused: bool = False) -> float:

@@ -12,6 +12,7 @@ from loopformer.inference.decode import PlainBackend
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Request, Result
 from loopformer.inference.sampling import Sampling
+from loopformer.model.conditioning import Condition
 
 from ..models import spread
 
@@ -189,3 +190,31 @@ def test_what_can_never_run_is_refused(model: LoopedLM) -> None:
         engine.submit(Request((1, 2), Trajectory.uniform(1), certainty=0.5))
     with pytest.raises(LoopformerError, match="hold no page of keys"):
         SharedBackend(model, 3, memory=1)
+
+
+def test_a_fault_while_slots_are_filled_admits_no_more_than_fit(model: LoopedLM) -> None:
+    requests = [Request((number, 2, 3), Trajectory.uniform(2), max_tokens=4) for number in range(1, 7)]
+    expected = finished(Engine(model, Letters(), backend=PlainBackend(model, 3)), requests)
+    backend = SharedBackend(model, 3, memory=6 * page_bytes(model))
+    fill, calls = backend._batch.fill, 0
+
+    def failing(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError("on purpose")
+        fill(*args)
+
+    untyped: Any = backend._batch
+    untyped.fill = failing
+    same(finished(Engine(model, Letters(), backend=backend), requests), expected)
+    assert calls > len(requests)
+
+
+def test_norms_of_an_unconditioned_model_keep_their_weights_in_bf16() -> None:
+    config = replace(BASE, conditioning="none", modulator_start="zero")
+    model = spread(config, std=0.1).to(DEVICE, torch.bfloat16)
+    table = SharedBatch(model, slots=1, pages=1)._modulation(Condition(), 2)
+    for number, block in enumerate(model.stack.each()):
+        assert block.norm_1.weight is not None
+        torch.testing.assert_close(1 + table[1, number, 2], block.norm_1.weight.float(), atol=1e-6, rtol=0)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from loopformer.errors import LoopformerError
+from loopformer.inference.decode import PIECE
 from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.fused.quantise import Weights, quantised
 from loopformer.inference.request import Request, RowState
@@ -133,6 +134,8 @@ class _Rounds:
 
 class FusedBackend:
     """A batch of one trajectory at a time; see the module's docstring."""
+
+    piece = PIECE
 
     def __init__(self, decoders: DecoderPool, draft: Draft | None = None) -> None:
         self.model, self.draft_report = decoders.model, DraftReport()

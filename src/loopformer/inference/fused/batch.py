@@ -1,11 +1,11 @@
 """Rows of unlike trajectories on a GPU, in passes that all of them share.
 
-batch = SharedBatch(model, slots=64, memory=8 << 30)
-batch.fill(slot=3, pages, keys, length, condition)      # a prompt that was run
-batch.start({3: token})                                  # its next token goes through its first pass
-batch.run([3, 5, 9])                                     # one pass of each row, whichever loop it stands at
-logits = batch.logits([5])                               # of those whose last pass it was
-batch.begin([5], tokens)                                 # their next tokens
+batch = SharedBatch(model, slots=64, pages=4096)
+batch.fill(3, pages, keys, length, condition)       # slot 3 has a prompt that was run
+batch.start({3: (token, length)})                   # its next token, at that place, goes through its first pass
+batch.run([3, 5, 9])                                # one pass of each slot, whichever loop it stands at
+logits = batch.logits([1])                          # of those whose last pass it was: the second, slot 5
+batch.begin([5], tokens)                            # their next tokens
 
 The weights of all passes are the same, so a pass over rows at different loops reads them once: a mixture of budgets
 costs what its passes cost, and rows come and go between passes. What differs from row to row lies on the device and
@@ -56,7 +56,9 @@ class SharedBatch:
         self.model, self.slots, self.page_count = model, slots, pages
         self._weights = plain(model)
         self._device = like.device
-        self._loops_at_most, self._blocks = config.loops, config.blocks
+        self._blocks = config.blocks
+        assert model.final_norm.weight is not None
+        self._final = model.final_norm.weight.detach()
 
         def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=like.device)
@@ -65,7 +67,8 @@ class SharedBatch:
         rows, loops = slots + 1, config.loops
         self._ids, self._lengths, self._loops = integers(rows), integers(rows), integers(rows)
         self._x = torch.zeros(rows, config.width, device=like.device)
-        self._table = like.new_zeros(rows, loops, config.blocks, 4, config.width)
+        # In fp32, as a norm's weight less 1 is kept there, too.
+        self._table = torch.zeros(rows, loops, config.blocks, 4, config.width, device=like.device)
         self._injection = like.new_zeros(rows, loops, config.width) if config.inject == "gated" else self._x
         self._pages = torch.full(
             (rows, loops, -(-config.context // PAGE)), pages, dtype=torch.int32, device=like.device
@@ -93,10 +96,10 @@ class SharedBatch:
     def fill(self, slot: int, pages: Sequence[int], keys: RowKeys, length: int, condition: Condition) -> None:
         """Give a slot the keys of `length` tokens, what its passes are told, and pages for all it may write:
         as many for each loop."""
-        budget, each = len(keys.pairs) or 1, len(pages) // max(1, len(keys.pairs))
-        taken = sent(pages, self._device, torch.int32).view(budget, each)
+        budget = len(keys.pairs)
+        taken = sent(pages, self._device, torch.int32).view(budget, -1)
         self._pages[slot].fill_(self.page_count)
-        self._pages[slot, :budget, :each] = taken
+        self._pages[slot, :budget, : taken.shape[1]] = taken
         self._table[slot, :budget] = self._modulation(condition, budget)
         if condition.injection is not None:
             self._injection[slot, :budget] = condition.injection
@@ -111,13 +114,13 @@ class SharedBatch:
     def _modulation(self, condition: Condition, budget: int) -> Tensor:
         """[M, K, 4, D]; norms with weights of their own are scales less 1 of branches that are not gated."""
         if condition.modulation is not None:
-            return condition.modulation.to(self._table.dtype)
+            return condition.modulation.float()
         table = torch.zeros_like(self._table[0, :budget])
         table[:, :, :2] = 1
         for number, block in enumerate(self.model.stack.each()):
             for place, norm in ((2, block.norm_1), (3, block.norm_2)):
                 assert norm.weight is not None
-                table[:, number, place] = norm.weight.detach() - 1
+                table[:, number, place] = norm.weight.detach().float() - 1
         return table
 
     def start(self, tokens: Mapping[int, tuple[int, int]]) -> None:
@@ -151,6 +154,7 @@ class SharedBatch:
         """Write numbers to the device, unless they are there, filled up to a power of two; that."""
         count = _bucket(len(numbers))
         if self._written.get(name) != tuple(numbers):
+            self._written.pop(name, None)  # not known while it is being written
             filled = [*numbers, *[fill] * (count - len(numbers))]
             self._numbers[name][:count] = sent(filled, self._device)
             self._written[name] = tuple(numbers)
@@ -177,7 +181,6 @@ class SharedBatch:
             LEARNED=places is not None,
             INJECTED=config.inject == "gated",
         )
-        norm = self.model.final_norm.weight
         normed, qkv, mixed = self._normed[:rows], self._qkv[:rows], self._mixed[:rows]
         wide, change = self._wide[:rows], self._change[:rows]
 
@@ -186,7 +189,7 @@ class SharedBatch:
                 self._numbers["order"],
                 self._loops,
                 self._table,
-                norm,
+                self._final,
                 self._x,
                 change,
                 normed,

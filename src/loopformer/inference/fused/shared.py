@@ -105,7 +105,7 @@ class Held:
             (*self.slots, *(seat.slot for seat in gone)),
             (*self.pages, *(page for seat in gone for page in seat.pages)),
             {ticket: seat for ticket, seat in self.seats.items() if ticket not in tickets},
-            tuple(one for one in self.flights if not tickets.issuperset(one.tickets)),
+            tuple(one for one in self.flights if not (set(one.tickets) & set(self.seats)) <= tickets),
             {ticket: found for ticket, found in self.found.items() if ticket not in tickets},
         )
 
@@ -151,8 +151,8 @@ class SharedBackend(PromptBackend):
 
     @torch.no_grad()
     def admit(self, row: RowState, keys: RowKeys) -> None:
-        held, self._held = self._held or self._nothing, None
-        self._held = self._seated(held, row, keys, len(row.request.prompt), 1)
+        # Only a slot and pages that nobody has are written, so what is held stays true if that fails.
+        self._held = self._seated(self._held or self._nothing, row, keys, len(row.request.prompt), 1)
 
     @torch.no_grad()
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
@@ -214,6 +214,7 @@ class SharedBackend(PromptBackend):
     def _seated(self, held: Held, row: RowState, keys: RowKeys, length: int, tokens: int) -> Held:
         count = self._needed(row.request)
         seat = Seat(held.slots[0], held.pages[:count], row.trajectory.budget, tokens)
+        assert len(seat.pages) == count, "a row was admitted that does not fit"
         self._batch.fill(seat.slot, seat.pages, keys, length, self._table(row.trajectory))
         seats = {**held.seats, row.ticket: seat}
         return replace(held, slots=held.slots[1:], pages=held.pages[count:], seats=seats)
