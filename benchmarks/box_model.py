@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from elastic import WINDOWS, measured, perplexities
+from elastic import DEVICE, measured, perplexities
 from paper_claims import DATA, TEXT, lines, write_texts
 from queueing import RAW, rounded, trained
 
-from loopformer.data.loader import validation_windows
 from loopformer.data.prepare import prepare
-from loopformer.data.shards import TokenData
 from loopformer.device import device_name
 from loopformer.evaluation.benchmarks import LoadedModel
 from loopformer.evaluation.text import perplexity, read_text
@@ -108,10 +106,7 @@ def main() -> None:
 def train(data: Path, run: Path, commit: str, trial: list[str]) -> None:
     """Train, then measure what is held out at every budget and along every schedule of half the loops."""
     facts = trained(PRESET, {**SETTINGS, "data.path": data}, trial, run, commit)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = find_model(run)[0].to(device).eval()
-    windows = validation_windows(TokenData.open(str(data), "val"), model.config.context, WINDOWS)
-    found = {"hardware": device_name(device), **facts, "windows": measured(model, windows)}
+    found = {"hardware": device_name(DEVICE), **facts, "windows": measured(run, data)}
     (run / RAW).write_text(rounded(found) + "\n", encoding="utf-8")
     print("  ".join(f"{ppl:.2f}" for ppl in perplexities(found).values()))
 

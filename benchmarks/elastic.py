@@ -11,7 +11,6 @@ and along all schedules of M = L/2.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from queueing import RAW, rounded, trained, work_through
+from queueing import RAW, collected, rounded, spread, trained, work_through
 
 from loopformer.config import ModelConfig, from_mapping
 from loopformer.data.loader import Windows, validation_windows
@@ -255,6 +254,7 @@ LABELS = {
 }
 WINDOWS = 512  # held out, of the context each
 ROWS = 64  # at a time
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def main() -> None:
@@ -305,23 +305,22 @@ def train_and_measure(
     """One run, and everything that was measured of it in one file."""
     settings = {**COMMON, "data.path": data, "training.seed": seed, **SUITES[suite][name]}
     facts = trained(PAPER, settings, trial, run, commit)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = find_model(str(run))[0].to(device).eval()
-    windows = validation_windows(TokenData.open(str(data), "val"), model.config.context, WINDOWS)
     found = {
         "suite": suite,
         "name": name,
         "seed": seed,
-        "hardware": f"{device_name(device)}, several runs at a time",
+        "hardware": f"{device_name(DEVICE)}, several runs at a time",
         **facts,
-        "windows": measured(model, windows),
+        "windows": measured(run, data),
     }
     (run / RAW).write_text(rounded(found), encoding="utf-8")
     print(f"{name}: " + "  ".join(f"{ppl:.2f}" for ppl in perplexities(found).values()))
 
 
-def measured(model: LoopedLM, windows: Windows) -> dict[str, Any]:
-    """Nats of every window at each budget, and nats per token along each schedule of half the loops."""
+def measured(run: Path, data: Path) -> dict[str, Any]:
+    """Held-out windows: nats of each at every budget, and nats per token along each schedule of half the loops."""
+    model = find_model(run)[0].to(DEVICE).eval()
+    windows = validation_windows(TokenData.open(str(data), "val"), model.config.context, WINDOWS)
     loops, tokens = model.config.loops, model.config.context
     along = [Trajectory.uniform(budget) for budget in range(1, loops + 1)]
     nats = {str(one): window_losses(model, windows, one) for one in along}
@@ -356,10 +355,7 @@ def perplexities(found: Mapping[str, Any]) -> dict[str, float]:
 
 def collect(runs: Path, out: Path) -> None:
     """The results of every run that is done, one file each; of those a table, and of the final ones a picture."""
-    out.mkdir(parents=True, exist_ok=True)
-    for raw in sorted(runs.glob(f"*/{RAW}")):
-        (out / f"{raw.parent.name}.json").write_text(raw.read_text("utf-8") + "\n", encoding="utf-8")
-    every = [json.loads(file.read_text("utf-8")) for file in sorted(out.glob("*.json"))]
+    every = collected(runs, out)
     for name, suite in SUITES.items():
         found = {
             run: seeds
@@ -381,11 +377,6 @@ def markdown(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         cells = [spread([one[str(budget)] for one in each]) for budget in range(1, 9)]
         lines.append(f"| {name} | {flops:.1f} | {len(seeds)} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def spread(values: Sequence[float]) -> str:
-    mean = f"{statistics.fmean(values):.1f}"
-    return mean + (f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else "")
 
 
 def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Figure":

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from types import FrameType
 from typing import Any
 
@@ -62,6 +63,21 @@ def trained(
         **plan(preset, overrides, run),
         "training": [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()],
     }
+
+
+def collected(runs: Path, out: Path) -> list[dict[str, Any]]:
+    """Keep the results of every run that is done, one file each; all that are there, those kept before included."""
+    out.mkdir(parents=True, exist_ok=True)
+    for raw in sorted(runs.glob(f"*/{RAW}")):
+        (out / f"{raw.parent.name}.json").write_text(raw.read_text("utf-8") + "\n", encoding="utf-8")
+    return [json.loads(file.read_text("utf-8")) for file in sorted(out.glob("*.json"))]
+
+
+def spread(values: Sequence[float]) -> str:
+    """The mean of the seeds, and from the lowest to the highest."""
+    if not values:
+        return ""
+    return f"{fmean(values):.1f}" + (f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else "")
 
 
 def rounded(value: Any) -> str:

@@ -28,7 +28,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
-from queueing import RAW, rounded, trained, work_through
+from queueing import RAW, collected, rounded, spread, trained, work_through
 
 from loopformer.config import load_preset
 from loopformer.data.states import Group
@@ -241,10 +241,7 @@ def tracked(found: Mapping[str, Any]) -> dict[str, int]:
 
 def collect(runs: Path, out: Path) -> None:
     """The results of every run that is done, one file each; then, of all that are there, tables and a picture."""
-    out.mkdir(parents=True, exist_ok=True)
-    for raw in sorted(runs.glob(f"*/{RAW}")):
-        (out / f"{raw.parent.name}.json").write_text(raw.read_text("utf-8") + "\n", encoding="utf-8")
-    every = [json.loads(file.read_text("utf-8")) for file in sorted(out.glob("*.json"))]
+    every = collected(runs, out)
     for name, suite in SUITES.items():
         found = {
             model: [one for one in every if one["suite"] == name and one["model"] == model]
@@ -277,12 +274,6 @@ def accuracy(found: Mapping[str, Any], budget: int) -> float | None:
     """Over all places, along so many equal steps."""
     rows = {row["trajectory"]: row["mean_accuracy"] for row in found["states"]["trajectories"]}
     return rows.get(str(budget))
-
-
-def spread(values: Sequence[float]) -> str:
-    if not values:
-        return ""
-    return f"{fmean(values):.1f}" + (f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else "")
 
 
 def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]], suite: StateSuite) -> "Figure":

@@ -14,6 +14,7 @@ one tuple, says that it is there.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -281,7 +282,7 @@ class PrefixCache:
         return [prefix for prefix in self._kept if prefix.request.depth == request.depth]
 
 
-class PromptBackend:
+class PromptBackend(ABC):
     """The half of a backend that runs prompts: which of them together, what they share, long ones in pieces.
 
     A subclass has the slots: it says who has room (`fits`) and takes in a prompt that was run (`admit`). Prompts
@@ -298,16 +299,13 @@ class PromptBackend:
         self._tables: dict[Trajectory, Condition] = {}
         self.prompt_tokens = self.shared_tokens = 0
 
-    def check(self, request: Request) -> None:
-        """Nothing is refused."""
-
+    @abstractmethod
     def fits(self, rows: Sequence[RowState]) -> bool:
         """Whether there is room for these, besides those that run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def admit(self, row: RowState, keys: RowKeys) -> None:
         """Give a row, whose prompt was run, its slot."""
-        raise NotImplementedError
 
     def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
         """The next that can run together, prompts of about the same length in a group, so that little is padded;
@@ -418,6 +416,9 @@ class PlainBackend(PromptBackend):
         self.pool = SlotPool(model, slots, reach)
         self._draft_pool = None if draft is None else SlotPool(model, slots, reach)
         self._draft_rate = HOPED_RATE
+
+    def check(self, request: Request) -> None:
+        """Nothing is refused."""
 
     def fits(self, rows: Sequence[RowState]) -> bool:
         return len(rows) <= self.pool.free

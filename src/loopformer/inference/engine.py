@@ -189,8 +189,9 @@ class Engine:
         if failure is None:
             run = [(row, [choice]) for row, choice in zip(group, choices, strict=True) if choice is not None]
             self._take([row for row, _ in run], [chosen for _, chosen in run])
-            worked = {row.ticket for row in group}
-            self._publish(lambda state: replace(state, faults=state.faults - worked))
+            if len(run) < len(group):  # a piece of a prompt, which counts as work that did not fail
+                worked = {row.ticket for row in group}
+                self._publish(lambda state: replace(state, faults=state.faults - worked))
             return
         self.backend.keep(self._state.running)  # some of the group may have got slots
         if len(group) == 1:

@@ -74,7 +74,7 @@ class SharedBatch:
             (rows, loops, -(-config.context // PAGE)), pages, dtype=torch.int32, device=like.device
         )
         self._pool = like.new_zeros(pages + 1, config.blocks, 2, config.heads, PAGE, config.head_width)
-        most = _bucket(slots)
+        most = triton.next_power_of_2(slots)
         self._numbers = {name: integers(most) for name in ("order", "done", "ended")}
         self._written: dict[str, tuple[int, ...]] = {}
         self._chosen = integers(most)
@@ -152,7 +152,7 @@ class SharedBatch:
 
     def _put(self, name: str, numbers: Sequence[int], fill: int) -> int:
         """Write numbers to the device, unless they are there, filled up to a power of two; that."""
-        count = _bucket(len(numbers))
+        count: int = triton.next_power_of_2(len(numbers))
         if self._written.get(name) != tuple(numbers):
             self._written.pop(name, None)  # not known while it is being written
             filled = [*numbers, *[fill] * (count - len(numbers))]
@@ -251,8 +251,3 @@ class SharedBatch:
         if (name, rows) not in self._graphs:
             self._graphs[name, rows] = record(launch, [self._x, self._loops])
         self._graphs[name, rows].replay()
-
-
-def _bucket(rows: int) -> int:
-    """The power of two that so many rows are launched as."""
-    return 1 << max(0, rows - 1).bit_length()

@@ -163,6 +163,51 @@ def linear_residual_kernel(
 
 
 @triton.jit
+def weighed(score, v, mixed, largest, weight):
+    """Attention's sum of values [W], its largest score and its weight, with some more keys: score [N], v [N, W]."""
+    above = tl.maximum(largest, tl.max(score))
+    shrink = tl.exp(largest - above)
+    likely = tl.exp(score - above)
+    return mixed * shrink + tl.sum(likely[:, None] * v, axis=0), above, weight * shrink + tl.sum(likely)
+
+
+@triton.jit
+def write_attention(
+    mixed,  # [W], of one split of a head's keys
+    largest,
+    weight,
+    head,
+    split,
+    out,  # [B, D]
+    partial,  # [B · H, SPLITS, W + 2]
+    arrived,  # [B · H] zeros; left as zeros
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """A head's result; of several splits whoever comes last adds them up."""
+    d = tl.arange(0, BLOCK_W)
+    inside = d < W
+    if SPLITS == 1:
+        tl.store(out + head * W + d, mixed / weight, mask=inside)
+    else:
+        mine = partial + (head * SPLITS + split) * (W + 2)
+        tl.store(mine + d, mixed, mask=inside)
+        tl.store(mine + W, largest)
+        tl.store(mine + W + 1, weight)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + head, 1, sem="acq_rel") == SPLITS - 1:
+            s = tl.arange(0, SPLITS)
+            all_ = partial + (head * SPLITS + s) * (W + 2)
+            tops = tl.load(all_ + W)
+            share = tl.exp(tops - tl.max(tops))
+            total = tl.sum(share * tl.load(all_ + W + 1))
+            sums = tl.load(all_[:, None] + d[None, :], mask=inside[None, :], other=0)
+            tl.store(out + head * W + d, tl.sum(share[:, None] * sums, axis=0) / total, mask=inside)
+            tl.store(arrived + head, 0)
+
+
+@triton.jit
 def attention_kernel(
     qkv,  # [B, 3D]
     keys,  # [B, H, capacity, W]; with TOGETHER above 1 [1, H, capacity, W]
@@ -250,29 +295,8 @@ def attention_kernel(
         k = tl.load(keys + base + n[:, None] * W + d[None, :], mask=mask, other=0).to(tl.float32)
         v = tl.load(values + base + n[:, None] * W + d[None, :], mask=mask, other=0).to(tl.float32)
         score = tl.where(n < end, tl.sum(k * q[None, :], axis=1), float("-inf"))
-        above = tl.maximum(largest, tl.max(score))
-        shrink = tl.exp(largest - above)
-        likely = tl.exp(score - above)
-        weight = weight * shrink + tl.sum(likely)
-        mixed = mixed * shrink + tl.sum(likely[:, None] * v, axis=0)
-        largest = above
-    if SPLITS == 1:
-        tl.store(out + head * W + d, mixed / weight, mask=inside)
-    else:
-        mine = partial + (head * SPLITS + split) * (W + 2)
-        tl.store(mine + d, mixed, mask=inside)
-        tl.store(mine + W, largest)
-        tl.store(mine + W + 1, weight)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + head, 1, sem="acq_rel") == SPLITS - 1:  # the last one adds up
-            s = tl.arange(0, SPLITS)
-            all_ = partial + (head * SPLITS + s) * (W + 2)
-            tops = tl.load(all_ + W)
-            share = tl.exp(tops - tl.max(tops))
-            total = tl.sum(share * tl.load(all_ + W + 1))
-            sums = tl.load(all_[:, None] + d[None, :], mask=inside[None, :], other=0)
-            tl.store(out + head * W + d, tl.sum(share[:, None] * sums, axis=0) / total, mask=inside)
-            tl.store(arrived + head, 0)
+        mixed, largest, weight = weighed(score, v, mixed, largest, weight)
+    write_attention(mixed, largest, weight, head, split, out, partial, arrived, W, BLOCK_W, SPLITS)
 
 
 @triton.jit

@@ -9,6 +9,8 @@ and a CUDA graph of it serves whoever is there. TRITON_INTERPRET=1 runs them on 
 import triton
 import triton.language as tl
 
+from loopformer.inference.fused.kernels import weighed, write_attention
+
 
 @triton.jit
 def enter_kernel(
@@ -157,29 +159,8 @@ def paged_attention_kernel(
         k = tl.load(keys, mask=mask, other=0).to(tl.float32)
         v = tl.load(keys + H * PAGE * W, mask=mask, other=0).to(tl.float32)
         score = tl.where(valid, tl.sum(k * q[None, :], axis=1), float("-inf"))
-        above = tl.maximum(largest, tl.max(score))
-        shrink = tl.exp(largest - above)
-        likely = tl.exp(score - above)
-        weight = weight * shrink + tl.sum(likely)
-        mixed = mixed * shrink + tl.sum(likely[:, None] * v, axis=0)
-        largest = above
-    if SPLITS == 1:
-        tl.store(out + head * W + d, mixed / weight, mask=inside)
-    else:
-        own = partial + (head * SPLITS + split) * (W + 2)
-        tl.store(own + d, mixed, mask=inside)
-        tl.store(own + W, largest)
-        tl.store(own + W + 1, weight)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + head, 1, sem="acq_rel") == SPLITS - 1:  # the last one adds up
-            s = tl.arange(0, SPLITS)
-            all_ = partial + (head * SPLITS + s) * (W + 2)
-            tops = tl.load(all_ + W)
-            share = tl.exp(tops - tl.max(tops))
-            total = tl.sum(share * tl.load(all_ + W + 1))
-            sums = tl.load(all_[:, None] + d[None, :], mask=inside[None, :], other=0)
-            tl.store(out + head * W + d, tl.sum(share[:, None] * sums, axis=0) / total, mask=inside)
-            tl.store(arrived + head, 0)
+        mixed, largest, weight = weighed(score, v, mixed, largest, weight)
+    write_attention(mixed, largest, weight, head, split, out, partial, arrived, W, BLOCK_W, SPLITS)
 
 
 @triton.jit
