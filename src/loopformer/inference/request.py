@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
 
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
@@ -86,8 +85,7 @@ class Result:
         return sum(self.passes) / max(1, len(self.passes))
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A piece of text of one request; the last one carries its result."""
 
     ticket: int
@@ -108,8 +106,7 @@ class EndingDetokenizer(Detokenizer, Protocol):
     def eot(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class RowState:
+class RowState(NamedTuple):
     """A request in a batch slot, or waiting for one: its tokens and its text so far."""
 
     ticket: int
@@ -178,29 +175,32 @@ class RowState:
 
     def take(self, choices: Sequence[Choice]) -> tuple[RowState, Event]:
         """Append tokens, up to the one that ends the text: the state then, and what can be shown of it."""
-        ids, logprobs, passes = list(self.ids), list(self.logprobs), list(self.passes)
-        text, piece = copy(self.text), ""
+        text, piece, count = self.text.copy(), "", 0
         reason: Reason | None = None
-        for token, logprob, taken in choices:
+        for token, logprob, _ in choices:
             if math.isnan(logprob):
                 reason = "error"
                 break
-            ids.append(token)
-            logprobs.append(logprob)
-            passes.append(self.trajectory.budget if taken is None else taken)
+            count += 1
             if token == self.end:
                 reason = "end"
                 break
             piece += text.push(token)
             if text.stopped:
                 reason = "stop"
-            elif len(ids) == self.request.max_tokens:
+            elif len(self.ids) + count == self.request.max_tokens:
                 reason = "length"
-            elif len(self.request.prompt) + len(ids) > self.context:  # this token has no place, so none can follow
+            elif self.length + count > self.context:  # this token has no place, so none can follow
                 reason = "context"
             if reason is not None:
                 break
-        after = replace(self, ids=tuple(ids), logprobs=tuple(logprobs), passes=tuple(passes), text=text)
+        budget, new = self.request.trajectory.budget, choices[:count]
+        after = self._replace(
+            ids=(*self.ids, *[one.token for one in new]),
+            logprobs=(*self.logprobs, *[one.logprob for one in new]),
+            passes=(*self.passes, *[budget if one.passes is None else one.passes for one in new]),
+            text=text,
+        )
         if reason is None:
             return after, Event(self.ticket, piece)
         piece += text.finish()
@@ -208,7 +208,7 @@ class RowState:
 
     def failed(self, sentence: str) -> Event:
         """The end of a request that could not be run: what was held back is shown, and nothing more decoded."""
-        return Event(self.ticket, copy(self.text).flush(), self._result("error", sentence))
+        return Event(self.ticket, self.text.copy().flush(), self._result("error", sentence))
 
     def _result(self, reason: Reason, error: str | None) -> Result:
         prompt, trajectory = len(self.request.prompt), self.request.trajectory
@@ -226,19 +226,27 @@ class TextStream:
         piece = stream.finish()        # what was held back
 
     Many tokenizers write a space only between two words of what they decode at once, so a token is always decoded
-    together with those before it. A shallow copy goes its own way.
+    together with those before it. A copy goes its own way.
     """
 
     def __init__(self, tokenizer: Detokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
         """`after`: the tokens that the text follows."""
         self._tokenizer = tokenizer
         self._stops = tuple(stop for stop in stops if stop)
+        self._beginnings = [stop[:size] for stop in self._stops for size in range(len(stop) - 1, 0, -1)]
+        self._longest = max(map(len, self._stops), default=1)
         self._ids = tuple(after)  # what is decoded: the last tokens with settled text, then those not yet settled
         self._done = len(after)  # how many of them are settled; a token may end in the middle of a character
         self._known = tokenizer.decode(self._ids) if after else ""  # what is settled of their text
         self._text = ""  # settled text
         self._shown = 0
         self.stopped = False
+
+    def copy(self) -> TextStream:
+        """What is pushed to one of both the other does not see."""
+        other = object.__new__(TextStream)
+        other.__dict__.update(self.__dict__)
+        return other
 
     @property
     def text(self) -> str:
@@ -265,7 +273,7 @@ class TextStream:
         """Take over the text of new tokens, up to a character that is not whole yet."""
         new = self._tokenizer.decode(self._ids)
         clear = new if whole else new.rstrip(BROKEN)
-        before = max(0, len(self._text) - max((len(stop) for stop in self._stops), default=1) + 1)
+        before = max(0, len(self._text) - self._longest + 1)
         # What they follow may itself end in the middle of a character, which the new ones make whole.
         known = self._known if clear.startswith(self._known) else self._known.rstrip(BROKEN)
         self._text += clear[len(known) :]
@@ -282,12 +290,7 @@ class TextStream:
         """Characters at the end that may be the beginning of a stop string."""
         if self.stopped:
             return 0
-        longest = 0
-        for stop in self._stops:
-            for size in range(1, min(len(stop), len(self._text) + 1)):
-                if self._text.endswith(stop[:size]):
-                    longest = max(longest, size)
-        return longest
+        return max((len(part) for part in self._beginnings if self._text.endswith(part)), default=0)
 
     def _show(self, held: int) -> str:
         end = max(self._shown, len(self._text) - held)

@@ -9,7 +9,8 @@ one graph per batch shape, dtype and grad mode, whatever the budget and the sche
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
@@ -37,6 +38,17 @@ CHECKED_AT_A_TIME = 4096  # tokens whose logits exist while their certainty is l
 # the modules it calls are compiled: the same one graph of the step that `model.compile()` gives.
 _not_compiled_itself: Callable[[F_], F_] = torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call]
 _not_compiled: Callable[[F_], F_] = torch.compiler.disable
+
+
+@contextmanager
+def attention_of_any_length() -> Iterator[None]:
+    """Without cuDNN's attention, which is planned anew for every length, at some 60 ms each."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @dataclass(frozen=True)
@@ -232,7 +244,8 @@ class LoopedLM(nn.Module):
             return out
 
         start, outer = self.random_start(positions), cache.outer_slots()
-        x = self.loop(step, x, cache.passes, rotary, mask, None, start, outer, certainty)
+        with attention_of_any_length():
+            x = self.loop(step, x, cache.passes, rotary, mask, None, start, outer, certainty)
         hidden: Tensor = self.final_norm(x)
         cache.advance(counts)
         return hidden

@@ -178,8 +178,8 @@ def test_a_cancelled_row_leaves_its_slot_and_pages(model: LoopedLM, expected: li
     engine.step()
     engine.cancel(endless)
     same(finished(engine, asked(model)), expected)
-    assert backend._held is not None
-    assert (len(backend._held.slots), len(backend._held.pages)) == (3, backend._batch.page_count)
+    assert backend._device is not None
+    assert (len(backend._device.free_slots), len(backend._device.free_pages)) == (3, backend._batch.page_count)
 
 
 def test_what_can_never_run_is_refused(model: LoopedLM) -> None:

@@ -9,7 +9,6 @@ import torch
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.config import Conditioning
 from loopformer.inference.draft import Draft
-from loopformer.inference.request import RowState
 
 from ..models import spread
 
@@ -112,9 +111,8 @@ def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
         followed(model, Draft(Trajectory.uniform(1), 4), int8=True)
     with pytest.raises(LoopformerError, match="leave its passes out"):
         followed(model, Draft(Trajectory.uniform(2), 4, passes=1))
-    row = RowState.start(0, lm.requests(["told"], temperature=1.0)[0], lm.need_tokenizer(), lm.model.config)
     with pytest.raises(LoopformerError, match="fast with a draft is greedy"):
-        backend.prefill([row])
+        backend.check(lm.requests(["told"], temperature=1.0)[0])
     speculator = Speculator(model, model.resolve(2), Draft(Trajectory.uniform(1)))
     with pytest.raises(LoopformerError, match="no prompt to follow yet"):
         next(speculator.follow(3, 4))

@@ -34,7 +34,7 @@ from loopformer.model.conditioning import Condition
 
 PAGE = 64  # tokens
 SPLITS = 32  # of the keys of one head, where there are few rows
-ATTENTION_WARPS = 2
+ATTENTION_WARPS = 1
 
 
 def page_bytes(model: LoopedLM) -> int:

@@ -151,13 +151,14 @@ def paged_attention_kernel(
         mixed = v.to(tl.float32)
     each = tl.cdiv(tl.cdiv(length, PAGE), SPLITS)
     n = tl.arange(0, PAGE)
+    page = tl.load(mine + tl.minimum(split * each, N - 1)).to(tl.int64)
     for number in range(split * each, tl.minimum(tl.cdiv(length, PAGE), (split + 1) * each)):
-        page = tl.load(mine + number).to(tl.int64)
         keys = pool + ((page * K + BLOCK) * 2 * H + h) * PAGE * W + n[:, None] * W + d[None, :]
         valid = number * PAGE + n < length
         mask = valid[:, None] & inside[None, :]
         k = tl.load(keys, mask=mask, other=0).to(tl.float32)
         v = tl.load(keys + H * PAGE * W, mask=mask, other=0).to(tl.float32)
+        page = tl.load(mine + tl.minimum(number + 1, N - 1)).to(tl.int64)  # early: the next keys wait for it
         score = tl.where(valid, tl.sum(k * q[None, :], axis=1), float("-inf"))
         mixed, largest, weight = weighed(score, v, mixed, largest, weight)
     write_attention(mixed, largest, weight, head, split, out, partial, arrived, W, BLOCK_W, SPLITS)

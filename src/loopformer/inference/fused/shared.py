@@ -17,9 +17,10 @@ noted. If it is not there, or does not stand where a row says it does, the row's
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +38,7 @@ AHEAD = 2  # groups of passes that are under way at a time
 SHARE = 0.8  # of the memory that is free, for keys and values at most
 
 
-@dataclass(frozen=True)
-class Seat:
+class DeviceRow(NamedTuple):
     """A row in a slot: its pages, and how far the device will have come with it when all that is queued is done."""
 
     slot: int
@@ -53,60 +53,55 @@ class Seat:
         return self.tokens < row.request.max_tokens and len(row.request.prompt) + self.tokens <= row.context
 
 
-@dataclass(frozen=True)
-class Flight:
-    """Tokens that are under way from the device: whose, which of their new ones, and when they are there."""
+class Pending(NamedTuple):
+    """Tokens on their way to the host: whose, which of their new ones, and when they are there."""
 
     tickets: tuple[int, ...]
     numbers: tuple[int, ...]
     tokens: Tensor
     logprobs: Tensor
-    landed: torch.cuda.Event | None
+    arrived: torch.cuda.Event | None
 
-    def choices(self) -> list[tuple[int, int, Choice]]:
+    def choices(self) -> Iterator[tuple[int, int, Choice]]:
         """Ticket, number and choice of each, once they are there."""
-        if self.landed is not None:
-            self.landed.synchronize()
-        pairs = zip(self.tokens.tolist(), self.logprobs.tolist(), strict=True)
-        each = zip(self.tickets, self.numbers, pairs, strict=True)
-        return [(ticket, number, Choice(*pair)) for ticket, number, pair in each]
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        chosen = map(Choice, self.tokens.tolist(), self.logprobs.tolist())
+        return zip(self.tickets, self.numbers, chosen, strict=True)
 
 
 @dataclass(frozen=True)
-class Held:
+class DeviceState:
     """What the device holds, and what has come from it that its rows have not taken yet."""
 
-    slots: tuple[int, ...]  # that nobody has
-    pages: tuple[int, ...]
-    seats: Mapping[int, Seat] = field(default_factory=dict)  # by ticket
-    flights: tuple[Flight, ...] = ()
-    found: Mapping[int, Mapping[int, Choice]] = field(default_factory=dict)  # by ticket and number
+    free_slots: tuple[int, ...]
+    free_pages: tuple[int, ...]
+    rows: Mapping[int, DeviceRow] = field(default_factory=dict)  # by ticket
+    pending: tuple[Pending, ...] = ()
+    given: Mapping[int, Mapping[int, Choice]] = field(default_factory=dict)  # by ticket and number
 
     def astray(self, rows: Sequence[RowState]) -> list[RowState]:
         """Rows whose next tokens neither are here or under way nor follow from what the device has."""
-        known = {(ticket, number) for ticket, found in self.found.items() for number in found}
-        known |= {pair for one in self.flights for pair in zip(one.tickets, one.numbers, strict=True)}
+        coming = Counter(ticket for one in self.pending for ticket in one.tickets)
 
         def stands(row: RowState) -> bool:
-            seat = self.seats.get(row.ticket)
-            return seat is not None and all((row.ticket, n) in known for n in range(len(row.ids), seat.tokens))
+            mine, taken = self.rows.get(row.ticket), len(row.ids)
+            if mine is None:
+                return False
+            given = self.given.get(row.ticket, {})
+            return mine.tokens == taken + coming[row.ticket] + sum(number >= taken for number in given)
 
         return [row for row in rows if not stands(row)]
 
-    def moved(self, changes: Mapping[int, Mapping[str, Any]]) -> Held:
-        """The same with some seats changed."""
-        seats = {ticket: replace(self.seats[ticket], **change) for ticket, change in changes.items()}
-        return replace(self, seats={**self.seats, **seats})
-
-    def without(self, tickets: set[int]) -> Held:
+    def without(self, tickets: set[int]) -> DeviceState:
         """The same without some rows; what is under way for them is dropped when it comes."""
-        gone = [seat for ticket, seat in self.seats.items() if ticket in tickets]
-        return Held(
-            (*self.slots, *(seat.slot for seat in gone)),
-            (*self.pages, *(page for seat in gone for page in seat.pages)),
-            {ticket: seat for ticket, seat in self.seats.items() if ticket not in tickets},
-            tuple(one for one in self.flights if not (set(one.tickets) & set(self.seats)) <= tickets),
-            {ticket: found for ticket, found in self.found.items() if ticket not in tickets},
+        gone = [row for ticket, row in self.rows.items() if ticket in tickets]
+        return DeviceState(
+            (*self.free_slots, *(row.slot for row in gone)),
+            (*self.free_pages, *(page for row in gone for page in row.pages)),
+            {ticket: row for ticket, row in self.rows.items() if ticket not in tickets},
+            tuple(one for one in self.pending if not (set(one.tickets) & set(self.rows)) <= tickets),
+            {ticket: given for ticket, given in self.given.items() if ticket not in tickets},
         )
 
 
@@ -123,8 +118,8 @@ class SharedBackend(PromptBackend):
         if pages < 1:
             raise LoopformerError(f"{memory:,} bytes hold no page of keys, which takes {page_bytes(model):,}.")
         self._batch = SharedBatch(model, slots, pages)
-        self._nothing = Held(tuple(range(slots)), tuple(range(pages)))
-        self._held: Held | None = self._nothing
+        self._empty = DeviceState(tuple(range(slots)), tuple(range(pages)))
+        self._device: DeviceState | None = self._empty
 
     def check(self, request: Request) -> None:
         """Refuse what this backend can never run."""
@@ -140,84 +135,99 @@ class SharedBackend(PromptBackend):
         return sum(self._needed(row.request) for row in rows) * page_bytes(self.model)
 
     def fits(self, rows: Sequence[RowState]) -> bool:
-        held = self._held or self._nothing
+        device = self._device or self._empty
         needed = sum(self._needed(row.request) for row in rows)
-        return len(rows) <= len(held.slots) and needed <= len(held.pages)
+        return len(rows) <= len(device.free_slots) and needed <= len(device.free_pages)
 
     def keep(self, rows: Sequence[RowState]) -> None:
-        held = self._held
-        if held is not None and (gone := set(held.seats) - {row.ticket for row in rows}):
-            self._held = held.without(gone)
+        device = self._device
+        if device is not None and (gone := set(device.rows) - {row.ticket for row in rows}):
+            self._device = device.without(gone)
 
     @torch.no_grad()
     def admit(self, row: RowState, keys: RowKeys) -> None:
-        # Only a slot and pages that nobody has are written, so what is held stays true if that fails.
-        self._held = self._seated(self._held or self._nothing, row, keys, len(row.request.prompt), 1)
+        # Only a slot and pages that nobody has are written, so what is noted stays true if that fails.
+        self._device = self._placed(self._device or self._empty, row, keys, len(row.request.prompt), 1)
 
     @torch.no_grad()
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
-        held, self._held = self._held or self._nothing, None
-        held = self._ready(held, rows)
+        device, self._device = self._device or self._empty, None
+        device = self._ready(device, rows)
         waits = any(row.request.sampling.repetition_penalty != 1 for row in rows)
-        while len(held.flights) < (1 if waits else AHEAD):
-            going = [row for row in rows if held.seats[row.ticket].goes_on(row)]
+        while len(device.pending) < (1 if waits else AHEAD):
+            going = [row for row in rows if device.rows[row.ticket].goes_on(row)]
             if not going:
                 break
-            held = self._launched(held, going)
-        found: dict[int, dict[int, Choice]] = {row.ticket: {} for row in rows}
+            device = self._launched(device, going)
+        given: dict[int, dict[int, Choice]] = {row.ticket: {} for row in rows}
         for row in rows:  # what was given out before, and not taken
-            known = held.found.get(row.ticket, {})
-            found[row.ticket] |= {number: choice for number, choice in known.items() if number >= len(row.ids)}
-        while held.flights and not any(found.values()):
-            for ticket, number, choice in held.flights[0].choices():
-                if ticket in found:
-                    found[ticket][number] = choice
-            held = replace(held, flights=held.flights[1:])
-        self._held = replace(held, found=found)
-        return [[found[row.ticket][number] for number in sorted(found[row.ticket])] for row in rows]
+            for number, choice in device.given.get(row.ticket, {}).items():
+                if number >= len(row.ids):
+                    given[row.ticket][number] = choice
+        while device.pending and not any(given.values()):
+            for ticket, number, choice in device.pending[0].choices():
+                if ticket in given:
+                    given[ticket][number] = choice
+            device = replace(device, pending=device.pending[1:])
+        self._device = replace(device, given=given)
+        return [[own[number] for number in sorted(own)] for own in given.values()]
 
-    def _ready(self, held: Held, rows: Sequence[RowState]) -> Held:
+    def _ready(self, device: DeviceState, rows: Sequence[RowState]) -> DeviceState:
         """Every row has its slot, and the device has its last token."""
-        for row in held.astray(rows):  # by running all its tokens but the last again
+        for row in device.astray(rows):  # by running all its tokens but the last again
             cache, _ = prefill(self.model, [row.history[:-1]], [row.trajectory])
-            held = self._seated(held.without({row.ticket}), row, cache.read(0), row.length - 1, len(row.ids))
-        new = {row.ticket: row for row in rows if not held.seats[row.ticket].started}
-        if new:
-            self._batch.start({held.seats[t].slot: (row.ids[-1], row.cached) for t, row in new.items()})
-        return held.moved({ticket: {"started": True} for ticket in new})
+            device = self._placed(device.without({row.ticket}), row, cache.read(0), row.length - 1, len(row.ids))
+        new = {row.ticket: row for row in rows if not device.rows[row.ticket].started}
+        if not new:
+            return device
+        self._batch.start({device.rows[ticket].slot: (row.ids[-1], row.cached) for ticket, row in new.items()})
+        started = {ticket: device.rows[ticket]._replace(started=True) for ticket in new}
+        return replace(device, rows={**device.rows, **started})
 
-    def _launched(self, held: Held, rows: Sequence[RowState]) -> Held:
+    def _launched(self, device: DeviceState, rows: Sequence[RowState]) -> DeviceState:
         """Passes of these rows until some have run their last one, and the next tokens of those."""
-        seats = [held.seats[row.ticket] for row in rows]
-        passes = min(seat.budget - seat.loop for seat in seats)
+        before = [device.rows[row.ticket] for row in rows]
+        passes = min(row.budget - row.loop for row in before)
+        slots = [row.slot for row in before]
         for _ in range(passes):
-            self._batch.run([seat.slot for seat in seats])
-        ended = [number for number, seat in enumerate(seats) if seat.loop + passes == seat.budget]
-        draws = [self._draw(held, rows[number], seats[number]) for number in ended]
+            self._batch.run(slots)
+        ended = [number for number, row in enumerate(before) if row.loop + passes == row.budget]
+        draws = [self._draw(device, rows[number], before[number].tokens) for number in ended]
         tokens, logprobs = choose(self._batch.logits(ended), draws)
-        self._batch.begin([seats[number].slot for number in ended], tokens)
-        moved = {row.ticket: {"loop": seat.loop + passes} for row, seat in zip(rows, seats, strict=True)}
-        moved |= {rows[number].ticket: {"loop": 0, "tokens": seats[number].tokens + 1} for number in ended}
-        flight = Flight(
+        self._batch.begin([slots[number] for number in ended], tokens)
+        after = {
+            row.ticket: one._replace(loop=0, tokens=one.tokens + 1)
+            if one.loop + passes == one.budget
+            else one._replace(loop=one.loop + passes)
+            for row, one in zip(rows, before, strict=True)
+        }
+        pending = Pending(
             tuple(rows[number].ticket for number in ended),
-            tuple(seats[number].tokens for number in ended),
-            *_on_the_way(tokens, logprobs),
+            tuple(before[number].tokens for number in ended),
+            *_to_host(tokens, logprobs),
         )
-        return replace(held.moved(moved), flights=(*held.flights, flight))
+        return replace(device, rows={**device.rows, **after}, pending=(*device.pending, pending))
 
-    def _draw(self, held: Held, row: RowState, seat: Seat) -> Draw:
-        """What decides a row's next token; a repetition penalty knows all that has come."""
-        known = held.found.get(row.ticket, {})
-        drafted = [known[number].token for number in range(len(row.ids), seat.tokens) if number in known]
-        return row.draw(drafted)._replace(position=len(row.request.prompt) + seat.tokens)
+    def _draw(self, device: DeviceState, row: RowState, tokens: int) -> Draw:
+        """What decides a row's new token of this number; a repetition penalty knows all that has come."""
+        history: tuple[int, ...] = ()
+        if row.request.sampling.repetition_penalty != 1:
+            given = device.given.get(row.ticket, {})
+            history = (*row.history, *(given[number].token for number in range(len(row.ids), tokens)))
+        return Draw(row.request.sampling, row.seed, len(row.request.prompt) + tokens, history)
 
-    def _seated(self, held: Held, row: RowState, keys: RowKeys, length: int, tokens: int) -> Held:
+    def _placed(self, device: DeviceState, row: RowState, keys: RowKeys, length: int, tokens: int) -> DeviceState:
+        """A row takes a slot and pages, with the keys of `length` tokens and so many new tokens chosen."""
         count = self._needed(row.request)
-        seat = Seat(held.slots[0], held.pages[:count], row.trajectory.budget, tokens)
-        assert len(seat.pages) == count, "a row was admitted that does not fit"
-        self._batch.fill(seat.slot, seat.pages, keys, length, self._table(row.trajectory))
-        seats = {**held.seats, row.ticket: seat}
-        return replace(held, slots=held.slots[1:], pages=held.pages[count:], seats=seats)
+        placed = DeviceRow(device.free_slots[0], device.free_pages[:count], row.trajectory.budget, tokens)
+        assert len(placed.pages) == count, "a row was admitted that does not fit"
+        self._batch.fill(placed.slot, placed.pages, keys, length, self._table(row.trajectory))
+        return replace(
+            device,
+            free_slots=device.free_slots[1:],
+            free_pages=device.free_pages[count:],
+            rows={**device.rows, row.ticket: placed},
+        )
 
     def _tokens(self, request: Request) -> int:
         """What a request may come to."""
@@ -227,14 +237,14 @@ class SharedBackend(PromptBackend):
         return pages_of(self._tokens(request), request.trajectory.budget)
 
 
-def _on_the_way(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
-    """Both on the host, once the event has come."""
+def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
+    """Both on the host, once the event has come; nobody waits here."""
     if tokens.device.type != "cuda":
         return tokens, logprobs, None
     there = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in (tokens, logprobs)]
     for host, device in zip(there, (tokens, logprobs), strict=True):
         host.copy_(device, non_blocking=True)
     make: Any = torch.cuda.Event
-    landed: torch.cuda.Event = make()
-    landed.record()
-    return there[0], there[1], landed
+    arrived: torch.cuda.Event = make()
+    arrived.record()
+    return there[0], there[1], arrived
