@@ -43,7 +43,7 @@ _not_compiled: Callable[[F_], F_] = torch.compiler.disable
 @contextmanager
 def attention_of_any_length() -> Iterator[None]:
     """Without cuDNN's attention, which is planned anew for every length, at some 60 ms each."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
