@@ -237,6 +237,7 @@ class SharedBatch:
             BLOCK_W=triton.next_power_of_2(config.head_width),
             SPLITS=splits,
             ROTARY=config.positions == "rotary",
+            PDL=False,
             num_warps=ATTENTION_WARPS,
         )
 

@@ -13,6 +13,7 @@ sequence, one after the other (speculate.py).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -60,8 +61,11 @@ class Modulation(NamedTuple):
     scale_2: Tensor
 
 
-class Decoder:
-    """The static state of some rows along one trajectory, and the graph of one token."""
+class Launches(ABC):
+    """The launches of one token of some rows along a trajectory, and their graph; where keys and values lie is
+    known to those who derive from it."""
+
+    _together = 1  # rows that are tokens of one sequence
 
     def __init__(
         self,
@@ -70,16 +74,12 @@ class Decoder:
         rows: int,
         weights: Weights | None = None,
         tuning: Tuning | None = None,
-        together: Cache | None = None,
     ) -> None:
-        """`together` is the cache of the one sequence that all rows belong to; without it each is its own."""
         config, like = model.config, model.tokens.weight.detach()
         require(
             config.plain_only is None, f"There are no kernels for model.{config.plain_only}; decode without fast."
         )
         self.model, self.trajectory, self.rows = model, model.resolve(trajectory), rows
-        self.cache = model.cache(self.trajectory, rows) if together is None else together
-        self._together = rows if together is not None else 1
         self._weights, self._tuning = weights or plain(model), tuning or Tuning()
         require(
             not self._weights.int8 or rows <= MOST_INT8_ROWS,
@@ -99,7 +99,7 @@ class Decoder:
 
         width, heads = config.width, config.heads
         self.ids, self.lengths = integers(rows), integers(rows)
-        self.chosen = integers(self.cache.capacity + 1, rows)
+        self.chosen = integers(config.context + 1, rows)
         self.logits = floats(rows, config.vocab_rows)
         self._x = floats(rows, width)
         self._qkv, self._mixed = like.new_zeros(rows, 3 * width), like.new_zeros(rows, width)
@@ -110,7 +110,7 @@ class Decoder:
         self._arrived = torch.zeros(rows * heads, dtype=torch.int32, device=like.device)
         programs = triton.cdiv(config.vocab_rows, self._tuning.rows["head"]) if self._few else 1
         self.best, self.where = floats(rows, programs), integers(rows, programs)
-        positions = torch.arange(self.cache.capacity, device=like.device)[None]
+        positions = torch.arange(config.context, device=like.device)[None]
         self._cos, self._sin = (
             angle[0, 0].contiguous() for angle in rotary_angles(positions, config.head_width, torch.float32)
         )
@@ -120,51 +120,11 @@ class Decoder:
         self._injection = None if told.injection is None else told.injection.to(like.dtype).contiguous()
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
 
-    @torch.no_grad()
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Run new prompts, which take the place of what was there: hidden [B, D] of each one's last token."""
-        require(len(prompts) == self.rows, f"{len(prompts)} prompts were given to a decoder of {self.rows} rows.")
-        ids, counts = padded(self.model, prompts)
-        self.cache.lengths = [0] * self.rows
-        hidden = self.model.extend(ids, self.cache, counts)
-        self.lengths.copy_(torch.tensor(counts))
-        return ends(hidden, counts)
+    @abstractmethod
+    def _attention(self, step: int) -> None:
+        """Launch the attention of a block in a pass, counted through."""
 
-    def adopt(self, other: Decoder, rows: Sequence[int]) -> None:
-        """Go on with some rows of another decoder along the same trajectory, in this order; the rest stay idle."""
-        for row, source in enumerate(rows):
-            self.cache.write(row, other.cache.read(source), other.cache.lengths[source])
-        self.cache.lengths[len(rows) :] = [0] * (self.rows - len(rows))
-        self.lengths.copy_(torch.tensor(self.cache.lengths))
-
-    def rest(self, busy: Sequence[int]) -> None:
-        """Let the other rows begin anew, so that they never run out of room."""
-        idle = sorted(set(range(self.rows)) - set(busy))
-        for row in idle:
-            self.cache.lengths[row] = 0
-        if idle:
-            self.lengths[idle] = 0
-
-    @torch.no_grad()
-    def step(self, tokens: Tensor) -> Tensor:
-        """One more token each [B]: logits [B, V], which the next step writes over."""
-        self.cache.need_room(1)
-        self.ids.copy_(tokens)
-        self._replay(greedy=False)
-        self.cache.advance([1] * self.rows)
-        return self.logits[:, : self.model.config.vocab]
-
-    @torch.no_grad()
-    def greedy(self, count: int) -> Tensor:
-        """Follow the most likely tokens after `ids`: [count, B]."""
-        self.cache.need_room(count)
-        start = self.lengths.clone()
-        for _ in range(count):
-            self._replay(greedy=True)
-        self.cache.advance([count] * self.rows)
-        return self.chosen.gather(0, start + torch.arange(count, device=start.device)[:, None])
-
-    def _replay(self, greedy: bool) -> None:
+    def replay(self, greedy: bool) -> None:
         if self.ids.device.type != "cuda":  # Triton's interpreter
             self._token(greedy)
             return
@@ -347,6 +307,68 @@ class Decoder:
             EPSILON=EPSILON,
             **self.launch,
         )
+
+
+class Decoder(Launches):
+    """Rows that follow one trajectory together, each with a cache of the whole context."""
+
+    def __init__(
+        self,
+        model: LoopedLM,
+        trajectory: Trajectory,
+        rows: int,
+        weights: Weights | None = None,
+        tuning: Tuning | None = None,
+        together: Cache | None = None,
+    ) -> None:
+        """`together` is the cache of the one sequence that all rows belong to; without it each is its own."""
+        super().__init__(model, trajectory, rows, weights, tuning)
+        self.cache = model.cache(self.trajectory, rows) if together is None else together
+        self._together = rows if together is not None else 1
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Run new prompts, which take the place of what was there: hidden [B, D] of each one's last token."""
+        require(len(prompts) == self.rows, f"{len(prompts)} prompts were given to a decoder of {self.rows} rows.")
+        ids, counts = padded(self.model, prompts)
+        self.cache.lengths = [0] * self.rows
+        hidden = self.model.extend(ids, self.cache, counts)
+        self.lengths.copy_(torch.tensor(counts))
+        return ends(hidden, counts)
+
+    def adopt(self, other: Decoder, rows: Sequence[int]) -> None:
+        """Go on with some rows of another decoder along the same trajectory, in this order; the rest stay idle."""
+        for row, source in enumerate(rows):
+            self.cache.write(row, other.cache.read(source), other.cache.lengths[source])
+        self.cache.lengths[len(rows) :] = [0] * (self.rows - len(rows))
+        self.lengths.copy_(torch.tensor(self.cache.lengths))
+
+    def rest(self, busy: Sequence[int]) -> None:
+        """Let the other rows begin anew, so that they never run out of room."""
+        idle = sorted(set(range(self.rows)) - set(busy))
+        for row in idle:
+            self.cache.lengths[row] = 0
+        if idle:
+            self.lengths[idle] = 0
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """One more token each [B]: logits [B, V], which the next step writes over."""
+        self.cache.need_room(1)
+        self.ids.copy_(tokens)
+        self.replay(greedy=False)
+        self.cache.advance([1] * self.rows)
+        return self.logits[:, : self.model.config.vocab]
+
+    @torch.no_grad()
+    def greedy(self, count: int) -> Tensor:
+        """Follow the most likely tokens after `ids`: [count, B]."""
+        self.cache.need_room(count)
+        start = self.lengths.clone()
+        for _ in range(count):
+            self.replay(greedy=True)
+        self.cache.advance([count] * self.rows)
+        return self.chosen.gather(0, start + torch.arange(count, device=start.device)[:, None])
 
     def _attention(self, step: int) -> None:
         config, tuning = self.model.config, self._tuning

@@ -14,10 +14,10 @@ import triton.language as tl
 
 
 @triton.jit
-def _wait(PDL: tl.constexpr):
+def wait(PDL: tl.constexpr):
     """With programmatic launch a kernel starts while the one before it ends; here it needs that one's output."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdcwait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -61,7 +61,7 @@ def embed_kernel(
     row = tl.program_id(0)
     k = tl.arange(0, BLOCK_K)
     inside = k < width
-    _wait(PDL)
+    wait(PDL)
     value = tl.load(tokens + tl.load(ids + row) * width + k, mask=inside).to(tl.float32)
     if LEARNED:
         value += tl.load(places + tl.load(lengths + row) * width + k, mask=inside).to(tl.float32)
@@ -105,7 +105,7 @@ def norm_linear_kernel(
         factor += 1.0
     if SCALED:
         grain = tl.load(scales + rows, mask=rows < N, other=0).to(tl.float32)
-    _wait(PDL)
+    wait(PDL)
     for b in tl.static_range(B):
         value = tl.load(x + b * K + k, mask=inside, other=0)
         # Scaled afterwards, so that the two sums do not wait for each other.
@@ -148,7 +148,7 @@ def linear_residual_kernel(
         factor = tl.load(gate + rows, mask=valid, other=0).to(tl.float32)
     if SCALED:
         factor *= tl.load(scales + rows, mask=valid, other=0).to(tl.float32)
-    _wait(PDL)
+    wait(PDL)
     for b in tl.static_range(B):
         value = tl.load(a + b * K + k, mask=k < K, other=0).to(tl.float32)
         out = tl.sum(_as_numbers(first, SCALED) * value[None, :], axis=1)
@@ -241,7 +241,7 @@ def attention_kernel(
     inside = d < W
     length = tl.load(lengths + row)
     before = length if TOGETHER == 1 else tl.load(lengths)  # what the cache held before this launch
-    _wait(PDL)
+    wait(PDL)
     start_q = qkv + row * 3 * H * W + (head % H) * W
     q = tl.load(start_q + d, mask=inside, other=0).to(tl.float32)
     if ROTARY:
@@ -321,7 +321,7 @@ def add_norm_kernel(
     factor = tl.load(scale + k, mask=inside, other=0).to(tl.float32)
     if PLUS_ONE:
         factor += 1.0
-    _wait(PDL)
+    wait(PDL)
     value = tl.load(x + row * D + k, mask=inside, other=0)
     if ADD:
         more = tl.load(change + row * D + k, mask=inside, other=0).to(tl.float32)
@@ -337,7 +337,7 @@ def add_norm_kernel(
 def gelu_kernel(x, count, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
     """Exact GELU, in place."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    _wait(PDL)
+    wait(PDL)
     value = tl.load(x + n, mask=n < count, other=0).to(tl.float32)
     tl.store(x + n, _gelu(value), mask=n < count)
 
@@ -357,7 +357,7 @@ def advance_kernel(
 ):
     """The token is in the cache now; greedily, the most likely next one is put in its place and noted."""
     row = tl.program_id(0)
-    _wait(PDL)
+    wait(PDL)
     length = tl.load(lengths + row)
     if GREEDY:
         n = tl.arange(0, BLOCK_N)
@@ -383,7 +383,7 @@ def draft_kernel(
     PDL: tl.constexpr,
 ):
     """The most likely token is drafted: it goes into the next pass, and to its place among those to be verified."""
-    _wait(PDL)
+    wait(PDL)
     n = tl.arange(0, BLOCK_N)
     values = tl.load(best + ROW * programs + n, mask=n < programs, other=float("-inf"))
     token = _most_likely(values, where, ROW * programs, programs)
@@ -410,7 +410,7 @@ def accept_kernel(
     PDL: tl.constexpr,
 ):
     """Keep drafted tokens while they are the most likely ones, and one more; the next round begins after it."""
-    _wait(PDL)
+    wait(PDL)
     n = tl.arange(0, BLOCK_N)
     length = tl.load(lengths)
     last = tl.load(ids)

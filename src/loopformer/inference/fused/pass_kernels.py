@@ -9,7 +9,7 @@ and a CUDA graph of it serves whoever is there. TRITON_INTERPRET=1 runs them on 
 import triton
 import triton.language as tl
 
-from loopformer.inference.fused.kernels import weighed, write_attention
+from loopformer.inference.fused.kernels import wait, weighed, write_attention
 
 
 @triton.jit
@@ -115,6 +115,7 @@ def paged_attention_kernel(
     BLOCK_W: tl.constexpr,
     SPLITS: tl.constexpr,
     ROTARY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One new token's attention over the pages of its slot and loop; its own key and value are kept there."""
     head, split = tl.program_id(0), tl.program_id(1)
@@ -122,6 +123,7 @@ def paged_attention_kernel(
     slot = tl.load(order + row)
     length = tl.load(lengths + slot)
     mine = pages + (slot * L + tl.load(loops + slot)) * N
+    wait(PDL)
     d = tl.arange(0, BLOCK_W)
     inside = d < W
     start_q = qkv + row * 3 * H * W + h * W
