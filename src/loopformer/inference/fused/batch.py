@@ -6,11 +6,13 @@ batch.start({3: (token, length)})                   # its next token, at that pl
 batch.run([3, 5, 9])                                # one pass of each slot, whichever loop it stands at
 logits = batch.logits([1])                          # of those whose last pass it was: the second, slot 5
 batch.begin([5], tokens)                            # their next tokens
+logits = batch.token(3, budget=8)                   # or a whole token of a slot that runs alone
 
 The weights of all passes are the same, so a pass over rows at different loops reads them once: a mixture of budgets
 costs what its passes cost, and rows come and go between passes. What differs from row to row lies on the device and
 is looked up there by slot and loop: modulations, the place of the token, and pages of keys and values. Launches are
-recorded as CUDA graphs, one for each power of two of rows; nothing here waits for the device.
+recorded as CUDA graphs, one for each power of two of rows; nothing here waits for the device. A row that runs alone
+goes through the kernels that read each weight once (decoder.py), all its passes in one graph.
 
 Memory is given out in pages of PAGE tokens of one loop, so what a row needs follows from its budget and its length.
 """
@@ -18,19 +20,22 @@ Memory is given out in pages of PAGE tokens of one loop, so what a row needs fol
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from loopformer.config import ModelConfig
 from loopformer.device import sent
 from loopformer.inference.fused import kernels, pass_kernels
-from loopformer.inference.fused.decoder import record
-from loopformer.inference.fused.quantise import plain
+from loopformer.inference.fused.decoder import Launches, Tuning, record
+from loopformer.inference.fused.quantise import Weights, plain
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
 from loopformer.model.cache import RowKeys
 from loopformer.model.conditioning import Condition
+from loopformer.trajectory import Trajectory
 
 PAGE = 64  # tokens
 SPLITS = 32  # of the keys of one head, where there are few rows
@@ -51,10 +56,18 @@ def pages_of(tokens: int, budget: int) -> int:
 class SharedBatch:
     """The memory of some slots, and a pass of any of them; see the module's docstring."""
 
-    def __init__(self, model: LoopedLM, slots: int, pages: int) -> None:
+    def __init__(
+        self,
+        model: LoopedLM,
+        slots: int,
+        pages: int,
+        weights: Weights | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        """`weights` in int8 serve whole tokens alone, not passes that are shared."""
         config, like = model.config, model.tokens.weight.detach()
         self.model, self.slots, self.page_count = model, slots, pages
-        self._weights = plain(model)
+        self._weights, self._tuning = weights or plain(model), tuning
         self._device = like.device
         self._blocks = config.blocks
         assert model.final_norm.weight is not None
@@ -90,6 +103,8 @@ class SharedBatch:
             angle[0, 0].contiguous() for angle in rotary_angles(positions, config.head_width, torch.float32)
         )
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
+        self._lone_rows: dict[int, LoneRow] = {}  # by budget
+        self._alone: tuple[int, LoneRow] | None = None  # the slot that runs alone, and where it does
 
     # What rows bring with them.
 
@@ -97,6 +112,8 @@ class SharedBatch:
         """Give a slot the keys of `length` tokens, what its passes are told, and pages for all it may write:
         as many for each loop."""
         budget = len(keys.pairs)
+        if self._alone is not None and self._alone[0] == slot:
+            self._alone = None
         taken = sent(pages, self._device, torch.int32).view(budget, -1)
         self._pages[slot].fill_(self.page_count)
         self._pages[slot, :budget, : taken.shape[1]] = taken
@@ -125,6 +142,7 @@ class SharedBatch:
 
     def start(self, tokens: Mapping[int, tuple[int, int]]) -> None:
         """Slots whose next pass is their first one: the token of each, and its place."""
+        self._rejoin()
         slots = sent(list(tokens), self._device)
         state = sent(list(tokens.values()), self._device)  # [B, 2]
         self._ids[slots], self._lengths[slots], self._loops[slots] = state[:, 0], state[:, 1], 0
@@ -133,6 +151,7 @@ class SharedBatch:
 
     def run(self, slots: Sequence[int]) -> None:
         """A pass of each of these slots."""
+        self._rejoin()
         count = self._put("order", slots, self.slots)
         self._replay("pass", count, lambda: self._pass(count))
 
@@ -144,11 +163,36 @@ class SharedBatch:
 
     def begin(self, slots: Sequence[int], tokens: Tensor) -> None:
         """The next token of these slots [B]."""
+        if self._alone is not None:
+            self._alone[1].ids.copy_(tokens)
+            return
         count = self._put("ended", slots, self.slots)
         self._chosen[: len(slots)] = tokens
         pass_kernels.begin_kernel[(count,)](
             self._numbers["ended"], self._chosen, self._ids, self._lengths, self._loops, self.slots
         )
+
+    def token(self, slot: int, budget: int) -> Tensor:
+        """All passes of the next token of a slot, if no other runs: logits [1, V]."""
+        if self._alone is None or self._alone[0] != slot:
+            self._rejoin()
+            if budget not in self._lone_rows:
+                self._lone_rows[budget] = LoneRow(self.model, budget, self._weights, self._tuning, self._pool)
+            row = self._lone_rows[budget]
+            row.enter(
+                self._ids[slot], self._lengths[slot], self._pages[slot], self._table[slot], self._injection[slot]
+            )
+            self._alone = slot, row
+        row = self._alone[1]
+        row.replay(greedy=False)
+        return row.logits[:, : self.model.config.vocab]
+
+    def _rejoin(self) -> None:
+        """A slot that ran alone goes on among others."""
+        if self._alone is not None:
+            slot, row = self._alone
+            self._ids[slot], self._lengths[slot], self._loops[slot] = row.ids[0], row.lengths[0], 0
+            self._alone = None
 
     def _put(self, name: str, numbers: Sequence[int], fill: int) -> int:
         """Write numbers to the device, unless they are there, filled up to a power of two; that."""
@@ -213,8 +257,11 @@ class SharedBatch:
 
     def _attention(self, rows: int, block: int) -> None:
         config = self.model.config
-        splits = SPLITS if rows * config.heads < 512 else 1
-        pass_kernels.paged_attention_kernel[(rows * config.heads, splits)](
+        paged_attention(
+            config,
+            rows,
+            block,
+            SPLITS if rows * config.heads < 512 else 1,
             self._numbers["order"],
             self._loops,
             self._lengths,
@@ -226,19 +273,7 @@ class SharedBatch:
             self._mixed,
             self._partial,
             self._arrived,
-            config.loops,
-            self._pages.shape[2],
-            config.head_width**-0.5,
-            BLOCK=block,
-            K=self._blocks,
-            H=config.heads,
-            W=config.head_width,
-            PAGE=PAGE,
-            BLOCK_W=triton.next_power_of_2(config.head_width),
-            SPLITS=splits,
-            ROTARY=config.positions == "rotary",
             PDL=False,
-            num_warps=ATTENTION_WARPS,
         )
 
     def _head(self, rows: int) -> None:
@@ -252,3 +287,92 @@ class SharedBatch:
         if (name, rows) not in self._graphs:
             self._graphs[name, rows] = record(launch, [self._x, self._loops])
         self._graphs[name, rows].replay()
+
+
+class LoneRow(Launches):
+    """A row that runs alone, along any trajectory of one budget, with its keys and values in pages."""
+
+    def __init__(self, model: LoopedLM, budget: int, weights: Weights, tuning: Tuning | None, pool: Tensor) -> None:
+        super().__init__(model, Trajectory.uniform(budget), 1, weights, tuning)
+        config = model.config
+        self._pool = pool
+        self._pages = torch.zeros(config.loops, -(-config.context // PAGE), dtype=torch.int32, device=pool.device)
+        self._first = torch.zeros(1, dtype=torch.int64, device=pool.device)
+
+    def enter(self, token: Tensor, length: Tensor, pages: Tensor, table: Tensor, injection: Tensor) -> None:
+        """A slot's next token and its place, its pages [L, N], and what its passes are told [L, …]."""
+        self.ids.copy_(token)
+        self.lengths.copy_(length)
+        self._pages.copy_(pages)
+        if self._table is not None:
+            self._table.copy_(table[: len(self._table)])
+        if self._injection is not None:
+            self._injection.copy_(injection[: len(self._injection)])
+
+    def _attention(self, step: int) -> None:
+        loop, block = divmod(step, self.model.config.blocks)
+        paged_attention(
+            self.model.config,
+            1,
+            block,
+            self._splits,
+            self._first,
+            self._first,
+            self.lengths,
+            self._pages[loop:],
+            self._qkv,
+            self._pool,
+            self._cos,
+            self._sin,
+            self._mixed,
+            self._partial,
+            self._arrived,
+            **self.launch,
+        )
+
+
+def paged_attention(
+    config: ModelConfig,
+    rows: int,
+    block: int,
+    splits: int,
+    order: Tensor,
+    loops: Tensor,
+    lengths: Tensor,
+    pages: Tensor,
+    qkv: Tensor,
+    pool: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    out: Tensor,
+    partial: Tensor,
+    arrived: Tensor,
+    **launch: Any,
+) -> None:
+    """Launch the attention of a block over pages."""
+    pass_kernels.paged_attention_kernel[(rows * config.heads, splits)](
+        order,
+        loops,
+        lengths,
+        pages,
+        qkv,
+        pool,
+        cosines,
+        sines,
+        out,
+        partial,
+        arrived,
+        config.loops,
+        pages.shape[-1],
+        config.head_width**-0.5,
+        BLOCK=block,
+        K=config.blocks,
+        H=config.heads,
+        W=config.head_width,
+        PAGE=PAGE,
+        BLOCK_W=triton.next_power_of_2(config.head_width),
+        SPLITS=splits,
+        ROTARY=config.positions == "rotary",
+        num_warps=ATTENTION_WARPS,
+        **launch,
+    )

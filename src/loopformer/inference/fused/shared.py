@@ -189,11 +189,15 @@ class SharedBackend(PromptBackend):
         before = [device.rows[row.ticket] for row in rows]
         passes = min(row.budget - row.loop for row in before)
         slots = [row.slot for row in before]
-        for _ in range(passes):
-            self._batch.run(slots)
         ended = [number for number, row in enumerate(before) if row.loop + passes == row.budget]
+        if len(rows) == 1 and passes == before[0].budget:
+            logits = self._batch.token(slots[0], passes)
+        else:
+            for _ in range(passes):
+                self._batch.run(slots)
+            logits = self._batch.logits(ended)
         draws = [self._draw(device, rows[number], before[number].tokens) for number in ended]
-        tokens, logprobs = choose(self._batch.logits(ended), draws)
+        tokens, logprobs = choose(logits, draws)
         self._batch.begin([slots[number] for number in ended], tokens)
         after = {
             row.ticket: one._replace(loop=0, tokens=one.tokens + 1)
