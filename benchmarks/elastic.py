@@ -95,12 +95,10 @@ def shared_rows(
     weight: float = 0.3,
     one: float = 0.3,
     shares: Sequence[float] = (0.5, 0.25, 0.125, 0.125),
-    middle: str = "[4, 7]",
-    few: str = "[2, 3]",
 ) -> Settings:
-    """The full trajectory alone until `start` of training, then shares of the rows full, middle, few and one."""
+    """The full trajectory alone until `start` of training, then shares of the rows full, 4 to 7, 2 or 3, and 1."""
     entries = [f"{{budget: full, during: [0, {start}]}}"]
-    drawn = (("full", 1.0), (middle, weight), (few, weight), ("1", one))
+    drawn = (("full", 1.0), ("[4, 7]", weight), ("[2, 3]", weight), ("1", one))
     for (budget, counted), share in zip(drawn, shares, strict=True):
         entries.append(f"{{budget: {budget}, rows: {share}, weight: {counted}, during: [{start}, 1]}}")
     return following(*entries, training__steps=2000)
@@ -108,7 +106,6 @@ def shared_rows(
 
 ANY = following("{budget: any}")
 HALF = following("{budget: full, chance: 0.5}", "{budget: short, chance: 0.5}")
-NARROW: Settings = {"model.width": 384, "model.heads": 6, "model.ffn": 960}
 LARGE: Settings = {"model.width": 2048, "model.heads": 32, "model.ffn": 6144}
 WIDE: Settings = {"model.ffn": 4096}  # more room in one pass, no more of them: is it room that budgets contend for?
 SUITES: dict[str, dict[str, Settings]] = {
@@ -203,16 +200,6 @@ SUITES: dict[str, dict[str, Settings]] = {
         "rows-time-10": {**OURS, **shared_rows(), "model.time_scale": 10},
         "rows-muon-0.01": {**OURS, **shared_rows(), "training.matrix_learning_rate": 0.01},
         "rows-not-injected": {**ROTARY, **MUON, **shared_rows()},
-        "3x8": {**OURS, **shared_rows(), **NARROW, "model.blocks": 3, "training.steps": 1000},
-        "prelude-coda": {  # as many FLOPs at 1, 4, 10 and 22 passes as 3⊗8 at 1, 2, 4 and 8, and as many blocks
-            **OURS,
-            **shared_rows(middle="[10, 21]", few="[2, 9]"),
-            **NARROW,
-            "model.prelude": 1,
-            "model.coda": 1,
-            "model.loops": 22,
-            "training.steps": 1000,
-        },
     },
     "final": {  # with seeds; `elastic` has the FLOPs of `paper…` and `early-exit`, and the tokens of `…-twice`
         "elastic": {**OURS, **shared_rows()},
@@ -325,7 +312,7 @@ def measured(run: Path, data: Path) -> dict[str, Any]:
     along = [Trajectory.uniform(budget) for budget in range(1, loops + 1)]
     nats = {str(one): window_losses(model, windows, one) for one in along}
     schedules: dict[str, float] = {}
-    if model.config.conditioning == "trajectory" and loops <= 8:  # of more loops there are too many
+    if model.config.conditioning == "trajectory":
         for one in Trajectory.enumerate(loops, (loops + 1) // 2):
             if not one.is_uniform:
                 schedules[str(one)] = statistics.fmean(window_losses(model, windows, one)) / tokens

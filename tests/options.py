@@ -1,12 +1,12 @@
 """Every setting of the model that is on trial, at each of its other values: what many tests run through.
 
-OPTIONS                              # [{"prelude": 2}, …], each a change of a conditioned model
+OPTIONS                              # [{"inject": "gated"}, …], each a change of a conditioned model
 draw_options(draw, conditioning)     # some of them together, as that kind of model allows
 """
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from hypothesis import strategies as st
 
@@ -28,8 +28,7 @@ def _single() -> Iterator[Option]:
     hints = get_type_hints(ModelConfig)
     for known in dataclasses.fields(ModelConfig):
         if "on_trial" in known.metadata:
-            hint = hints[known.name]
-            values = get_args(hint) if get_origin(hint) is Literal else {bool: (False, True), int: (0, 2)}[hint]
+            values = get_args(hints[known.name])
             yield from ({known.name: value} for value in values if value != known.default)
 
 

@@ -57,7 +57,6 @@ def test_settings_on_trial_are_written_where_they_are_used(tiny: ModelConfig, op
     [
         ({"block": 2}, "model.block; did you mean blocks?"),
         ({"blocks": 0}, "model.blocks must be 1 or more"),
-        ({"prelude": -1}, "model.prelude must be 0 or more"),
         ({"blocks": "two"}, "model.blocks must be a whole number"),
         ({"blocks": True}, "model.blocks must be a whole number"),
         ({"heads": 7}, "multiple of model.heads"),

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +119,6 @@ def test_one_prompt_has_no_spread(lm: LM, prompts: Prompts) -> None:
 def test_wrong_input_is_one_sentence(lm: LM, prompts: Prompts) -> None:
     with pytest.raises(LoopformerError, match=r"before or after the final norm.*'between'"):
         analyze(lm.model, prompts, "mine", states="between")
-    with pytest.raises(LoopformerError, match=r"without model.prelude and model.coda between"):
-        analyze(LoopedLM(replace(lm.model.config, prelude=1)), prompts, "mine")
     with pytest.raises(LoopformerError, match="Budget 5 is above the model's 4 loops"):
         analyze(lm.model, prompts, "mine", 5)
     for name in ("tokens", "final_norm"):

@@ -1,7 +1,5 @@
 """State tracking: counts of answers made by hand, what certainty costs, and a model's own passes."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -50,13 +48,9 @@ def test_counts_are_those_of_the_model_itself(model: LoopedLM) -> None:
     assert together["trajectories"] == found["trajectories"]
 
 
-def test_thresholds_are_those_asked_for_where_the_model_can_tell(model: LoopedLM) -> None:
+def test_thresholds_are_those_asked_for(model: LoopedLM) -> None:
     found = track_states(model, GROUP, ALL[:1], sequences=4, thresholds=[0.3])
     assert [row["threshold"] for row in found["certainty"]] == [0.3]
-    with_coda = LoopedLM(replace(model.config, coda=1))
-    assert track_states(with_coda, GROUP, ALL[:1], sequences=4)["certainty"] == []
-    with pytest.raises(LoopformerError, match="A model with a coda cannot tell its certainty"):
-        track_states(with_coda, GROUP, ALL[:1], sequences=4, thresholds=[0.3])
 
 
 def test_the_longest_prefix_that_is_right() -> None:

@@ -35,7 +35,7 @@ def cases(draw: st.DrawFn) -> Case:
         vocab=50,
         positions=draw(st.sampled_from(["learned", "rotary"])),
         time_scale=30.0,
-        **{**draw_options(draw, kind), "prelude": 0, "coda": 0},
+        **draw_options(draw, kind),
     )
     grid = [trajectory for budget in range(1, loops + 1) for trajectory in Trajectory.enumerate(loops, budget)]
     allowed = [trajectory for trajectory in grid if kind not in ("none", "index") or trajectory.is_uniform]
@@ -66,11 +66,6 @@ def test_left_padded_and_cached_rows_equal_our_own_uncached_runs(case: Case) -> 
             ids = torch.tensor([[(7 * step + row) % 50] for row in range(len(rows))])
             mask = torch.cat([mask, torch.ones(len(rows), 1, dtype=torch.long)], 1)
             sequences = [[*one, int(new)] for one, new in zip(sequences, ids, strict=True)]
-
-
-def test_prelude_and_coda_are_refused(tiny: ModelConfig) -> None:
-    with pytest.raises(LoopformerError, match=r"no place for model.prelude and model.coda"):
-        LoopFormerForCausalLM.wrap(LoopedLM(replace(tiny, coda=1)))
 
 
 @pytest.mark.parametrize("trajectory", [{}, {"budget": 1}, {"budget": 2}, {"trajectory": "2-1-1"}])

@@ -1,7 +1,6 @@
 """Depth by certainty in generation: settled tokens, alone and among others, with a draft, with shared prompts."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,13 +139,11 @@ def test_rows_that_share_a_beginning_are_scored_as_if_alone(lm: LM) -> None:
 
 def test_what_is_no_certainty_is_refused(lm: LM) -> None:
     untyped: Any = lm
-    with_coda = LM(spread(replace(lm.model.config, coda=1)), lm.tokenizer)
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: lm.generate("a", certainty=0.0), r"certainty must lie in \(0, 1\], got 0.0"),
         (lambda: lm.generate("a", certainty=1.5), r"certainty must lie in \(0, 1\], got 1.5"),
         (lambda: untyped.generate("a", certainty="0.5"), r"certainty must lie in \(0, 1\], got '0.5'"),
         (lambda: Request((1,), Trajectory.uniform(2), certainty=float("nan")), "certainty must lie in"),
-        (lambda: with_coda.generate("a", certainty=0.5), "A model with a coda cannot tell its certainty"),
         (lambda: lm.generate("a", certainty=0.5, fast=True, int8=True), "int8 has no kernels for certainty"),
     ]
     for call, said in cases:

@@ -38,7 +38,7 @@ def test_settings_on_trial_are_counted(tiny: ModelConfig, option: Option) -> Non
     assert cache.bytes == model.cost.kv_bytes(budget, value_bytes=4) * tiny.context
 
 
-@pytest.mark.parametrize("option", [{}, *(one for one in OPTIONS if "coda" not in one)], ids=str)
+@pytest.mark.parametrize("option", [{}, *OPTIONS], ids=str)
 def test_what_settled_tokens_cost_is_what_torch_counts(tiny: ModelConfig, option: Option) -> None:
     torch.manual_seed(0)
     model, certainty = LoopedLM(replace(tiny, **option)).eval(), Certainty(0.3)

@@ -259,21 +259,6 @@ def test_settings_on_trial_serve_rows_of_different_budgets(tiny: ModelConfig, op
             torch.testing.assert_close(together.states[step][row], state[0], atol=1e-4, rtol=1e-4)
 
 
-def test_prelude_and_coda_run_once_around_the_loop(tiny: ModelConfig) -> None:
-    model = spread(LoopedLM(replace(tiny, prelude=1, coda=2, inject="gated")))
-    ids, trajectory = ids_for(tiny), Trajectory.uniform(2)
-    embedded, rotary, mask = model.embed(ids)
-    assert model.prelude is not None
-    assert model.coda is not None
-    condition = model.condition(trajectory)
-    start = model.prelude(embedded, None, rotary, mask)
-    x = model.stack(start, _some(condition.modulation)[:1], rotary, mask)
-    x = x + _some(condition.injection)[1] * start
-    x = model.coda(model.stack(x, _some(condition.modulation)[1:], rotary, mask), None, rotary, mask)
-    torch.testing.assert_close(model(ids, trajectory).hidden, model.final_norm(x))
-    assert (len(model.prelude.blocks), len(model.coda.blocks)) == (1, 2)
-
-
 def test_causal(tiny: ModelConfig) -> None:
     model, ids = spread(LoopedLM(tiny)), ids_for(tiny)
     changed = ids.clone()
@@ -389,7 +374,7 @@ def test_settled_tokens_are_the_same_with_a_cache(
     assert len(set(whole.passes.flatten().tolist())) > 2  # some are sure at once, others never
 
 
-@pytest.mark.parametrize("option", [one for one in OPTIONS if "coda" not in one], ids=str)
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
 def test_settings_on_trial_settle_alike_alone_in_a_batch_and_with_a_cache(
     option: Option, tiny: ModelConfig
 ) -> None:

@@ -123,10 +123,6 @@ def analyze(
     progress  is told how many prompts are done, and of how many
     """
     kind = checked_states(states)
-    require(
-        model.config.prelude == model.config.coda == 0,
-        "States are measured from the embedding to the head, without model.prelude and model.coda between.",
-    )
     started = time.perf_counter()
     trajectory = model.resolve(trajectory)
     device = model.tokens.weight.device

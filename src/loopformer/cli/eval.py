@@ -135,7 +135,7 @@ def eval_(
     require(
         certainty is None or bool(text) or not others, "--certainty is for texts and --states; leave out tasks."
     )
-    thresholds = None if certainty is None else _thresholds(certainty)
+    thresholds = [] if certainty is None else _thresholds(certainty)
     if figure is not None:
         check_drawing(figure)
     with output_file(out), output_file(export, "--export-requests"), output_file(figure, "--figure"):
@@ -164,7 +164,7 @@ def eval_(
             protocol = Protocol(window, stride, join, max_tokens)
             texts = text or [own_text(model)]
             report["perplexity"] = _perplexity(
-                loaded, texts, trajectories, thresholds or [], protocol, field, batch_tokens
+                loaded, texts, trajectories, thresholds, protocol, field, batch_tokens
             )
         if suite is not None:
             report["tasks"] = _accuracy(loaded, suite, trajectories, batch_tokens)
@@ -260,12 +260,12 @@ def _track(
     sequences: int | None,
     seed: int | None,
     batch_tokens: int,
-    thresholds: list[float] | None,
+    thresholds: list[float],
 ) -> dict[str, Any]:
-    """Products over a group, by place and trajectory."""
+    """Products over a group, by place and trajectory, at the usual thresholds where none is given."""
     from loopformer.data.states import Group
     from loopformer.errors import LoopformerError
-    from loopformer.evaluation.states import SEQUENCES, track_states
+    from loopformer.evaluation.states import SEQUENCES, THRESHOLDS, track_states
 
     words, elements = SEQUENCES if sequences is None else sequences, Group.named(group)
     if loaded.lm.tokenizer is None or loaded.lm.tokenizer.hash != elements.tokenizer.hash:
@@ -274,7 +274,7 @@ def _track(
         )
     with progress("words") as report:
         return track_states(
-            loaded.model, elements, trajectories, words, seed or 0, batch_tokens, report, thresholds
+            loaded.model, elements, trajectories, words, seed or 0, batch_tokens, report, thresholds or THRESHOLDS
         )
 
 
@@ -396,8 +396,6 @@ def _show_states(found: dict[str, Any]) -> None:
         ],
     )
     typer.echo("tracked: the longest prefix with 95 % or more at every place")
-    if not found["certainty"]:
-        return
     typer.echo("\ndepth by certainty: a place whose best element is likelier than this takes no further pass")
     print_table(
         ["trajectory", "certainty", "accuracy", "passes", "tracked"],

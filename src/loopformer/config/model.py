@@ -37,8 +37,6 @@ class ModelConfig:
     conditioning: Conditioning = "trajectory"  # what a pass is told: nothing, its index, t, Δ, or (t, Δ)
     blocks: int = 3  # k, blocks in the shared stack
     loops: int = 8  # L, passes of the longest trajectory
-    prelude: int = on_trial(0)  # blocks of their own before the loop, with learned norms, run once
-    coda: int = on_trial(0)  # the same after it
     width: int = 2048  # d
     heads: int = 32
     ffn: int = 5120
@@ -57,8 +55,6 @@ class ModelConfig:
         check_types(self, "model")
         for name in ("blocks", "loops", "width", "heads", "ffn", "context", "vocab"):
             require(getattr(self, name) >= 1, f"model.{name} must be 1 or more, got {getattr(self, name)}.")
-        for name in ("prelude", "coda"):
-            require(getattr(self, name) >= 0, f"model.{name} must be 0 or more, got {getattr(self, name)}.")
         require(
             self.width % self.heads == 0,
             f"model.width {self.width} must be a multiple of model.heads {self.heads}.",

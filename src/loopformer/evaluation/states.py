@@ -58,12 +58,9 @@ def track_states(
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
     report: ReportProgress | None = None,
-    thresholds: Sequence[float] | None = None,
+    thresholds: Sequence[float] = THRESHOLDS,
 ) -> dict[str, Any]:
-    """Accuracy by place along each trajectory, and of depth by certainty at each threshold.
-
-    None: at THRESHOLDS, where the model can tell its certainty.
-    """
+    """Accuracy by place along each trajectory, and of depth by certainty at each threshold."""
     config, device = model.config, model.tokens.weight.device
     require(sequences >= 1, f"--sequences must be 1 or more, got {sequences}.")
     require(seed >= 0, f"--seed must be 0 or more, got {seed}.")
@@ -71,8 +68,6 @@ def track_states(
         raise LoopformerError(
             f"The model knows {config.vocab} tokens, {group.name} has {len(group)} elements and the end token."
         )
-    if thresholds is None:
-        thresholds = () if config.coda else THRESHOLDS
     tree = TrajectoryTree(model, trajectories)
     longest = max(config.loops, *(one.budget for one in trajectories))
     shape = (sequences, word_length(config.context))

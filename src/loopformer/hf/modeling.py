@@ -33,10 +33,6 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
     _supports_sdpa = True
 
     def __init__(self, config: LoopFormerConfig, model: LoopedLM | None = None) -> None:
-        require(
-            config.settings.prelude == config.settings.coda == 0,
-            "Transformers' caches have no place for model.prelude and model.coda; use the model with loopformer.",
-        )
         super().__init__(config)
         self.model = LoopedLM(config.settings) if model is None else model
         self.gradient_checkpointing = False

@@ -138,8 +138,7 @@ class SlotPool(Cache):
     @property
     def bytes_per_loop(self) -> int:
         """Memory of one row's keys and values in one loop."""
-        loop = self._kept[0][: self._blocks] if self._kept else []
-        return sum(tensor[0].nbytes for pair in loop for tensor in pair)
+        return sum(tensor[0].nbytes for pair in self._kept[0] for tensor in pair) if self._kept else 0
 
     def keep(self, lengths: dict[int, int]) -> None:
         """Only these tickets, with so many tokens each, still have slots; the rest are cleared and free, and rows
@@ -226,7 +225,7 @@ class SlotPool(Cache):
 
     def _take_a_loop(self, table: Condition) -> None:
         condition = table.map(lambda part: part.new_zeros((self._slots, *part.shape[1:])))
-        pairs = self._empty_loop(self._slots, len(self._kept))
+        pairs = self._empty_loop(self._slots)
         self._conditions = [*self._conditions[: len(self._kept)], condition]
         self._kept = [*self._kept, pairs]
 

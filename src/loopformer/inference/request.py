@@ -126,8 +126,6 @@ class RowState(NamedTuple):
             raise LoopformerError(
                 f"The prompt has {len(request.prompt)} tokens but the context is {config.context}; shorten it."
             )
-        if request.certainty is not None:
-            Certainty.check(config)
         low, high = min(request.prompt), max(request.prompt)
         if low < 0 or high >= config.vocab:
             raise LoopformerError(

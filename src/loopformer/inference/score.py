@@ -35,7 +35,7 @@ from loopformer.errors import LoopformerError, RunFailed
 from loopformer.model import LoopedLM
 from loopformer.model.block import Rotary
 from loopformer.model.conditioning import Condition
-from loopformer.model.looped import Certainty, run_once
+from loopformer.model.looped import Certainty
 from loopformer.trajectory import Trajectory
 
 Tokens = tuple[int, ...]
@@ -158,7 +158,6 @@ class TrajectoryTree:
                 passes = self.model.passes(trajectory, len(x))
                 yield trajectory, self.model.follow(passes, x, rotary, mask, start, certainty=certainty)
             return
-        x = run_once(self.model.prelude, x, rotary, mask)
         first = x if start is None else start.to(x.dtype).expand_as(x)
         path: list[Tensor] = [first]  # path[i]: the state after i steps of `before`
         before: tuple[Fraction, ...] = ()
@@ -168,10 +167,8 @@ class TrajectoryTree:
                 condition = self._conditions[trajectory.times[number], trajectory.steps[number]]
                 state = self.model.inject(path[-1], x, condition, number)
                 path.append(self.model.stack(state, condition.modulation, rotary, mask))
-            end = run_once(self.model.coda, path[-1], rotary, mask)
             before = trajectory.steps
-            yield trajectory, self.model.final_norm(end)
-            del end  # the next passes need its memory
+            yield trajectory, self.model.final_norm(path[-1])
 
 
 def count_passes(trajectories: Iterable[Trajectory]) -> int:

@@ -111,8 +111,9 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One Transformer block; `modulation` is [B or 1, 4, D]: both gates, then both scales."""
 
-    def __init__(self, config: ModelConfig, learned: bool) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        learned = config.conditioning == "none"
         self.norm_1 = RMSNorm(config.width, learned)
         self.attention = Attention(config)
         self.norm_2 = RMSNorm(config.width, learned)
@@ -142,11 +143,9 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """One pass through the k shared blocks: x [B, T, D], modulation [B or 1, k, 4, D] or None."""
 
-    def __init__(self, config: ModelConfig, own: int | None = None) -> None:
-        """`own`: so many blocks with learned norms, for a prelude or a coda, in place of the shared ones."""
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        learned, count = (config.conditioning == "none", config.blocks) if own is None else (True, own)
-        self.blocks = nn.ModuleList(Block(config, learned) for _ in range(count))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
 
     def each(self) -> Iterator["Block"]:
         """The blocks, with their type."""

@@ -85,9 +85,8 @@ class Cache:
         self.lengths = [0] * len(trajectories)
         order = range(len(trajectories)) if passes.order is None else passes.order
         self._order = torch.tensor(list(order), dtype=torch.long, device=weight.device)
-        self._shape = (config.heads, capacity, config.head_width)
-        self._blocks, self._prelude, self._coda = config.blocks, config.prelude, config.coda
-        self._kept = [self._empty_loop(rows, loop) for loop, rows in enumerate(passes.rows)]
+        self._blocks, self._shape = config.blocks, (config.heads, capacity, config.head_width)
+        self._kept = [self._empty_loop(rows) for rows in passes.rows]
         self._positions = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
         self._start: int | None = 0
         self._end = 0
@@ -130,14 +129,6 @@ class Cache:
 
     def slots(self, loop: int) -> list[Place]:
         """The slots of a loop's blocks, for the tokens that were placed last."""
-        return self._slots_of(loop)[: self._blocks]
-
-    def outer_slots(self) -> tuple[list[Place], list[Place]]:
-        """Those of the prelude's and the coda's blocks."""
-        outer = self._slots_of(0)[self._blocks :]
-        return outer[: self._prelude], outer[self._prelude :]
-
-    def _slots_of(self, loop: int) -> list[Place]:
         rows, positions = self.passes.rows[loop], self._positions
         if len(positions) > 1:
             positions = positions[self._order[:rows]]
@@ -168,12 +159,11 @@ class Cache:
                     tensor[place, :, :length] = other[:, :length]
         self.lengths[row] = length
 
-    def _empty_loop(self, rows: int, loop: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of one loop; the first, which all rows take, also has those of prelude and coda."""
-        blocks = self._blocks + (self._prelude + self._coda if loop == 0 else 0)
+    def _empty_loop(self, rows: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of one loop."""
         # Zeros, as a masked place is still multiplied: what lies there must be finite.
         like, shape = self._weight.detach(), (rows, *self._shape)
-        return [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(blocks)]
+        return [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(self._blocks)]
 
     def _place_of(self, row: int) -> int:
         """Where a row lies in the tensors: longest trajectories first."""

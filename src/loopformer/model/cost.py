@@ -77,24 +77,10 @@ class Cost:
         return Parameters(
             tokens=self.head_products,
             positions=config.context * d if config.positions == "learned" else 0,
-            stack=config.blocks * (self.block_products + norms * d) + self.adapter_products + self.outer_parameters,
+            stack=config.blocks * (self.block_products + norms * d) + self.adapter_products,
             conditioning=self.conditioned_on * embedding + self.told_per_pass * d * (d + 1) * conditioned,
             final_norm=d,
         )
-
-    @property
-    def outer(self) -> int:
-        """Blocks of prelude and coda, run once."""
-        return self.config.prelude + self.config.coda
-
-    @property
-    def outer_parameters(self) -> int:
-        norms = 2 + 2 * (self.config.norms == "sandwich")
-        return self.outer * (self.block_products + norms * self.config.width)
-
-    def outer_flops(self, context: int | None = None, causal: bool = True) -> float:
-        """Prelude and coda, per token of a full context."""
-        return self.outer * self.block_flops(context, causal)
 
     def block_flops(self, context: int | None = None, causal: bool = True) -> float:
         """One block, per token of a full context (causal: half the square of attention)."""
@@ -108,8 +94,7 @@ class Cost:
     def forward_flops(self, budget: int | None = None, context: int | None = None, causal: bool = True) -> float:
         """Embedding to logits, per token."""
         loops = self.config.loops if budget is None else budget
-        around = 2 * self.head_products + self.outer_flops(context, causal)
-        return around + loops * self.loop_flops(context, causal)
+        return 2 * self.head_products + loops * self.loop_flops(context, causal)
 
     def settled_flops(
         self, passes: int, budget: int | None = None, context: int | None = None, causal: bool = True
@@ -122,13 +107,12 @@ class Cost:
         loops = self.config.loops if budget is None else budget
         looks = min(passes, loops - 1) * 2 * self.head_products
         stored = self.config.blocks * 2 * (2 * self.config.width**2) + 2 * self.adapter_products
-        around = 2 * self.head_products + self.outer_flops(context, causal)
-        return around + passes * self.loop_flops(context, causal) + looks + (loops - passes) * stored
+        return self.forward_flops(passes, context, causal) + looks + (loops - passes) * stored
 
     def prefill_flops(self, tokens: int, budget: int | None = None) -> float:
         """A prompt of so many tokens, with the logits of its last one."""
         loops = self.config.loops if budget is None else budget
-        return 2 * self.head_products + tokens * (self.outer_flops(tokens) + loops * self.loop_flops(tokens))
+        return 2 * self.head_products + tokens * loops * self.loop_flops(tokens)
 
     def table_flops(self, budget: int | None = None) -> int:
         """The modulation table of a trajectory, once."""
@@ -146,8 +130,7 @@ class Cost:
         A budget may be a mean: that of the paper's short trajectories, uniform on 1…L-1, is L/2.
         """
         each = [float(self.config.loops)] if budgets is None else budgets
-        around = 2 * self.head_products + self.outer_flops(context, causal)
-        return 3 * sum(around + budget * self.loop_flops(context, causal) for budget in each)
+        return 3 * sum(2 * self.head_products + budget * self.loop_flops(context, causal) for budget in each)
 
     def training_overhead(self, context: int | None = None) -> float:
         """The paper's (2·C_io + 3/2·L·C₁) / (C_io + L·C₁): training with a short trajectory against without."""
@@ -157,7 +140,7 @@ class Cost:
     def kv_bytes(self, budget: int | None = None, value_bytes: int = 2) -> int:
         """Keys and values kept per token: one pair per (loop, block)."""
         loops = self.config.loops if budget is None else budget
-        return (loops * self.config.blocks + self.outer) * 2 * self.config.width * value_bytes
+        return loops * self.config.blocks * 2 * self.config.width * value_bytes
 
     def decode_bytes(self, budget: int | None = None, context: int = 0, value_bytes: int = 2) -> int:
         """Read per decoded token at batch 1: the stack's weights once per loop, the head, `context` tokens of KV.
@@ -166,6 +149,5 @@ class Cost:
         """
         loops = self.config.loops if budget is None else budget
         table = 0 if self.config.conditioning == "none" else self.told_per_pass * self.config.width
-        weights = loops * (self.parameters.stack - self.outer_parameters + table)
-        weights += self.outer_parameters + self.head_products + self.config.width
+        weights = loops * (self.parameters.stack + table) + self.head_products + self.config.width
         return weights * value_bytes + context * self.kv_bytes(budget, value_bytes)

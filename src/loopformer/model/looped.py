@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
-from loopformer.model.block import EPSILON, RMSNorm, Rotary, Slot, Stack, rotary_angles
+from loopformer.model.block import EPSILON, RMSNorm, Rotary, Stack, rotary_angles
 from loopformer.model.cache import Cache, Passes
 from loopformer.model.conditioning import Condition, Conditioner, ZeroLinear
 from loopformer.model.cost import Cost
@@ -77,15 +77,8 @@ class Certainty:
                 raise LoopformerError(f"certainty must lie in (0, 1], got {one!r}.")
         self.thresholds = thresholds
 
-    @staticmethod
-    def check(config: ModelConfig) -> None:
-        """Refuse a model with blocks between its passes and the head."""
-        if config.coda:
-            raise LoopformerError("A model with a coda cannot tell its certainty between passes; leave it out.")
-
     def start(self, model: "LoopedLM", x: Tensor, order: list[int] | None) -> None:
         """Begin with the states x [B, T, D] before the first pass; `order` are the rows as the loop has them."""
-        self.check(model.config)
         if len(self.thresholds) not in (1, len(x)):
             raise LoopformerError(
                 f"{len(self.thresholds)} certainties were given for {len(x)} rows; give one each."
@@ -124,9 +117,7 @@ class LoopedLM(nn.Module):
         self.tokens = nn.Embedding(config.vocab_rows, config.width)  # tied: also the head
         self.places = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
         self.conditioner = Conditioner(config) if config.conditioning != "none" else None
-        self.prelude = Stack(config, config.prelude) if config.prelude else None
         self.stack = Stack(config)
-        self.coda = Stack(config, config.coda) if config.coda else None
         self.adapter = nn.Linear(2 * config.width, config.width, bias=False) if config.inject == "adapter" else None
         self.final_norm = RMSNorm(config.width, learned=True)
         self.initialise()
@@ -204,7 +195,7 @@ class LoopedLM(nn.Module):
                 return run(x, modulation, *more)
             return x if bool(settled.all()) else run(x, modulation, *more, settled=settled)
 
-        x = self.loop(step, x, passes, rotary, mask, keep, start, certainty=certainty)
+        x = self.loop(step, x, passes, rotary, mask, keep, start, certainty)
         hidden: Tensor = self.final_norm(x)
         return hidden
 
@@ -243,9 +234,9 @@ class LoopedLM(nn.Module):
             out: Tensor = self.stack(x, modulation, *more, slots, settled)
             return out
 
-        start, outer = self.random_start(positions), cache.outer_slots()
+        start = self.random_start(positions)
         with attention_of_any_length():
-            x = self.loop(step, x, cache.passes, rotary, mask, None, start, outer, certainty)
+            x = self.loop(step, x, cache.passes, rotary, mask, None, start, certainty)
         hidden: Tensor = self.final_norm(x)
         cache.advance(counts)
         return hidden
@@ -347,22 +338,17 @@ class LoopedLM(nn.Module):
         mask: Tensor | None,
         keep: list[Tensor] | None,
         start: Tensor | None = None,
-        outer: tuple[Sequence[Slot], Sequence[Slot]] | None = None,
         certainty: Certainty | None = None,
     ) -> Tensor:
         """Every pass of every row. Longest trajectories first, so that a row that is done leaves at the end.
 
         x [B, T, D] is the embedding; `start` [B or 1, T, D] the state before the first pass, where that is another.
-        The prelude comes before and the coda after, for all rows; with a cache, `outer` are their slots.
         """
         back = None
         if passes.order is not None:
             back = torch.tensor(passes.order, device=x.device).argsort()
             x, rotary, mask = x[passes.order], _rotary_rows(rotary, passes.order), _rows(mask, passes.order)
             start = _rows(start, passes.order)
-        before, after = outer or (None, None)
-        everyone = rotary, mask
-        x = run_once(self.prelude, x, *everyone, before)
         embedded, x = x, x if start is None else start.to(x.dtype).expand_as(x)
         done: list[Tensor] = []  # longest first
         if certainty is not None:
@@ -383,10 +369,9 @@ class LoopedLM(nn.Module):
                 certainty.look(x[:following])
             if keep is not None:
                 keep.append(x if back is None else torch.cat([x, *done])[back])
-        x = run_once(self.coda, torch.cat([x, *done]) if done else x, *everyone, after)
         if certainty is not None and back is not None:
             certainty.passes = certainty.passes[back]
-        return x if back is None else x[back]
+        return x if back is None else torch.cat([x, *done])[back]
 
     @_not_compiled
     def inject(self, x: Tensor, embedded: Tensor, condition: Condition, number: int) -> Tensor:
@@ -426,9 +411,7 @@ class LoopedLM(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the step, not the loop: one graph serves every budget and schedule."""
-        for part in (self.prelude, self.stack, self.coda):
-            if part is not None:
-                part.compile(*args, **kwargs)
+        self.stack.compile(*args, **kwargs)
 
     @_not_compiled
     def check(self, ids: Tensor, documents: Tensor | None = None, values: bool = True) -> None:
@@ -453,13 +436,6 @@ class LoopedLM(nn.Module):
             raise LoopformerError(
                 f"ids must lie in 0…{self.config.vocab - 1}, got {low}…{high}; is this the model's own tokenizer?"
             )
-
-
-def run_once(
-    blocks: Stack | None, x: Tensor, rotary: Rotary | None, mask: Tensor | None, slots: Sequence[Slot] | None = None
-) -> Tensor:
-    """x [B, T, D] through a prelude or a coda, if there is one."""
-    return x if blocks is None else blocks(x, None, rotary, mask, slots)
 
 
 def _rows(x: Tensor | None, rows: list[int] | slice) -> Tensor | None:

@@ -59,9 +59,9 @@ def test_what_fast_cannot_do_is_said(lm: LM) -> None:
 
 
 def test_a_setting_without_kernels_is_named_and_fast_decodes_plainly(lm: LM) -> None:
-    other = LM(spread(replace(lm.model.config, prelude=1), std=0.3), lm.tokenizer)
-    assert DecoderPool.obstacle(other.model) == "has no kernels for model.prelude"
-    with pytest.raises(LoopformerError, match=r"int8 has no kernels for model.prelude; leave it out"):
+    other = LM(spread(replace(lm.model.config, norms="sandwich"), std=0.3), lm.tokenizer)
+    assert DecoderPool.obstacle(other.model) == "has no kernels for model.norms"
+    with pytest.raises(LoopformerError, match=r"int8 has no kernels for model.norms; leave it out"):
         other.generate("told", fast=True, int8=True)
     assert other.generate("told", fast=True, max_tokens=4) == other.generate("told", max_tokens=4)
 
