@@ -21,7 +21,7 @@ from torch import Tensor
 from loopformer import LM, LoopedLM, Trajectory, load
 from loopformer.benchmark.machine import describe, publish
 from loopformer.evaluation.text import read_text
-from loopformer.inference.fused.backend import DecoderPool
+from loopformer.inference.fused.backend import obstacle
 from loopformer.inference.request import Request
 
 WINDOWS, LENGTH = 24, 64
@@ -104,7 +104,7 @@ def main() -> None:
         wanted = uncached(exact, ids, budget)
         ways = {"fp32, cached": cached(exact, ids, budget), "bf16, uncached": uncached(low, ids, budget)}
         ways["bf16, cached"] = cached(low, ids, budget)
-        if DecoderPool.obstacle(low) is None:
+        if obstacle(low) is None:
             ways["bf16, fused, 1 row"] = fused(low, ids, budget, 1)
             ways["bf16, fused, 8 rows"] = fused(low, ids, budget, 8)
         for name, choices in ways.items():
@@ -124,7 +124,7 @@ def main() -> None:
             ("bf16 alone, fp32 alone", plain["bf16"], plain["fp32"]),
             ("bf16 together, bf16 alone", texts(rounded, prompts, budget, False, True), plain["bf16"]),
         ]
-        if DecoderPool.obstacle(low) is None:
+        if obstacle(low) is None:
             for company, together in (("alone", False), ("together", True)):
                 made = texts(rounded, prompts, budget, True, together)
                 pairs.append((f"fused bf16 {company}, bf16 alone", made, plain["bf16"]))

@@ -10,19 +10,20 @@ lm.model(ids, "4-2-1-1").logits
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed, nearest
-from loopformer.inference.decode import PlainBackend
+from loopformer.inference.decode import Backend, PlainBackend
 from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.engine import Engine, complete, generate, speculate
-from loopformer.inference.fused.backend import DecoderPool, FusedBackend
+from loopformer.inference.fused.backend import DraftBackend, FusedPool, draft_obstacle, obstacle
 from loopformer.inference.request import Event, Request, Result
 from loopformer.inference.sampling import Sampling
 from loopformer.inference.score import Score, score_texts
@@ -33,6 +34,7 @@ from loopformer.trajectory import Trajectory
 
 Budget = int | Sequence[int] | None
 Schedule = Trajectory | str | Sequence[Trajectory | str] | None
+Fast = bool | Literal["auto"]  # auto: where it can run
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -55,16 +57,17 @@ class RequestOptions(SamplingOptions, total=False):
 
 
 class StreamOptions(RequestOptions, total=False):
-    """What `lm.stream` takes. `fast` replays fused kernels as a CUDA graph, compiled at first use; without a GPU it
-    changes nothing. `int8` goes with it and reads int8 copies of the weights (inference/fused/quantise.py)."""
+    """What `lm.stream` takes. `fast` replays fused kernels as CUDA graphs, compiled at first use: by default where
+    they can run, on a GPU; False switches them off, True is an error if they cannot. `int8` goes with them and
+    reads int8 copies of the weights (inference/fused/quantise.py), one prompt after the other."""
 
-    fast: bool
+    fast: Fast
     int8: bool
 
 
 class GenerateOptions(StreamOptions, total=False):
     """What `lm.generate` takes. `draft` drafts tokens along a shorter trajectory and verifies them
-    (inference/draft.py), with `fast` on a GPU greedily and one prompt after the other."""
+    (inference/draft.py); fused kernels do so greedily and one prompt after the other."""
 
     draft: Draft | None
 
@@ -76,14 +79,12 @@ class LM:
     model: LoopedLM
     tokenizer: Tokenizer | None = None
     default: Trajectory | None = None  # what is followed where a call does not say; None is the full one
-    _decoders: dict[bool, DecoderPool] = field(
-        default_factory=dict, repr=False
-    )  # by int8; made when first asked for
+    _pools: dict[bool, FusedPool] = field(default_factory=dict, repr=False)  # by int8; made when first asked for
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
         """Move the model, in place, to a device and dtype."""
         lay_out(self.model.to(device=device, dtype=dtype))
-        self._decoders = {}
+        self._pools = {}
         return self
 
     @overload
@@ -120,7 +121,7 @@ class LM:
             raise LoopformerError(f"A prompt is text, or a list of texts; got {prompt!r}.")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         draft = options.get("draft")
-        fast, int8 = options.get("fast", False), options.get("int8", False)
+        fast, int8 = options.get("fast", "auto"), options.get("int8", False)
         if not isinstance(draft, Draft | None):
             raise LoopformerError(f"draft takes a Draft(Trajectory.uniform(1), …), not {draft!r}.")
         _check_options(options, GenerateOptions)
@@ -130,11 +131,8 @@ class LM:
         if draft is not None:
             results, _ = self.speculate(requests, draft, fast, int8=int8)
         else:
-            backend = self._backend(requests, fast, int8)
-            try:
+            with self._backend(requests, self._is_fused(requests, fast, int8), int8) as backend:
                 results = complete(self.model, self.need_tokenizer(), requests, backend)
-            finally:
-                _close(backend)
         return results[0] if isinstance(prompt, str) else results
 
     def stream(
@@ -149,27 +147,25 @@ class LM:
             raise LoopformerError("stream takes no draft; generate does.")
         _check_options(options, StreamOptions)
         requests = self.requests([prompt], budget, trajectory, **_request_options(options))
-        events = self.events(requests, options.get("fast", False), options.get("int8", False))
+        events = self.events(requests, options.get("fast", "auto"), options.get("int8", False))
         return (event.piece for event in events if event.piece)
 
-    def events(self, requests: Sequence[Request], fast: bool = False, int8: bool = False) -> Iterator[Event]:
+    def events(self, requests: Sequence[Request], fast: Fast = "auto", int8: bool = False) -> Iterator[Event]:
         """Run requests together, and give what becomes of them as it comes; one that fails is raised."""
-        return self._events(requests, self._backend(requests, fast, int8))
+        return self._events(requests, self._is_fused(requests, fast, int8), int8)
 
-    def _events(self, requests: Sequence[Request], backend: PlainBackend | FusedBackend) -> Iterator[Event]:
-        try:
+    def _events(self, requests: Sequence[Request], fused: bool, int8: bool) -> Iterator[Event]:
+        with self._backend(requests, fused, int8) as backend:
             for event in generate(self.model, self.need_tokenizer(), requests, backend):
                 if event.result is not None and event.result.error is not None:
                     raise RunFailed(event.result.error)
                 yield event
-        finally:
-            _close(backend)
 
     def speculate(
         self,
         requests: Sequence[Request],
         draft: Draft,
-        fast: bool = False,
+        fast: Fast = "auto",
         show: Callable[[Event], object] = lambda event: None,
         int8: bool = False,
     ) -> tuple[list[Result], DraftReport]:
@@ -180,29 +176,45 @@ class LM:
                     f"A draft at budget {draft.budget} gains nothing for a text at budget "
                     f"{request.trajectory.budget}; take fewer loops."
                 )
-        backend = self._backend(requests, fast, int8, draft)
-        if isinstance(backend, FusedBackend):
-            for request in requests:  # all of them, before the first is run
-                backend.check(request)
-        try:
+        with self._backend(requests, self._is_fused(requests, fast, int8, draft), int8, draft) as backend:
             return speculate(self.model, self.need_tokenizer(), requests, draft, show, backend)
-        finally:
-            _close(backend)
 
+    def _is_fused(
+        self, requests: Sequence[Request], fast: Fast, int8: bool = False, draft: Draft | None = None
+    ) -> bool:
+        """Whether fused kernels run these; where they are asked for by name and cannot, what is in the way."""
+        if fast not in (True, False, "auto"):
+            raise LoopformerError(f"fast is True, False or 'auto', not {fast!r}.")
+        if int8 and fast is False:
+            raise LoopformerError("int8 goes with fast; leave out one of int8 and fast=False.")
+        why = obstacle(self.model, any(request.certainty is not None for request in requests))
+        if why is None and draft is not None:
+            why = draft_obstacle(draft, requests, int8)
+        for name, asked in (("int8", int8), ("fast", fast is True)):
+            if asked and why is not None:
+                raise LoopformerError(f"{name} {why}; leave it out.")
+        return fast is not False and why is None
+
+    @contextmanager
     def _backend(
-        self, requests: Sequence[Request], fast: bool, int8: bool, draft: Draft | None = None
-    ) -> PlainBackend | FusedBackend:
-        """The fused path, if it is asked for and can run here; else the plain one."""
-        if int8 and not fast:
-            raise LoopformerError("int8 goes with fast; ask for both.")
-        why = DecoderPool.obstacle(self.model, any(request.certainty is not None for request in requests))
-        if int8 and why is not None:
-            raise LoopformerError(f"int8 {why}; leave it out.")
-        if not fast or why is not None:
-            return PlainBackend(self.model, max(1, len(requests)), remember=0, draft=draft)
-        if int8 not in self._decoders:
-            self._decoders[int8] = DecoderPool(self.model, int8)
-        return FusedBackend(self._decoders[int8], draft)
+        self, requests: Sequence[Request], fused: bool, int8: bool, draft: Draft | None = None
+    ) -> Iterator[Backend]:
+        """What runs these requests, as long as they run."""
+        if not fused:
+            yield PlainBackend(self.model, max(1, len(requests)), remember=0, draft=draft)
+            return
+        pool = self._pools.setdefault(int8, FusedPool(self.model, int8))
+        if draft is not None:
+            drafting = DraftBackend(pool, draft)
+            try:
+                yield drafting
+            finally:
+                drafting.close()
+            return
+        from loopformer.inference.fused.shared import SharedBackend  # needs Triton
+
+        with pool.batch(max(1, len(requests))) as batch:
+            yield SharedBackend(batch, remember=0)
 
     def score(self, texts: Sequence[str], budget: Budget = None, trajectory: Schedule = None) -> list[Score]:
         """Log-probabilities of texts, token by token; the first follows an end token, as in `loopformer eval`."""
@@ -219,22 +231,23 @@ class LM:
         rows: int = 16,
         queue: int = 64,
         draft: Draft | None = None,
-        fast: bool = False,
+        fast: Fast = "auto",
         memory: int | None = None,
     ) -> Engine:
         """Continuous batching: at most `rows` requests run at once, at most `queue` more wait.
 
-        With `fast` on a GPU, through fused kernels: passes are shared by requests of any budget, and `memory` is
-        bytes for keys and values, so that requests wait until theirs fit.
+        On a GPU, unless `fast` is False or there is a draft, through fused kernels: passes are shared by requests
+        of any budget, none of which may ask for certainty. `memory` is bytes for keys and values there, so that
+        requests wait until theirs fit.
         """
-        if not fast:
+        if draft is not None and fast is True:
+            raise LoopformerError("The fused engine takes no draft; leave out fast.")
+        if draft is not None or not self._is_fused([], fast):
             return Engine(self.model, self.need_tokenizer(), rows, queue, draft=draft)
-        why = DecoderPool.obstacle(self.model) or (None if draft is None else "takes no draft")
-        if why is not None:
-            raise LoopformerError(f"The fused engine {why}; leave out fast.")
-        from loopformer.inference.fused.shared import SharedBackend  # needs Triton
+        from loopformer.inference.fused.batch import SharedBatch  # needs Triton
+        from loopformer.inference.fused.shared import SharedBackend
 
-        backend = SharedBackend(self.model, rows, memory=memory)
+        backend = SharedBackend(SharedBatch(self.model, rows, memory))
         return Engine(self.model, self.need_tokenizer(), rows, queue, backend=backend)
 
     def requests(
@@ -333,8 +346,3 @@ def _check_options(options: Any, known: Any) -> None:
 def _request_options(options: Any) -> RequestOptions:
     """Those of the options that make a request."""
     return {name: value for name, value in options.items() if name in RequestOptions.__annotations__}  # type: ignore[return-value]
-
-
-def _close(backend: PlainBackend | FusedBackend) -> None:
-    if isinstance(backend, FusedBackend):
-        backend.close()

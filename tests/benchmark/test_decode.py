@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from loopformer import LoopedLM
-from loopformer.benchmark.decode import FIGURES, PATHS, absent, decode, gpt2, left_out, most_int8_rows
+from loopformer.benchmark.decode import FIGURES, PATHS, absent, decode, gpt2, left_out
 from loopformer.config import ModelConfig
+from loopformer.inference.fused.quantise import MOST_INT8_ROWS
 
 GPU = torch.cuda.is_available()
 PROMPTS = torch.tensor([[5, 9, 30, 2, 71, 8], [1, 2, 3, 4, 5, 6]])
@@ -110,7 +111,7 @@ def test_on_a_gpu_every_path_has_its_memory_and_fused_chooses_the_plain_tokens(t
     assert {"naive", "plain", "fused", "fused int8"} <= {row["path"] for row in report["rows"]}
     assert all(row["peak_gib"] > 0 for row in report["rows"])
     assert report["left_out"] == absent(model, ["transformers"])
-    most = most_int8_rows()
+    most = MOST_INT8_ROWS
     report = decode(model, [4], [1, most + 1], [8], tokens=2, int8=True, paths=["fused"])
     assert [row["batch"] for row in report["rows"] if row["path"] == "fused int8"] == [1]
     assert f"at most {most} rows, so not {most + 1}" in report["left_out"]["fused int8"]

@@ -11,7 +11,7 @@ from loopformer import LM, LoopformerError, Trajectory
 from loopformer.inference.decode import PlainBackend
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import Engine
-from loopformer.inference.fused.backend import DecoderPool, FusedBackend
+from loopformer.inference.fused.backend import DraftBackend, FusedPool, obstacle
 from loopformer.inference.request import Request, Result
 from loopformer.inference.score import Span, score_spans
 from loopformer.model.looped import Certainty
@@ -152,9 +152,11 @@ def test_what_is_no_certainty_is_refused(lm: LM) -> None:
 
 
 def test_fused_kernels_leave_it_to_the_plain_path(lm: LM) -> None:
-    assert DecoderPool.obstacle(lm.model, certainty=True) == "has no kernels for certainty"
-    fast = lm.generate("told", certainty=0.3, max_tokens=8, fast=True)
-    assert fast == lm.generate("told", certainty=0.3, max_tokens=8)
+    assert obstacle(lm.model, certainty=True) == "has no kernels for certainty"
+    plain = lm.generate("told", certainty=0.3, max_tokens=8, fast=False)
+    assert lm.generate("told", certainty=0.3, max_tokens=8) == plain
+    with pytest.raises(LoopformerError, match="fast has no kernels for certainty; leave it out"):
+        lm.generate("told", certainty=0.3, fast=True)
     (request,) = lm.requests(["told"], certainty=0.3)
-    with pytest.raises(LoopformerError, match="fast has no kernels for certainty; leave one of them out"):
-        FusedBackend(DecoderPool(lm.model)).check(request)
+    with pytest.raises(LoopformerError, match="fast has no kernels for certainty; leave it out"):
+        DraftBackend(FusedPool(lm.model), Draft(Trajectory.uniform(1))).check(request)

@@ -33,9 +33,7 @@ def test_greedy_text_is_the_full_models(lm: LM, length: int | None, passes: int 
     assert [(r.text, r.ids, r.reason) for r in results] == [(r.text, r.ids, r.reason) for r in plain]
     assert report.acceptance is not None
     assert 0 <= report.acceptance <= 1
-    for fast in (False, True):  # without a GPU no difference
-        one = lm.generate(PROMPTS[0], trajectory=ROUTES[0], max_tokens=20, draft=draft, fast=fast)
-        assert one.ids == plain[0].ids
+    assert lm.generate(PROMPTS[0], trajectory=ROUTES[0], max_tokens=20, draft=draft).ids == plain[0].ids
     assert report.tokens == sum(len(result.ids) for result in plain)
 
 

@@ -31,8 +31,8 @@ from loopformer.benchmark.machine import Measurement, best_of, describe, free_me
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError, nearest
 from loopformer.inference.decode import prefill
-from loopformer.inference.fused.backend import DecoderPool
-from loopformer.inference.fused.quantise import quantised
+from loopformer.inference.fused.backend import obstacle
+from loopformer.inference.fused.quantise import MOST_INT8_ROWS, quantised
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -48,7 +48,7 @@ FIGURES = ("ms_per_step", "tokens_per_second", "tflops", "mfu", "gb_per_second",
 def absent(model: LoopedLM, paths: Sequence[str]) -> dict[str, str]:
     """Those of the paths that cannot run here, each with what it needs."""
     needs = {}
-    if (why := DecoderPool.obstacle(model)) is not None:
+    if (why := obstacle(model)) is not None:
         needs["fused"] = f"it {why}"
     if find_spec("transformers") is None:
         needs["transformers"] = "it needs Transformers: pip install 'loopformer[hf]'"
@@ -62,16 +62,9 @@ def left_out(model: LoopedLM, paths: Sequence[str], int8: bool, batches: Sequenc
         missing["fused int8"] = "it needs the path fused"
     elif int8 and "fused" in missing:
         missing["fused int8"] = missing["fused"]
-    elif int8 and (large := [str(batch) for batch in batches if batch > most_int8_rows()]):
-        missing["fused int8"] = f"it takes at most {most_int8_rows()} rows, so not {', '.join(large)}"
+    elif int8 and (large := [str(batch) for batch in batches if batch > MOST_INT8_ROWS]):
+        missing["fused int8"] = f"it takes at most {MOST_INT8_ROWS} rows, so not {', '.join(large)}"
     return missing
-
-
-def most_int8_rows() -> int:
-    """Rows that int8 weights serve at once."""
-    from loopformer.inference.fused.decoder import MOST_INT8_ROWS
-
-    return MOST_INT8_ROWS
 
 
 @torch.no_grad()
@@ -201,7 +194,7 @@ def decode(
         timed = min(tokens, NAIVE_TOKENS) if path == "naive" else tokens
         measured = [max(budgets)] if path in AT_LARGEST_BUDGET else budgets
         for batch, context, budget in product(batches, contexts, measured):
-            if path == "fused int8" and batch > most_int8_rows():
+            if path == "fused int8" and batch > MOST_INT8_ROWS:
                 continue
             row: Measurement = {"path": path, "budget": budget, "batch": batch, "context": context, "tokens": timed}
             row |= {"bytes": _bytes(model, path, budget, batch, context), **dict.fromkeys(FIGURES)}

@@ -33,7 +33,7 @@ from loopformer.device import synchronise
 from loopformer.errors import require
 from loopformer.inference.decode import PlainBackend
 from loopformer.inference.engine import Engine
-from loopformer.inference.fused.backend import DecoderPool
+from loopformer.inference.fused.backend import obstacle
 from loopformer.inference.request import Event, Request
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
@@ -102,7 +102,7 @@ def engine(
 ) -> dict[str, Any]:
     """Everything, as plain numbers; without the paths that cannot run here."""
     device, words = model.tokens.weight.device, Words()
-    why = DecoderPool.obstacle(model)
+    why = obstacle(model)
     missing = {} if why is None else dict.fromkeys(("static", "fused"), f"it {why}")
     here = [path for path in paths if path not in missing]
     report: dict[str, Any] = {
@@ -153,9 +153,10 @@ def _share(rate: float, static: float | None) -> str:
 def _engine(model: LoopedLM, words: Words, path: str, rows: int, queue: int = 4096) -> Engine:
     if path == "plain":
         return Engine(model, words, queue=queue, backend=PlainBackend(model, rows, remember=0))
+    from loopformer.inference.fused.batch import SharedBatch
     from loopformer.inference.fused.shared import SharedBackend
 
-    return Engine(model, words, queue=queue, backend=SharedBackend(model, rows, remember=0))
+    return Engine(model, words, queue=queue, backend=SharedBackend(SharedBatch(model, rows), remember=0))
 
 
 def _requests(model: LoopedLM, budgets: Sequence[int], context: int, most: int | None = None) -> list[Request]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from loopformer.inference.request import Event, Request
-    from loopformer.lm import LM
+    from loopformer.lm import LM, Fast
 
 
 @stoppable("nothing is kept but the text so far, the same command starts again")
@@ -56,15 +56,18 @@ def generate(
         list[str] | None, typer.Option(help="End before this text; may be given several times.")
     ] = None,
     fast: Annotated[
-        bool, typer.Option("--fast", help="On a GPU: fused kernels as a CUDA graph, compiled at first use.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--fast/--no-fast", help="Fused kernels as CUDA graphs, compiled at first use; by default on a GPU."
+        ),
+    ] = None,
     int8: Annotated[
-        bool, typer.Option("--int8", help="With --fast on a GPU: int8 copies of the weights; the text may differ.")
+        bool, typer.Option("--int8", help="On a GPU: int8 copies of the weights; the text may differ.")
     ] = False,
     device: Device = "auto",
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16 or float16; float32 by default, with --fast on a GPU bfloat16."),
+        typer.Option(help="float32, bfloat16 or float16; by default bfloat16 for fused kernels, else float32."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON at the end instead of text as it comes.")
@@ -91,16 +94,17 @@ def generate(
         "Give one of --budget, --trajectory, --max-ms-per-token, --max-flops and --compare.",
     )
     require(draft is None or compare is None, "Give --draft or --compare, not both.")
-    require(not fast or compare is None, "Give --fast or --compare, not both.")
+    require(not fast or compare is None, "--fast goes without --compare, which measures the plain path.")
     require(
         certainty is None or (compare is None and max_flops is None and max_ms_per_token is None),
         "--certainty goes without --compare, --max-flops and --max-ms-per-token, which are for fixed budgets.",
     )
-    require(fast or not int8, "--int8 goes with --fast.")
+    require(fast is not False or not int8, "Give --int8 or --no-fast, not both.")
     require(
-        not fast or max_ms_per_token is None,
-        "--fast goes without --max-ms-per-token, which measures the plain path; give --budget or --max-flops.",
+        not (fast or int8) or max_ms_per_token is None,
+        "--fast and --int8 go without --max-ms-per-token, which measures the plain path; give --budget.",
     )
+    plain = compare is not None or max_ms_per_token is not None
     require(draft_length is None or draft is not None, "--draft-length goes with --draft.")
     require(
         schedule == "uniform" or any(depth is not None for depth in (budget, max_flops, max_ms_per_token)),
@@ -111,7 +115,8 @@ def generate(
     lm = load(model)
     # What was found for these weights knows them as they are on disk, before they are cast.
     weights = None if schedule == "uniform" else weights_hash(lm.model)
-    fused = _place(lm, device, wanted, fast, certainty is not None)
+    way: Fast = "auto" if fast is None and not plain else bool(fast)
+    fused = _place(lm, device, wanted, way, certainty is not None)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -131,7 +136,7 @@ def generate(
     if schedule != "uniform":
         budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule, weights))
     requests = lm.requests([text], budget, trajectory, **options)
-    _stream(lm, requests, (draft, draft_length), fast, int8, fused, as_json)
+    _stream(lm, requests, (draft, draft_length), way, int8, fused, as_json)
 
 
 def _standard_input() -> str:
@@ -147,18 +152,15 @@ def _standard_input() -> str:
 # All that this verb uses of the decode paths is below.
 
 
-def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: bool, certainty: bool) -> bool:
-    """Move the model to where it will run; whether fused kernels will run it, and if --fast cannot, say so."""
+def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: "Fast", certainty: bool) -> bool:
+    """Move the model to where it will run; whether fused kernels will run it."""
     import torch
 
     from loopformer.device import choose_device
-    from loopformer.inference.fused.backend import DecoderPool
+    from loopformer.inference.fused.backend import obstacle
 
     place = choose_device(device)
-    why = DecoderPool.obstacle(lm.to(place).model, certainty)
-    fused = fast and why is None
-    if fast and not fused:
-        typer.echo(f"--fast changes nothing here: it {why}.", err=True)
+    fused = fast is not False and obstacle(lm.to(place).model, certainty) is None
     lm.to(place, dtype or (torch.bfloat16 if fused else torch.float32))
     return fused
 
@@ -182,7 +184,7 @@ def _stream(
     lm: "LM",
     requests: "list[Request]",
     draft: tuple[str | None, int | None],
-    fast: bool,
+    fast: "Fast",
     int8: bool,
     fused: bool,
     as_json: bool,

@@ -293,10 +293,15 @@ class PromptBackend(ABC):
     def __init__(self, model: LoopedLM, remember: int | None) -> None:
         """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default."""
         self.model, self.draft_report = model, DraftReport()
-        self._prefixes = PrefixCache(4 * model.config.context if remember is None else remember)
+        self._remember = 4 * model.config.context if remember is None else remember
+        self.prompt_tokens = self.shared_tokens = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Keep nothing that the model's weights were used for."""
+        self._prefixes = PrefixCache(self._remember)
         self._begun: dict[int, Cache] = {}  # of prompts that were run in part, by ticket
         self._tables: dict[Trajectory, Condition] = {}
-        self.prompt_tokens = self.shared_tokens = 0
 
     @abstractmethod
     def fits(self, rows: Sequence[RowState]) -> bool:

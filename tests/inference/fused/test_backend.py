@@ -1,4 +1,4 @@
-"""Fused generation: decoders are lent to one text at a time, kept for the next, and never outlive the weights.
+"""Fused generation: batches are lent to one run at a time, kept for the next, and never outlive the weights.
 
 The kernels run on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
 """
@@ -17,7 +17,7 @@ from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import generate, speculate
-from loopformer.inference.fused.backend import MOST_KEPT, DecoderPool, FusedBackend, LendingPool
+from loopformer.inference.fused.backend import MOST_KEPT, DraftBackend, FusedPool, LendingPool, obstacle
 from loopformer.inference.request import Event, Request, Result, RowState
 
 from ..models import spread
@@ -46,8 +46,12 @@ def test_what_fast_cannot_do_is_said(lm: LM) -> None:
     draft = Draft(Trajectory.uniform(1))
     untyped: Any = lm
     mistakes: list[tuple[Any, str]] = [
-        (lambda: lm.generate("told", int8=True), "int8 goes with fast"),
-        (lambda: lm.stream("told", int8=True), "int8 goes with fast"),
+        (lambda: lm.generate("told", fast=False, int8=True), "int8 goes with fast"),
+        (lambda: lm.stream("told", fast=False, int8=True), "int8 goes with fast"),
+        (lambda: lm.generate("told", fast=True), "fast needs a CUDA device and Triton; leave it out"),
+        (lambda: lm.engine(fast=True), "fast needs a CUDA device and Triton; leave it out"),
+        (lambda: lm.engine(fast=True, draft=draft), "The fused engine takes no draft; leave out fast"),
+        (lambda: untyped.generate("told", fast="yes"), "fast is True, False or 'auto', not 'yes'"),
         (lambda: lm.generate("told", fast=True, int8=True), "int8 needs a CUDA device and Triton"),
         (lambda: lm.generate("told", fast=True, int8=True, draft=draft), "int8 needs a CUDA device and Triton"),
         (lambda: untyped.stream("told", draft=draft), "stream takes no draft; generate does"),
@@ -58,12 +62,12 @@ def test_what_fast_cannot_do_is_said(lm: LM) -> None:
             call()
 
 
-def test_a_setting_without_kernels_is_named_and_fast_decodes_plainly(lm: LM) -> None:
+def test_a_setting_without_kernels_is_named_and_it_decodes_plainly(lm: LM) -> None:
     other = LM(spread(replace(lm.model.config, norms="sandwich"), std=0.3), lm.tokenizer)
-    assert DecoderPool.obstacle(other.model) == "has no kernels for model.norms"
+    assert obstacle(other.model) == "has no kernels for model.norms"
     with pytest.raises(LoopformerError, match=r"int8 has no kernels for model.norms; leave it out"):
         other.generate("told", fast=True, int8=True)
-    assert other.generate("told", fast=True, max_tokens=4) == other.generate("told", max_tokens=4)
+    assert other.generate("told", max_tokens=4) == other.generate("told", fast=False, max_tokens=4)
 
 
 @pytest.fixture
@@ -85,18 +89,21 @@ def model(tokenizer: Tokenizer) -> LoopedLM:
     return model.eval().to(DEVICE)
 
 
-def quick(model: LoopedLM, int8: bool = False) -> DecoderPool:
+def quick(model: LoopedLM, int8: bool = False) -> FusedPool:
     """In few programs, which the interpreter runs one after the other."""
     from loopformer.inference.fused.decoder import Tuning
 
     if not INTERPRETED:
-        return DecoderPool(model, int8)
+        return FusedPool(model, int8)
     few = dict.fromkeys(("qkv", "out", "up", "down", "head"), 128)
-    return DecoderPool(model, int8, Tuning(rows=few, piece=32, splits=2, block_n=8))
+    return FusedPool(model, int8, Tuning(rows=few, piece=32, splits=2, block_n=8))
 
 
-def fused(decoders: DecoderPool, tokenizer: Tokenizer, requests: list[Request]) -> Iterator[Event]:
-    return generate(decoders.model, tokenizer, requests, FusedBackend(decoders))
+def fused(pool: FusedPool, tokenizer: Tokenizer, requests: list[Request]) -> Iterator[Event]:
+    from loopformer.inference.fused.shared import SharedBackend
+
+    with pool.batch(len(requests)) as batch:
+        yield from generate(pool.model, tokenizer, requests, SharedBackend(batch, remember=0))
 
 
 def asked(count: int, tokens: int) -> list[Request]:
@@ -112,59 +119,46 @@ def results(events: Iterable[Event]) -> list[Result]:
 def test_texts_at_once_do_not_meet(model: LoopedLM, tokenizer: Tokenizer) -> None:
     requests = asked(2, 5)
     expected = [result.ids for result in results(generate(model, tokenizer, requests))]
-    fast = quick(model)
-    for _ in range(2):  # with decoders that were used before, too
-        runs = [fused(fast, tokenizer, [request]) for request in requests]
+    pool = quick(model)
+    for _ in range(2):  # with batches that were used before, too
+        runs = [fused(pool, tokenizer, [request]) for request in requests]
         one, other = zip(*zip(*runs, strict=True), strict=True)  # a token of each in turn
         assert [results(one)[0].ids, results(other)[0].ids] == expected
-    assert len(fast._decoders.free) == 2
+    assert len(pool._batches.free) == 2
     draft = Draft(Trajectory.uniform(1), 2)
-    backend = FusedBackend(fast, draft)
-    (drafted,), report = speculate(model, tokenizer, requests[:1], draft, backend=backend)
+    (drafted,), report = speculate(model, tokenizer, requests[:1], draft, backend=DraftBackend(pool, draft))
     assert drafted.ids == expected[0]
     assert 1 < report.verifications <= report.tokens
 
 
 @pytest.mark.cuda
-def test_what_was_interrupted_is_run_again_in_one_decoder(model: LoopedLM, tokenizer: Tokenizer) -> None:
+def test_a_draft_that_was_interrupted_is_run_again(model: LoopedLM, tokenizer: Tokenizer) -> None:
     (expected,) = results(generate(model, tokenizer, asked(1, 5)))
-    decoders = quick(model)
-    backend = FusedBackend(decoders)
+    pool = quick(model)
+    backend = DraftBackend(pool, Draft(Trajectory.uniform(1), 2))
     row = RowState.start(0, asked(1, 5)[0], tokenizer, model.config)
     (first,) = backend.prefill([row])
     assert first is not None
     row, event = row.take([first])
     while event.result is None:
-        backend._batch = None  # as a fault inside a step leaves it
+        backend._rounds = None  # as a fault inside a step leaves it
         row, event = row.take(backend.decode([row])[0])
     backend.close()
     assert event.result.ids == expected.ids
-    assert len(decoders._decoders.free) == 1
+    assert len(pool._speculators.free) == 1
 
 
 @pytest.mark.cuda
-def test_other_weights_need_other_decoders(model: LoopedLM, tokenizer: Tokenizer) -> None:
-    fast, requests = quick(model, int8=True), asked(1, 3)
-    (first,) = results(fused(fast, tokenizer, requests))
+def test_other_int8_weights_need_other_batches(model: LoopedLM, tokenizer: Tokenizer) -> None:
+    pool, requests = quick(model, int8=True), asked(2, 3)
+    first = results(fused(pool, tokenizer, requests))[1]  # one after the other
     with torch.no_grad():
         for parameter in model.stack.parameters():
             parameter.mul_(-1.5)
-    (changed,) = results(fused(fast, tokenizer, requests))
-    (expected,) = results(fused(quick(model, int8=True), tokenizer, requests))
+    changed = results(fused(pool, tokenizer, requests))[1]
+    expected = results(fused(quick(model, int8=True), tokenizer, requests))[1]
     assert changed.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert changed.logprobs != pytest.approx(first.logprobs, abs=1e-2)
-
-
-@pytest.mark.cuda
-def test_more_texts_than_int8_takes_run_in_groups(model: LoopedLM, tokenizer: Tokenizer) -> None:
-    from loopformer.inference.fused.decoder import MOST_INT8_ROWS
-
-    fast, requests = quick(model, int8=True), asked(MOST_INT8_ROWS + 1, 2)
-    together = results(fused(fast, tokenizer, requests))
-    assert len(together) == MOST_INT8_ROWS + 1
-    for number in (0, MOST_INT8_ROWS):
-        (alone,) = results(fused(fast, tokenizer, [requests[number]]))
-        assert together[number].logprobs == pytest.approx(alone.logprobs, abs=1e-3)
 
 
 @pytest.mark.cuda
@@ -174,7 +168,7 @@ def test_a_user_can_ask_for_int8_and_change_the_weights(lm: LM) -> None:
     ready = LM(copy.deepcopy(lm.model), lm.tokenizer).to("cuda")
     text = ready.generate("told", max_tokens=8, fast=True, int8=True).text
     assert "".join(ready.stream("told", max_tokens=8, fast=True, int8=True)) == text
-    plain = ready.generate("told", max_tokens=8)
+    plain = ready.generate("told", max_tokens=8, fast=False)
     assert ready.generate("told", max_tokens=8, fast=True).text == plain.text
     ready.model.to(torch.bfloat16)  # behind its back
     rounded = ready.generate("told", max_tokens=1, fast=True)

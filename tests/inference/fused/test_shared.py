@@ -1,5 +1,6 @@
 """Shared passes equal the plain path for rows of any budget: on a GPU, or in Triton's interpreter."""
 
+import copy
 import os
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from ..models import spread
 pytest.importorskip("triton")
 from loopformer.inference.fused import batch as shared_batch
 from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
+from loopformer.inference.fused.quantise import quantised
 from loopformer.inference.fused.shared import SharedBackend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -61,7 +63,7 @@ def test_a_pass_of_rows_at_different_loops_is_each_ones_own(kind: dict[str, Any]
     model = spread(replace(BASE, **kind)).to(DEVICE)
     along = [Trajectory.uniform(3), Trajectory.uniform(1), Trajectory.uniform(2)]
     texts = [[1, 2, 3, 4, 5], [7, 8], [(3 * place) % 29 for place in range(15)]]
-    batch = SharedBatch(model, slots=3, pages=30)
+    batch = SharedBatch(model, slots=3, memory=30 * page_bytes(model))
     pages = iter(range(30))
     with torch.no_grad():
         for slot, (text, trajectory) in enumerate(zip(texts, along, strict=True)):
@@ -86,6 +88,10 @@ def test_a_pass_of_rows_at_different_loops_is_each_ones_own(kind: dict[str, Any]
             for slot, token in zip(slots, tokens.tolist(), strict=True):
                 texts[slot].append(token)
                 loops[slot] = 0
+
+
+def backend_of(model: LoopedLM, pages: int = 200) -> SharedBackend:
+    return SharedBackend(SharedBatch(model, 3, memory=pages * page_bytes(model)))
 
 
 def asked(model: LoopedLM) -> list[Request]:
@@ -119,7 +125,7 @@ def expected(model: LoopedLM) -> list[Result]:
 
 @pytest.mark.parametrize("pages", [200, 9])  # nine: only one of the longest at a time
 def test_texts_are_those_of_the_plain_path(model: LoopedLM, expected: list[Result], pages: int) -> None:
-    backend = SharedBackend(model, 3, memory=pages * page_bytes(model))
+    backend = backend_of(model, pages)
     results = finished(Engine(model, Letters(), backend=backend), asked(model))
     same(results, expected)
     for one, other in zip(results, expected, strict=True):
@@ -132,6 +138,9 @@ class Faulty:
 
     def __init__(self, batch: SharedBatch, number: int) -> None:
         self.batch, self.left = batch, number
+
+    def renewed(self) -> "Faulty":
+        return self
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.batch, name)
@@ -153,7 +162,7 @@ class Faulty:
 
 @pytest.mark.parametrize("number", range(1, 60, 7 if INTERPRETED else 1))
 def test_a_fault_at_any_launch_harms_nobody(model: LoopedLM, expected: list[Result], number: int) -> None:
-    backend = SharedBackend(model, 3, memory=200 * page_bytes(model))
+    backend = backend_of(model)
     untyped: Any = backend
     untyped._batch = Faulty(backend._batch, number)
     engine = Engine(model, Letters(), backend=backend)
@@ -171,7 +180,7 @@ def test_a_fault_at_any_launch_harms_nobody(model: LoopedLM, expected: list[Resu
 
 
 def test_a_cancelled_row_leaves_its_slot_and_pages(model: LoopedLM, expected: list[Result]) -> None:
-    backend = SharedBackend(model, 3, memory=200 * page_bytes(model))
+    backend = backend_of(model)
     engine = Engine(model, Letters(), backend=backend)
     endless = engine.submit(Request((1, 2), Trajectory.uniform(2), max_tokens=30))
     engine.step()
@@ -183,19 +192,21 @@ def test_a_cancelled_row_leaves_its_slot_and_pages(model: LoopedLM, expected: li
 
 
 def test_what_can_never_run_is_refused(model: LoopedLM) -> None:
-    engine = Engine(model, Letters(), backend=SharedBackend(model, 3, memory=2 * page_bytes(model)))
+    engine = Engine(model, Letters(), backend=backend_of(model, 2))
     with pytest.raises(LoopformerError, match="more than the engine has memory for"):
         engine.submit(Request((1, 2), Trajectory.uniform(3), max_tokens=5))
     with pytest.raises(LoopformerError, match="no kernels for certainty"):
         engine.submit(Request((1, 2), Trajectory.uniform(1), certainty=0.5))
     with pytest.raises(LoopformerError, match="hold no page of keys"):
-        SharedBackend(model, 3, memory=1)
+        SharedBatch(model, 3, memory=1)
+    with pytest.raises(LoopformerError, match="int8 weights serve one row at a time"):
+        SharedBatch(model, 3, weights=quantised(model))
 
 
 def test_a_fault_while_slots_are_filled_admits_no_more_than_fit(model: LoopedLM) -> None:
     requests = [Request((number, 2, 3), Trajectory.uniform(2), max_tokens=4) for number in range(1, 7)]
     expected = finished(Engine(model, Letters(), backend=PlainBackend(model, 3)), requests)
-    backend = SharedBackend(model, 3, memory=6 * page_bytes(model))
+    backend = backend_of(model, 6)
     fill, calls = backend._batch.fill, 0
 
     def failing(*args: Any) -> None:
@@ -214,7 +225,44 @@ def test_a_fault_while_slots_are_filled_admits_no_more_than_fit(model: LoopedLM)
 def test_norms_of_an_unconditioned_model_keep_their_weights_in_bf16() -> None:
     config = replace(BASE, conditioning="none", modulator_start="zero")
     model = spread(config, std=0.1).to(DEVICE, torch.bfloat16)
-    table = SharedBatch(model, slots=1, pages=1)._modulation(Condition(), 2)
+    table = SharedBatch(model, slots=1)._modulation(Condition(), 2)
     for number, block in enumerate(model.stack.each()):
         assert block.norm_1.weight is not None
         torch.testing.assert_close(1 + table[1, number, 2], block.norm_1.weight.float(), atol=1e-6, rtol=0)
+
+
+def test_a_row_alone_runs_whole_tokens_and_goes_on_among_others(model: LoopedLM) -> None:
+    """Texts are the same, however often it is left alone and joined, and whatever its schedule."""
+    requests = [
+        Request((4, 5, 6), model.resolve("2-1"), max_tokens=20),
+        Request((9, 8), Trajectory.uniform(3), max_tokens=4),
+        Request((1, 3, 5, 7), model.resolve("1-2"), max_tokens=4),
+    ]
+    expected = finished(Engine(model, Letters(), backend=PlainBackend(model, 3)), requests)
+    backend = backend_of(model)
+    engine = Engine(model, Letters(), backend=backend)
+    results: dict[int, Result] = {}
+    alone = 0
+    tickets = [engine.submit(requests[0])]
+    for step in range(200):
+        if step in (4, 12):
+            tickets.append(engine.submit(requests[len(tickets)]))
+        results |= {event.ticket: event.result for event in engine.step() if event.result is not None}
+        alone += backend._batch._alone is not None
+        if engine.idle and len(tickets) == 3:
+            break
+    same([results[ticket] for ticket in tickets], expected)
+    assert 5 < alone < step
+
+
+def test_other_weights_need_other_graphs(model: LoopedLM) -> None:
+    """Also while requests run, which then go on with the new ones."""
+    changed = copy.deepcopy(model)
+    engine = Engine(changed, Letters(), backend=backend_of(changed))
+    requests = [Request((1, 2, 3), Trajectory.uniform(2), max_tokens=6)]
+    finished(engine, requests)
+    with torch.no_grad():
+        for parameter in changed.stack.parameters():
+            parameter.mul_(-1.5)
+    expected = finished(Engine(changed, Letters(), backend=PlainBackend(changed, 3)), requests)
+    same(finished(engine, requests), expected)

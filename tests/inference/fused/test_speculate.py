@@ -101,18 +101,21 @@ def test_int8_tokens_are_those_of_the_int8_decoder() -> None:
 
 
 def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
-    from loopformer.inference.fused.backend import DecoderPool, FusedBackend
+    from loopformer.inference.fused.backend import draft_obstacle
     from loopformer.inference.fused.speculate import Speculator
 
-    model, backend = model_of("learned", "none"), FusedBackend(DecoderPool(lm.model), Draft(Trajectory.uniform(1)))
+    model = model_of("learned", "none")
     with pytest.raises(LoopformerError, match="at most 15 tokens, got 16"):
         followed(model, Draft(Trajectory.uniform(1), 16))
-    with pytest.raises(LoopformerError, match="int8 weights draft at most 3 tokens, got 4"):
+    with pytest.raises(LoopformerError, match="at most 3 tokens, got 4"):
         followed(model, Draft(Trajectory.uniform(1), 4), int8=True)
     with pytest.raises(LoopformerError, match="leave its passes out"):
         followed(model, Draft(Trajectory.uniform(2), 4, passes=1))
-    with pytest.raises(LoopformerError, match="fast with a draft is greedy"):
-        backend.check(lm.requests(["told"], temperature=1.0)[0])
+    short, sampled = Trajectory.uniform(1), lm.requests(["told"], temperature=1.0)
+    assert draft_obstacle(Draft(short), sampled, int8=False) == "drafts only greedily"
+    assert draft_obstacle(Draft(short, 4, passes=1), [], int8=False) == "drafts along whole trajectories"
+    assert draft_obstacle(Draft(short, 4), [], int8=True) == "drafts at most 3 tokens"
+    assert draft_obstacle(Draft(short, 15), lm.requests(["told"]), int8=False) is None
     speculator = Speculator(model, model.resolve(2), Draft(Trajectory.uniform(1)))
     with pytest.raises(LoopformerError, match="no prompt to follow yet"):
         next(speculator.follow(3, 4))
@@ -143,7 +146,7 @@ def test_fast_texts_with_a_draft_are_the_plain_ones(lm: LM) -> None:
         several: list[dict[str, Any]] = [{}, {"max_tokens": 1}, {"max_tokens": 90}, {"stops": "e"}]
         for options in several:
             asked: dict[str, Any] = {"max_tokens": 20, "trajectory": ["2-1-1", "4", "4"], **options}
-            plain = quick.generate(prompts, **asked)
+            plain = quick.generate(prompts, fast=False, **asked)
             for length in (3, None):
                 fast = quick.generate(prompts, fast=True, draft=Draft(Trajectory.uniform(1), length), **asked)
                 assert [(one.text, one.reason) for one in fast] == [(one.text, one.reason) for one in plain]

@@ -1,6 +1,6 @@
 """Rows of unlike trajectories on a GPU, in passes that all of them share.
 
-batch = SharedBatch(model, slots=64, pages=4096)
+batch = SharedBatch(model, slots=64)                # with memory for all they may write, if there is so much
 batch.fill(3, pages, keys, length, condition)       # slot 3 has a prompt that was run
 batch.start({3: (token, length)})                   # its next token, at that place, goes through its first pass
 batch.run([3, 5, 9])                                # one pass of each slot, whichever loop it stands at
@@ -27,10 +27,11 @@ import triton
 from torch import Tensor
 
 from loopformer.config import ModelConfig
-from loopformer.device import sent
+from loopformer.device import available_bytes, sent
+from loopformer.errors import require
 from loopformer.inference.fused import kernels, pass_kernels
 from loopformer.inference.fused.decoder import Launches, Tuning, record
-from loopformer.inference.fused.quantise import Weights, plain
+from loopformer.inference.fused.quantise import Weights, fingerprint, plain, quantised
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
 from loopformer.model.cache import RowKeys
@@ -38,6 +39,7 @@ from loopformer.model.conditioning import Condition
 from loopformer.trajectory import Trajectory
 
 PAGE = 64  # tokens
+SHARE = 0.8  # of the memory that is free, for keys and values at most
 SPLITS = 32  # of the keys of one head, where there are few rows
 ATTENTION_WARPS = 1
 
@@ -60,14 +62,20 @@ class SharedBatch:
         self,
         model: LoopedLM,
         slots: int,
-        pages: int,
+        memory: int | None = None,
         weights: Weights | None = None,
         tuning: Tuning | None = None,
     ) -> None:
-        """`weights` in int8 serve whole tokens alone, not passes that are shared."""
+        """`memory`: bytes of keys and values, by default what all slots may need, if there is so much. `weights` in
+        int8 serve one slot."""
         config, like = model.config, model.tokens.weight.detach()
+        memory = int(SHARE * available_bytes(like.device)) if memory is None else memory
+        pages = min(slots * pages_of(config.context, config.loops), memory // page_bytes(model))
+        require(pages >= 1, f"{memory:,} bytes hold no page of keys, which takes {page_bytes(model):,}.")
         self.model, self.slots, self.page_count = model, slots, pages
         self._weights, self._tuning = weights or plain(model), tuning
+        require(not self._weights.int8 or slots == 1, "int8 weights serve one row at a time.")
+        self._made_for = fingerprint(model)
         self._device = like.device
         self._blocks = config.blocks
         assert model.final_norm.weight is not None
@@ -105,6 +113,13 @@ class SharedBatch:
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._lone_rows: dict[int, LoneRow] = {}  # by budget
         self._alone: tuple[int, LoneRow] | None = None  # the slot that runs alone, and where it does
+
+    def renewed(self) -> SharedBatch:
+        """This one; or, if the model's weights are others than those its graphs have, an empty one like it."""
+        if fingerprint(self.model) == self._made_for:
+            return self
+        weights = quantised(self.model) if self._weights.int8 else None
+        return SharedBatch(self.model, self.slots, self.page_count * page_bytes(self.model), weights, self._tuning)
 
     # What rows bring with them.
 

@@ -26,16 +26,13 @@ from torch import Tensor
 from loopformer.errors import require
 from loopformer.inference.decode import ends, padded
 from loopformer.inference.fused import kernels
-from loopformer.inference.fused.quantise import Weight, Weights, plain
+from loopformer.inference.fused.quantise import MOST_INT8_ROWS, Weight, Weights, plain
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
 from loopformer.model.cache import Cache
 from loopformer.trajectory import Trajectory
 
 FEW_ROWS = 2  # up to here our own matmuls are faster than the library's
-
-
-MOST_INT8_ROWS = 4  # beyond, matmuls are not limited by reading the weight
 
 
 @dataclass(frozen=True)
@@ -335,21 +332,6 @@ class Decoder(Launches):
         hidden = self.model.extend(ids, self.cache, counts)
         self.lengths.copy_(torch.tensor(counts))
         return ends(hidden, counts)
-
-    def adopt(self, other: Decoder, rows: Sequence[int]) -> None:
-        """Go on with some rows of another decoder along the same trajectory, in this order; the rest stay idle."""
-        for row, source in enumerate(rows):
-            self.cache.write(row, other.cache.read(source), other.cache.lengths[source])
-        self.cache.lengths[len(rows) :] = [0] * (self.rows - len(rows))
-        self.lengths.copy_(torch.tensor(self.cache.lengths))
-
-    def rest(self, busy: Sequence[int]) -> None:
-        """Let the other rows begin anew, so that they never run out of room."""
-        idle = sorted(set(range(self.rows)) - set(busy))
-        for row in idle:
-            self.cache.lengths[row] = 0
-        if idle:
-            self.lengths[idle] = 0
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:

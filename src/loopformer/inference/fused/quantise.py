@@ -17,6 +17,7 @@ from torch import Tensor
 from loopformer.model import LoopedLM
 
 ZERO = 128  # the byte that stands for 0
+MOST_INT8_ROWS = 4  # beyond, matmuls are not limited by reading the weight
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,17 @@ class Weights:
     @property
     def int8(self) -> bool:
         return self.head.scales is not None
+
+
+Fingerprint = list[tuple[int, torch.dtype, int]]
+
+
+def fingerprint(model: LoopedLM) -> Fingerprint:
+    """Where each weight lies and how often it was written; other, when the weights are others."""
+    return [
+        (weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version)
+        for weight in model.parameters()
+    ]
 
 
 def plain(model: LoopedLM) -> Weights:

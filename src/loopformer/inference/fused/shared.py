@@ -1,6 +1,6 @@
 """The fused backend of the engine: requests of any budget come and go between passes that all of them share.
 
-backend = SharedBackend(model, slots=64)             # DecoderPool.obstacle(model) says what is in its way here
+backend = SharedBackend(SharedBatch(model, slots=64))  # backend.obstacle(model) says what is in its way here
 engine = Engine(model, tokenizer, backend=backend)
 
 Prompts are run as on the plain path (decode.py); tokens go through batch.py. A row needs pages for all it may come
@@ -25,17 +25,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from loopformer.device import available_bytes
 from loopformer.errors import LoopformerError
 from loopformer.inference.decode import PromptBackend, prefill
+from loopformer.inference.fused.backend import NO_CERTAINTY
 from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import Choice, Draw, choose
-from loopformer.model import LoopedLM
 from loopformer.model.cache import RowKeys
 
 AHEAD = 2  # groups of passes that are under way at a time
-SHARE = 0.8  # of the memory that is free, for keys and values at most
 
 
 class DeviceRow(NamedTuple):
@@ -108,23 +106,17 @@ class DeviceState:
 class SharedBackend(PromptBackend):
     """Continuous batching of mixed budgets through shared passes; see the module's docstring."""
 
-    def __init__(self, model: LoopedLM, slots: int, remember: int | None = None, memory: int | None = None) -> None:
-        """`memory`: bytes of keys and values; by default what all slots may need, if there is so much."""
-        super().__init__(model, remember)
-        if memory is None:
-            memory = int(SHARE * available_bytes(model.tokens.weight.device))
-        wanted = slots * pages_of(model.config.context, model.config.loops)
-        pages = min(wanted, memory // page_bytes(model))
-        if pages < 1:
-            raise LoopformerError(f"{memory:,} bytes hold no page of keys, which takes {page_bytes(model):,}.")
-        self._batch = SharedBatch(model, slots, pages)
-        self._empty = DeviceState(tuple(range(slots)), tuple(range(pages)))
+    def __init__(self, batch: SharedBatch, remember: int | None = None) -> None:
+        """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default."""
+        super().__init__(batch.model, remember)
+        self._batch = batch
+        self._empty = DeviceState(tuple(range(batch.slots)), tuple(range(batch.page_count)))
         self._device: DeviceState | None = self._empty
 
     def check(self, request: Request) -> None:
         """Refuse what this backend can never run."""
         if request.certainty is not None:
-            raise LoopformerError("The fused engine has no kernels for certainty; use the plain one.")
+            raise LoopformerError(f"fast {NO_CERTAINTY}; leave one of them out.")
         if self._needed(request) > self._batch.page_count:
             raise LoopformerError(
                 f"The request may come to {self._tokens(request)} tokens in {request.trajectory.budget} loops, "
@@ -143,6 +135,14 @@ class SharedBackend(PromptBackend):
         device = self._device
         if device is not None and (gone := set(device.rows) - {row.ticket for row in rows}):
             self._device = device.without(gone)
+
+    @torch.no_grad()
+    def prefill(self, rows: Sequence[RowState]) -> list[Choice | None]:
+        batch = self._batch.renewed()
+        if batch is not self._batch:  # rows that run are run again with the new weights
+            self.forget()
+            self._batch, self._device = batch, None
+        return super().prefill(rows)
 
     @torch.no_grad()
     def admit(self, row: RowState, keys: RowKeys) -> None:

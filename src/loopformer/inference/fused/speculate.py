@@ -23,12 +23,11 @@ from torch import Tensor
 from loopformer.errors import require
 from loopformer.inference.draft import HOPED_RATE, LONGEST, Draft, best_length, updated_rate
 from loopformer.inference.fused import kernels
-from loopformer.inference.fused.decoder import MOST_INT8_ROWS, Decoder, Tuning, record
+from loopformer.inference.fused.backend import MOST_TOGETHER, longest_draft
+from loopformer.inference.fused.decoder import Decoder, Tuning, record
 from loopformer.inference.fused.quantise import Weights, plain
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
-
-MOST_TOGETHER = 16  # tokens that are verified at once
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,8 @@ class Speculator:
     ) -> None:
         require(draft.passes is None, "With fast a draft follows a whole trajectory; leave its passes out.")
         self._weights = weights or plain(model)
-        most = (MOST_INT8_ROWS if self._weights.int8 else MOST_TOGETHER) - 1
-        what = "int8 weights draft" if self._weights.int8 else "With fast a draft has"
-        require((draft.length or 1) <= most, f"{what} at most {most} tokens, got {draft.length}; draft fewer.")
+        most = longest_draft(self._weights.int8)
+        require((draft.length or 1) <= most, f"fast drafts at most {most} tokens, got {draft.length}; draft fewer.")
         self.model, self.trajectory, self.draft, self._tuning = model, model.resolve(trajectory), draft, tuning
         self._full, self._short = model.cache(self.trajectory, 1), model.cache(model.resolve(draft.trajectory), 1)
         # Before a draft the context holds a token of the prompt and the one after it.
