@@ -17,7 +17,7 @@ import triton.language as tl
 def wait(PDL: tl.constexpr):
     """With programmatic launch a kernel starts while the one before it ends; here it needs that one's output."""
     if PDL:
-        tl.extra.cuda.gdcwait()
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
