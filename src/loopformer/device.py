@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,15 @@ def peak_flops(device: torch.device) -> float | None:
         name = torch.cuda.get_device_name(device)
         return next((tflops * 1e12 for key, tflops in PEAK_BF16_TFLOPS.items() if key in name), None)
     return None
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Within this, kernels are launched on a GPU, whichever of several it is; elsewhere it is nothing."""
+    if device.type != "cuda":
+        return nullcontext()
+    make: Any = torch.cuda.device
+    chosen: AbstractContextManager[object] = make(device)
+    return chosen
 
 
 def sent(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

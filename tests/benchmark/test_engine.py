@@ -14,13 +14,13 @@ def test_one_budget_a_mixture_and_arrivals_are_measured() -> None:
     report = engine(model, 2, (4, 1), 16, 8, ("static", "plain", "fused"), 0.3, lines.append)
     assert report["left_out"] == dict.fromkeys(("static", "fused"), "it needs a CUDA device and Triton")
     found = report["plain"]
-    assert found["4"] > 0 < found["1"]
+    assert all(found[name] > 0 for name in ("4", "1", "alone"))
     mixed = found["mixed"]
     assert all(0 < count <= 2 * 2 * 8 for count in mixed["tokens"].values())
     assert mixed["tokens_per_second"] == pytest.approx(sum(mixed["tokens"].values()) / mixed["seconds"])
     assert [one["load"] for one in found["load"]] == ["full queue", *LOADS, LOADS[0]]
     assert all(one["requests"] > 0 for one in found["load"])
-    assert len(lines) == 3 + len(found["load"])
+    assert len(lines) == 4 + len(found["load"])
 
 
 def test_times_are_of_each_request() -> None:

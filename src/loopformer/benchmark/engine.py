@@ -6,9 +6,9 @@
     plain   the engine in PyTorch
     fused   the engine through shared passes
 
-Throughput is that of requests which all run, text and a stop string included, after their prompts. `mixed` runs as
-many requests of each budget at once to their ends; what static batches, one for each budget after the other, would
-take for the same tokens is set beside it. Under load requests of mixed budgets and lengths arrive at random
+Throughput is that of requests which all run, text and a stop string included, after their prompts; `alone` is that
+of one. `mixed` runs as many requests of each budget at once to their ends; what static batches, one for each budget
+after the other, would take for the same tokens is set beside it. Under load requests of mixed budgets and lengths arrive at random
 (Poisson) at shares of the rate that a full queue sustains; measured are the time to the first token and between
 tokens, also while long prompts come in.
 """
@@ -132,6 +132,9 @@ def engine(
             of_static = _share(rate, rows / static[budget] if static else None)
             say(f"{path:8} M={budget}: {rate:,.0f} tokens/s{of_static}")
             free_memory(device)
+        asked = _requests(model, budgets[:1], context)
+        found["alone"] = _steady(_engine(model, words, path, 1), asked, tokens)
+        say(f"{path:8} one request of M={budgets[0]}: {found['alone']:,.0f} tokens/s")
         mixed = _mixed(_engine(model, words, path, len(budgets) * rows), model, budgets, rows, context, tokens)
         took, each = mixed["seconds"], mixed["tokens"]
         if static:
@@ -239,6 +242,9 @@ def _under_load(
         return Request(ids, Trajectory.uniform(rng.choice(budgets)), max_tokens=most, stops=STOPS)
 
     engine = _engine(model, words, path, rows)
+    for number in range(rows):  # they end one by one: graphs of every size are recorded, kernels compiled
+        engine.submit(Request((1, 2, 3), Trajectory.uniform(budgets[-1]), max_tokens=4 + number))
+    list(engine.run())
     full = _arrivals(engine, one, None, seconds)
     rate = full["ended"] / full["seconds"]
     say(f"{path:8} sustains {rate:.1f} requests/s, {full['tokens_per_second']:,.0f} tokens/s")

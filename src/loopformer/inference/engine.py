@@ -25,6 +25,7 @@ from threading import Lock
 
 import torch
 
+from loopformer.device import current
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.decode import Backend, PlainBackend
 from loopformer.inference.draft import Draft, DraftReport
@@ -153,7 +154,7 @@ class Engine:
     def _step(self) -> None:
         gradients = torch.is_grad_enabled()
         try:
-            with self._work:
+            with self._work, current(self.model.tokens.weight.device):
                 taken = self._taken
                 self._publish(
                     lambda state: replace(
