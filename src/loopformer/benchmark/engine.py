@@ -8,9 +8,9 @@
 
 Throughput is that of requests which all run, text and a stop string included, after their prompts; `alone` is that
 of one. `mixed` runs as many requests of each budget at once to their ends; what static batches, one for each budget
-after the other, would take for the same tokens is set beside it. Under load requests of mixed budgets and lengths arrive at random
-(Poisson) at shares of the rate that a full queue sustains; measured are the time to the first token and between
-tokens, also while long prompts come in.
+after the other, would take for the same tokens is set beside it. Under load requests of mixed budgets and lengths
+arrive at random (Poisson) at shares of the rate that a full queue sustains; measured are the time to the first
+token and between tokens, also while long prompts come in.
 """
 
 from __future__ import annotations
