@@ -196,7 +196,7 @@ SUITES: dict[str, dict[str, Settings]] = {
         "rows-muon-0.01": {**OURS, **shared_rows(), "training.matrix_learning_rate": 0.01},
         "rows-not-injected": {**ROTARY, **MUON, **shared_rows()},
     },
-    "final": {  # with seeds; `elastic` has the tokens of `…-twice`, and no more FLOPs than `paper…` and `early-exit`
+    "final": {  # with seeds; `elastic` has the tokens of `…-twice`, and no more FLOPs than `paper…` or `early-exit`
         "elastic": ELASTIC,
         "elastic-matched": {**OURS, **following(FULL, *strata(0.1, match=0.3, start=0.2))},
         **{f"specialist-{m}": {**OURS, **following(f"{{budget: {m}}}")} for m in (8, 4, 2, 1)},
