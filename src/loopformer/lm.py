@@ -67,7 +67,7 @@ class StreamOptions(RequestOptions, total=False):
 
 class GenerateOptions(StreamOptions, total=False):
     """What `lm.generate` takes. `draft` drafts tokens along a shorter trajectory and verifies them
-    (inference/draft.py); fused kernels do so greedily and one prompt after the other."""
+    (inference/draft.py); fused kernels do so for one prompt after the other."""
 
     draft: Draft | None
 

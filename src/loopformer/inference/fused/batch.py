@@ -199,7 +199,7 @@ class SharedBatch:
             )
             self._alone = slot, row
         row = self._alone[1]
-        row.replay(greedy=False)
+        row.replay("advance")
         return row.logits[:, : self.model.config.vocab]
 
     def _rejoin(self) -> None:
