@@ -252,6 +252,8 @@ def test_a_row_alone_runs_whole_tokens_and_goes_on_among_others(model: LoopedLM)
         if engine.idle and len(tickets) == 3:
             break
     same([results[ticket] for ticket in tickets], expected)
+    for ticket, one in zip(tickets, expected, strict=True):
+        assert results[ticket].logprobs == pytest.approx(one.logprobs, abs=3e-4)
     assert 5 < alone < step
 
 

@@ -7,6 +7,7 @@ batch.run([3, 5, 9])                                # one pass of each slot, whi
 logits = batch.logits([1])                          # of those whose last pass it was: the second, slot 5
 batch.begin([5], tokens)                            # their next tokens
 logits = batch.token(3, budget=8)                   # or a whole token of a slot that runs alone
+token, logprob = batch.follow(3, budget=8)          # and the most likely one after it, which comes next
 
 The weights of all passes are the same, so a pass over rows at different loops reads them once: a mixture of budgets
 costs what its passes cost, and rows come and go between passes. What differs from row to row lies on the device and
@@ -189,6 +190,17 @@ class SharedBatch:
 
     def token(self, slot: int, budget: int) -> Tensor:
         """All passes of the next token of a slot, if no other runs: logits [1, V]."""
+        row = self._left_alone(slot, budget)
+        row.replay("advance")
+        return row.logits[:, : self.model.config.vocab]
+
+    def follow(self, slot: int, budget: int) -> tuple[Tensor, Tensor]:
+        """The same; then the most likely token [1] comes next, which has this log-probability [1]."""
+        row = self._left_alone(slot, budget)
+        row.replay("follow")
+        return row.ids, row.logprobs
+
+    def _left_alone(self, slot: int, budget: int) -> LoneRow:
         if self._alone is None or self._alone[0] != slot:
             self._rejoin()
             if budget not in self._lone_rows:
@@ -198,9 +210,7 @@ class SharedBatch:
                 self._ids[slot], self._lengths[slot], self._pages[slot], self._table[slot], self._injection[slot]
             )
             self._alone = slot, row
-        row = self._alone[1]
-        row.replay("advance")
-        return row.logits[:, : self.model.config.vocab]
+        return self._alone[1]
 
     def _rejoin(self) -> None:
         """A slot that ran alone goes on among others."""

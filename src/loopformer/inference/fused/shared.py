@@ -190,15 +190,16 @@ class SharedBackend(PromptBackend):
         passes = min(row.budget - row.loop for row in before)
         slots = [row.slot for row in before]
         ended = [number for number, row in enumerate(before) if row.loop + passes == row.budget]
-        if len(rows) == 1 and passes == before[0].budget:
-            logits = self._batch.token(slots[0], passes)
+        alone = len(rows) == 1 and passes == before[0].budget
+        if alone and rows[0].request.sampling.most_likely:
+            tokens, logprobs = self._batch.follow(slots[0], passes)
         else:
-            for _ in range(passes):
+            for _ in range(0 if alone else passes):
                 self._batch.run(slots)
-            logits = self._batch.logits(ended)
-        draws = [self._draw(device, rows[number], before[number].tokens) for number in ended]
-        tokens, logprobs = choose(logits, draws)
-        self._batch.begin([slots[number] for number in ended], tokens)
+            logits = self._batch.token(slots[0], passes) if alone else self._batch.logits(ended)
+            draws = [self._draw(device, rows[number], before[number].tokens) for number in ended]
+            tokens, logprobs = choose(logits, draws)
+            self._batch.begin([slots[number] for number in ended], tokens)
         after = {
             row.ticket: one._replace(loop=0, tokens=one.tokens + 1)
             if one.loop + passes == one.budget
@@ -244,7 +245,7 @@ class SharedBackend(PromptBackend):
 def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
     """Both on the host, once the event has come; nobody waits here."""
     if tokens.device.type != "cuda":
-        return tokens, logprobs, None
+        return tokens.clone(), logprobs.clone(), None
     there = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in (tokens, logprobs)]
     for host, device in zip(there, (tokens, logprobs), strict=True):
         host.copy_(device, non_blocking=True)

@@ -8,8 +8,8 @@ One sequence at a time. A round drafts `length` tokens with decoders along the s
 that many more rows of a decoder along the full one (decoder.py); the device itself finds out what is kept and where
 the next round begins, and the host reads that once a round. Sampled rounds draw their tokens between the graphs of
 their decoders, draft and verification with the same noise (sampling.py). Tokens are those of `Decoder.greedy` along
-the full trajectory, or drawn like them, up to rounding: matmuls of several rows round otherwise than those of one, so
-where the two most likely tokens are equal but for that, either may be chosen.
+the full trajectory, or drawn like them, up to rounding: matmuls of several rows round otherwise than those of one,
+so where the two most likely tokens are equal but for that, either may be chosen.
 """
 
 from __future__ import annotations
