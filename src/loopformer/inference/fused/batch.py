@@ -137,12 +137,11 @@ class SharedBatch:
         if condition.injection is not None:
             self._injection[slot, :budget] = condition.injection
         used = -(-length // PAGE)
-        for loop, blocks in enumerate(keys.pairs):
-            both = torch.stack([torch.stack(pair) for pair in blocks])[:, :, :, :length]  # [K, 2, H, T, W]
-            both = torch.nn.functional.pad(both, (0, 0, 0, used * PAGE - length))
-            cut = both.view(*both.shape[:3], used, PAGE, -1)
-            paged = cut.permute(3, 0, 1, 2, 4, 5)  # [pages, K, 2, H, PAGE, W]
-            self._pool[taken[loop, :used].long()] = paged.to(self._pool.dtype)
+        # All loops at once: many small launches would hold up those that run.
+        every = torch.stack([one[:, :length] for blocks in keys.pairs for pair in blocks for one in pair])
+        every = torch.nn.functional.pad(every, (0, 0, 0, used * PAGE - length))  # [M · K · 2, H, tokens, W]
+        cut = every.view(budget, self._blocks, 2, every.shape[1], used, PAGE, -1)
+        self._pool[taken[:, :used].long()] = cut.permute(0, 4, 1, 2, 3, 5, 6).to(self._pool.dtype)
 
     def _modulation(self, condition: Condition, budget: int) -> Tensor:
         """[M, K, 4, D]; norms with weights of their own are scales less 1 of branches that are not gated."""
@@ -220,7 +219,7 @@ class SharedBatch:
             self._alone = None
 
     def _put(self, name: str, numbers: Sequence[int], fill: int) -> int:
-        """Write numbers to the device, unless they are there, filled up to a power of two; that."""
+        """Write numbers to the device, unless they are there, and fill them up to a power of two: to how many."""
         count: int = triton.next_power_of_2(len(numbers))
         if self._written.get(name) != tuple(numbers):
             self._written.pop(name, None)  # not known while it is being written
