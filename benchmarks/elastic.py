@@ -94,14 +94,21 @@ def shared_rows(
     start: float = 0.2, one: float = 0.3, shares: Sequence[float] = (0.5, 0.25, 0.125, 0.125)
 ) -> Settings:
     """The full trajectory alone until `start` of training, then shares of the rows full, 4 to 7, 2 or 3, and 1."""
-    entries = [f"{{budget: full, during: [0, {start}]}}"]
     drawn = (("full", 1.0), ("[4, 7]", 0.3), ("[2, 3]", 0.3), ("1", one))
-    for (budget, counted), share in zip(drawn, shares, strict=True):
-        entries.append(f"{{budget: {budget}, rows: {share}, weight: {counted}, during: [{start}, 1]}}")
-    return following(*entries, training__steps=2000)
+    return rows_from(start, [(*entry, share, "equal") for entry, share in zip(drawn, shares, strict=True)])
+
+
+def rows_from(start: float, entries: Sequence[tuple[str, float, float, str]]) -> Settings:
+    """The full trajectory alone until `start` of training, then by entry: budget, weight, share of the rows, steps."""
+    written = [f"{{budget: full, during: [0, {start}]}}"]
+    for budget, weight, share, steps in entries:
+        sampler = "" if steps == "equal" else f", sampler: {steps}"
+        written.append(f"{{budget: {budget}, rows: {share}, weight: {weight}, during: [{start}, 1]{sampler}}}")
+    return following(*written, training__steps=2000)
 
 
 ELASTIC: Settings = {**OURS, **shared_rows(start=0.1, one=0.5, shares=(0.5, 0.125, 0.125, 0.25))}  # the preset
+HOW = ("equal", "compositions")
 ANY = following("{budget: any}")
 HALF = following("{budget: full, chance: 0.5}", "{budget: short, chance: 0.5}")
 LARGE: Settings = {"model.width": 2048, "model.heads": 32, "model.ffn": 6144}
@@ -195,6 +202,43 @@ SUITES: dict[str, dict[str, Settings]] = {
         "rows-time-10": {**OURS, **shared_rows(), "model.time_scale": 10},
         "rows-muon-0.01": {**OURS, **shared_rows(), "training.matrix_learning_rate": 0.01},
         "rows-not-injected": {**ROTARY, **MUON, **shared_rows()},
+    },
+    "smooth": {  # schedules of unequal steps, too: at whose expense?
+        "compositions": {
+            **OURS,
+            **rows_from(
+                0.1,
+                [
+                    ("full", 1.0, 0.5, "equal"),
+                    ("[4, 7]", 0.3, 0.125, "compositions"),
+                    ("[2, 3]", 0.3, 0.125, "compositions"),
+                    ("1", 0.5, 0.25, "equal"),
+                ],
+            ),
+        },
+        "half-compositions": {
+            **OURS,
+            **rows_from(
+                0.1,
+                [
+                    ("full", 1.0, 0.5, "equal"),
+                    *((budget, 0.3, 0.0625, steps) for budget in ("[4, 7]", "[2, 3]") for steps in HOW),
+                    ("1", 0.5, 0.25, "equal"),
+                ],
+            ),
+        },
+        "more-compositions": {
+            **OURS,
+            **rows_from(
+                0.1,
+                [
+                    ("full", 1.0, 0.4375, "equal"),
+                    *((budget, 0.3, 0.125, "compositions") for budget in ("[5, 7]", "[3, 4]")),
+                    ("2", 0.3, 0.0625, "compositions"),
+                    ("1", 0.5, 0.25, "equal"),
+                ],
+            ),
+        },
     },
     "final": {  # with seeds; `elastic` has the tokens of `…-twice`, and no more FLOPs than `paper…` or `early-exit`
         "elastic": ELASTIC,
