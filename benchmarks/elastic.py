@@ -99,7 +99,7 @@ def shared_rows(
 
 
 def rows_from(start: float, entries: Sequence[tuple[str, float, float, str]]) -> Settings:
-    """The full trajectory alone until `start` of training, then entries: budget, weight, share of the rows, steps."""
+    """The full trajectory alone until `start` of training, then entries: budget, weight, share of rows, steps."""
     written = [f"{{budget: full, during: [0, {start}]}}"]
     for budget, weight, share, steps in entries:
         sampler = "" if steps == "equal" else f", sampler: {steps}"
