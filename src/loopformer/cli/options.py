@@ -6,9 +6,14 @@ An option that only one verb has, or that means something else there, stands in 
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
+
+if TYPE_CHECKING:
+    import torch
+
+    from loopformer.lm import LM, Fast
 
 # The model, and where it runs.
 MODEL = "A run, a model folder, published weights, or box, the model that comes with loopformer"
@@ -23,6 +28,29 @@ BatchTokens = Annotated[int, Option(help="Tokens in a batch.")]
 Budgets = Annotated[str | None, Option(help="Loops: 1,2,4,8; 1, L/4, L/2 and L by default.")]
 Trajectories = Annotated[
     list[str] | None, Option("--trajectory", help="A schedule, such as 4-2-1-1; may be given several times.")
+]
+
+# How it makes text.
+BudgetOption = Annotated[int | None, Option("--budget", help="Loops per token, 1 to L; L by default.")]
+TrajectoryOption = Annotated[str | None, Option("--trajectory", help="A schedule: 4-2-1-1, 1/2,1/4,1/4, cosine:4.")]
+CertaintyOption = Annotated[
+    float | None,
+    Option("--certainty", help="A token whose next one is likelier than this takes no further pass: 0.9."),
+]
+NewTokens = Annotated[int, Option("--max-tokens", help="New tokens at most.")]
+Temperature = Annotated[float, Option(help="0 is greedy.")]
+TopK = Annotated[int | None, Option(help="Only the k most likely tokens.")]
+TopP = Annotated[float, Option(help="Only the most likely that make up this probability.")]
+MinP = Annotated[float, Option(help="Only those this fraction as likely as the most likely.")]
+RepetitionPenalty = Annotated[float, Option(help="Above 1 makes repetition less likely.")]
+Seed = Annotated[int | None, Option(help="The same seed gives the same text.")]
+FastOption = Annotated[
+    bool | None,
+    Option("--fast/--no-fast", help="Fused kernels as CUDA graphs, compiled at first use; by default on a GPU."),
+]
+DecodeDtype = Annotated[
+    str | None,
+    Option("--dtype", help="float32, bfloat16 or float16; by default bfloat16 for fused kernels, else float32."),
 ]
 
 # What it is measured on: text.
@@ -66,3 +94,16 @@ def own_text(model: str) -> str:
             f"The data that {model} was trained on cannot be found; give its folder or another text with --text."
         )
     raise LoopformerError(f"{model} has no prepared data of its own; say what to measure on with --text.")
+
+
+def place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: "Fast", certainty: bool) -> bool:
+    """Move the model to where --device, --dtype and --fast let it run; whether fused kernels will run it."""
+    import torch
+
+    from loopformer.device import choose_device
+    from loopformer.inference.fused.backend import obstacle
+
+    where = choose_device(device)
+    fused = fast is not False and obstacle(lm.to(where).model, certainty) is None
+    lm.to(where, dtype or (torch.bfloat16 if fused else torch.float32))
+    return fused
