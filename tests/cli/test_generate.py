@@ -130,7 +130,7 @@ def test_generate_streams_text_and_prints_json(model: str) -> None:
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     """Enough to be in the middle of."""
-    given = [{"prompt": f"every pass {number}", "max_tokens": 6 + number % 9} for number in range(200)]
+    given = [{"prompt": f"every pass {number}", "max_tokens": 6 + number % 9} for number in range(80)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in given))
     return tmp_path / "prompts.jsonl"
 
