@@ -62,6 +62,8 @@ def longest_draft(int8: bool) -> int:
 
 def draft_obstacle(draft: Draft, requests: Sequence[Request], int8: bool) -> str | None:
     """What the kernels lack to draft so for these requests, as in "it …"."""
+    if any(request.certainty is not None for request in requests):
+        return NO_CERTAINTY
     if any(request.sampling.repetition_penalty != 1 for request in requests):
         return "drafts without a repetition penalty"
     if draft.passes is not None:
@@ -155,10 +157,7 @@ class DraftBackend:
 
     def check(self, request: Request) -> None:
         """Refuse what this backend cannot run."""
-        why = draft_obstacle(self._draft, [request], self._pool.int8)
-        if request.certainty is not None:
-            why = NO_CERTAINTY
-        if why is not None:
+        if (why := draft_obstacle(self._draft, [request], self._pool.int8)) is not None:
             raise LoopformerError(f"fast {why}; leave it out.")
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ from loopformer.inference.sampling import Choice, Draw, choose
 from loopformer.model.cache import RowKeys
 
 AHEAD = 2  # groups of passes that are under way at a time
+NOTHING = -1  # new tokens of a row that the device has nothing of
 
 
 class DeviceRow(NamedTuple):
@@ -139,9 +140,12 @@ class SharedBackend(PromptBackend):
     @torch.no_grad()
     def prefill(self, rows: Sequence[RowState]) -> list[Choice | None]:
         batch = self._batch.renewed()
-        if batch is not self._batch:  # rows that run are run again with the new weights
+        if batch is not self._batch:
             self.forget()
-            self._batch, self._device = batch, None
+            self._batch, device = batch, self._device
+            if device is not None:  # rows that run keep their places, and are run again with the new weights
+                lost = {ticket: row._replace(tokens=NOTHING) for ticket, row in device.rows.items()}
+                self._device = replace(device, rows=lost, pending=(), given={})
         return super().prefill(rows)
 
     @torch.no_grad()
@@ -194,9 +198,12 @@ class SharedBackend(PromptBackend):
         if alone and rows[0].request.sampling.most_likely:
             tokens, logprobs = self._batch.follow(slots[0], passes)
         else:
-            for _ in range(0 if alone else passes):
-                self._batch.run(slots)
-            logits = self._batch.token(slots[0], passes) if alone else self._batch.logits(ended)
+            if alone:
+                logits = self._batch.token(slots[0], passes)
+            else:
+                for _ in range(passes):
+                    self._batch.run(slots)
+                logits = self._batch.logits(ended)
             draws = [self._draw(device, rows[number], before[number].tokens) for number in ended]
             tokens, logprobs = choose(logits, draws)
             self._batch.begin([slots[number] for number in ended], tokens)
