@@ -358,7 +358,7 @@ class PromptBackend(ABC):
         for number, (keys, count) in enumerate(shared):
             cache.write(number, keys, count)
         certainty = certainty_of(rows)
-        hidden = ends(self.model.extend(ids, cache, counts, check=False, certainty=certainty), counts)
+        hidden = ends(self._extend(ids, cache, counts, certainty), counts)
         choices = sample(self._logits(hidden), [row.draw() for row in rows])
         if certainty is not None:
             choices = with_passes(choices, ends(certainty.passes, counts))
@@ -390,9 +390,16 @@ class PromptBackend(ABC):
             cache = self.model.cache(row.trajectory, 1, len(prompt))
             cache.write(0, keys, known)
             self.shared_tokens += known
-        self.model.extend(padded(self.model, [prompt[known : known + self.piece]])[0], cache, check=False)
+        ids, counts = padded(self.model, [prompt[known : known + self.piece]])
+        self._extend(ids, cache, counts)
         self.prompt_tokens += self.piece
         self._begun = {**self._begun, row.ticket: cache}
+
+    def _extend(
+        self, ids: Tensor, cache: Cache, counts: Sequence[int], certainty: Certainty | None = None
+    ) -> Tensor:
+        """Run tokens of prompts on top of their cache, as `model.extend` does."""
+        return self.model.extend(ids, cache, counts, check=False, certainty=certainty)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.model.head(hidden)[:, : self.model.config.vocab]

@@ -32,6 +32,7 @@ from loopformer.device import available_bytes, sent
 from loopformer.errors import require
 from loopformer.inference.fused import kernels, pass_kernels
 from loopformer.inference.fused.decoder import Launches, Tuning, record
+from loopformer.inference.fused.prompts import PromptGraphs
 from loopformer.inference.fused.quantise import Weights, fingerprint, plain, quantised
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
@@ -74,6 +75,7 @@ class SharedBatch:
         pages = min(slots * pages_of(config.context, config.loops), memory // page_bytes(model))
         require(pages >= 1, f"{memory:,} bytes hold no page of keys, which takes {page_bytes(model):,}.")
         self.model, self.slots, self.page_count = model, slots, pages
+        self.prompts = PromptGraphs(model)
         self._weights, self._tuning = weights or plain(model), tuning
         require(not self._weights.int8 or slots == 1, "int8 weights serve one row at a time.")
         self._made_for = fingerprint(model)

@@ -3,8 +3,9 @@
 backend = SharedBackend(SharedBatch(model, slots=64))  # backend.obstacle(model) says what is in its way here
 engine = Engine(model, tokenizer, backend=backend)
 
-Prompts are run as on the plain path (decode.py); tokens go through batch.py. A row needs pages for all it may come
-to, prompt and new tokens, in each of its loops; whoever does not fit waits.
+Prompts run one after the other, each as one graph (prompts.py), many short ones together as on the plain path
+(decode.py); tokens go through batch.py. A row needs pages for all it may come to, prompt and new tokens, in each of
+its loops; whoever does not fit waits.
 
 The device runs ahead of the host: while the engine makes text of one token, the passes of the next are under way.
 What comes next is known without looking at a token, since it is chosen on the device and a budget says when it is
@@ -32,8 +33,10 @@ from loopformer.inference.fused.backend import NO_CERTAINTY
 from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import Choice, Draw, Sampling, choose
-from loopformer.model.cache import RowKeys
+from loopformer.model.cache import Cache, RowKeys
+from loopformer.model.looped import Certainty
 
+MOST_APART = 4  # prompts that came at once and are run one after the other
 AHEAD, AHEAD_PASSES = 2, 8  # at least so many tokens of some row, and passes, are under way at a time
 NOBODY = -1  # a ticket
 NOTHING = -1  # new tokens of a row that the device has nothing of
@@ -150,6 +153,12 @@ class SharedBackend(PromptBackend):
         needed = sum(self._needed(row.request) for row in rows)
         return len(rows) <= len(device.free_slots) and needed <= len(device.free_pages)
 
+    def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
+        groups = super().plan(waiting, tokens)
+        return [
+            part for group in groups for part in ([[row] for row in group] if len(group) <= MOST_APART else [group])
+        ]
+
     def keep(self, rows: Sequence[RowState]) -> None:
         device = self._device
         if device is not None and (gone := set(device.rows) - {row.ticket for row in rows}):
@@ -165,6 +174,13 @@ class SharedBackend(PromptBackend):
                 lost = {ticket: row._replace(tokens=NOTHING) for ticket, row in device.rows.items()}
                 self._device = replace(device, rows=lost, pending=(), given={})
         return super().prefill(rows)
+
+    def _extend(
+        self, ids: Tensor, cache: Cache, counts: Sequence[int], certainty: Certainty | None = None
+    ) -> Tensor:
+        if len(counts) > 1:
+            return super()._extend(ids, cache, counts, certainty)
+        return self._batch.prompts.extend(ids, cache)
 
     @torch.no_grad()
     def admit(self, row: RowState, keys: RowKeys) -> None:

@@ -1,0 +1,116 @@
+"""Prompts on a GPU: all passes of one as a single graph, since launching them one by one takes longer than they do.
+
+prompts = PromptGraphs(model)
+hidden = prompts.extend(ids, cache)                # as model.extend does, for a cache of one row
+
+A graph is recorded for each budget and each power of two of tokens. What differs from prompt to prompt lies on the
+device: where the tokens go, how many of them count, and what the passes are told. Those that fill up a graph write
+their keys to a place that nobody looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from loopformer.inference.fused.decoder import record
+from loopformer.model import LoopedLM
+from loopformer.model.cache import Cache, Passes
+from loopformer.model.conditioning import Condition
+from loopformer.trajectory import Trajectory
+
+FEWEST = 32  # tokens of the smallest graph
+SPARE = (
+    16  # places beyond the context, so that a row of keys stays aligned; the first takes what counts for nothing
+)
+
+
+class PlacedOnDevice(Cache):
+    """A cache of one row whose new tokens go where numbers on the device say."""
+
+    def __init__(self, model: LoopedLM, trajectory: Trajectory, keys: Tensor, start: Tensor, count: Tensor) -> None:
+        """`keys` [L, K, 2, 1, H, context and spare, D/H]; tokens from `start` [] on, of which `count` [] count."""
+        super().__init__(
+            model.config, [trajectory], Passes([], [], None), model.config.context, model.tokens.weight
+        )
+        passes = model.passes(trajectory, 1)
+        self.passes = Passes(passes.rows, [one.map(torch.clone) for one in passes.conditions], None)
+        self._kept = [[(block[0], block[1]) for block in loop] for loop in keys[: trajectory.budget]]
+        self._from, self._count = start, count
+
+    def place(self, count: int) -> tuple[Tensor, Tensor | None]:
+        new = torch.arange(count, device=self._from.device)
+        positions = torch.where(new < self._count, self._from + new, self.capacity)[None]
+        self._start, self._end, self._positions = None, self.capacity + SPARE, positions
+        looked_at = torch.arange(self._end, device=new.device)
+        # Those that count for nothing have a place in the table of positions, too.
+        return positions.clamp(max=self.capacity - 1), looked_at <= positions[:, None, :, None]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A graph and what it reads and writes."""
+
+    ids: Tensor  # [1, T]
+    conditions: list[Condition]
+    hidden: Tensor  # [1, T, D]
+    replay: Callable[[], None]
+
+
+class PromptGraphs:
+    """The graphs of a model's prompts, and the memory in which they run."""
+
+    def __init__(self, model: LoopedLM) -> None:
+        config, like = model.config, model.tokens.weight.detach()
+        self.model = model
+        places = config.context + SPARE
+        self._keys = like.new_zeros(config.loops, config.blocks, 2, 1, config.heads, places, config.head_width)
+        self._start, self._count = (torch.zeros((), dtype=torch.int64, device=like.device) for _ in range(2))
+        self._recorded: dict[tuple[int, int], Recorded] = {}
+
+    @torch.no_grad()
+    def extend(self, ids: Tensor, cache: Cache) -> Tensor:
+        """Run tokens [1, T] on top of a cache of one row, which keeps them: hidden [1, T, D] after the final norm,
+        valid until the next call."""
+        (trajectory,), (start,), count = cache.trajectories, cache.lengths, ids.shape[1]
+        cache.need_room(count)
+        budget, end = trajectory.budget, start + count
+        graph = self._graph(budget, max(FEWEST, triton.next_power_of_2(count)))
+        graph.ids[:, :count] = ids
+        graph.ids[:, count:] = ids[:, :1]
+        self._start.fill_(start)
+        self._count.fill_(count)
+        for mine, theirs in zip(graph.conditions, cache.passes.conditions, strict=True):
+            for told, telling in zip(mine.tensors, theirs.tensors, strict=True):
+                told.copy_(telling)
+        here = list(self._keys[:budget].flatten(0, 2))  # [1, H, places, D/H] each
+        there = [
+            tensor
+            for loop in range(budget)
+            for block in range(self.model.config.blocks)
+            for tensor in cache.tensors(loop, block)
+        ]
+        self._keys[:budget] = 0  # what lies beyond the prompt is multiplied by 0, and must be finite
+        if start:
+            torch._foreach_copy_([one[:, :, :start] for one in here], [one[:, :, :start] for one in there])
+        graph.replay()
+        torch._foreach_copy_([one[:, :, start:end] for one in there], [one[:, :, start:end] for one in here])
+        cache.advance([count])
+        return graph.hidden[:, :count]
+
+    def _graph(self, budget: int, tokens: int) -> Recorded:
+        if (budget, tokens) not in self._recorded:
+            cache = PlacedOnDevice(self.model, Trajectory.uniform(budget), self._keys, self._start, self._count)
+            ids = self._start.new_zeros(1, tokens)
+            hidden = self._keys.new_zeros(1, tokens, self.model.config.width)
+
+            def launch() -> None:
+                hidden.copy_(self.model.extend(ids, cache, check=False))
+
+            replay = record(launch, []).replay if ids.device.type == "cuda" else launch
+            self._recorded[budget, tokens] = Recorded(ids, cache.passes.conditions, hidden, replay)
+        return self._recorded[budget, tokens]
