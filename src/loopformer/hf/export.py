@@ -36,8 +36,11 @@ from loopformer.loading.folder import (
     CONFIG,
     FOLDER,
     PREFIX,
+    TEMPLATE,
     TOKENIZER,
+    TOKENIZER_CONFIG,
     WEIGHTS,
+    find_chat_template,
     is_model_folder,
     is_run_folder,
     step_of,
@@ -48,7 +51,7 @@ from loopformer.model.cost import Cost
 from loopformer.training.reporting import read_metrics
 
 CARD, GENERATION = "README.md", "generation_config.json"
-TOKENIZER_CONFIG, SPECIAL, TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
+SPECIAL = "special_tokens_map.json"
 _FILES = {WEIGHTS, CONFIG, GENERATION, CARD, TOKENIZER, TOKENIZER_CONFIG, SPECIAL, TEMPLATE}
 
 PACKAGE = "loopformer"
@@ -177,21 +180,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int, chat_templa
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if chat_template is not None:
         (folder / TEMPLATE).write_text(chat_template, encoding="utf-8")
-
-
-def find_chat_template(*folders: Path | None) -> str | None:
-    """The chat template of the first folder that has one, in a file of its own or in tokenizer_config.json."""
-    for folder in filter(None, folders):
-        if (folder / TEMPLATE).is_file():
-            try:
-                return (folder / TEMPLATE).read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise FileProblem(f"{folder / TEMPLATE} is not UTF-8 text; convert it or leave it out.") from error
-        if (folder / TOKENIZER_CONFIG).is_file():
-            template = read_json(folder / TOKENIZER_CONFIG).get("chat_template")
-            if isinstance(template, str):
-                return template
-    return None
 
 
 # What was measured of these very weights: the validation that the run recorded at the checkpoint's step.

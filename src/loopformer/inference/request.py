@@ -86,11 +86,12 @@ class Result:
 
 
 class Event(NamedTuple):
-    """A piece of text of one request; the last one carries its result."""
+    """A piece of text of one request, and the tokens that came with it; the last one carries its result."""
 
     ticket: int
     piece: str
     result: Result | None = None
+    choices: tuple[Choice, ...] = ()
 
 
 class Detokenizer(Protocol):
@@ -200,9 +201,10 @@ class RowState(NamedTuple):
             text=text,
         )
         if reason is None:
-            return after, Event(self.ticket, piece)
+            return after, Event(self.ticket, piece, None, tuple(new))
         piece += text.finish()
-        return after, Event(self.ticket, piece, after._result(reason, NOT_A_NUMBER if reason == "error" else None))
+        result = after._result(reason, NOT_A_NUMBER if reason == "error" else None)
+        return after, Event(self.ticket, piece, result, tuple(new))
 
     def failed(self, sentence: str) -> Event:
         """The end of a request that could not be run: what was held back is shown, and nothing more decoded."""

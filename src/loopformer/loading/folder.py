@@ -34,6 +34,7 @@ from loopformer.files import DamagedFile, read_json, sha256_of
 from loopformer.model import LoopedLM
 
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"  # of a model
+TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside it, where others wrote it
 FOLDER, CHECKSUMS, STATE, SETTINGS = "checkpoints", "checksums.json", "state.json", "run.yaml"  # of a run
 HELD_OUT = "held-out.jsonl"  # text beside it that it was not trained on
 _STEP = re.compile(r"step-\d+")
@@ -68,6 +69,21 @@ def default_trajectory(folder: str | Path) -> str | int | None:
     content = read_json(Path(folder) / CONFIG)
     default: str | int | None = content.get("trajectory") or content.get("budget")
     return default
+
+
+def find_chat_template(*folders: Path | None) -> str | None:
+    """The chat template of the first folder that has one, in a file of its own or in tokenizer_config.json."""
+    for folder in filter(None, folders):
+        if (folder / TEMPLATE).is_file():
+            try:
+                return (folder / TEMPLATE).read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise FileProblem(f"{folder / TEMPLATE} is not UTF-8 text; convert it or leave it out.") from error
+        if (folder / TOKENIZER_CONFIG).is_file():
+            template = read_json(folder / TOKENIZER_CONFIG).get("chat_template")
+            if isinstance(template, str):
+                return template
+    return None
 
 
 def load_model(folder: str | Path) -> LoopedLM:
