@@ -69,6 +69,24 @@ class Tokenizer:
             raise LoopformerError(f"A text has words that the tokenizer does not know ({error}).") from error
         return [encoding.ids for encoding in encoded]
 
+    def encode_with_special(self, text: str) -> list[int]:
+        """The ids of a text whose special tokens count as such, as those of a chat template do."""
+        return self._with_special.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _with_special(self) -> tokenizers.Tokenizer:
+        import tokenizers
+
+        library = tokenizers.Tokenizer.from_str(self._text)
+        library.no_truncation()
+        library.no_padding()
+        return library
+
+    @cached_property
+    def special_tokens(self) -> list[str]:
+        """The texts that stand for special tokens."""
+        return [added["content"] for added in json.loads(self._text).get("added_tokens", ()) if added["special"]]
+
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of the ids; the end token shows only with `special`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=not special)

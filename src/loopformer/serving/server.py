@@ -1,0 +1,195 @@
+"""Start a server, drain it, stop it.
+
+    run_server(ServerSettings(WorkerSettings("runs/mine"), port=8000), print)      # until SIGTERM or Ctrl-C
+
+The socket is bound first, then the model is loaded, then the address is said. SIGTERM drains: what runs is
+finished, new requests get 503, and after `drain_seconds` the rest is dropped. A second signal stops at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import LoopformerError, RunFailed, require
+from loopformer.loading import find_config
+from loopformer.loading.folder import find_chat_template, run_of
+from loopformer.serving.admission import Admission
+from loopformer.serving.app import Service, ServiceSettings, create_app
+from loopformer.serving.chat import ChatTemplate
+from loopformer.serving.gate import LOOPBACK, Gate, GateSettings, read_keys
+from loopformer.serving.logs import log_as_json
+from loopformer.serving.protocol import Served
+from loopformer.serving.worker import EngineProcess, EngineReady, WorkerSettings
+
+logger = logging.getLogger(__name__)
+LAST_SECONDS = 2  # for connections to close, once nothing runs
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """All that `loopformer serve` takes."""
+
+    worker: WorkerSettings
+    host: str = "127.0.0.1"
+    port: int = 8000
+    queue: int = 64
+    degrade: bool = False
+    api_keys: Path | None = None
+    cors: tuple[str, ...] = ()  # origins whose pages may ask
+    max_prompt: int | None = None  # tokens; the context by default
+    max_output: int | None = None
+    max_body: int = 1 << 20
+    drain_seconds: float = 30.0
+    service: ServiceSettings = field(default_factory=ServiceSettings)
+
+
+def run_server(settings: ServerSettings, say: Callable[[str], object]) -> None:
+    """Serve until told to stop."""
+    require(settings.drain_seconds >= 0, "--drain-seconds is 0 or more.")
+    require(settings.service.timeout > 0, "--timeout is a number of seconds above 0.")
+    log_as_json()
+    with _bound(settings.host, settings.port) as listener:
+        asyncio.run(serve(settings, listener, say))
+
+
+async def serve(
+    settings: ServerSettings,
+    listener: socket.socket,
+    say: Callable[[str], object],
+    stop: asyncio.Event | None = None,
+) -> None:
+    """The same on a socket that is bound, until `stop` is set or a signal comes."""
+    keys = () if settings.api_keys is None else read_keys(settings.api_keys)
+    config, folder = find_config(
+        settings.worker.model
+    )  # what is wrong with the path is said before anything starts
+    if folder is None:
+        raise LoopformerError("This model came without a tokenizer; put its tokenizer.json beside its weights.")
+    tokenizer = Tokenizer.load(folder)
+    chat = ChatTemplate(tokenizer, find_chat_template(folder, run_of(settings.worker.model)))
+    engine = EngineProcess(settings.worker)
+    try:
+        ready = await engine.start()
+        most = config.context
+        served = Served(
+            _name(settings.worker.model),
+            tokenizer,
+            chat,
+            ready.config,
+            ready.default,
+            ready.value_bytes,
+            min(most, settings.max_prompt or most),
+            min(most, settings.max_output or most),
+        )
+        admission = Admission(ready.rows, settings.queue, ready.memory, settings.degrade)
+        service = Service(engine, served, admission, settings.service)
+        gate = GateSettings(keys, LOOPBACK if _is_loopback(settings.host) else None, settings.max_body)
+        app: ASGIApp = Gate(create_app(service), gate)
+        if settings.cors:
+            app = CORSMiddleware(app, settings.cors, allow_methods=["GET", "POST"], allow_headers=["*"])
+        server = DrainingServer(app, service, settings.drain_seconds)
+        say(_greeting(served, ready, listener, bool(keys)))
+        if not keys and not _is_loopback(settings.host):
+            say("Anybody who reaches this address may use it; --api-keys FILE asks for a key.")
+        waiting = asyncio.create_task(server.drain_when(stop)) if stop is not None else None
+        await server.serve(sockets=[listener])
+        if waiting is not None:
+            waiting.cancel()
+    finally:
+        await engine.stop()
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, which on a signal first finishes what runs."""
+
+    def __init__(self, app: ASGIApp, service: Service, drain_seconds: float) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=LAST_SECONDS,
+        )
+        super().__init__(config)
+        self._service, self._drain_seconds = service, drain_seconds
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._service.draining:
+            self.force_exit = self.should_exit = True
+            return
+        logger.info(json.dumps({"event": "drain", "signal": signal.Signals(sig).name}))
+        self._service.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._service.draining and self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+        return await super().on_tick(counter)
+
+    async def drain_when(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        self._service.draining = True
+
+    async def _drain(self) -> None:
+        """Until nothing is in flight, or the time is over."""
+        until = asyncio.get_running_loop().time() + self._drain_seconds
+        while self._service.admission.in_flight and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.05)
+        if self._service.admission.in_flight:
+            await self._service.engine.stop()  # the rest ends with an error
+        self.should_exit = True
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket bound to the address; one sentence if that cannot be."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise RunFailed(
+            f"{host}:{port} cannot be listened on ({error}); choose another --port or --host."
+        ) from error
+    return listener
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _name(model: str) -> str:
+    """What clients call the model: the last part of its path."""
+    return Path(model).resolve().name if Path(model).exists() else model.rstrip("/").rpartition("/")[2]
+
+
+def _greeting(served: Served, ready: EngineReady, listener: socket.socket, has_keys: bool) -> str:
+    """The address, and a line to try it with."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    key = '-H "Authorization: Bearer $API_KEY" ' if has_keys else ""
+    body = json.dumps({"prompt": "Once upon a time", "max_tokens": 32, "budget": served.default.budget})
+    return (
+        f"{served.name} (1 to {served.config.loops} loops) on {ready.device} at {address}\n"
+        f"curl {address}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'"
+    )
