@@ -9,8 +9,8 @@ Requests in flight are those that run, at most `rows`, and those that wait, at m
 are counted in the same proportion: the queue holds as many bytes as its requests' share of the memory.
 
 With `degrade` a fuller queue grants smaller budgets. The load is how full the queue is; a level is entered at a
-higher load than it is left at (hysteresis), so that budgets do not flicker. Only what comes in is lowered: the cache
-of a request that runs is bound to its trajectory.
+higher load than it is left at (hysteresis), so that budgets do not flicker. Only what comes in is lowered: the
+cache of a request that runs is bound to its trajectory.
 """
 
 from __future__ import annotations
@@ -99,8 +99,7 @@ class Admission:
             count <= self.rows + self.queue,
             f"{count} texts at once are more than the {self.rows + self.queue} that this server takes in.",
         )
-        if self.degrade:
-            self.level = next_level(self.level, self.load)
+        self._settle()
         trajectory = granted(asked, least, self.level)
         size = bytes_of(trajectory)
         most_bytes = self._memory * (self.rows + self.queue) / self.rows
@@ -117,4 +116,7 @@ class Admission:
         self._count -= place.count
         self._bytes -= place.bytes
         self._seconds += (seconds - self._seconds) / 8
-        self.level = next_level(self.level, self.load)
+        self._settle()
+
+    def _settle(self) -> None:
+        self.level = next_level(self.level, self.load) if self.degrade else 0

@@ -3,9 +3,9 @@
     service = Service(engine, served, admission, ServiceSettings(timeout=600))
     app = create_app(service)                  # ASGI; server.py puts it behind a socket
 
-A generation goes through `Service.run`: admission, the engine's process, metrics, one line in the log. Whatever ends
-it (the last token, a client that goes away, the timeout, an engine that dies) leaves through the same door, which
-frees its slots.
+A generation goes through `Service.run`: admission, the engine's process, metrics, one line in the log. Whatever
+ends it (the last token, a client that goes away, the timeout, an engine that dies) leaves through the same door,
+which frees its slots.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Run:
             parts: dict[int, TextSoFar] = {}
             for number, news in await self._service.within(self._call.take(), self.began):
                 if isinstance(news, Started):
-                    self.queue_seconds = time.monotonic() - self.began
+                    self.queue_seconds = max(0.0, news.at - self.began)
                     self._service.metrics.queued(self._place.trajectory.budget, self.queue_seconds)
                 elif isinstance(news, Refused):
                     raise LoopformerError(news.sentence)
@@ -368,7 +368,8 @@ async def _events(
             answer = form(service.served, job, place)
             async for parts in run.parts():
                 chunks = [] if begun else answer.opening()
-                chunks += [answer.chunk(number, part) for number, part in parts]
+                shown = [each for each in parts if each[1].text or each[1].reason or job.alternatives is not None]
+                chunks += [answer.chunk(number, part) for number, part in shown]
                 begun = True
                 yield b"".join(map(_event, chunks))
             used = usage(service.served.cost, run.texts, job.n, place.trajectory.budget)

@@ -62,7 +62,7 @@ def run_server(settings: ServerSettings, say: Callable[[str], object]) -> None:
     require(settings.drain_seconds >= 0, "--drain-seconds is 0 or more.")
     require(settings.service.timeout > 0, "--timeout is a number of seconds above 0.")
     log_as_json()
-    with _bound(settings.host, settings.port) as listener:
+    with bound(settings.host, settings.port) as listener:
         asyncio.run(serve(settings, listener, say))
 
 
@@ -155,7 +155,7 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int) -> socket.socket:
     """A socket bound to the address; one sentence if that cannot be."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -190,6 +190,6 @@ def _greeting(served: Served, ready: EngineReady, listener: socket.socket, has_k
     key = '-H "Authorization: Bearer $API_KEY" ' if has_keys else ""
     body = json.dumps({"prompt": "Once upon a time", "max_tokens": 32, "budget": served.default.budget})
     return (
-        f"{served.name} (1 to {served.config.loops} loops) on {ready.device} at {address}\n"
+        f"{served.name} (1 to {served.config.loops} loops) on {ready.device}, engine process {ready.process}, at {address}\n"
         f"curl {address}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'"
     )

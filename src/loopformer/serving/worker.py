@@ -23,6 +23,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -111,9 +112,10 @@ class Cancel(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A request has got its slot."""
+    """A request has got its slot, at a time of the clock that all processes share (`time.monotonic`)."""
 
     number: int
+    at: float
 
 
 class Piece(NamedTuple):
@@ -270,7 +272,7 @@ class _Worker:
                 self._news.append(Refused(number, "The request cannot be run."))
             else:
                 self._numbers[ticket] = number
-                self._news.append(Started(number))
+                self._news.append(Started(number, time.monotonic()))
 
     def _look(self) -> None:
         """Looked one who looks at tokens; one at a step, to hold nobody up for long."""

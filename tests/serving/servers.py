@@ -1,0 +1,98 @@
+"""A server on a free port of loopback, in a thread, with its engine in a process of its own."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+from cli.models import save_small
+
+from loopformer.serving.server import ServerSettings, bound, serve
+from loopformer.serving.worker import WorkerSettings
+
+LONG = {"prompt": "every pass is told", "max_tokens": 4000, "temperature": 0}  # some seconds
+
+
+def save_served(folder: Path) -> str:
+    """A small model with room for long texts, whose weights are spread so that every choice shows."""
+    return save_small(folder / "tiny", context=4096, std=0.3)
+
+
+@dataclass
+class RunningServer:
+    url: str
+    said: list[str]
+    key: str | None = None
+
+    def client(self, **options: Any) -> httpx.Client:
+        headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=30, **options)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.post(path, json=body)
+
+    def get(self, path: str) -> httpx.Response:
+        with self.client() as client:
+            return client.get(path)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric over all labels but these."""
+        total = 0.0
+        for line in self.get("/metrics").text.splitlines():
+            known, _, value = line.rpartition(" ")
+            if known.startswith(f"loopformer:{name}{{") and all(f'{k}="{v}"' in known for k, v in labels.items()):
+                total += float(value)
+        return total
+
+    def wait_for(self, name: str, value: float, seconds: float = 10.0) -> None:
+        until = time.monotonic() + seconds
+        while self.metric(name) != value:
+            assert time.monotonic() < until, f"{name} is {self.metric(name)}, not {value}"
+            time.sleep(0.02)
+
+
+@contextmanager
+def running_server(model: str, rows: int = 8, key: str | None = None, **options: Any) -> Iterator[RunningServer]:
+    listener = bound("127.0.0.1", 0)
+    settings = replace(ServerSettings(WorkerSettings(model, rows=rows, device="cpu")), **options)
+    said: list[str] = []
+    failures: list[BaseException] = []
+    loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        loops.append((asyncio.get_running_loop(), stop))
+        await serve(settings, listener, said.append, stop)
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        while True:
+            assert not failures, failures
+            try:
+                httpx.get(f"{url}/health")
+                break
+            except httpx.TransportError:
+                time.sleep(0.05)
+        yield RunningServer(url, said, key)
+    finally:
+        for loop, stop in loops:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(stop.set)
+        thread.join(30)
+        listener.close()
+        assert not thread.is_alive()
+        assert not failures, failures

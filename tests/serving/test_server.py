@@ -1,0 +1,203 @@
+"""A server under load and misfortune: full, timed out, its engine killed, drained."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from cli.process import run as run_command
+
+from loopformer import LM
+from loopformer.serving.app import ServiceSettings
+
+from .servers import LONG, RunningServer, running_server
+
+SHORT: dict[str, Any] = {"prompt": "its time", "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def small(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One slot, four that may wait, a key, a short patience, and budgets that give way."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("sesame\n")
+    service = ServiceSettings(timeout=2.0)
+    options: dict[str, Any] = {"queue": 4, "api_keys": keys, "degrade": True, "service": service}
+    with running_server(folder, rows=1, key="sesame", **options) as running:
+        yield running
+
+
+def test_only_keys_open_it(small: RunningServer) -> None:
+    for headers in ({}, {"authorization": "Bearer simsim"}, {"authorization": "sesame"}):
+        answer = httpx.post(f"{small.url}/v1/completions", json=SHORT, headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert httpx.get(f"{small.url}/metrics", headers=headers).status_code == 401
+        assert httpx.get(f"{small.url}/health", headers=headers).status_code == 200
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{small.url}/v1", api_key="simsim", max_retries=0).models.list()
+    assert openai.OpenAI(base_url=f"{small.url}/v1", api_key="sesame").models.list().data
+    assert "Bearer $API_KEY" in small.said[0]
+
+
+def test_a_full_queue_refuses_degrades_and_recovers(small: RunningServer, lm: LM) -> None:
+    refused, degraded = (small.metric(f"requests_{name}_total") for name in ("refused", "degraded"))
+    with ThreadPoolExecutor(8) as pool, small.client() as client:
+        with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as running:
+            next(running.iter_bytes())
+            least = {"budget": 4, "min_budget": 2}
+            waiting = [pool.submit(small.post, "/v1/completions", **SHORT, **least) for _ in range(4)]
+            small.wait_for("num_requests_waiting", 4, seconds=1.5)
+            answer = small.post("/v1/completions", **SHORT)
+            assert answer.status_code == 429
+            assert 1 <= int(answer.headers["retry-after"]) <= 60
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+        answers = [each.result().json() for each in waiting]
+    budgets = [answer["loopformer"]["budget"] for answer in answers]
+    assert min(budgets) == 2
+    assert max(budgets) == 4
+    for answer in answers:
+        followed = answer["loopformer"]
+        assert followed["degraded"] == (followed["budget"] < 4)
+        expected = lm.generate("its time", budget=followed["budget"], max_tokens=4)
+        assert answer["choices"][0]["text"] == expected.text
+    assert small.metric("requests_refused_total", status="429") >= 1
+    assert small.metric("requests_refused_total") > refused
+    assert small.metric("requests_degraded_total") > degraded
+    assert small.post("/v1/completions", **SHORT).json()["loopformer"] == {
+        "budget": 4,
+        "trajectory": "4",
+        "degraded": False,
+    }
+
+
+def test_lower_priorities_come_first(small: RunningServer) -> None:
+    ended: list[int] = []
+
+    def ask(priority: int) -> None:
+        small.post("/v1/completions", **SHORT, priority=priority)
+        ended.append(priority)
+
+    with ThreadPoolExecutor(8) as pool, small.client() as client:
+        with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as running:
+            next(running.iter_bytes())
+            for number, priority in enumerate((5, 0, -5), 1):
+                pool.submit(ask, priority)
+                small.wait_for("num_requests_waiting", number, seconds=1.5)
+    assert ended == [-5, 0, 5]
+
+
+def test_a_request_may_not_take_forever(small: RunningServer) -> None:
+    answer = small.post("/v1/completions", **LONG)
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "timeout"
+    small.wait_for("num_requests_running", 0)
+    streamed = small.post("/v1/completions", **LONG, stream=True)
+    assert streamed.status_code == 200
+    last = streamed.text.strip().splitlines()[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+
+
+def test_a_killed_engine_is_started_again(small: RunningServer, lm: LM) -> None:
+    client = openai.OpenAI(base_url=f"{small.url}/v1", api_key="sesame", max_retries=0)
+    stream = client.completions.create(model="tiny", stream=True, **{**LONG})
+    next(iter(stream))
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(small.post, "/v1/completions", **SHORT)
+        small.wait_for("num_requests_waiting", 1, seconds=1.5)
+        (process,) = [int(word) for word in re.findall(r"engine process (\d+)", small.said[0])]
+        os.kill(process, signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="engine was lost"):
+            list(stream)
+        assert waiting.result().status_code == 500
+        assert waiting.result().json()["error"]["code"] == "engine_lost"
+    assert small.get("/health").status_code == 503
+    assert small.get("/ready").status_code == 503
+    answer = small.post("/v1/completions", **SHORT)
+    assert answer.status_code == 500
+    assert "retry-after" in answer.headers
+    until = time.monotonic() + 30
+    while small.get("/health").status_code != 200:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    expected = lm.generate("its time", max_tokens=4).text
+    assert small.post("/v1/completions", **SHORT).json()["choices"][0]["text"] == expected
+    assert small.metric("engine_restarts_total") == 1
+
+
+def test_sigterm_finishes_what_runs_and_refuses_the_rest(folder: str, lm: LM) -> None:
+    """As a user starts it; the line it prints works."""
+    command = [sys.executable, "-m", "loopformer", "serve", folder, "--port", "0", "--device", "cpu"]
+    started = subprocess.Popen(
+        [*command, "--drain-seconds", "20"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert started.stdout is not None
+        first, curl = started.stdout.readline(), started.stdout.readline()
+        url = re.findall(r"http://[\d.:]+", first)[0]
+        engine = int(re.findall(r"engine process (\d+)", first)[0])
+        while True:
+            said = subprocess.run(curl.replace("curl", "curl -s", 1), shell=True, capture_output=True, text=True)
+            if said.returncode == 0:
+                break
+            time.sleep(0.05)
+        assert json.loads(said.stdout)["choices"][0]["text"]
+        client = httpx.Client(base_url=url, timeout=30)
+        body = {**LONG, "max_tokens": 800}
+        with (
+            ThreadPoolExecutor() as pool,
+            client.stream("POST", "/v1/completions", json={**body, "stream": True}) as one,
+        ):
+            lines = one.iter_lines()
+            next(lines)
+            other = pool.submit(client.post, "/v1/completions", json=body)
+            while 'num_requests_running{model_name="tiny"} 2.0' not in client.get("/metrics").text:
+                time.sleep(0.01)
+            started.send_signal(signal.SIGTERM)
+            while client.get("/ready").status_code != 503:
+                time.sleep(0.01)
+            assert client.post("/v1/completions", json=SHORT).status_code == 503
+            assert "data: [DONE]" in list(lines)
+            assert other.result().json()["choices"][0]["text"] == lm.generate(LONG["prompt"], max_tokens=800).text
+        assert started.wait(10) == 0
+        with pytest.raises(ProcessLookupError):
+            os.kill(engine, 0)
+        assert started.stderr is not None
+        logged = [json.loads(line) for line in started.stderr.read().splitlines()]
+        assert [line["status"] for line in logged if line["event"] == "request"] == [200, 200, 200]
+        assert LONG["prompt"] not in json.dumps(logged)
+    finally:
+        started.kill()
+        started.wait()
+
+
+def test_the_engine_ends_with_a_server_that_is_killed(folder: str) -> None:
+    command = [sys.executable, "-m", "loopformer", "serve", folder, "--port", "0", "--device", "cpu"]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    engine = int(re.findall(r"engine process (\d+)", started.stdout.readline())[0])
+    os.kill(engine, 0)
+    started.kill()
+    started.wait()
+    until = time.monotonic() + 5
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < until:
+            os.kill(engine, 0)
+            time.sleep(0.02)
+
+
+def test_what_is_wrong_at_the_start_is_one_sentence(folder: str, tmp_path: Path) -> None:
+    said = run_command("serve", str(tmp_path / "nowhere"), "--port", "0", code=1).stderr
+    assert len(said.splitlines()) == 1
+    said = run_command("serve", folder, "--memory", "10", "--port", "0", code=1).stderr
+    assert "hold no row" in said
+    assert len(said.splitlines()) == 1
