@@ -1,6 +1,7 @@
 """A server on a free port of loopback, in a thread, with its engine in a process of its own."""
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from cli.models import save_small
 from loopformer.serving.server import ServerSettings, bound, serve
 from loopformer.serving.worker import WorkerSettings
 
-LONG = {"prompt": "every pass is told", "max_tokens": 4000, "temperature": 0}  # some seconds
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the engine's process, beside other tests
+LONG: dict[str, Any] = {"prompt": "every pass is told", "max_tokens": 4000, "temperature": 0}  # some seconds
 
 
 def save_served(folder: Path) -> str:
@@ -40,6 +42,17 @@ class RunningServer:
     def get(self, path: str) -> httpx.Response:
         with self.client() as client:
             return client.get(path)
+
+    @contextmanager
+    def busy(self) -> Iterator[Iterator[str]]:
+        """A long text runs, of which one line was read."""
+        with (
+            self.client() as client,
+            client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer,
+        ):
+            lines = answer.iter_lines()
+            next(lines)
+            yield lines
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric over all labels but these."""

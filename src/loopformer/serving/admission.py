@@ -58,7 +58,7 @@ def seconds_to_wait(waiting: int, rows: int, seconds: float) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class Admitted:
     """Requests of one client that were let in together."""
 
     count: int
@@ -93,7 +93,9 @@ class Admission:
         by_bytes = (self._bytes / self._memory - 1) * self.rows / self.queue
         return max(0.0, by_count, by_bytes)
 
-    def enter(self, count: int, bytes_of: Callable[[Trajectory], int], asked: Trajectory, least: int = 1) -> Place:
+    def enter(
+        self, count: int, bytes_of: Callable[[Trajectory], int], asked: Trajectory, least: int = 1
+    ) -> Admitted:
         """Let requests in together or not at all; `bytes_of` says what they take of the memory along which path."""
         require(
             count <= self.rows + self.queue,
@@ -109,9 +111,9 @@ class Admission:
             raise Overloaded(seconds_to_wait(max(0, self._count - self.rows), self.rows, self._seconds))
         self._count += count
         self._bytes += size
-        return Place(count, size, asked, trajectory)
+        return Admitted(count, size, asked, trajectory)
 
-    def leave(self, place: Place, seconds: float) -> None:
+    def leave(self, place: Admitted, seconds: float) -> None:
         """Requests are done, or gone."""
         self._count -= place.count
         self._bytes -= place.bytes

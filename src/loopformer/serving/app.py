@@ -27,8 +27,8 @@ from starlette.types import Receive, Scope, Send
 
 import loopformer
 from loopformer.errors import LoopformerError, RunFailed
-from loopformer.serving.admission import Admission, Overloaded, Place
-from loopformer.serving.metrics import Metrics
+from loopformer.serving.admission import Admission, Admitted, Overloaded
+from loopformer.serving.metrics import ServerMetrics
 from loopformer.serving.protocol import (
     AnswerForm,
     ChatAnswer,
@@ -47,7 +47,16 @@ from loopformer.serving.protocol import (
     lens_answer,
     usage,
 )
-from loopformer.serving.worker import Call, EngineLoad, EngineLost, EngineProcess, Looked, Piece, Refused, Started
+from loopformer.serving.worker import (
+    Call,
+    EngineLoad,
+    EngineLost,
+    EngineProcess,
+    Looked,
+    Refused,
+    Started,
+    TextPiece,
+)
 from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -79,7 +88,7 @@ class ServiceSettings:
 class Run:
     """A generation under way: its texts as they come, and its times."""
 
-    def __init__(self, service: Service, job: Job, place: Place) -> None:
+    def __init__(self, service: Service, job: Job, place: Admitted) -> None:
         self._service, self._job, self._place = service, job, place
         self.texts = [TextSoFar(job.prompt_of(number)) for number in range(job.count)]
         self.began = time.monotonic()
@@ -103,7 +112,7 @@ class Run:
                     self._service.metrics.queued(self._place.trajectory.budget, self.queue_seconds)
                 elif isinstance(news, Refused):
                     raise LoopformerError(news.sentence)
-                elif isinstance(news, Piece):
+                elif isinstance(news, TextPiece):
                     if news.error is not None:
                         logger.error("A request failed: %s", news.error)
                         raise RunFailed("The text could not be generated.")
@@ -114,7 +123,7 @@ class Run:
             if parts:
                 yield list(parts.items())
 
-    def _count(self, number: int, news: Piece) -> None:
+    def _count(self, number: int, news: TextPiece) -> None:
         metrics, budget = self._service.metrics, self._place.trajectory.budget
         seconds = time.monotonic() - self.began
         before = len(self.texts[number].tokens)
@@ -146,7 +155,7 @@ class Service:
         self, engine: EngineProcess, served: Served, admission: Admission, settings: ServiceSettings
     ) -> None:
         self.engine, self.served, self.admission, self.settings = engine, served, admission, settings
-        self.metrics = Metrics(served.name)
+        self.metrics = ServerMetrics(served.name)
         self.draining = False
         engine.on_load = self._on_load
 
@@ -157,7 +166,7 @@ class Service:
         self.metrics.level(self.admission.level)
 
     @asynccontextmanager
-    async def run(self, job: Job, path: str) -> AsyncIterator[tuple[Run, Place]]:
+    async def run(self, job: Job, path: str) -> AsyncIterator[tuple[Run, Admitted]]:
         """A generation, from admission to the line in the log; leaving frees what it holds."""
         place = self._enter(job.count, lambda trajectory: job.kv_bytes(self.served, trajectory), job)
         began, status, run = time.monotonic(), 200, None
@@ -174,7 +183,7 @@ class Service:
             self.admission.leave(place, seconds)
             self._log(path, job, place, run, status, seconds)
 
-    def _enter(self, count: int, bytes_of: Callable[[Trajectory], int], job: Job) -> Place:
+    def _enter(self, count: int, bytes_of: Callable[[Trajectory], int], job: Job) -> Admitted:
         if self.draining:
             raise Draining("The server is shutting down; ask another one.")
         place = self.admission.enter(count, bytes_of, job.trajectory, job.least)
@@ -204,7 +213,7 @@ class Service:
         except TimeoutError:
             raise TimedOut(f"The request took longer than {self.settings.timeout:g} s.") from None
 
-    def _log(self, path: str, job: Job, place: Place, run: Run | None, status: int, seconds: float) -> None:
+    def _log(self, path: str, job: Job, place: Admitted, run: Run | None, status: int, seconds: float) -> None:
         texts = [] if run is None else run.texts
         line: dict[str, Any] = {
             "event": "request",

@@ -1,6 +1,6 @@
 """What Prometheus is told, by the names that people know from vLLM, under `loopformer:`.
 
-    metrics = Metrics("mine"); metrics.first_token(budget=2, seconds=0.1); metrics.text()    # /metrics
+    metrics = ServerMetrics("mine"); metrics.first_token(budget=2, seconds=0.1); metrics.text()    # /metrics
 
 Latencies and tokens are by budget, the number of loops that a request was granted.
 """
@@ -18,7 +18,7 @@ _EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.
 _WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 
 
-class Metrics:
+class ServerMetrics:
     """All that is counted, in a registry of its own."""
 
     def __init__(self, model: str) -> None:

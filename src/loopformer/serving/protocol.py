@@ -28,7 +28,7 @@ from loopformer.errors import LoopformerError, nearest, require
 from loopformer.inference.request import Reason, Request
 from loopformer.inference.sampling import Sampling
 from loopformer.model.cost import Cost
-from loopformer.serving.admission import Place
+from loopformer.serving.admission import Admitted
 from loopformer.serving.chat import ChatTemplate, Message
 from loopformer.serving.lens import Alternatives, Ranked
 from loopformer.trajectory import Trajectory, resolve
@@ -127,7 +127,7 @@ class DepthBody(Body):
             raise LoopformerError("The trajectory cannot be read; write it as 4-2-1-1.") from error
 
 
-class StreamOptions(Body):
+class StreamOptionsBody(Body):
     include_usage: bool = False
 
 
@@ -138,7 +138,7 @@ class GenerationBody(DepthBody):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] = []
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptionsBody = StreamOptionsBody()
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(None, ge=1)
@@ -409,7 +409,7 @@ class AnswerForm:
     kind: str
     chunk_kind: str
 
-    def __init__(self, served: Served, job: Job, place: Place) -> None:
+    def __init__(self, served: Served, job: Job, place: Admitted) -> None:
         self._served, self._job, self._place = served, job, place
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())

@@ -22,6 +22,7 @@ from types import FrameType
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed, require
@@ -36,6 +37,7 @@ from loopformer.serving.protocol import Served
 from loopformer.serving.worker import EngineProcess, EngineReady, WorkerSettings
 
 logger = logging.getLogger(__name__)
+HEAD_SECONDS = 10  # for a client to say what it wants
 LAST_SECONDS = 2  # for connections to close, once nothing runs
 
 
@@ -113,12 +115,41 @@ async def serve(
         await engine.stop()
 
 
+class PatientProtocol(H11Protocol):
+    """uvicorn's HTTP, but a connection that has not sent a whole head in time is closed."""
+
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+        super().connection_lost(exc)
+
+    def _wait_for_head(self) -> None:
+        """The clock runs from the first byte, or the connection, until a request is there."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            if self._waiting is not None:
+                self._waiting.cancel()
+                self._waiting = None
+        elif self._waiting is None:
+            self._waiting = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+
 class DrainingServer(uvicorn.Server):
     """uvicorn's server, which on a signal first finishes what runs."""
 
     def __init__(self, app: ASGIApp, service: Service, drain_seconds: float) -> None:
         config = uvicorn.Config(
             app,
+            http=PatientProtocol,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -189,7 +220,7 @@ def _greeting(served: Served, ready: EngineReady, listener: socket.socket, has_k
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     key = '-H "Authorization: Bearer $API_KEY" ' if has_keys else ""
     body = json.dumps({"prompt": "Once upon a time", "max_tokens": 32, "budget": served.default.budget})
+    what = f"{served.name} (1 to {served.config.loops} loops) on {ready.device}, engine process {ready.process}"
     return (
-        f"{served.name} (1 to {served.config.loops} loops) on {ready.device}, engine process {ready.process}, at {address}\n"
-        f"curl {address}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'"
+        f"{what}, at {address}\ncurl {address}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'"
     )

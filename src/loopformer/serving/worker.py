@@ -3,7 +3,7 @@
     engine = EngineProcess(WorkerSettings("runs/mine", rows=16))
     ready = await engine.start()                        # what was loaded; what is wrong is one sentence
     call = engine.submit([request, …], priority=0)      # texts of one client
-    for number, news in await call.take(): ...          # all that has come since: Started, Piece, Looked
+    for number, news in await call.take(): ...          # all that has come since: Started, TextPiece, Looked
     call.cancel()                                       # a client that goes away frees its slots
 
 The process takes what is in the pipe, gives free slots to whoever waits (lower priority numbers first), steps the
@@ -118,7 +118,7 @@ class Started(NamedTuple):
     at: float
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Text that came of a request, its tokens and their log-probabilities; the last one has a reason."""
 
     number: int
@@ -143,10 +143,10 @@ class Refused(NamedTuple):
     sentence: str
 
 
-News = Started | Piece | Looked | Refused
+News = Started | TextPiece | Looked | Refused
 
 
-class Batch(NamedTuple):
+class NewsBatch(NamedTuple):
     """All that came of a step."""
 
     news: list[News]
@@ -295,9 +295,9 @@ class _Worker:
                 continue
             tokens, logprobs = tuple(each.token for each in choices), tuple(each.logprob for each in choices)
             if result is None:
-                self._news.append(Piece(number, text, tokens, logprobs))
+                self._news.append(TextPiece(number, text, tokens, logprobs))
             else:
-                self._news.append(Piece(number, text, tokens, logprobs, result.reason, result.error))
+                self._news.append(TextPiece(number, text, tokens, logprobs, result.reason, result.error))
                 del self._numbers[ticket]
 
     def _send(self) -> None:
@@ -310,7 +310,7 @@ class _Worker:
             counts.shared_tokens,
         )
         if self._news or load != self._sent:
-            self._pipe.send(Batch(self._news, load))
+            self._pipe.send(NewsBatch(self._news, load))
             self._news, self._sent = [], load
 
 
@@ -341,7 +341,7 @@ class Call:
         """Keep what has come; whether it was the last of this request."""
         self._news.append((self._places[news.number], news))
         self._come.set()
-        ended = not isinstance(news, Started) and not (isinstance(news, Piece) and news.reason is None)
+        ended = not isinstance(news, Started) and not (isinstance(news, TextPiece) and news.reason is None)
         if ended:
             del self._places[news.number]
         return ended
@@ -475,7 +475,7 @@ class EngineProcess:
             except (EOFError, OSError):
                 self._loop.call_soon_threadsafe(self._lost, link)
 
-    def _arrived(self, batch: Batch) -> None:
+    def _arrived(self, batch: NewsBatch) -> None:
         for news in batch.news:
             call = self._calls.get(news.number)
             if call is not None and call.put(news):
