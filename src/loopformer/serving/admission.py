@@ -53,8 +53,11 @@ def granted(asked: Trajectory, least: int, level: int) -> Trajectory:
 
 
 def seconds_to_wait(waiting: int, rows: int, seconds: float) -> int:
-    """When there may be room, if a request takes so many seconds on average and `rows` run at a time."""
-    return min(LONGEST_WAIT, max(1, math.ceil(seconds * (waiting + 1) / (rows + waiting + 1))))
+    """When half the queue may be empty, if a request takes so many seconds on average, waiting included.
+
+    By Little's law as many leave in these seconds as are in flight.
+    """
+    return min(LONGEST_WAIT, max(1, math.ceil(seconds * waiting / 2 / (rows + waiting))))
 
 
 @dataclass(frozen=True)

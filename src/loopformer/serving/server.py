@@ -99,7 +99,8 @@ async def serve(
         )
         admission = Admission(ready.rows, settings.queue, ready.memory, settings.degrade)
         service = Service(engine, served, admission, settings.service)
-        gate = GateSettings(keys, LOOPBACK if _is_loopback(settings.host) else None, settings.max_body)
+        hosts = LOOPBACK | {settings.host} if _is_loopback(settings.host) else None
+        gate = GateSettings(keys, hosts, settings.max_body)
         app: ASGIApp = Gate(create_app(service), gate)
         if settings.cors:
             app = CORSMiddleware(app, settings.cors, allow_methods=["GET", "POST"], allow_headers=["*"])
