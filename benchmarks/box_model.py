@@ -44,7 +44,7 @@ SETTINGS = {
     "model.loops": 8,
     "model.width": 448,
     "model.heads": 7,
-    "model.ffn": 2048,
+    "model.ffn": 1920,
     "model.context": 512,
     "objective.chunk": 8192,
     "training.batch": 128,

@@ -91,19 +91,24 @@ def strata(weight: float, match: float = 0.0, start: float = 0.0) -> list[str]:
 
 
 def shared_rows(
-    start: float = 0.2,
-    weight: float = 0.3,
-    one: float = 0.3,
-    shares: Sequence[float] = (0.5, 0.25, 0.125, 0.125),
+    start: float = 0.2, one: float = 0.3, shares: Sequence[float] = (0.5, 0.25, 0.125, 0.125)
 ) -> Settings:
     """The full trajectory alone until `start` of training, then shares of the rows full, 4 to 7, 2 or 3, and 1."""
-    entries = [f"{{budget: full, during: [0, {start}]}}"]
-    drawn = (("full", 1.0), ("[4, 7]", weight), ("[2, 3]", weight), ("1", one))
-    for (budget, counted), share in zip(drawn, shares, strict=True):
-        entries.append(f"{{budget: {budget}, rows: {share}, weight: {counted}, during: [{start}, 1]}}")
-    return following(*entries, training__steps=2000)
+    drawn = (("full", 1.0), ("[4, 7]", 0.3), ("[2, 3]", 0.3), ("1", one))
+    return rows_from(start, [(*entry, share, "equal") for entry, share in zip(drawn, shares, strict=True)])
 
 
+def rows_from(start: float, entries: Sequence[tuple[str, float, float, str]]) -> Settings:
+    """The full trajectory alone until `start` of training, then entries: budget, weight, share of rows, steps."""
+    written = [f"{{budget: full, during: [0, {start}]}}"]
+    for budget, weight, share, steps in entries:
+        sampler = "" if steps == "equal" else f", sampler: {steps}"
+        written.append(f"{{budget: {budget}, rows: {share}, weight: {weight}, during: [{start}, 1]{sampler}}}")
+    return following(*written, training__steps=2000)
+
+
+ELASTIC: Settings = {**OURS, **shared_rows(start=0.1, one=0.5, shares=(0.5, 0.125, 0.125, 0.25))}  # the preset
+HOW = ("equal", "compositions")
 ANY = following("{budget: any}")
 HALF = following("{budget: full, chance: 0.5}", "{budget: short, chance: 0.5}")
 LARGE: Settings = {"model.width": 2048, "model.heads": 32, "model.ffn": 6144}
@@ -193,16 +198,50 @@ SUITES: dict[str, dict[str, Settings]] = {
         "rows-from-0.1": {**OURS, **shared_rows(start=0.1)},
         "rows-from-0.1-one-0.6": {**OURS, **shared_rows(start=0.1, one=0.6)},
         "rows-one-0.6": {**OURS, **shared_rows(one=0.6)},
-        "rows-from-0.1-more-ones": {
-            **OURS,
-            **shared_rows(start=0.1, one=0.5, shares=(0.5, 0.125, 0.125, 0.25)),
-        },
+        "rows-from-0.1-more-ones": ELASTIC,
         "rows-time-10": {**OURS, **shared_rows(), "model.time_scale": 10},
         "rows-muon-0.01": {**OURS, **shared_rows(), "training.matrix_learning_rate": 0.01},
         "rows-not-injected": {**ROTARY, **MUON, **shared_rows()},
     },
-    "final": {  # with seeds; `elastic` has the FLOPs of `paper…` and `early-exit`, and the tokens of `…-twice`
-        "elastic": {**OURS, **shared_rows()},
+    "smooth": {  # schedules of unequal steps, too: at whose expense?
+        "compositions": {
+            **OURS,
+            **rows_from(
+                0.1,
+                [
+                    ("full", 1.0, 0.5, "equal"),
+                    ("[4, 7]", 0.3, 0.125, "compositions"),
+                    ("[2, 3]", 0.3, 0.125, "compositions"),
+                    ("1", 0.5, 0.25, "equal"),
+                ],
+            ),
+        },
+        "half-compositions": {
+            **OURS,
+            **rows_from(
+                0.1,
+                [
+                    ("full", 1.0, 0.5, "equal"),
+                    *((budget, 0.3, 0.0625, steps) for budget in ("[4, 7]", "[2, 3]") for steps in HOW),
+                    ("1", 0.5, 0.25, "equal"),
+                ],
+            ),
+        },
+        "more-compositions": {
+            **OURS,
+            **rows_from(
+                0.1,
+                [
+                    ("full", 1.0, 0.4375, "equal"),
+                    *((budget, 0.3, 0.125, "compositions") for budget in ("[5, 7]", "[3, 4]")),
+                    ("2", 0.3, 0.0625, "compositions"),
+                    ("1", 0.5, 0.25, "equal"),
+                ],
+            ),
+        },
+    },
+    "final": {  # with seeds; `elastic` has the tokens of `…-twice`, and no more FLOPs than `paper…` or `early-exit`
+        "elastic": ELASTIC,
         "elastic-matched": {**OURS, **following(FULL, *strata(0.1, match=0.3, start=0.2))},
         **{f"specialist-{m}": {**OURS, **following(f"{{budget: {m}}}")} for m in (8, 4, 2, 1)},
         **{
@@ -229,10 +268,11 @@ SUITES: dict[str, dict[str, Settings]] = {
         "specialist-1-muon-0.04": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.04},
     },
     "large": {  # 102 M parameters
-        "elastic": {**OURS, **shared_rows(), **LARGE, "training.steps": 1500},
+        "elastic": {**ELASTIC, **LARGE, "training.steps": 1800},
         "paper": {**LARGE, "training.learning_rate": 6e-4, "training.steps": 880},
     },
 }
+ELSEWHERE = {("final", f"specialist-{m}"): ("parts", f"specialist-{m}") for m in (8, 4, 2, 1)}  # seed 0 of the same
 LABELS = {
     "elastic": "elastic",
     "paper-ours": "the paper's objective, our optimizer and start",
@@ -347,12 +387,16 @@ def collect(runs: Path, out: Path) -> None:
         found = {
             run: seeds
             for run in suite
-            if (seeds := [one for one in every if one["suite"] == name and one["name"] == run])
+            if (seeds := [one for one in every if (one["suite"], one["name"]) in _known_as(name, run)])
         }
         if found:
             print(f"\n{name}: perplexity, mean of the seeds (lowest to highest)\n\n{markdown(found)}")
-        if name == "final" and found:
+        if name == "final" and "elastic" in found:
             save(compute_figure(found), out / "elastic.png")
+
+
+def _known_as(suite: str, run: str) -> set[tuple[str, str]]:
+    return {(suite, run), ELSEWHERE.get((suite, run), (suite, run))}
 
 
 def markdown(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:

@@ -1,12 +1,15 @@
 """What every part writes and reads with: nothing half, nothing left over, one sentence about what is wrong."""
 
+import errno
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from loopformer import files
 from loopformer.errors import FileProblem
-from loopformer.files import DamagedFile, locked, read_json, read_yaml, write_atomic
+from loopformer.files import DamagedFile, append, locked, opened_alone, read_json, read_yaml, write_atomic
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
@@ -40,6 +43,28 @@ def test_one_at_a_time(tmp_path: Path) -> None:
             pass
         assert (tmp_path / "out").is_dir()
     assert (tmp_path / "out").is_dir(), "work that ended well keeps its folder"
+
+
+def test_a_file_grows_by_whole_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"one\n")
+    with opened_alone(path) as file:
+        with pytest.raises(FileProblem, match=f"Another process is at work on {path}"), opened_alone(path):
+            pass
+        append(file, path, b"two\n")
+        assert path.read_bytes() == b"one\ntwo\n"
+
+        class Full(io.FileIO):
+            def write(self, content: Any) -> int:
+                if path.stat().st_size > 10:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return super().write(content[:3])
+
+        with Full(path, "r+") as full:
+            append(full, path, b"34")
+            with pytest.raises(FileProblem, match="No space left on device; what was finished is safe"):
+                append(full, path, b"56789")
+        assert path.read_bytes() == b"one\ntwo\n34"
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b"7", b"[" * 100_000])

@@ -2,6 +2,7 @@
 
     write_atomic(path, content)          # a reader sees the old content or the new, also after a crash
     with locked(folder): ...             # make the folder, keep other processes from writing to it
+    with opened_alone(path) as file: ... # the same for one file that grows: append(file, path, line)
     read_json(path); read_yaml(path)     # a mapping, or one sentence about the file
 
 What is wrong with a file is a `FileProblem`; where it can be read and its content is wrong, a `DamagedFile`.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -138,12 +140,7 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise FileProblem(
-                f"Another process is at work in {folder}; wait for it or choose another --out."
-            ) from error
+        _lock(descriptor, f"in {folder}")
         try:
             yield
         except BaseException:
@@ -151,6 +148,36 @@ def locked(folder: Path) -> Iterator[None]:
             raise
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, where: str) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise FileProblem(f"Another process is at work {where}; wait for it or choose another --out.") from error
+
+
+@contextmanager
+def opened_alone(path: Path) -> Iterator[io.FileIO]:
+    """Open a file to append to, made if it is not there, and keep other processes from doing so."""
+    with writing(path):
+        file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
+    with file:
+        _lock(file.fileno(), f"on {path}")
+        yield file
+
+
+def append(file: io.FileIO, path: Path, content: bytes) -> None:
+    """Add to the end of a file all of it or nothing, as far as a full disk or Ctrl-C can be answered."""
+    end = file.seek(0, os.SEEK_END)
+    with writing(path):
+        try:
+            while content:
+                content = content[file.write(content) :]
+        except BaseException:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
 
 
 def sha256_of(path: Path) -> str:

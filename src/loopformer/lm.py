@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from loopformer.data.tokenizer import Tokenizer
+from loopformer.device import choose_device
 from loopformer.errors import LoopformerError, RunFailed, nearest, require
 from loopformer.inference.decode import Backend, PlainBackend, slot_bytes
 from loopformer.inference.draft import Draft, DraftReport
@@ -67,7 +68,7 @@ class StreamOptions(RequestOptions, total=False):
 
 class GenerateOptions(StreamOptions, total=False):
     """What `lm.generate` takes. `draft` drafts tokens along a shorter trajectory and verifies them
-    (inference/draft.py); fused kernels do so greedily and one prompt after the other."""
+    (inference/draft.py); fused kernels do so for one prompt after the other."""
 
     draft: Draft | None
 
@@ -317,6 +318,15 @@ def load(source: str | Path) -> LM:
 def load_official(source: str | Path, heads: int | None = None, loops: int | None = None) -> LM:
     """Load the authors' weights; `heads` and `loops` are needed only where no config stands beside them."""
     return _lm(*find_model(source, heads, loops))
+
+
+def place(lm: LM, device: str, dtype: torch.dtype | None, fast: Fast, certainty: bool = False) -> bool:
+    """Move the model to where a user lets it run, by default in the dtype that suits; whether fused kernels will
+    run it."""
+    where = choose_device(device)
+    fused = fast is not False and obstacle(lm.to(where).model, certainty) is None
+    lm.to(where, dtype or (torch.bfloat16 if fused else torch.float32))
+    return fused
 
 
 @torch.no_grad()

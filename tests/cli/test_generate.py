@@ -1,9 +1,14 @@
 """`loopformer generate`: its options are obeyed, or refused in one clear sentence."""
 
 import json
+import resource
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +125,139 @@ def test_generate_streams_text_and_prints_json(model: str) -> None:
         error = CliRunner().invoke(app, ["generate", *words, *on], input=given).exception
         assert isinstance(error, LoopformerError)
         assert said in str(error)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Enough to be in the middle of."""
+    given = [{"prompt": f"every pass {number}", "max_tokens": 6 + number % 9} for number in range(80)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in given))
+    return tmp_path / "prompts.jsonl"
+
+
+def file_words(model: str, source: Path, out: Path) -> list[str]:
+    return ["generate", "-m", model, "--input", str(source), "--out", str(out), "--device", "cpu", "--rows", "4"]
+
+
+def answer(model: str, source: Path, out: Path, *words: str) -> list[dict[str, Any]]:
+    found = CliRunner().invoke(app, [*file_words(model, source, out), *words])
+    if isinstance(found.exception, LoopformerError):
+        raise found.exception
+    assert found.exit_code == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_what_a_line_does_not_say_the_options_say(model: str, tmp_path: Path) -> None:
+    given: list[dict[str, Any]] = [
+        {"prompt": "every"},
+        {"prompt": "every", "trajectory": "2-1-1", "id": "own"},
+        {"prompt": "every", "budget": 1, "max_tokens": 5, "temperature": 0, "stop": "e"},
+        {"prompt": "every", "seed": 4, "stop": []},
+    ]
+    source, out = tmp_path / "in", tmp_path / "deep" / "out"
+    source.write_text("\n".join(map(json.dumps, given)))
+    shared: dict[str, Any] = {"temperature": 0.8, "seed": 1, "max_tokens": 3, "top_k": 20}
+    options = [word for name, value in shared.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    answers = answer(model, source, out, "--budget", "2", "--stop", " ", *options)
+    for line, found in zip(given, answers, strict=True):
+        depth = {} if {"budget", "trajectory"} & set(line) else {"budget": 2}
+        own = {name: value for name, value in line.items() if name not in ("id", "prompt", "stop")}
+        alone = load(model).generate("every", **{**shared, **depth, **own, "stops": line.get("stop", " ")})
+        assert found["text"] == alone.text
+        assert found["trajectory"] == str(alone.trajectory)
+    assert [found["id"] for found in answers] == [1, "own", 3, 4]
+    with pytest.raises(LoopformerError, match=r"was begun with other options \(seed\)"):
+        answer(model, source, out, "--budget", "2", "--stop", " ", *options, "--seed", "2")
+    assert answer(model, source, out, "--trajectory", "2", "--stop", " ", *options, "--rows", "1") == answers
+
+
+def test_a_bad_line_is_an_exit_code_at_the_end(
+    model: str, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.write_text('{"prompt": "every"}\nnothing\n{"prompt": "pass"}\n')
+    for _ in range(2):  # also where all was done before
+        code, said, error = command(*file_words(model, source, out))
+        assert (code, said.split()) == (1, ["written:", str(out)])
+        assert error == f"loopformer: 1 of 3 lines could not be run; see `error` in {out}.\n"
+    assert ["error" in json.loads(line) for line in out.read_text().splitlines()] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["every"], "--input goes without a prompt; leave out one of them."),
+        (["--draft", "1"], "--input goes without --draft"),
+        (["--compare", "1,2"], "--input goes without --compare"),
+        (["--schedule", "best", "--budget", "2"], "--input goes without --schedule"),
+        (["--json"], "--input goes without --json"),
+        (["--rows", "0"], "An engine needs 1 row or more, got 0."),
+        (["--budget", "9"], "Budget 9 is above the model's 4 loops"),
+        (["--max-tokens", "0"], "max_tokens must be 1 or more"),
+        (["--fast"], "fast needs a CUDA device and Triton"),
+    ],
+)
+def test_what_is_wrong_for_all_lines_is_said_before_the_first(
+    model: str, prompts: Path, tmp_path: Path, words: list[str], said: str
+) -> None:
+    with pytest.raises(LoopformerError, match=said):
+        answer(model, prompts, tmp_path / "out", *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_input_and_out_go_together(model: str, prompts: Path) -> None:
+    for words, said in [
+        (["--input", str(prompts)], "--input, the prompts, and --out, their answers, go together."),
+        (["every", "--out", "x"], "--input, the prompts, and --out, their answers, go together."),
+        (["every", "--rows", "2"], "--rows goes with --input."),
+    ]:
+        error = CliRunner().invoke(app, ["generate", "-m", model, *words]).exception
+        assert isinstance(error, LoopformerError)
+        assert str(error) == said
+
+
+def test_control_c_keeps_what_is_answered_and_the_rest_comes_to_the_same_bytes(
+    model: str, prompts: Path, tmp_path: Path
+) -> None:
+    answer(model, prompts, tmp_path / "whole")
+    out = tmp_path / "out"
+    # Tests that run in the background inherit a SIGINT that is ignored; a user at a terminal does not.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from loopformer.cli import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *file_words(model, prompts, out)], stderr=subprocess.PIPE, text=True
+    )
+    while not (out.exists() and out.stat().st_size) and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate()
+    assert process.returncode == 130, error
+    assert error == "loopformer: stopped; what is answered is kept, the same command goes on after it.\n"
+    assert 0 < out.stat().st_size < (tmp_path / "whole").stat().st_size
+    answer(model, prompts, out)
+    assert out.read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_full_disk_is_one_sentence_and_harms_nothing(model: str, prompts: Path, tmp_path: Path) -> None:
+    """A limit on file size stands in for a full disk: the kernel refuses the write in the same way."""
+    answer(model, prompts, tmp_path / "whole")
+    whole, out = (tmp_path / "whole").read_bytes(), tmp_path / "out"
+    process = subprocess.run(
+        [sys.executable, "-m", "loopformer", *file_words(model, prompts, out)],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 1
+    assert f"loopformer: Cannot write {out}: " in process.stderr  # after the progress, if it took long
+    assert process.stderr.endswith("make room and start again.\n")
+    assert process.stderr.count("loopformer: ") == 1
+    kept = out.read_bytes()
+    assert whole.startswith(kept)
+    assert kept.endswith(b"\n"), "no half line is left"
+    answer(model, prompts, out)
+    assert out.read_bytes() == whole
 
 
 @pytest.mark.cuda

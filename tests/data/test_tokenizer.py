@@ -57,6 +57,7 @@ def test_end_token_comes_only_from_us() -> None:
     assert TRAINED.decode(ids) == f"a{END}b"
     assert TRAINED.decode([TRAINED.eot]) == ""
     assert TRAINED.decode([TRAINED.eot], special=True) == END
+    assert TRAINED.encode_template(f"a{END}") == [*TRAINED.encode("a"), TRAINED.eot], "but what a template wrote"
 
 
 def test_batch_equals_one_by_one() -> None:

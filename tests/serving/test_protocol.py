@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from loopformer import LM, LoopformerError, Trajectory
-from loopformer.serving.chat import ChatTemplate
+from loopformer.inference.chat import ChatTemplate
 from loopformer.serving.protocol import ChatBody, CompletionBody, Served, TextSoFar, TooLong, usage
 
 MESSAGES = [{"role": "user", "content": "its time"}]
@@ -15,7 +15,7 @@ MESSAGES = [{"role": "user", "content": "its time"}]
 @pytest.fixture(scope="module")
 def served(lm: LM) -> Served:
     tokenizer, config = lm.need_tokenizer(), lm.model.config
-    return Served("tiny", tokenizer, ChatTemplate(tokenizer), config, Trajectory.uniform(4), 4, 64, 32)
+    return Served("tiny", ChatTemplate(tokenizer), config, Trajectory.uniform(4), 4, 64, 32)
 
 
 def completion(**fields: Any) -> CompletionBody:

@@ -12,6 +12,7 @@ import typer
 import loopformer
 from loopformer.cli.analyze import analyze
 from loopformer.cli.bench import bench
+from loopformer.cli.chat import chat
 from loopformer.cli.eval import eval_
 from loopformer.cli.export import export
 from loopformer.cli.generate import generate
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.command("prepare")(prepare)
 app.command("train")(train)
 app.command("generate")(generate)
+app.command("chat")(chat)
 app.command("eval")(eval_)
 app.command("search")(search)
 app.command("analyze")(analyze)

@@ -1,29 +1,49 @@
-"""`loopformer generate`: continue a prompt at a budget of the user's choice."""
+"""`loopformer generate`: continue a prompt, or a file of prompts, at a budget of the user's choice."""
 
 import json
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loopformer.cli.options import Device, Model
-from loopformer.cli.output import number, print_table, stoppable
+from loopformer.cli.options import (
+    BudgetOption,
+    CertaintyOption,
+    DecodeDtype,
+    Device,
+    FastOption,
+    MinP,
+    Model,
+    NewTokens,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    TrajectoryOption,
+)
+from loopformer.cli.output import number, output_file, print_files, print_table, progress, stoppable
 from loopformer.config.model import BOX
 
 if TYPE_CHECKING:
-    import torch
-
     from loopformer.inference.request import Event, Request
     from loopformer.lm import LM, Fast
 
 
-@stoppable("nothing is kept but the text so far, the same command starts again")
+def _kept(*_: Any, source: Path | None = None, **__: Any) -> str:
+    if source is None:
+        return "nothing is kept but the text so far, the same command starts again"
+    return "what is answered is kept, the same command goes on after it"
+
+
+@stoppable(_kept)
 def generate(
     model: Model = BOX,
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; standard input without it.")] = None,
-    budget: Annotated[int | None, typer.Option(help="Loops per token, 1 to L; L by default.")] = None,
-    trajectory: Annotated[str | None, typer.Option(help="A schedule: 4-2-1-1, 1/2,1/4,1/4, cosine:4.")] = None,
+    budget: BudgetOption = None,
+    trajectory: TrajectoryOption = None,
     schedule: Annotated[
         str, typer.Option(help="Steps of a budget: uniform, or best, as `loopformer search` found them.")
     ] = "uniform",
@@ -41,53 +61,69 @@ def generate(
     draft_length: Annotated[
         int | None, typer.Option(help="Tokens per draft; by default as many as pay, from what is accepted.")
     ] = None,
-    certainty: Annotated[
-        float | None,
-        typer.Option(help="A token whose next one is likelier than this takes no further pass: 0.9."),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.")] = None,
-    top_p: Annotated[float, typer.Option(help="Only the most likely that make up this probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Only those this fraction as likely as the most likely.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes repetition less likely.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    certainty: CertaintyOption = None,
+    max_tokens: NewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be given several times.")
     ] = None,
-    fast: Annotated[
-        bool | None,
-        typer.Option(
-            "--fast/--no-fast", help="Fused kernels as CUDA graphs, compiled at first use; by default on a GPU."
-        ),
-    ] = None,
+    fast: FastOption = None,
     int8: Annotated[
         bool, typer.Option("--int8", help="On a GPU: int8 copies of the weights; the text may differ.")
     ] = False,
     device: Device = "auto",
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16 or float16; by default bfloat16 for fused kernels, else float32."),
-    ] = None,
+    dtype: DecodeDtype = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON at the end instead of text as it comes.")
     ] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option("--input", "-i", help="A file of prompts instead, one JSON object per line; with --out."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Where their answers go; what is there is continued.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(help="Prompts of --input that run at once; 16 by default.")] = None,
 ) -> None:
     """Continue a prompt, streaming; the budget is a number, a schedule or a target.
 
     Examples: loopformer generate "Once upon a time" --budget 4
 
     loopformer generate "Once upon a time" --model runs/mine --compare 1,2,4
+
+    loopformer generate --input prompts.jsonl --out answers.jsonl --budget 2
+
+    A line of --input has a prompt, and what else it has goes before the options: budget or trajectory, max_tokens,
+    temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, certainty; an id is passed on.
     """
     from loopformer.config import whole_numbers
     from loopformer.device import dtype_of
     from loopformer.errors import require
     from loopformer.evaluation.schedules import scheduled
     from loopformer.evaluation.store import weights_hash
-    from loopformer.lm import load
+    from loopformer.lm import load, place
 
-    text = _standard_input() if prompt is None else prompt
-    require(text != "", "The prompt is empty; give one, or pipe text into standard input.")
+    one_prompt = {
+        "a prompt": prompt is not None,
+        "--compare": compare is not None,
+        "--draft": draft is not None,
+        "--max-flops": max_flops is not None,
+        "--max-ms-per-token": max_ms_per_token is not None,
+        "--schedule": schedule != "uniform",
+        "--int8": int8,
+        "--json": as_json,
+    }
+    for name, given in one_prompt.items():
+        require(source is None or not given, f"--input goes without {name}; leave out one of them.")
+    require((source is None) == (out is None), "--input, the prompts, and --out, their answers, go together.")
+    require(rows is None or source is not None, "--rows goes with --input.")
+    text = prompt if prompt is not None else _standard_input() if source is None else ""
+    require(text != "" or source is not None, "The prompt is empty; give one, or pipe text into standard input.")
     depths = (budget, trajectory, max_ms_per_token, max_flops, compare)
     require(
         sum(depth is not None for depth in depths) <= 1,
@@ -114,9 +150,9 @@ def generate(
     budgets = None if compare is None else whole_numbers(compare, "--compare")
     lm = load(model)
     # What was found for these weights knows them as they are on disk, before they are cast.
-    weights = None if schedule == "uniform" else weights_hash(lm.model)
+    weights = None if schedule == "uniform" and source is None else weights_hash(lm.model)
     way: Fast = "auto" if fast is None and not plain else bool(fast)
-    fused = _place(lm, device, wanted, way, certainty is not None)
+    fused = place(lm, device, wanted, way, certainty is not None)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -128,6 +164,11 @@ def generate(
         "stops": tuple(stop or ()),
         "certainty": certainty,
     }
+    if source is not None and out is not None:
+        defaults = {"budget": budget, "trajectory": trajectory, **options}
+        with output_file(out):
+            _answer_file(lm, source, out, 16 if rows is None else rows, defaults, way is True or fused, weights)
+        return
     if budgets is not None:
         _compare(lm, text, budgets, options, as_json)
         return
@@ -152,17 +193,35 @@ def _standard_input() -> str:
 # All that this verb uses of the decode paths is below.
 
 
-def _place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: "Fast", certainty: bool) -> bool:
-    """Move the model to where it will run; whether fused kernels will run it."""
-    import torch
+def _answer_file(
+    lm: "LM", source: Path, out: Path, rows: int, defaults: dict[str, Any], fast: bool, weights: str | None
+) -> None:
+    """Answer a file of prompts; the defaults are what `lm.requests` is given where a line says nothing."""
+    from loopformer.errors import RunFailed
+    from loopformer.inference.batch_file import answer_file
+    from loopformer.inference.request import Request
+    from loopformer.inference.sampling import Sampling
 
-    from loopformer.device import choose_device
-    from loopformer.inference.fused.backend import obstacle
+    def request_of(fields: dict[str, Any]) -> Request:
+        own = {"stops" if name == "stop" else name: value for name, value in fields.items()}
+        if "budget" in own or "trajectory" in own:
+            own = {"budget": None, "trajectory": None, **own}
+        return lm.requests([own.pop("prompt")], **{**defaults, **own})[0]
 
-    place = choose_device(device)
-    fused = fast is not False and obstacle(lm.to(place).model, certainty) is None
-    lm.to(place, dtype or (torch.bfloat16 if fused else torch.float32))
-    return fused
+    settings = dict(defaults)
+    (follows,) = lm.trajectories(1, settings.pop("budget"), settings.pop("trajectory"))
+    engine = lm.engine(rows, queue=rows, fast=fast)
+    sampling = Sampling(**{name: settings[name] for name in Sampling.__dataclass_fields__})
+    others = {name: settings[name] for name in ("max_tokens", "stops", "certainty")}
+    engine.backend.check(Request((0,), follows, sampling, **others))  # what is wrong with all lines is said at once
+    weight = lm.model.tokens.weight
+    settings |= {"weights": weights, "tokenizer": lm.need_tokenizer().hash, "trajectory": str(follows)}
+    settings |= {"device": weight.device.type, "dtype": str(weight.dtype).removeprefix("torch."), "fast": fast}
+    with progress("prompts") as report:
+        done = answer_file(source, out, engine, request_of, settings, lambda *count: report(source.name, *count))
+    print_files([out])
+    if done.errors:
+        raise RunFailed(f"{done.errors} of {done.lines} lines could not be run; see `error` in {out}.")
 
 
 def _budget_for(lm: "LM", text: str, max_flops: float | None, max_ms_per_token: float | None) -> int:

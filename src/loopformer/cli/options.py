@@ -25,6 +25,29 @@ Trajectories = Annotated[
     list[str] | None, Option("--trajectory", help="A schedule, such as 4-2-1-1; may be given several times.")
 ]
 
+# How it makes text.
+BudgetOption = Annotated[int | None, Option("--budget", help="Loops per token, 1 to L; L by default.")]
+TrajectoryOption = Annotated[str | None, Option("--trajectory", help="A schedule: 4-2-1-1, 1/2,1/4,1/4, cosine:4.")]
+CertaintyOption = Annotated[
+    float | None,
+    Option("--certainty", help="A token whose next one is likelier than this takes no further pass: 0.9."),
+]
+NewTokens = Annotated[int, Option("--max-tokens", help="New tokens at most.")]
+Temperature = Annotated[float, Option(help="0 is greedy.")]
+TopK = Annotated[int | None, Option(help="Only the k most likely tokens.")]
+TopP = Annotated[float, Option(help="Only the most likely that make up this probability.")]
+MinP = Annotated[float, Option(help="Only those this fraction as likely as the most likely.")]
+RepetitionPenalty = Annotated[float, Option(help="Above 1 makes repetition less likely.")]
+Seed = Annotated[int | None, Option(help="The same seed gives the same text.")]
+FastOption = Annotated[
+    bool | None,
+    Option("--fast/--no-fast", help="Fused kernels as CUDA graphs, compiled at first use; by default on a GPU."),
+]
+DecodeDtype = Annotated[
+    str | None,
+    Option("--dtype", help="float32, bfloat16 or float16; by default bfloat16 for fused kernels, else float32."),
+]
+
 # What it is measured on: text.
 TEXT = (
     "Files, folders or globs of .txt .md .jsonl .parquet (also .gz .xz .zst), hf:DATASET[:config][:split], a "

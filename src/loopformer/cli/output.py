@@ -156,8 +156,11 @@ def write_json(path: Path, content: Any) -> None:
     write_atomic(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
-def stoppable(kept: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Decorate a verb: Ctrl-C anywhere in it is one sentence, what is kept and how to go on, and exit code 130."""
+def stoppable(kept: str | Callable[..., str]) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Decorate a verb: Ctrl-C anywhere in it is one sentence, what is kept and how to go on, and exit code 130.
+
+    What is `kept` may follow from the verb's options.
+    """
 
     def decorate(verb: Callable[P, None]) -> Callable[P, None]:
         @wraps(verb)
@@ -180,7 +183,8 @@ def stoppable(kept: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
                 if not pressed and not isinstance(error, KeyboardInterrupt):
                     raise
                 after_the_key = "\n" if sys.stderr.isatty() else ""  # a terminal has shown ^C
-                typer.echo(f"{after_the_key}loopformer: stopped; {kept}.", err=True)
+                said = kept if isinstance(kept, str) else kept(*args, **options)
+                typer.echo(f"{after_the_key}loopformer: stopped; {said}.", err=True)
                 raise typer.Exit(130) from None
             finally:
                 if ours:

@@ -28,7 +28,7 @@ from loopformer.errors import LoopformerError
 
 LOSS = 1  # flag of a token that is learned
 LAST = 2  # flag of the last token of an example; a chat has more end tokens than its last
-_ROLES = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
+ROLES = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
 
 
 class Segment(NamedTuple):
@@ -47,10 +47,10 @@ def parse_example(record: dict[str, Any], where: str) -> Example:
     context = ""
     for role, content in _messages(record, where):
         if role == "assistant":
-            segments += [Segment(context + _ROLES[role], False), Segment(" " + content, True)]
+            segments += [Segment(context + ROLES[role], False), Segment(" " + content, True)]
             context = ""
         else:
-            context += f"{_ROLES[role]} {content}\n\n"
+            context += f"{ROLES[role]} {content}\n\n"
     if not segments:
         raise LoopformerError(f"{where} has no assistant turn to learn; add one or remove the record.")
     return tuple(segments)
@@ -105,8 +105,8 @@ def _messages(record: dict[str, Any], where: str) -> list[tuple[str, str]]:
         raise LoopformerError(f'{where} must have messages such as [{{"role": "user", "content": "…"}}].')
     pairs = [(message.get("role"), message.get("content")) for message in messages]
     for role, content in pairs:
-        if role not in _ROLES or not isinstance(content, str):
+        if role not in ROLES or not isinstance(content, str):
             raise LoopformerError(
-                f"{where} has a turn of role {role!r}; each needs a role of {', '.join(_ROLES)} and text."
+                f"{where} has a turn of role {role!r}; each needs a role of {', '.join(ROLES)} and text."
             )
     return [(role, clean(content)) for role, content in pairs]

@@ -5,11 +5,13 @@
     Tokenizer.train(texts, vocab_size=4096)     # byte-level BPE, the same for the same text
     tokenizer.encode("Hello world"); tokenizer.decode([15496, 995])
 
-Text never encodes to a special token: a document that contains the characters `<|endoftext|>` stays text.
+Text never encodes to a special token: a document that contains the characters `<|endoftext|>` stays text. Only what
+a chat template wrote is read otherwise (`encode_template`).
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -69,23 +71,32 @@ class Tokenizer:
             raise LoopformerError(f"A text has words that the tokenizer does not know ({error}).") from error
         return [encoding.ids for encoding in encoded]
 
-    def encode_with_special(self, text: str) -> list[int]:
-        """The ids of a text whose special tokens count as such, as those of a chat template do."""
-        return self._with_special.encode(text, add_special_tokens=False).ids
+    def encode_template(self, text: str) -> list[int]:
+        """The ids of what a chat template wrote, in which special tokens are meant as such."""
+        return self._reads_special.encode(text, add_special_tokens=False).ids
 
     @cached_property
-    def _with_special(self) -> tokenizers.Tokenizer:
+    def _reads_special(self) -> tokenizers.Tokenizer:
         import tokenizers
 
-        library = tokenizers.Tokenizer.from_str(self._text)
-        library.no_truncation()
-        library.no_padding()
-        return library
+        reads_special = tokenizers.Tokenizer.from_str(self._text)
+        reads_special.no_truncation()
+        reads_special.no_padding()
+        return reads_special
 
     @cached_property
     def special_tokens(self) -> list[str]:
         """The texts that stand for special tokens."""
         return [added["content"] for added in json.loads(self._text).get("added_tokens", ()) if added["special"]]
+
+    def ending_with(self, token: str) -> Tokenizer:
+        """The same with another token as the one that ends a text."""
+        number = self._tokenizer.token_to_id(token)
+        if number is None:
+            raise LoopformerError(f"The tokenizer has no token {token!r} that could end a text.")
+        other = copy.copy(self)
+        other.eot = number
+        return other
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of the ids; the end token shows only with `special`."""

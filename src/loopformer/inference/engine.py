@@ -97,6 +97,11 @@ class Engine:
         return len(self._state.running)
 
     @property
+    def room(self) -> int:
+        """How many more requests may wait before the queue is full."""
+        return self._most_waiting - self.waiting
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is left to do: nobody waits or runs, and every event was taken."""
         state = self._state

@@ -34,7 +34,7 @@ from loopformer.files import DamagedFile, read_json, sha256_of
 from loopformer.model import LoopedLM
 
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"  # of a model
-TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside it, where others wrote it
+TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside it, as Transformers names them
 FOLDER, CHECKSUMS, STATE, SETTINGS = "checkpoints", "checksums.json", "state.json", "run.yaml"  # of a run
 HELD_OUT = "held-out.jsonl"  # text beside it that it was not trained on
 _STEP = re.compile(r"step-\d+")

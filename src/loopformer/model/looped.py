@@ -73,7 +73,7 @@ class Certainty:
         """One threshold in (0, 1] for all rows, or one for each; None: in that row nothing settles."""
         given: tuple[object, ...] = thresholds
         for one in given:
-            if not (one is None or (isinstance(one, Real) and 0 < float(one) <= 1)):
+            if not (one is None or (isinstance(one, Real) and 0 < one <= 1)):  # type: ignore[operator]
                 raise LoopformerError(f"certainty must lie in (0, 1], got {one!r}.")
         self.thresholds = thresholds
 

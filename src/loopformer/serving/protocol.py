@@ -25,11 +25,11 @@ from pydantic_core import PydanticCustomError
 from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, nearest, require
+from loopformer.inference.chat import ChatTemplate, Message
 from loopformer.inference.request import Reason, Request
 from loopformer.inference.sampling import Sampling
 from loopformer.model.cost import Cost
 from loopformer.serving.admission import Admitted
-from loopformer.serving.chat import ChatTemplate, Message
 from loopformer.serving.lens import Alternatives, Ranked
 from loopformer.trajectory import Trajectory, resolve
 
@@ -233,7 +233,8 @@ class ChatBody(GenerationBody):
         )
         prompt = served.chat.encode([message.plain() for message in self.messages])
         most = self.max_completion_tokens or self.max_tokens or served.most_output(len(prompt))
-        return self._job(served, [prompt], most, (self.top_logprobs or 0) if self.logprobs else None)
+        job = self._job(served, [prompt], most, (self.top_logprobs or 0) if self.logprobs else None)
+        return replace(job, stops=(*job.stops, *served.chat.stops))
 
 
 class TokenizeBody(Body):
@@ -291,7 +292,6 @@ class Served:
     """The model behind the server, as far as requests need to know it."""
 
     name: str
-    tokenizer: Tokenizer
     chat: ChatTemplate
     config: ModelConfig
     default: Trajectory
@@ -299,6 +299,10 @@ class Served:
     max_prompt: int
     max_output: int
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.chat.tokenizer
 
     @property
     def cost(self) -> Cost:

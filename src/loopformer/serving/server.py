@@ -26,11 +26,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed, require
+from loopformer.inference.chat import ChatTemplate
 from loopformer.loading import find_config
-from loopformer.loading.folder import find_chat_template, run_of
+from loopformer.loading.folder import located, run_of
 from loopformer.serving.admission import Admission
 from loopformer.serving.app import Service, ServiceSettings, create_app
-from loopformer.serving.chat import ChatTemplate
 from loopformer.serving.gate import LOOPBACK, Gate, GateSettings, read_keys
 from loopformer.serving.logs import log_as_json
 from loopformer.serving.protocol import Served
@@ -81,15 +81,15 @@ async def serve(
     )  # what is wrong with the path is said before anything starts
     if folder is None:
         raise LoopformerError("This model came without a tokenizer; put its tokenizer.json beside its weights.")
-    tokenizer = Tokenizer.load(folder)
-    chat = ChatTemplate(tokenizer, find_chat_template(folder, run_of(settings.worker.model)))
+    model = settings.worker.model
+    chat = ChatTemplate.find(Tokenizer.load(folder), located(model), run_of(model))
+    chat.encode([{"role": "user", "content": "?"}])  # a template that fails is said now
     engine = EngineProcess(settings.worker)
     try:
         ready = await engine.start()
         most = config.context
         served = Served(
             _name(settings.worker.model),
-            tokenizer,
             chat,
             ready.config,
             ready.default,

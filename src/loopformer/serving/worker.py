@@ -31,10 +31,13 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Literal, NamedTuple
 
 from loopformer.config import ModelConfig
+from loopformer.device import dtype_of
 from loopformer.errors import LoopformerError, RunFailed
+from loopformer.inference.chat import ChatTemplate
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Reason, Request
-from loopformer.lm import LM, Fast, load
+from loopformer.lm import LM, Fast, load, place
+from loopformer.loading.folder import located, run_of
 from loopformer.serving.lens import lens, ranked
 from loopformer.serving.logs import log_as_json
 from loopformer.trajectory import Trajectory
@@ -188,17 +191,11 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
 
 
 def _load(settings: WorkerSettings) -> LM:
-    import torch
-
-    from loopformer.device import choose_device, dtype_of
-    from loopformer.inference.fused.backend import obstacle
-
-    lm = load(settings.model)
-    lm.need_tokenizer()
-    place = choose_device(settings.device)
-    fused = settings.fast is not False and obstacle(lm.to(place).model) is None
-    usual = torch.bfloat16 if fused else torch.float32
-    return lm.to(place, usual if settings.dtype is None else dtype_of(settings.dtype))
+    lm, model = load(settings.model), settings.model
+    chat = ChatTemplate.find(lm.need_tokenizer(), located(model), run_of(model))
+    lm.tokenizer = chat.tokenizer  # whose end token ends an answer
+    place(lm, settings.device, None if settings.dtype is None else dtype_of(settings.dtype), settings.fast)
+    return lm
 
 
 def _leave_with_parent() -> None:

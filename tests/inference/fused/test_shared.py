@@ -252,11 +252,12 @@ def test_a_row_alone_runs_whole_tokens_and_goes_on_among_others(model: LoopedLM)
         if engine.idle and len(tickets) == 3:
             break
     same([results[ticket] for ticket in tickets], expected)
+    for ticket, one in zip(tickets, expected, strict=True):
+        assert results[ticket].logprobs == pytest.approx(one.logprobs, abs=3e-4)
     assert 5 < alone < step
 
 
 def test_other_weights_need_other_graphs(model: LoopedLM) -> None:
-    """Also while requests run, which then go on with the new ones."""
     changed = copy.deepcopy(model)
     engine = Engine(changed, Letters(), backend=backend_of(changed))
     requests = [Request((1, 2, 3), Trajectory.uniform(2), max_tokens=6)]
@@ -266,3 +267,29 @@ def test_other_weights_need_other_graphs(model: LoopedLM) -> None:
             parameter.mul_(-1.5)
     expected = finished(Engine(changed, Letters(), backend=PlainBackend(changed, 3)), requests)
     same(finished(engine, requests), expected)
+
+
+def test_rows_that_run_go_on_with_other_weights_and_keep_their_places(model: LoopedLM) -> None:
+    """Every slot but one is taken when the weights change, and more come than fit."""
+    changed = copy.deepcopy(model)
+    requests = [Request((number, 2, 3), Trajectory.uniform(2), max_tokens=9) for number in range(1, 6)]
+    engine = Engine(changed, Letters(), backend=backend_of(changed))
+    tickets = [engine.submit(request) for request in requests[:2]]
+    for _ in range(3):
+        engine.step()
+    begun = {row.ticket: row.ids for row in engine._state.running}
+    assert len(begun) == 2
+    with torch.no_grad():
+        for parameter in changed.stack.parameters():
+            parameter.mul_(-1.5)
+    tickets += [engine.submit(request) for request in requests[2:]]
+    results = {event.ticket: event.result for event in engine.run() if event.result is not None}
+    assert sorted(results) == tickets
+    for ticket, ids in begun.items():
+        text = (*requests[ticket].prompt, *results[ticket].ids[: len(results[ticket].ids) - 1])
+        follows = Request(text, Trajectory.uniform(2), max_tokens=1)
+        (last,) = finished(Engine(changed, Letters(), backend=PlainBackend(changed, 3)), [follows])
+        assert results[ticket].ids[: len(ids)] == ids
+        assert results[ticket].ids[-1:] == last.ids
+    expected = finished(Engine(changed, Letters(), backend=PlainBackend(changed, 3)), requests[2:])
+    same([results[ticket] for ticket in tickets[2:]], expected)

@@ -1,6 +1,7 @@
 """Fused speculation gives the full model's tokens: on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1)."""
 
 import os
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.config import Conditioning
 from loopformer.inference.draft import Draft
+from loopformer.inference.sampling import Draw, Sampling, sample
 
 from ..models import spread
 
@@ -89,6 +91,29 @@ def test_tokens_are_the_full_models(
         assert any(len(verdict.tokens) <= verdict.drafted for verdict in verdicts)
 
 
+@pytest.mark.parametrize("length", [3, None])
+def test_sampled_tokens_are_those_that_the_full_model_draws(length: int | None) -> None:
+    from loopformer.inference.fused.speculate import Speculator
+
+    model = model_of("rotary", "trajectory")
+    sampling = Sampling(temperature=0.9, top_p=0.9)
+    speculator = Speculator(model, model.resolve(2), Draft(Trajectory.uniform(1), length), None, small())
+    with torch.no_grad():
+        speculator.prefill(PROMPT)
+        verdicts = list(speculator.follow(7, 1000, partial(Draw, sampling, 11)))
+        tokens = [token for verdict in verdicts for token in verdict.tokens]
+        logits = model(torch.tensor([[*PROMPT, 7, *tokens[:-1]]], device=DEVICE), 2).logits
+    assert len(tokens) == CONTEXT - len(PROMPT)
+    assert logits is not None
+    after = logits[0, len(PROMPT) :, :30]
+    draws = [Draw(sampling, 11, len(PROMPT) + 1 + number) for number in range(len(tokens))]
+    expected = sample(after, draws)
+    assert tokens == [one.token for one in expected]
+    logprobs = [one for verdict in verdicts for one in verdict.logprobs]
+    assert logprobs == pytest.approx([one.logprob for one in expected], abs=1e-4)
+    assert any(len(verdict.tokens) > 1 for verdict in verdicts)
+
+
 def test_int8_tokens_are_those_of_the_int8_decoder() -> None:
     from loopformer.inference.fused.decoder import Decoder
     from loopformer.inference.fused.quantise import quantised
@@ -111,11 +136,11 @@ def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
         followed(model, Draft(Trajectory.uniform(1), 4), int8=True)
     with pytest.raises(LoopformerError, match="leave its passes out"):
         followed(model, Draft(Trajectory.uniform(2), 4, passes=1))
-    short, sampled = Trajectory.uniform(1), lm.requests(["told"], temperature=1.0)
-    assert draft_obstacle(Draft(short), sampled, int8=False) == "drafts only greedily"
+    short, penalised = Trajectory.uniform(1), lm.requests(["told"], repetition_penalty=1.5)
+    assert draft_obstacle(Draft(short), penalised, int8=False) == "drafts without a repetition penalty"
     assert draft_obstacle(Draft(short, 4, passes=1), [], int8=False) == "drafts along whole trajectories"
     assert draft_obstacle(Draft(short, 4), [], int8=True) == "drafts at most 3 tokens"
-    assert draft_obstacle(Draft(short, 15), lm.requests(["told"]), int8=False) is None
+    assert draft_obstacle(Draft(short, 15), lm.requests(["told"], temperature=1.0), int8=False) is None
     speculator = Speculator(model, model.resolve(2), Draft(Trajectory.uniform(1)))
     with pytest.raises(LoopformerError, match="no prompt to follow yet"):
         next(speculator.follow(3, 4))
@@ -144,6 +169,7 @@ def test_fast_texts_with_a_draft_are_the_plain_ones(lm: LM) -> None:
     try:
         prompts = ["every pass", "its", "time and step and time"]
         several: list[dict[str, Any]] = [{}, {"max_tokens": 1}, {"max_tokens": 90}, {"stops": "e"}]
+        several += [{"temperature": 0.9, "seed": 5}, {"temperature": 1.0, "top_p": 0.8, "seed": 6}]
         for options in several:
             asked: dict[str, Any] = {"max_tokens": 20, "trajectory": ["2-1-1", "4", "4"], **options}
             plain = quick.generate(prompts, fast=False, **asked)

@@ -29,7 +29,7 @@ from loopformer.inference.decode import PIECE, slot_bytes
 from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.fused.quantise import MOST_INT8_ROWS, Fingerprint, Weights, fingerprint, quantised
 from loopformer.inference.request import Request, RowState
-from loopformer.inference.sampling import Choice, sample
+from loopformer.inference.sampling import Choice, Draw, sample
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -62,8 +62,10 @@ def longest_draft(int8: bool) -> int:
 
 def draft_obstacle(draft: Draft, requests: Sequence[Request], int8: bool) -> str | None:
     """What the kernels lack to draft so for these requests, as in "it …"."""
-    if any(not request.sampling.most_likely for request in requests):
-        return "drafts only greedily"
+    if any(request.certainty is not None for request in requests):
+        return NO_CERTAINTY
+    if any(request.sampling.repetition_penalty != 1 for request in requests):
+        return "drafts without a repetition penalty"
     if draft.passes is not None:
         return "drafts along whole trajectories"
     if (draft.length or 1) > longest_draft(int8):
@@ -137,7 +139,7 @@ class _Rounds:
 
 
 class DraftBackend:
-    """Greedy drafts, one row at a time (speculate.py); see the module's docstring."""
+    """Drafts, one row at a time (speculate.py); see the module's docstring."""
 
     piece = PIECE
 
@@ -159,10 +161,7 @@ class DraftBackend:
 
     def check(self, request: Request) -> None:
         """Refuse what this backend cannot run."""
-        why = draft_obstacle(self._draft, [request], self._pool.int8)
-        if request.certainty is not None:
-            why = NO_CERTAINTY
-        if why is not None:
+        if (why := draft_obstacle(self._draft, [request], self._pool.int8)) is not None:
             raise LoopformerError(f"fast {why}; leave it out.")
 
     def close(self) -> None:
@@ -209,6 +208,8 @@ class DraftBackend:
         (choice,) = sample(self.model.head(hidden)[None, : self.model.config.vocab], [row.draw()])
         self.draft_report.verifications += 1  # this pass, which gave a token
         last, wanted = (row.ids[-1], len(row.ids)) if row.ids else (choice.token, 1)
-        verdicts = speculator.follow(last, row.request.max_tokens - wanted)
+        sampling = row.request.sampling
+        draw = None if sampling.most_likely else partial(Draw, sampling, row.seed)
+        verdicts = speculator.follow(last, row.request.max_tokens - wanted, draw)
         self._rounds = _Rounds(row.ticket, row.length + (not row.ids), verdicts)
         return choice

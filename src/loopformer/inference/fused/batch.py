@@ -7,6 +7,7 @@ batch.run([3, 5, 9])                                # one pass of each slot, whi
 logits = batch.logits([1])                          # of those whose last pass it was: the second, slot 5
 batch.begin([5], tokens)                            # their next tokens
 logits = batch.token(3, budget=8)                   # or a whole token of a slot that runs alone
+token, logprob = batch.follow(3, budget=8)          # and the most likely one after it, which comes next
 
 The weights of all passes are the same, so a pass over rows at different loops reads them once: a mixture of budgets
 costs what its passes cost, and rows come and go between passes. What differs from row to row lies on the device and
@@ -136,12 +137,11 @@ class SharedBatch:
         if condition.injection is not None:
             self._injection[slot, :budget] = condition.injection
         used = -(-length // PAGE)
-        for loop, blocks in enumerate(keys.pairs):
-            both = torch.stack([torch.stack(pair) for pair in blocks])[:, :, :, :length]  # [K, 2, H, T, W]
-            both = torch.nn.functional.pad(both, (0, 0, 0, used * PAGE - length))
-            cut = both.view(*both.shape[:3], used, PAGE, -1)
-            paged = cut.permute(3, 0, 1, 2, 4, 5)  # [pages, K, 2, H, PAGE, W]
-            self._pool[taken[loop, :used].long()] = paged.to(self._pool.dtype)
+        # All loops at once: many small launches would hold up those that run.
+        every = torch.stack([one[:, :length] for blocks in keys.pairs for pair in blocks for one in pair])
+        every = torch.nn.functional.pad(every, (0, 0, 0, used * PAGE - length))  # [M · K · 2, H, tokens, W]
+        cut = every.view(budget, self._blocks, 2, every.shape[1], used, PAGE, -1)
+        self._pool[taken[:, :used].long()] = cut.permute(0, 4, 1, 2, 3, 5, 6).to(self._pool.dtype)
 
     def _modulation(self, condition: Condition, budget: int) -> Tensor:
         """[M, K, 4, D]; norms with weights of their own are scales less 1 of branches that are not gated."""
@@ -189,6 +189,17 @@ class SharedBatch:
 
     def token(self, slot: int, budget: int) -> Tensor:
         """All passes of the next token of a slot, if no other runs: logits [1, V]."""
+        row = self._left_alone(slot, budget)
+        row.replay("advance")
+        return row.logits[:, : self.model.config.vocab]
+
+    def follow(self, slot: int, budget: int) -> tuple[Tensor, Tensor]:
+        """The same; then the most likely token [1] comes next, which has this log-probability [1]."""
+        row = self._left_alone(slot, budget)
+        row.replay("follow")
+        return row.ids, row.logprobs
+
+    def _left_alone(self, slot: int, budget: int) -> LoneRow:
         if self._alone is None or self._alone[0] != slot:
             self._rejoin()
             if budget not in self._lone_rows:
@@ -198,9 +209,7 @@ class SharedBatch:
                 self._ids[slot], self._lengths[slot], self._pages[slot], self._table[slot], self._injection[slot]
             )
             self._alone = slot, row
-        row = self._alone[1]
-        row.replay(greedy=False)
-        return row.logits[:, : self.model.config.vocab]
+        return self._alone[1]
 
     def _rejoin(self) -> None:
         """A slot that ran alone goes on among others."""
@@ -210,7 +219,7 @@ class SharedBatch:
             self._alone = None
 
     def _put(self, name: str, numbers: Sequence[int], fill: int) -> int:
-        """Write numbers to the device, unless they are there, filled up to a power of two; that."""
+        """Write numbers to the device, unless they are there, and fill them up to a power of two: to how many."""
         count: int = triton.next_power_of_2(len(numbers))
         if self._written.get(name) != tuple(numbers):
             self._written.pop(name, None)  # not known while it is being written

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -32,6 +32,7 @@ from loopformer.model.block import EPSILON, rotary_angles
 from loopformer.model.cache import Cache
 from loopformer.trajectory import Trajectory
 
+Then = Literal["stay", "advance", "follow"]
 FEW_ROWS = 2  # up to here our own matmuls are faster than the library's
 
 
@@ -107,6 +108,7 @@ class Launches(ABC):
         self._arrived = torch.zeros(rows * heads, dtype=torch.int32, device=like.device)
         programs = triton.cdiv(config.vocab_rows, self._tuning.rows["head"]) if self._few else 1
         self.best, self.where = floats(rows, programs), integers(rows, programs)
+        self.mass, self.logprobs = torch.ones_like(self.best), floats(rows)  # of few rows
         positions = torch.arange(config.context, device=like.device)[None]
         self._cos, self._sin = (
             angle[0, 0].contiguous() for angle in rotary_angles(positions, config.head_width, torch.float32)
@@ -115,34 +117,39 @@ class Launches(ABC):
             told = model.condition(self.trajectory)
         self._table = None if told.modulation is None else told.modulation.to(like.dtype).contiguous()
         self._injection = None if told.injection is None else told.injection.to(like.dtype).contiguous()
-        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Then, torch.cuda.CUDAGraph] = {}
 
     @abstractmethod
     def _attention(self, step: int) -> None:
         """Launch the attention of a block in a pass, counted through."""
 
-    def replay(self, greedy: bool) -> None:
+    def replay(self, then: Then) -> None:
+        """One token each, through a graph; then stay, or advance its place, or greedily go on to the next."""
         if self.ids.device.type != "cuda":  # Triton's interpreter
-            self._token(greedy)
+            self._token(then)
             return
-        if greedy not in self._graphs:
-            self._graphs[greedy] = record(lambda: self._token(greedy), [self.ids, self.lengths])
-        self._graphs[greedy].replay()
+        if then not in self._graphs:
+            self._graphs[then] = record(lambda: self._token(then), [self.ids, self.lengths])
+        self._graphs[then].replay()
 
-    def _token(self, greedy: bool) -> None:
+    def _token(self, then: Then) -> None:
         """Launch every kernel of one token."""
         self.run()
+        if then == "stay":
+            return
         programs = self.best.shape[1]
         kernels.advance_kernel[(self.rows,)](
             self.best,
             self.where,
+            self.mass,
+            self.logprobs,
             self.ids,
             self.lengths,
             self.chosen,
             self.rows,
             programs,
             BLOCK_N=triton.next_power_of_2(programs),
-            GREEDY=greedy,
+            GREEDY=then == "follow",
             **self.launch,
         )
 
@@ -253,6 +260,7 @@ class Launches(ABC):
             y,
             self.best,
             self.where,
+            self.mass,
             outputs,
             counted,
             K=inner,
@@ -338,7 +346,7 @@ class Decoder(Launches):
         """One more token each [B]: logits [B, V], which the next step writes over."""
         self.cache.need_room(1)
         self.ids.copy_(tokens)
-        self.replay(greedy=False)
+        self.replay("advance")
         self.cache.advance([1] * self.rows)
         return self.logits[:, : self.model.config.vocab]
 
@@ -348,7 +356,7 @@ class Decoder(Launches):
         self.cache.need_room(count)
         start = self.lengths.clone()
         for _ in range(count):
-            self.replay(greedy=True)
+            self.replay("follow")
         self.cache.advance([count] * self.rows)
         return self.chosen.gather(0, start + torch.arange(count, device=start.device)[:, None])
 

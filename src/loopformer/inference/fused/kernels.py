@@ -78,8 +78,9 @@ def norm_linear_kernel(
     scales,  # [N], of weights in bytes
     scale,  # [K]: the modulation's, or the norm's weight
     y,  # [B, N]
-    best,  # [B, programs] largest outputs, and
-    where,  # where they are
+    best,  # [B, programs] largest outputs,
+    where,  # where they are, and
+    mass,  # exp of all outputs less the largest, summed
     N,
     counted,  # outputs from here on are padding
     K: tl.constexpr,
@@ -117,7 +118,10 @@ def norm_linear_kernel(
             out = _gelu(out)
         if BEST:
             out = tl.where(rows < counted, out, float("-inf"))
-            tl.store(best + b * tl.num_programs(0) + program, tl.max(out))
+            top = tl.max(out)
+            tl.store(best + b * tl.num_programs(0) + program, top)
+            part = tl.sum(tl.where(rows < counted, tl.exp(out - top), 0.0))
+            tl.store(mass + b * tl.num_programs(0) + program, part)
             tl.store(where + b * tl.num_programs(0) + program, program * ROWS + tl.argmax(out, axis=0))
         tl.store(y + b * N + rows, out, mask=rows < N)
 
@@ -346,6 +350,8 @@ def gelu_kernel(x, count, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
 def advance_kernel(
     best,  # [B, programs]
     where,
+    mass,
+    logprobs,  # [B], of the tokens that follow
     ids,  # [B]
     lengths,
     chosen,  # [capacity + 1, B]
@@ -365,6 +371,10 @@ def advance_kernel(
         token = _most_likely(values, where, row * programs, programs)
         tl.store(ids + row, token)
         tl.store(chosen + length * rows + row, token)
+        top = tl.max(values)
+        parts = tl.load(mass + row * programs + n, mask=n < programs, other=0)
+        # A part that is all padding has no largest output; its sum is 0.
+        tl.store(logprobs + row, -tl.log(tl.sum(tl.where(parts == 0, 0.0, parts * tl.exp(values - top)))))
     tl.store(lengths + row, length + 1)
 
 

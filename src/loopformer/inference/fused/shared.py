@@ -34,6 +34,7 @@ from loopformer.inference.sampling import Choice, Draw, choose
 from loopformer.model.cache import RowKeys
 
 AHEAD = 2  # groups of passes that are under way at a time
+NOTHING = -1  # new tokens of a row that the device has nothing of
 
 
 class DeviceRow(NamedTuple):
@@ -143,9 +144,12 @@ class SharedBackend(PromptBackend):
     @torch.no_grad()
     def prefill(self, rows: Sequence[RowState]) -> list[Choice | None]:
         batch = self._batch.renewed()
-        if batch is not self._batch:  # rows that run are run again with the new weights
+        if batch is not self._batch:
             self.forget()
-            self._batch, self._device = batch, None
+            self._batch, device = batch, self._device
+            if device is not None:  # rows that run keep their places, and are run again with the new weights
+                lost = {ticket: row._replace(tokens=NOTHING) for ticket, row in device.rows.items()}
+                self._device = replace(device, rows=lost, pending=(), given={})
         return super().prefill(rows)
 
     @torch.no_grad()
@@ -194,15 +198,19 @@ class SharedBackend(PromptBackend):
         passes = min(row.budget - row.loop for row in before)
         slots = [row.slot for row in before]
         ended = [number for number, row in enumerate(before) if row.loop + passes == row.budget]
-        if len(rows) == 1 and passes == before[0].budget:
-            logits = self._batch.token(slots[0], passes)
+        alone = len(rows) == 1 and passes == before[0].budget
+        if alone and rows[0].request.sampling.most_likely:
+            tokens, logprobs = self._batch.follow(slots[0], passes)
         else:
-            for _ in range(passes):
-                self._batch.run(slots)
-            logits = self._batch.logits(ended)
-        draws = [self._draw(device, rows[number], before[number].tokens) for number in ended]
-        tokens, logprobs = choose(logits, draws)
-        self._batch.begin([slots[number] for number in ended], tokens)
+            if alone:
+                logits = self._batch.token(slots[0], passes)
+            else:
+                for _ in range(passes):
+                    self._batch.run(slots)
+                logits = self._batch.logits(ended)
+            draws = [self._draw(device, rows[number], before[number].tokens) for number in ended]
+            tokens, logprobs = choose(logits, draws)
+            self._batch.begin([slots[number] for number in ended], tokens)
         after = {
             row.ticket: one._replace(loop=0, tokens=one.tokens + 1)
             if one.loop + passes == one.budget
@@ -248,7 +256,7 @@ class SharedBackend(PromptBackend):
 def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
     """Both on the host, once the event has come; nobody waits here."""
     if tokens.device.type != "cuda":
-        return tokens, logprobs, None
+        return tokens.clone(), logprobs.clone(), None
     there = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in (tokens, logprobs)]
     for host, device in zip(there, (tokens, logprobs), strict=True):
         host.copy_(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Greedy self-speculation on the GPU: a whole round, drafted and verified, is one replayed CUDA graph.
+"""Self-speculation on the GPU: a whole round, greedily drafted and verified, is one replayed CUDA graph.
 
 speculator = Speculator(model, Trajectory.uniform(8), Draft(Trajectory.uniform(2), length=4))
 first = int(model.head(speculator.prefill(prompt)).argmax())
@@ -6,14 +6,15 @@ for verdict in speculator.follow(first, count=64): ...       # verdict.tokens: w
 
 One sequence at a time. A round drafts `length` tokens with decoders along the short trajectory and verifies them as
 that many more rows of a decoder along the full one (decoder.py); the device itself finds out what is kept and where
-the next round begins, and the host reads that once a round. Tokens are those of `Decoder.greedy` along the full
-trajectory, up to rounding: matmuls of several rows round otherwise than those of one, so where the two most likely
-tokens are equal but for that, either may be chosen.
+the next round begins, and the host reads that once a round. Sampled rounds draw their tokens between the graphs of
+their decoders, draft and verification with the same noise (sampling.py). Tokens are those of `Decoder.greedy` along
+the full trajectory, or drawn like them, up to rounding: matmuls of several rows round otherwise than those of one,
+so where the two most likely tokens are equal but for that, either may be chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,11 @@ from loopformer.inference.fused import kernels
 from loopformer.inference.fused.backend import MOST_TOGETHER, longest_draft
 from loopformer.inference.fused.decoder import Decoder, Tuning, record
 from loopformer.inference.fused.quantise import Weights, plain
+from loopformer.inference.sampling import Draw, choose
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
+
+DrawAt = Callable[[int], Draw]
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,9 @@ class Speculator:
         return hidden[0, -1]
 
     @torch.no_grad()
-    def follow(self, token: int, count: int) -> Iterator[Verdict]:
-        """Follow the most likely tokens after the prompt and `token`: `count` of them or a few more, or fewer where
-        the context ends."""
+    def follow(self, token: int, count: int, draw: DrawAt | None = None) -> Iterator[Verdict]:
+        """Tokens after the prompt and `token`, `count` of them or a few more, or fewer where the context ends: the
+        most likely ones, or what `draw` says for the number of tokens before each."""
         require(len(self._prompt) > 0, "There is no prompt to follow yet; give one to prefill first.")
         length, said = len(self._prompt), 0  # tokens in the cache: all but the last
         self._pair.ids.copy_(torch.tensor([self._prompt[-1], token]))
@@ -92,7 +96,7 @@ class Speculator:
         rate = HOPED_RATE
         going = said < count and length < self._full.capacity
         if going:
-            drafted = self._start(length, rate)
+            drafted = self._start(length, rate, draw)
         while going:
             kept, *tokens = self._verdict.tolist()
             verdict = Verdict(tokens[: kept + 1], self._logprobs[: kept + 1].tolist(), drafted)
@@ -100,16 +104,19 @@ class Speculator:
             length, said = length + kept + 1, said + kept + 1
             going = said < count and length < self._full.capacity
             if going:  # the device goes on while the text of this round is made
-                drafted = self._start(length, rate)
+                drafted = self._start(length, rate, draw)
             yield verdict
 
-    def _start(self, length: int, rate: float) -> int:
+    def _start(self, length: int, rate: float, draw: DrawAt | None) -> int:
         """Begin a round after so many tokens; how many it drafts."""
         drafted = self.draft.length or best_length(self.model.cost, self.draft, self.trajectory.budget, rate)
         drafted = min(drafted, self.longest)
         room = self._full.capacity - 1 - length
         if drafted > room:  # the last few tokens of a context are not worth compiling for
             drafted = max((rows - 1 for rows in self._verifiers if rows - 1 <= room), default=0)
+        if draw is not None:
+            self._round(drafted, [draw(length + 1 + number) for number in range(drafted + 1)])
+            return drafted
         if self._ids.device.type != "cuda":  # Triton's interpreter
             self._round(drafted)
             return drafted
@@ -120,12 +127,12 @@ class Speculator:
         self._graphs[drafted].replay()
         return drafted
 
-    def _round(self, drafted: int) -> None:
-        """Launch every kernel of a round."""
+    def _round(self, drafted: int, draws: Sequence[Draw] = ()) -> None:
+        """Launch every kernel of a round; `draws` are of the drafted tokens and the one after them."""
         for number in range(drafted):
-            self._draft_one(self._next if number else self._pair)
+            self._draft_one(self._next if number else self._pair, draws[number : number + 1])
         verifier = self._verifier(drafted + 1)
-        verifier.run()
+        self._run(verifier, draws)
         programs = verifier.best.shape[1]
         kernels.accept_kernel[(1,)](
             verifier.best,
@@ -145,9 +152,21 @@ class Speculator:
         total = verifier.logits[:, : self.model.config.vocab].logsumexp(-1)
         torch.sub(self._tops[: drafted + 1], total, out=self._logprobs[: drafted + 1])
 
-    def _draft_one(self, decoder: Decoder) -> None:
+    def _run(self, decoder: Decoder, draws: Sequence[Draw]) -> None:
+        """Run a decoder; then, of its last rows, drawn tokens take the place of the most likely ones."""
+        if not draws:
+            decoder.run()
+            return
+        decoder.replay("stay")
+        logits, last = decoder.logits[:, : self.model.config.vocab], slice(-len(draws), None)
+        tokens, _ = choose(logits[last], draws)
+        decoder.best[last] = -torch.inf
+        decoder.best[last, 0] = logits[last].gather(1, tokens[:, None])[:, 0]
+        decoder.where[last, 0] = tokens
+
+    def _draft_one(self, decoder: Decoder, draws: Sequence[Draw]) -> None:
         """Run a decoder and draft what its last row says."""
-        decoder.run()
+        self._run(decoder, draws)
         programs = decoder.best.shape[1]
         kernels.draft_kernel[(1,)](
             decoder.best,

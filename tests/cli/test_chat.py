@@ -1,0 +1,188 @@
+"""`loopformer chat`: turns, commands, a full context, Ctrl-C and Ctrl-D, through a pipe and in a terminal."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from loopformer.cli import app
+from loopformer.data.supervised import encode_prompt
+from loopformer.errors import LoopformerError
+from loopformer.inference.request import Request
+from loopformer.lm import load
+
+from .models import save_small
+
+# Tests that run in the background inherit a SIGINT that is ignored; a user at a terminal does not.
+START = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+START += "from loopformer.cli import main; main()"
+TOOK = re.compile(r"\[(\d+) tokens, [\d.]+ ms each, prompt included; ([\d.]+) passes each; the limit of new tokens")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_small(tmp_path_factory.mktemp("model") / "m", context=96, std=0.4)
+
+
+def talk(model: str, said: str | bytes, *words: str) -> Result:
+    options = ["--device", "cpu", "--max-tokens", "6", *words]
+    done = CliRunner().invoke(app, ["chat", "--model", model, *options], input=said)
+    if isinstance(done.exception, LoopformerError):
+        raise done.exception
+    assert done.exit_code == 0
+    return done
+
+
+def answers(model: str, *questions: str, budget: int = 4) -> str:
+    """What a chat answers, turn by turn, without an engine that goes on."""
+    lm, messages, texts = load(model), [], []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        ids = tuple(encode_prompt(lm.need_tokenizer(), messages))
+        (follows,) = lm.trajectories(1, budget)
+        text = "".join(event.piece for event in lm.events([Request(ids, follows, max_tokens=6)]))
+        messages.append({"role": "assistant", "content": text.strip()})
+        texts.append(text.lstrip() + "\n")
+    return "".join(texts)
+
+
+def test_each_line_is_a_turn_and_what_was_said_is_in_the_prompt(model: str) -> None:
+    done = talk(model, "every pass\n\n its time \n")
+    assert done.stdout == answers(model, "every pass", "its time")
+    assert [found.groups() for found in TOOK.finditer(done.stderr)] == [("6", "4"), ("6", "4")]
+    assert done.stdout != answers(model, "every pass") + answers(model, "its time"), "the history counts"
+
+
+def test_commands_change_the_next_answer(model: str) -> None:
+    done = talk(model, "/budget 2\nevery\n/reset\n/trajectory 1\nevery\n/temperature 0.7\n/quit\nnever said\n")
+    assert done.stdout == answers(model, "every", budget=2) + answers(model, "every", budget=1)
+    assert [found.group(2) for found in TOOK.finditer(done.stderr)] == ["2", "1"]
+    assert "[trajectory 1, temperature 0.7]" in done.stderr
+    assert "/trajectory 4-2-1-1" in talk(model, "/help").stderr
+    sampled = [talk(model, said, "--seed", "3").stdout for said in ("/temperature 2\nevery", "every")]
+    assert sampled[0] != sampled[1]
+    assert sampled[0] == talk(model, "every", "--seed", "3", "--temperature", "2").stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/budgt 2", "There is no /budgt; did you mean budget? A space before it makes it text."),
+        ("/budget", "Write it as /budget 2."),
+        ("/budget two", "'two' is no number of loops; write it as /budget 2."),
+        ("/budget 9", "Budget 9 is above the model's 4 loops; choose 1 to 4."),
+        ("/trajectory 4-x", "4-x"),
+        ("/temperature warm", "'warm' is no number; write it as /temperature 0.7."),
+        ("/temperature -1", "temperature must be 0 (greedy) or more"),
+        ("/reset all", "Write it as /reset."),
+        ("a " * 99, "but the context is 96; shorten it."),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_the_chat_goes_on(model: str, line: str, said: str) -> None:
+    done = talk(model, f"{line}\nevery\n")
+    first = done.stderr.splitlines()[0]
+    assert first.startswith("loopformer: ")
+    assert said in first
+    assert done.stdout == answers(model, "every"), "and what was wrong left no trace"
+
+
+def test_mistakes_of_the_command_and_the_encoding(model: str) -> None:
+    with pytest.raises(LoopformerError, match="Budget 9 is above"):
+        talk(model, "", "--budget", "9")
+    with pytest.raises(LoopformerError, match="max_tokens must be 1 or more"):
+        talk(model, "", "--max-tokens", "0")
+    with pytest.raises(LoopformerError, match="Standard input is not UTF-8"):
+        talk(model, b"caf\xe9\n")
+
+
+def test_where_the_context_is_full_the_oldest_turns_go_and_it_is_said_once(model: str) -> None:
+    done = talk(model, "every pass is told its time\n" * 6, "--system", "its step")
+    assert done.stderr.count("the context is full: from here on the oldest turns are left out") == 1
+    assert len(TOOK.findall(done.stderr)) == 6
+    again = talk(model, "every pass is told its time\n" * 6 + "/reset\n" + "every pass is told its time\n" * 6)
+    assert again.stderr.count("the context is full") == 2, "a new chat has a context of its own"
+
+
+def test_the_template_of_the_model_is_used(model: str, tmp_path: Path) -> None:
+    folder = Path(save_small(tmp_path / "m", context=96, std=0.4))
+    (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    with_template = talk(str(folder), "every pass").stdout
+    assert with_template == load(model).generate("every pass", max_tokens=6).text.lstrip() + "\n"
+    assert with_template != talk(model, "every pass").stdout
+
+
+def test_control_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
+    slow = save_small(tmp_path / "slow", context=1 << 14, std=0.4, positions="rotary")
+    words = ["chat", "--model", slow, "--device", "cpu", "--max-tokens", "16000"]  # minutes
+    with subprocess.Popen(
+        [sys.executable, "-c", START, *words],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        for _ in range(2):
+            while process.stdout.read(1 << 16):
+                pass  # what is left of the answer before
+            process.stdin.write(b"every pass\n")
+            while not process.stdout.read(1):  # the answer comes as it is made
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            stopped = process.stderr.readline().decode()
+            assert re.fullmatch(r"\[\d+ tokens, [\d.]+ ms each, prompt included; stopped\]\n", stopped)
+        process.stdin.close()
+        assert process.wait() == 0
+        assert process.stderr.read() == b""
+
+
+def test_in_a_terminal_control_c_drops_the_line_and_control_d_ends(model: str) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", START, "chat", "-m", model, "--device", "cpu", "--max-tokens", "6"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # its controlling terminal, for Ctrl-C
+        env={**os.environ, "TERM": "dumb"},
+    )
+    os.close(theirs)
+    shown = ""
+
+    def wait_for(text: str, press: bytes = b"") -> None:
+        """Until it is shown; a key is pressed until then, as one that comes just before `input` waits is lost."""
+        nonlocal shown
+        while text not in shown:
+            os.write(ours, press)
+            while select.select([ours], [], [], 1.0)[0]:
+                shown += os.read(ours, 1024).decode(errors="replace")
+                if text in shown:
+                    break
+            assert process.poll() is None, shown
+        shown = shown.partition(text)[2]
+
+    wait_for("/help says what can be changed")
+    wait_for("> ")
+    os.write(ours, b"half a line")
+    wait_for("half a line")
+    wait_for("Ctrl-D or /quit ends the chat", press=b"\x03")
+    wait_for("> ")
+    os.write(ours, b"every\n")
+    wait_for("6 tokens")
+    wait_for("> ")
+    os.write(ours, b"\x04")
+    assert process.wait() == 0
+    os.close(ours)
