@@ -6,6 +6,8 @@ import pytest
 
 import loopformer
 from loopformer import LM
+from loopformer.serving.server import ServerSettings
+from loopformer.serving.worker import WorkerSettings
 
 from .servers import RunningServer, running_server, save_served
 
@@ -22,5 +24,5 @@ def lm(folder: str) -> LM:
 
 @pytest.fixture(scope="session")
 def server(folder: str) -> Iterator[RunningServer]:
-    with running_server(folder, rows=8, queue=64) as running:
+    with running_server(ServerSettings(WorkerSettings(folder, rows=8, device="cpu"))) as running:
         yield running

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import httpx
 from cli.models import save_small
 
 from loopformer.serving.server import ServerSettings, bound, serve
-from loopformer.serving.worker import WorkerSettings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the engine's process, beside other tests
 LONG: dict[str, Any] = {"prompt": "every pass is told", "max_tokens": 4000, "temperature": 0}  # some seconds
@@ -44,11 +43,11 @@ class RunningServer:
             return client.get(path)
 
     @contextmanager
-    def busy(self) -> Iterator[Iterator[str]]:
-        """A long text runs, of which one line was read."""
+    def busy(self, n: int = 1) -> Iterator[Iterator[str]]:
+        """Long texts run, of which one line was read."""
         with (
             self.client() as client,
-            client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer,
+            client.stream("POST", "/v1/completions", json={**LONG, "n": n, "stream": True}) as answer,
         ):
             lines = answer.iter_lines()
             next(lines)
@@ -71,9 +70,8 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(model: str, rows: int = 8, key: str | None = None, **options: Any) -> Iterator[RunningServer]:
+def running_server(settings: ServerSettings, key: str | None = None) -> Iterator[RunningServer]:
     listener = bound("127.0.0.1", 0)
-    settings = replace(ServerSettings(WorkerSettings(model, rows=rows, device="cpu")), **options)
     said: list[str] = []
     failures: list[BaseException] = []
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []

@@ -33,6 +33,9 @@ def serve(
     max_output: Annotated[int | None, typer.Option(min=1, help="New tokens at most; the context.")] = None,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request at most; more get 413.")] = 1 << 20,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")] = 600.0,
+    step_seconds: Annotated[
+        float, typer.Option(help="Seconds without a word of the engine, after which it is started again.")
+    ] = 120.0,
     drain_seconds: Annotated[
         float, typer.Option(help="Seconds to finish what runs after SIGTERM or Ctrl-C.")
     ] = 30.0,
@@ -63,7 +66,7 @@ def serve(
             f"Serving needs {error.name}, which is not installed; pip install 'loopformer[serve]'"
         ) from error
 
-    worker = WorkerSettings(model, rows, memory, device, dtype, "auto" if fast is None else fast)
+    worker = WorkerSettings(model, rows, memory, device, dtype, "auto" if fast is None else fast, step_seconds)
     settings = ServerSettings(
         worker,
         host,

@@ -241,7 +241,7 @@ def status_of(error: BaseException) -> int:
     statuses: list[tuple[type[BaseException], int]] = [
         (Overloaded, 429),
         (Draining, 503),
-        (EngineLost, 500),
+        (EngineLost, 503),
         (TimedOut, 504),
         (UnknownModel, 404),
         (RunFailed, 500),
@@ -260,17 +260,17 @@ def error_content(error: BaseException) -> dict[str, Any]:
     kinds = {429: "rate_limit_error", 503: "server_error", 504: "timeout_error", 500: "server_error"}
     codes: dict[int, str] = {429: "server_busy", 503: "shutting_down", 504: "timeout", 404: "model_not_found"}
     code = "context_length_exceeded" if isinstance(error, TooLong) else codes.get(status)
-    if isinstance(error, EngineLost):
-        code = "engine_lost"
+    if isinstance(error, EngineLost) and error.state != "stopped":
+        code = f"engine_{error.state}"
     return error_answer(message, kinds.get(status, "invalid_request_error"), code=code)
 
 
 def _error_response(service: Service, error: BaseException) -> Response:
     status = status_of(error)
     headers = {}
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded | EngineLost):
         headers["retry-after"] = str(error.retry_after)
-    elif isinstance(error, Draining | EngineLost):
+    elif isinstance(error, Draining):
         headers["retry-after"] = "5"
     service.metrics.refused(status)
     return JSONResponse(error_content(error), status, headers)

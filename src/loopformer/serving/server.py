@@ -62,6 +62,7 @@ class ServerSettings:
 def run_server(settings: ServerSettings, say: Callable[[str], object]) -> None:
     """Serve until told to stop."""
     require(settings.drain_seconds >= 0, "--drain-seconds is 0 or more.")
+    require(settings.worker.step_seconds > 0, "--step-seconds is a number of seconds above 0.")
     require(settings.service.timeout > 0, "--timeout is a number of seconds above 0.")
     log_as_json()
     with bound(settings.host, settings.port) as listener:

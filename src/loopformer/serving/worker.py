@@ -7,8 +7,9 @@
     call.cancel()                                       # a client that goes away frees its slots
 
 The process takes what is in the pipe, gives free slots to whoever waits (lower priority numbers first), steps the
-engine, and sends everything that came of the step as one message. It ends with its parent. When it dies, whatever
-it ran fails with `EngineLost`, and another one is started; `engine.state` says where it stands.
+engine, and sends everything that came of the step as one message; with nothing to do it still says now and then that
+it lives. It ends with its parent. When it dies, or says nothing for longer than a step may take, whatever it ran
+fails with `EngineLost`, and another one is started; `engine.state` says where it stands.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import heapq
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import queue
@@ -47,11 +49,17 @@ MOST_FAILURES = 5  # of steps in a row, after which the process gives up and ano
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before another process is started
 
 
-class EngineLost(RunFailed):
-    """The engine's process died, or is not there yet."""
+EngineState = Literal["starting", "ready", "lost", "hung", "stopped"]
 
-    def __init__(self) -> None:
-        super().__init__("The engine was lost and is being started again; try again in a few seconds.")
+
+class EngineLost(RunFailed):
+    """There is no engine: its process died, or hung and was ended, or the server stops."""
+
+    def __init__(self, state: EngineState, retry_after: int) -> None:
+        why = {"hung": "The engine did not go on", "stopped": "The server is shutting down; ask another one."}
+        again = " and is started again; try again in a few seconds."
+        super().__init__(why[state] if state == "stopped" else why.get(state, "The engine was lost") + again)
+        self.state, self.retry_after = state, retry_after
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,12 @@ class WorkerSettings:
     device: str = "auto"
     dtype: str | None = None
     fast: Fast = "auto"
+    step_seconds: float = 120.0  # without a word of the process, after which it counts as hung
+
+    @property
+    def beat_seconds(self) -> float:
+        """How often the process says that it lives while it has nothing to do."""
+        return self.step_seconds / 4
 
 
 class EngineReady(NamedTuple):
@@ -187,7 +201,7 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
         )
     )
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        _Worker(lm, engine, connection).run()
+        _Worker(lm, engine, connection, settings.beat_seconds).run()
 
 
 def _load(settings: WorkerSettings) -> LM:
@@ -208,20 +222,19 @@ def _leave_with_parent() -> None:
 class _Worker:
     """The loop of the process: take, step, send."""
 
-    def __init__(self, lm: LM, engine: Engine, connection: Connection) -> None:
-        self._lm, self._engine, self._pipe = lm, engine, connection
+    def __init__(self, lm: LM, engine: Engine, connection: Connection, beat_seconds: float) -> None:
+        self._lm, self._engine, self._pipe, self._beat_seconds = lm, engine, connection, beat_seconds
         self._queue: list[tuple[int, Submit]] = []  # a heap: by priority, then as they came
         self._looks: list[Inspect] = []
         self._numbers: dict[int, int] = {}  # of those that the engine has, by ticket
         self._news: list[News] = []
-        self._sent = EngineLoad()
 
     def run(self) -> None:
         failures = 0
         while True:
             if not (self._queue or self._looks) and self._engine.idle:
-                self._send()
-                self._pipe.poll(None)
+                while not self._pipe.poll(self._beat_seconds):
+                    self._send()
             while self._pipe.poll():
                 for message in self._pipe.recv():
                     self._take(message)
@@ -306,14 +319,11 @@ class _Worker:
             counts.prompt_tokens,
             counts.shared_tokens,
         )
-        if self._news or load != self._sent:
-            self._pipe.send(NewsBatch(self._news, load))
-            self._news, self._sent = [], load
+        self._pipe.send(NewsBatch(self._news, load))
+        self._news = []
 
 
 # The server's end.
-
-EngineState = Literal["starting", "ready", "lost", "stopped"]
 
 
 class Call:
@@ -365,13 +375,14 @@ class Call:
             self._places = {}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Link:
     """One process and the pipe to it."""
 
     process: BaseProcess
     connection: Connection
     outbox: queue.SimpleQueue[Any]
+    heard: bool = True  # whether anything came since it was last looked at
 
     def write(self) -> None:
         """Send what is in the outbox, all of it at once; a thread does this, since a full pipe waits."""
@@ -388,7 +399,7 @@ class _Link:
     def end(self) -> None:
         self.outbox.put(None)
         self.process.kill()
-        self.process.join()
+        self.process.join(LONGEST_PAUSE)  # a driver may hold on to it for a while
         self.connection.close()
 
 
@@ -404,11 +415,12 @@ class EngineProcess:
         self._link: _Link | None = None
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count()
+        self._load_seconds = 1.0
         self._restarting: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineReady:
         """Load the model in a process of its own; what is wrong with it is said here."""
-        self._loop = asyncio.get_running_loop()
+        self._loop, began = asyncio.get_running_loop(), time.monotonic()
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=run_worker, args=(self.settings, theirs), daemon=True)
@@ -424,6 +436,8 @@ class EngineProcess:
             link.end()
             raise RunFailed(said)
         self._link, self.ready, self.state = link, said, "ready"
+        self._load_seconds = time.monotonic() - began
+        self._watch(link)
         threading.Thread(target=link.write, daemon=True).start()
         threading.Thread(target=self._read, args=(link,), daemon=True).start()
         return said
@@ -439,7 +453,7 @@ class EngineProcess:
             await asyncio.to_thread(link.end)
 
     def submit(self, requests: Sequence[Request], priority: int = 0) -> Call:
-        """Run requests of one client; EngineLost where there is no process."""
+        """Run requests of one client; `EngineLost` where there is no process."""
         numbers = [next(self._numbers) for _ in requests]
         return self._begin(numbers, [Submit(n, r, priority) for n, r in zip(numbers, requests, strict=True)])
 
@@ -450,7 +464,7 @@ class EngineProcess:
 
     def _begin(self, numbers: Sequence[int], messages: Sequence[Submit | Inspect]) -> Call:
         if self._link is None:
-            raise EngineLost
+            raise self._gone()
         call = Call(numbers, self._cancel)
         self._calls.update(dict.fromkeys(numbers, call))
         for message in messages:
@@ -468,35 +482,48 @@ class EngineProcess:
             try:
                 while True:
                     batch = link.connection.recv()
-                    self._loop.call_soon_threadsafe(self._arrived, batch)
+                    self._loop.call_soon_threadsafe(self._arrived, link, batch)
             except (EOFError, OSError):
-                self._loop.call_soon_threadsafe(self._lost, link)
+                self._loop.call_soon_threadsafe(self._lost, link, "lost")
 
-    def _arrived(self, batch: NewsBatch) -> None:
+    def _arrived(self, link: _Link, batch: NewsBatch) -> None:
+        if self._link is not link:
+            return  # the last words of one that was given up
+        link.heard = True
         for news in batch.news:
             call = self._calls.get(news.number)
             if call is not None and call.put(news):
                 del self._calls[news.number]
         self.on_load(batch.load)
 
-    def _lost(self, link: _Link) -> None:
+    def _watch(self, link: _Link) -> None:
+        """Give a process up that has said nothing since this was last called."""
         if self._link is not link:
-            return  # it was stopped
-        self._link, self.state = None, "lost"
+            return
+        if not link.heard:
+            self._lost(link, "hung")
+            return
+        link.heard = False
+        self._loop.call_later(self.settings.step_seconds, self._watch, link)
+
+    def _lost(self, link: _Link, state: Literal["lost", "hung"]) -> None:
+        if self._link is not link:
+            return  # it was stopped, or is known to hang
+        self._link, self.state = None, state
         self.losses += 1
-        link.end()
-        logger.error("The engine's process died (exit code %s).", link.process.exitcode)
         self._fail_all()
         self.on_load(EngineLoad())
-        self._restarting = asyncio.create_task(self._restart())
+        self._restarting = asyncio.create_task(self._restart(link))
 
-    async def _restart(self) -> None:
+    async def _restart(self, link: _Link) -> None:
+        await asyncio.to_thread(link.end)
+        logger.error("The engine's process is %s (exit code %s).", self.state, link.process.exitcode)
         pause = FIRST_PAUSE
         while True:
             await asyncio.sleep(pause)
             try:
-                await self.start()
-                logger.info("The engine runs again.")
+                ready = await self.start()
+                logger.info("The engine runs again (engine process %d).", ready.process)
                 return
             except Exception as error:
                 logger.error("The engine could not be started again: %s", error)
@@ -504,8 +531,12 @@ class EngineProcess:
 
     def _fail_all(self) -> None:
         for call in set(self._calls.values()):
-            call.fail(EngineLost())
+            call.fail(self._gone())
         self._calls = {}
+
+    def _gone(self) -> EngineLost:
+        """What a client is told while there is no engine, and when there may be one again."""
+        return EngineLost(self.state, math.ceil(min(LONGEST_PAUSE, FIRST_PAUSE + self._load_seconds)))
 
 
 def _first_word(connection: Connection) -> EngineReady | str:
