@@ -6,7 +6,6 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -224,25 +223,24 @@ def test_a_wrong_field_is_an_error_of_openais_form(client: openai.OpenAI) -> Non
     ids=lambda value: repr(value)[:40],
 )
 def test_hostile_bodies_are_refused(server: RunningServer, body: bytes, status: int) -> None:
-    with server.client() as client:
-        answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-        assert answer.status_code == status, answer.text
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-        assert len(answer.text) < 600
-        assert client.get("/health").status_code == 200
+    answer = server.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == status, answer.text
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert len(answer.text) < 600
+    assert server.get("/health").status_code == 200
 
 
 def test_other_hosts_methods_and_kinds_of_content_are_refused(server: RunningServer) -> None:
-    with server.client() as client:
-        assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
-        assert client.get("/v1/completions").status_code == 405
-        assert client.get("/../../etc/passwd").status_code == 404
-        plain = {"content-type": "text/plain"}
-        answer = client.post("/v1/completions", content=b'{"prompt": "x"}', headers=plain)
-        assert answer.status_code == 400
-        assert "application/json" in answer.json()["error"]["message"]
-        answer = client.post("/v1/completions", json={"prompt": "x"}, headers={"origin": "http://evil.example"})
-        assert "access-control-allow-origin" not in answer.headers
+    client = server.client
+    assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+    assert client.get("/v1/completions").status_code == 405
+    assert client.get("/../../etc/passwd").status_code == 404
+    plain = {"content-type": "text/plain"}
+    answer = client.post("/v1/completions", content=b'{"prompt": "x"}', headers=plain)
+    assert answer.status_code == 400
+    assert "application/json" in answer.json()["error"]["message"]
+    answer = client.post("/v1/completions", json={"prompt": "x"}, headers={"origin": "http://evil.example"})
+    assert "access-control-allow-origin" not in answer.headers
 
 
 def test_broken_connections_leave_it_answering(server: RunningServer) -> None:
@@ -253,4 +251,4 @@ def test_broken_connections_leave_it_answering(server: RunningServer) -> None:
         connection.sendall(start)
         connection.shutdown(socket.SHUT_WR)
         connection.close()
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert server.get("/health").status_code == 200

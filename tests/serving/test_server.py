@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import openai
@@ -26,8 +26,34 @@ from loopformer.serving.worker import WorkerSettings
 
 from .servers import LONG, RunningServer, running_server
 
-STEP_SECONDS = 1.5  # after which an engine that says nothing counts as hung
+STEP_SECONDS = 1.0  # after which an engine that says nothing counts as hung
 SHORT: dict[str, Any] = {"prompt": "its time", "max_tokens": 4, "temperature": 0}
+
+
+class UserServer:
+    """`loopformer serve` as a user starts it."""
+
+    def __init__(self, folder: str) -> None:
+        command = [sys.executable, "-m", "loopformer", "serve", folder, "--port", "0", "--device", "cpu"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def greeting(self) -> tuple[str, int, str]:
+        """Its address, its engine's process, and the line to try it with."""
+        assert self.process.stdout is not None
+        first, curl = self.process.stdout.readline(), self.process.stdout.readline()
+        return re.findall(r"http://[\d.:]+", first)[0], int(re.findall(r"engine process (\d+)", first)[0]), curl
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Launched(NamedTuple):
+    """What starts while the other tests run."""
+
+    to_stop: UserServer
+    to_kill: UserServer
+    refused: Future[str]
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +62,29 @@ def small(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("sesame\n")
     worker = WorkerSettings(folder, rows=1, device="cpu", step_seconds=STEP_SECONDS)
-    service = ServiceSettings(timeout=3 * STEP_SECONDS)
+    service = ServiceSettings(timeout=2.5 * STEP_SECONDS)
     settings = ServerSettings(worker, queue=4, api_keys=keys, degrade=True, service=service)
     with running_server(settings, key="sesame") as running:
         yield running
 
 
+@pytest.fixture(scope="module", autouse=True)
+def launched(folder: str, small: RunningServer) -> Iterator[Launched]:
+    with ThreadPoolExecutor() as pool:
+        refused = pool.submit(start, WorkerSettings(folder, memory=10, device="cpu"))
+        servers = Launched(UserServer(folder), UserServer(folder), refused)
+        yield servers
+        servers.to_stop.end()
+        servers.to_kill.end()
+
+
 def test_only_keys_open_it(small: RunningServer) -> None:
-    for headers in ({}, {"authorization": "Bearer simsim"}, {"authorization": "sesame"}):
-        answer = httpx.post(f"{small.url}/v1/completions", json=SHORT, headers=headers)
+    for key in ("", "Bearer simsim", "sesame"):
+        answer = small.client.post("/v1/completions", json=SHORT, headers={"authorization": key})
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"
-        assert httpx.get(f"{small.url}/metrics", headers=headers).status_code == 401
-        assert httpx.get(f"{small.url}/health", headers=headers).status_code == 200
+        assert small.get("/metrics", authorization=key).status_code == 401
+        assert small.get("/health", authorization=key).status_code == 200
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{small.url}/v1", api_key="simsim", max_retries=0).models.list()
     assert openai.OpenAI(base_url=f"{small.url}/v1", api_key="sesame").models.list().data
@@ -89,7 +125,7 @@ def test_lower_priorities_come_first(small: RunningServer) -> None:
     ended: list[int] = []
 
     def ask(priority: int) -> None:
-        small.post("/v1/completions", **SHORT, priority=priority)
+        small.post("/v1/completions", **{**SHORT, "max_tokens": 100}, priority=priority)
         ended.append(priority)
 
     with ThreadPoolExecutor(8) as pool, small.busy():
@@ -143,74 +179,67 @@ def test_an_engine_that_dies_or_hangs_is_started_again(
     assert small.metric("engine_restarts_total") == 2
 
 
-def test_sigterm_finishes_what_runs_and_refuses_the_rest(folder: str, lm: LM) -> None:
+def test_sigterm_finishes_what_runs_and_refuses_the_rest(launched: Launched, lm: LM) -> None:
     """As a user starts it; the line it prints works."""
-    command = [sys.executable, "-m", "loopformer", "serve", folder, "--port", "0", "--device", "cpu"]
-    started = subprocess.Popen(
-        [*command, "--drain-seconds", "20"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert started.stdout is not None
-        first, curl = started.stdout.readline(), started.stdout.readline()
-        url = re.findall(r"http://[\d.:]+", first)[0]
-        engine = int(re.findall(r"engine process (\d+)", first)[0])
-        while True:
-            said = subprocess.run(curl.replace("curl", "curl -s", 1), shell=True, capture_output=True, text=True)
-            if said.returncode == 0:
-                break
-            time.sleep(0.05)
-        assert json.loads(said.stdout)["choices"][0]["text"]
-        client = httpx.Client(base_url=url, timeout=30)
-        body = {**LONG, "max_tokens": 400}
-        with (
-            ThreadPoolExecutor() as pool,
-            client.stream("POST", "/v1/completions", json={**body, "stream": True}) as one,
-        ):
-            lines = one.iter_lines()
-            next(lines)
-            other = pool.submit(client.post, "/v1/completions", json=body)
-            while 'num_requests_running{model_name="tiny"} 2.0' not in client.get("/metrics").text:
-                time.sleep(0.01)
-            started.send_signal(signal.SIGTERM)
-            while client.get("/ready").status_code != 503:
-                time.sleep(0.01)
-            assert client.post("/v1/completions", json=SHORT).status_code == 503
-            assert "data: [DONE]" in list(lines)
-            assert other.result().json()["choices"][0]["text"] == lm.generate(LONG["prompt"], max_tokens=400).text
-        assert started.wait(10) == 0
-        with pytest.raises(ProcessLookupError):
-            os.kill(engine, 0)
-        assert started.stderr is not None
-        logged = [json.loads(line) for line in started.stderr.read().splitlines()]
-        assert [line["status"] for line in logged if line["event"] == "request"] == [200, 200, 200]
-        assert LONG["prompt"] not in json.dumps(logged)
-    finally:
-        started.kill()
-        started.wait()
+    started = launched.to_stop.process
+    url, engine, curl = launched.to_stop.greeting()
+    retry = "curl -s --retry 9 --retry-connrefused --retry-delay 1"
+    said = subprocess.run(curl.replace("curl", retry, 1), shell=True, capture_output=True, text=True, check=True)
+    assert json.loads(said.stdout)["choices"][0]["text"]
+    client = httpx.Client(base_url=url, timeout=30, verify=False)
+    body = {**LONG, "max_tokens": 400}
+    with (
+        ThreadPoolExecutor() as pool,
+        client.stream("POST", "/v1/completions", json={**body, "stream": True}) as one,
+    ):
+        lines = one.iter_lines()
+        next(lines)
+        other = pool.submit(client.post, "/v1/completions", json=body)
+        while 'num_requests_running{model_name="tiny"} 2.0' not in client.get("/metrics").text:
+            pass
+        started.send_signal(signal.SIGTERM)
+        while client.get("/ready").status_code != 503:
+            pass
+        assert client.post("/v1/completions", json=SHORT).status_code == 503
+        assert "data: [DONE]" in list(lines)
+        assert other.result().json()["choices"][0]["text"] == lm.generate(LONG["prompt"], max_tokens=400).text
+    assert started.wait(10) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine, 0)
+    assert started.stderr is not None
+    logged = [json.loads(line) for line in started.stderr.read().splitlines()]
+    assert [line["status"] for line in logged if line["event"] == "request"] == [200, 200, 200]
+    assert LONG["prompt"] not in json.dumps(logged)
 
 
-def test_the_engine_ends_with_a_server_that_is_killed(folder: str) -> None:
-    command = [sys.executable, "-m", "loopformer", "serve", folder, "--port", "0", "--device", "cpu"]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert started.stdout is not None
-    engine = int(re.findall(r"engine process (\d+)", started.stdout.readline())[0])
-    started.kill()
-    started.wait()
+def test_the_engine_ends_with_a_server_that_is_killed(launched: Launched) -> None:
+    _, engine, _ = launched.to_kill.greeting()
+    launched.to_kill.process.kill()
     until = time.monotonic() + 5
-    while Path(f"/proc/{engine}/cmdline").exists():
+    while is_alive(engine):
         assert time.monotonic() < until
-        time.sleep(0.02)
+        time.sleep(0.01)
 
 
-def test_what_is_wrong_at_the_start_is_one_sentence(folder: str, tmp_path: Path) -> None:
-    def start(model: str, **worker: Any) -> str:
-        with bound("127.0.0.1", 0) as listener, pytest.raises(LoopformerError) as refused:
-            asyncio.run(serve(ServerSettings(WorkerSettings(model, device="cpu", **worker)), listener, print))
-        assert "\n" not in str(refused.value)
-        return str(refused.value)
+def is_alive(process: int) -> bool:
+    """Whether it runs; one that nobody has asked about since it ended has no command any more."""
+    try:
+        return bool(Path(f"/proc/{process}/cmdline").read_bytes())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
-    assert "nowhere" in start(str(tmp_path / "nowhere"))
-    assert "hold no row" in start(folder, memory=10)
+
+def start(settings: WorkerSettings) -> str:
+    """Why a server does not start, in one sentence."""
+    with bound("127.0.0.1", 0) as listener, pytest.raises(LoopformerError) as refused:
+        asyncio.run(serve(ServerSettings(settings), listener, print))
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_what_is_wrong_at_the_start_is_one_sentence(launched: Launched, tmp_path: Path) -> None:
+    assert "nowhere" in start(WorkerSettings(str(tmp_path / "nowhere"), device="cpu"))
+    assert "hold no row" in launched.refused.result()
     with bound("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(LoopformerError, match="choose another --port"):

@@ -24,6 +24,7 @@ from loopformer.errors import FileProblem, LoopformerError
 from loopformer.serving.protocol import error_answer
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+PATIENCE = 8  # times the largest body that is read of one that is larger
 OPEN = frozenset({"/health", "/ready"})  # which probes ask without a key
 
 
@@ -122,21 +123,26 @@ class Gate:
             raise _Refusal(401, words, "invalid_api_key", **{"www-authenticate": "Bearer"})
 
     async def _body(self, headers: dict[bytes, str], receive: Receive) -> bytes | None:
-        """The whole body; None if the client goes away before it has sent it."""
+        """The whole body; None if the client goes away before it has sent it.
+
+        One that is too large is still read for a while: a client whose sending fails may never see the answer.
+        """
         most = self._settings.max_body
         too_large = _Refusal(413, f"The body has more than {most} bytes.", "body_too_large", connection="close")
         length = headers.get(b"content-length", "0")
-        if length.isdigit() and int(length[:20]) > most:
+        if length.isdigit() and int(length[:20]) > PATIENCE * most:
             raise too_large
-        body = bytearray()
+        body, size = bytearray(), 0
         try:
             async with asyncio.timeout(self._settings.body_seconds):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    body += message.get("body", b"")
-                    if len(body) > most:
+                    size += len(message.get("body", b""))
+                    if size <= most:
+                        body += message.get("body", b"")
+                    if size > PATIENCE * most or (size > most and not message.get("more_body", False)):
                         raise too_large
                     if not message.get("more_body", False):
                         return bytes(body)

@@ -7,8 +7,8 @@
     call.cancel()                                       # a client that goes away frees its slots
 
 The process takes what is in the pipe, gives free slots to whoever waits (lower priority numbers first), steps the
-engine, and sends everything that came of the step as one message; with nothing to do it still says now and then that
-it lives. It ends with its parent. When it dies, or says nothing for longer than a step may take, whatever it ran
+engine, and sends everything that came of the step as one message; with nothing to do it says now and then that it
+lives. It ends with its parent. When it dies, or says nothing for longer than a step may take, whatever it ran
 fails with `EngineLost`, and another one is started; `engine.state` says where it stands.
 """
 
@@ -46,7 +46,7 @@ from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 MOST_FAILURES = 5  # of steps in a row, after which the process gives up and another is started
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before another process is started
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before it is tried again to start one
 
 
 EngineState = Literal["starting", "ready", "lost", "hung", "stopped"]
@@ -520,13 +520,13 @@ class EngineProcess:
         logger.error("The engine's process is %s (exit code %s).", self.state, link.process.exitcode)
         pause = FIRST_PAUSE
         while True:
-            await asyncio.sleep(pause)
             try:
                 ready = await self.start()
                 logger.info("The engine runs again (engine process %d).", ready.process)
                 return
             except Exception as error:
                 logger.error("The engine could not be started again: %s", error)
+                await asyncio.sleep(pause)
                 pause = min(LONGEST_PAUSE, 2 * pause)
 
     def _fail_all(self) -> None:
@@ -536,7 +536,7 @@ class EngineProcess:
 
     def _gone(self) -> EngineLost:
         """What a client is told while there is no engine, and when there may be one again."""
-        return EngineLost(self.state, math.ceil(min(LONGEST_PAUSE, FIRST_PAUSE + self._load_seconds)))
+        return EngineLost(self.state, math.ceil(min(LONGEST_PAUSE, self._load_seconds)))
 
 
 def _first_word(connection: Connection) -> EngineReady | str:
