@@ -8,7 +8,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from loopformer import LoopformerError
-from loopformer.serving.gate import LOOPBACK, Gate, GateSettings, is_host, is_key, read_keys
+from loopformer.serving.server import LOOPBACK, Gate, GateSettings, is_host, is_key, read_keys
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "LOCALHOST:1", "[::1]:8000", "[::1]"])

@@ -134,6 +134,12 @@ def test_a_chat_without_a_limit_may_fill_the_context(served: Served) -> None:
         ChatBody.model_validate({"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}).job(served)
 
 
+def test_what_ends_a_chat_ends_its_answer(served: Served) -> None:
+    job = ChatBody.model_validate({"messages": MESSAGES, "stop": "x"}).job(served)
+    assert job.stops == ("x", *served.chat.stops)
+    assert completion(stop="x").job(served).stops == ("x",)
+
+
 def test_usage_counts_passes_and_flops(served: Served) -> None:
     texts = [TextSoFar((1, 2, 3), "", [4, 5, 6], [0.0] * 3, "length") for _ in range(2)]
     used = usage(served.cost, texts, n=2, budget=2)

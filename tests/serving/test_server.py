@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 from loopformer import LM, LoopformerError
 from loopformer.cli import app
-from loopformer.serving.app import ServiceSettings
 from loopformer.serving.server import ServerSettings, bound, serve
+from loopformer.serving.service import ServiceSettings
 from loopformer.serving.worker import WorkerSettings
 
 from .servers import LONG, RunningServer, running_server

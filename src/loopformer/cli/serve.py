@@ -58,8 +58,8 @@ def serve(
     from loopformer.errors import LoopformerError
 
     try:
-        from loopformer.serving.app import ServiceSettings
         from loopformer.serving.server import ServerSettings, run_server
+        from loopformer.serving.service import ServiceSettings
         from loopformer.serving.worker import WorkerSettings
     except ModuleNotFoundError as error:
         raise LoopformerError(

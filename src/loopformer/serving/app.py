@@ -1,22 +1,13 @@
-"""The app: OpenAI's routes, ours, and what lies between a request and the engine.
+"""The app: OpenAI's routes and ours, answers whole or as server-sent events, errors in OpenAI's form.
 
-    service = Service(engine, served, admission, ServiceSettings(timeout=600))
-    app = create_app(service)                  # ASGI; server.py puts it behind a socket
-
-A generation goes through `Service.run`: admission, the engine's process, metrics, one line in the log. Whatever
-ends it (the last token, a client that goes away, the timeout, an engine that dies) leaves through the same door,
-which frees its slots.
+app = create_app(service)                  # ASGI; server.py puts it behind a socket
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -26,9 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 import loopformer
-from loopformer.errors import LoopformerError, RunFailed
-from loopformer.serving.admission import Admission, Admitted, Overloaded
-from loopformer.serving.metrics import ServerMetrics
+from loopformer.errors import LoopformerError
 from loopformer.serving.protocol import (
     AnswerForm,
     ChatAnswer,
@@ -38,242 +27,31 @@ from loopformer.serving.protocol import (
     DetokenizeBody,
     Job,
     LensBody,
-    Served,
-    TextSoFar,
     TokenizeBody,
-    TooLong,
-    UnknownModel,
     error_answer,
     lens_answer,
     usage,
 )
-from loopformer.serving.worker import (
-    Call,
-    EngineLoad,
-    EngineLost,
-    EngineProcess,
-    Looked,
-    Refused,
-    Started,
-    TextPiece,
-)
-from loopformer.trajectory import Trajectory
+from loopformer.serving.service import CLIENT_GONE, ClientGone, Service, form_of
 
-logger = logging.getLogger(__name__)
 LONG_TEXT = 4096  # bytes of a body whose tokens are made beside the event loop
-CLIENT_GONE = 499  # as nginx logs it; nobody is there to read it
 T = TypeVar("T")
 
 
-class Draining(LoopformerError):
-    """The server finishes what it runs and takes nothing new."""
+# Errors, without internals.
 
 
-class TimedOut(LoopformerError):
-    """A request that took longer than it may."""
-
-
-class ClientGone(Exception):
-    """Nobody is left to answer."""
-
-
-@dataclass(frozen=True)
-class ServiceSettings:
-    """How the service treats its clients."""
-
-    timeout: float = 600.0  # seconds that a request may take, waiting included
-    log_prompts: bool = False
-
-
-class Run:
-    """A generation under way: its texts as they come, and its times."""
-
-    def __init__(self, service: Service, job: Job, place: Admitted) -> None:
-        self._service, self._job, self._place = service, job, place
-        self.texts = [TextSoFar(job.prompt_of(number)) for number in range(job.count)]
-        self.began = time.monotonic()
-        self.first_token = 0.0
-        self.queue_seconds = 0.0
-        requests = job.requests(place.trajectory) if job.max_tokens else []
-        self._call = service.engine.submit(requests, job.priority) if requests else None
-
-    @property
-    def done(self) -> bool:
-        return self._call is None or all(text.reason is not None for text in self.texts)
-
-    async def parts(self) -> AsyncIterator[list[tuple[int, TextSoFar]]]:
-        """What has come of the texts since the last time, those that have come further."""
-        while not self.done:
-            assert self._call is not None
-            parts: dict[int, TextSoFar] = {}
-            for number, news in await self._service.within(self._call.take(), self.began):
-                if isinstance(news, Started):
-                    self.queue_seconds = max(0.0, news.at - self.began)
-                    self._service.metrics.queued(self._place.trajectory.budget, self.queue_seconds)
-                elif isinstance(news, Refused):
-                    raise LoopformerError(news.sentence)
-                elif isinstance(news, TextPiece):
-                    if news.error is not None:
-                        logger.error("A request failed: %s", news.error)
-                        raise RunFailed("The text could not be generated.")
-                    self._count(number, news)
-                    part = parts.setdefault(number, TextSoFar(()))
-                    for text in (self.texts[number], part):
-                        text.add(news.text, news.tokens, news.logprobs, news.reason)
-            if parts:
-                yield list(parts.items())
-
-    def _count(self, number: int, news: TextPiece) -> None:
-        metrics, budget = self._service.metrics, self._place.trajectory.budget
-        seconds = time.monotonic() - self.began
-        before = len(self.texts[number].tokens)
-        if before == 0:
-            metrics.first_token(budget, seconds)
-            self.first_token = self.first_token or seconds
-        metrics.tokens(budget, 0 if before else len(self.texts[number].prompt), len(news.tokens))
-        if news.reason is not None:
-            metrics.finished(budget, news.reason, before + len(news.tokens), self.first_token, seconds)
-
-    async def look(self) -> None:
-        """Have the finished texts looked at token by token, where more is asked for than the tokens themselves."""
-        job = self._job
-        if job.alternatives is None or not (job.alternatives or job.echo):
-            return
-        for text in self.texts:
-            ids = (*text.prompt, *text.tokens)
-            text.ranked = await self._service.look(ids, self._place.trajectory, job.alternatives, False, self.began)
-
-    def cancel(self) -> None:
-        if self._call is not None:
-            self._call.cancel()
-
-
-class Service:
-    """What the routes share: the engine, who may come in, what is counted."""
-
-    def __init__(
-        self, engine: EngineProcess, served: Served, admission: Admission, settings: ServiceSettings
-    ) -> None:
-        self.engine, self.served, self.admission, self.settings = engine, served, admission, settings
-        self.metrics = ServerMetrics(served.name)
-        self.draining = False
-        engine.on_load = self._on_load
-
-    def _on_load(self, load: EngineLoad) -> None:
-        """The engine says how busy it is."""
-        ready = self.engine.ready
-        self.metrics.load(load, 1 if ready is None else ready.memory)
-        self.metrics.level(self.admission.level)
-
-    @asynccontextmanager
-    async def run(self, job: Job, path: str) -> AsyncIterator[tuple[Run, Admitted]]:
-        """A generation, from admission to the line in the log; leaving frees what it holds."""
-        place = self._enter(job.count, lambda trajectory: job.kv_bytes(self.served, trajectory), job)
-        began, status, run = time.monotonic(), 200, None
-        try:
-            run = Run(self, job, place)
-            yield run, place
-        except BaseException as error:
-            status = status_of(error)
-            raise
-        finally:
-            seconds = time.monotonic() - began
-            if run is not None:
-                run.cancel()
-            self.admission.leave(place, seconds)
-            self._log(path, job, place, run, status, seconds)
-
-    def _enter(self, count: int, bytes_of: Callable[[Trajectory], int], job: Job) -> Admitted:
-        if self.draining:
-            raise Draining("The server is shutting down; ask another one.")
-        place = self.admission.enter(count, bytes_of, job.trajectory, job.least)
-        if place.degraded:
-            self.metrics.degraded(place.asked.budget, place.trajectory.budget)
-        return place
-
-    async def look(
-        self, ids: tuple[int, ...], trajectory: Trajectory, top: int, by_loop: bool, began: float
-    ) -> Any:
-        """Have the engine's process look at tokens (lens.py)."""
-        call: Call = self.engine.inspect(ids, trajectory, top, by_loop)
-        try:
-            ((_, news),) = await self.within(call.take(), began)
-        finally:
-            call.cancel()
-        if isinstance(news, Refused):
-            raise LoopformerError(news.sentence)
-        assert isinstance(news, Looked)
-        return news.value
-
-    async def within(self, work: Awaitable[T], began: float) -> T:
-        """Await something for as long as a request that began then may still take."""
-        try:
-            async with asyncio.timeout(max(0.0, began + self.settings.timeout - time.monotonic())):
-                return await work
-        except TimeoutError:
-            raise TimedOut(f"The request took longer than {self.settings.timeout:g} s.") from None
-
-    def _log(self, path: str, job: Job, place: Admitted, run: Run | None, status: int, seconds: float) -> None:
-        texts = [] if run is None else run.texts
-        line: dict[str, Any] = {
-            "event": "request",
-            "path": path,
-            "status": status,
-            "texts": job.count,
-            "asked": str(place.asked),
-            "trajectory": str(place.trajectory),
-            "prompt_tokens": sum(map(len, job.prompts)),
-            "new_tokens": sum(len(text.tokens) for text in texts),
-            "finish": sorted({text.reason for text in texts if text.reason is not None}),
-            "queue_seconds": 0.0 if run is None else round(run.queue_seconds, 4),
-            "first_token_seconds": 0.0 if run is None else round(run.first_token, 4),
-            "seconds": round(seconds, 4),
-        }
-        if self.settings.log_prompts:
-            line["prompts"] = [self.served.tokenizer.decode(prompt, special=True) for prompt in job.prompts]
-        logger.info(json.dumps(line, ensure_ascii=False))
-
-
-# Errors, in OpenAI's form and without internals.
-
-
-def status_of(error: BaseException) -> int:
-    statuses: list[tuple[type[BaseException], int]] = [
-        (Overloaded, 429),
-        (Draining, 503),
-        (EngineLost, 503),
-        (TimedOut, 504),
-        (UnknownModel, 404),
-        (RunFailed, 500),
-        (LoopformerError, 400),
-        (ClientGone, CLIENT_GONE),
-        (asyncio.CancelledError, CLIENT_GONE),
-        (GeneratorExit, CLIENT_GONE),
-        (ConnectionError, CLIENT_GONE),
-    ]
-    return next((status for kind, status in statuses if isinstance(error, kind)), 500)
-
-
-def error_content(error: BaseException) -> dict[str, Any]:
-    status = status_of(error)
+def _error_content(error: BaseException) -> dict[str, Any]:
     message = str(error) if isinstance(error, LoopformerError) else "The server could not do this."
-    kinds = {429: "rate_limit_error", 503: "server_error", 504: "timeout_error", 500: "server_error"}
-    codes: dict[int, str] = {429: "server_busy", 503: "shutting_down", 504: "timeout", 404: "model_not_found"}
-    code = "context_length_exceeded" if isinstance(error, TooLong) else codes.get(status)
-    if isinstance(error, EngineLost) and error.state != "stopped":
-        code = f"engine_{error.state}"
-    return error_answer(message, kinds.get(status, "invalid_request_error"), code=code)
+    form = form_of(error)
+    return error_answer(message, form.type, code=form.code)
 
 
 def _error_response(service: Service, error: BaseException) -> Response:
-    status = status_of(error)
-    headers = {}
-    if isinstance(error, Overloaded | EngineLost):
-        headers["retry-after"] = str(error.retry_after)
-    elif isinstance(error, Draining):
-        headers["retry-after"] = "5"
+    status, seconds = form_of(error).status, getattr(error, "retry_after", None)
     service.metrics.refused(status)
-    return JSONResponse(error_content(error), status, headers)
+    headers = {} if seconds is None else {"retry-after": str(seconds)}
+    return JSONResponse(_error_content(error), status, headers)
 
 
 def _validation_content(error: RequestValidationError) -> dict[str, Any]:
@@ -328,12 +106,12 @@ async def _generate(
 
 
 async def _whole(service: Service, path: str, job: Job, form: type[AnswerForm]) -> Response:
-    async with service.run(job, path) as (run, place):
+    async with service.run(job, path) as run:
         async for _ in run.parts():
             pass
         await run.look()
-        used = usage(service.served.cost, run.texts, job.n, place.trajectory.budget)
-        return JSONResponse(form(service.served, job, place).whole(run.texts, used))
+        used = usage(service.served.cost, run.texts, job.n, run.place.trajectory.budget)
+        return JSONResponse(form(service.served, job, run.place).whole(run.texts, used))
 
 
 async def _streamed(
@@ -373,21 +151,21 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     begun = False
     try:
-        async with service.run(job, path) as (run, place):
-            answer = form(service.served, job, place)
+        async with service.run(job, path) as run:
+            answer = form(service.served, job, run.place)
             async for parts in run.parts():
                 chunks = [] if begun else answer.opening()
                 shown = [each for each in parts if each[1].text or each[1].reason or job.alternatives is not None]
                 chunks += [answer.chunk(number, part) for number, part in shown]
                 begun = True
                 yield b"".join(map(_event, chunks))
-            used = usage(service.served.cost, run.texts, job.n, place.trajectory.budget)
+            used = usage(service.served.cost, run.texts, job.n, run.place.trajectory.budget)
             yield (_event(answer.closing(used)) if include_usage else b"") + b"data: [DONE]\n\n"
     except LoopformerError as error:
         if not begun:
             raise
-        service.metrics.refused(status_of(error))
-        yield _event(error_content(error))
+        service.metrics.refused(form_of(error).status)
+        yield _event(_error_content(error))
 
 
 def _event(content: dict[str, Any]) -> bytes:
@@ -408,7 +186,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.exception_handler(ClientGone)
     async def gone(http: Request, error: ClientGone) -> Response:
-        return Response(status_code=CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE.status)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(http: Request, error: RequestValidationError) -> Response:
@@ -464,13 +242,7 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/lens")
     async def lens(body: LensBody, http: Request) -> dict[str, Any]:
         trajectory, ids = body.followed(served), tuple(await asyncio.to_thread(body.ids, served))
-        if service.draining:
-            raise Draining("The server is shutting down; ask another one.")
-        place, began = service.admission.enter(1, lambda _: 0, trajectory, trajectory.budget), time.monotonic()
-        try:
-            rows = await _unless_gone(http, service.look(ids, trajectory, body.top, True, began))
-        finally:
-            service.admission.leave(place, time.monotonic() - began)
+        rows = await _unless_gone(http, service.lens(ids, trajectory, body.top))
         return lens_answer(served, trajectory, rows)
 
     @app.get("/health")

@@ -30,7 +30,7 @@ from loopformer.inference.request import Reason, Request
 from loopformer.inference.sampling import Sampling
 from loopformer.model.cost import Cost
 from loopformer.serving.admission import Admitted
-from loopformer.serving.lens import Alternatives, Ranked
+from loopformer.serving.worker import Alternatives, Ranked
 from loopformer.trajectory import Trajectory, resolve
 
 # OpenAI's fields that are not supported, with the values that change nothing; null never does.

@@ -1,65 +1,49 @@
-"""The engine in a process of its own, and the server's end of the pipe to it.
+"""The process that the engine runs in: what goes down its pipe and comes up, and its loop.
 
-    engine = EngineProcess(WorkerSettings("runs/mine", rows=16))
-    ready = await engine.start()                        # what was loaded; what is wrong is one sentence
-    call = engine.submit([request, …], priority=0)      # texts of one client
-    for number, news in await call.take(): ...          # all that has come since: Started, TextPiece, Looked
-    call.cancel()                                       # a client that goes away frees its slots
+    process = context.Process(target=run_worker, args=(WorkerSettings("runs/mine", rows=16), connection))
+    connection.recv()                                   # EngineReady, or one sentence that says what is wrong
+    connection.send([Submit(0, request, priority=0)])   # or Look, Cancel
+    connection.recv()                                   # a NewsBatch per step: Started, TextPiece, Looked, Refused
 
-The process takes what is in the pipe, gives free slots to whoever waits (lower priority numbers first), steps the
-engine, and sends everything that came of the step as one message; with nothing to do it says now and then that it
-lives. It ends with its parent. When it dies, or says nothing for longer than a step may take, whatever it ran
-fails with `EngineLost`, and another one is started; `engine.state` says where it stands.
+It takes what is in the pipe, gives free slots to whoever waits (lower priority numbers first), steps the engine,
+and sends everything that came of the step as one message; with nothing to do it says now and then that it lives. It
+ends with its parent. The other end of the pipe is engine_process.py.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import heapq
-import itertools
+import json
 import logging
-import math
 import multiprocessing
 import os
-import queue
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from loopformer.config import ModelConfig
 from loopformer.device import dtype_of
-from loopformer.errors import LoopformerError, RunFailed
+from loopformer.errors import LoopformerError
 from loopformer.inference.chat import ChatTemplate
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Reason, Request
+from loopformer.inference.score import head_chunks
 from loopformer.lm import LM, Fast, load, place
 from loopformer.loading.folder import located, run_of
-from loopformer.serving.lens import lens, ranked
-from loopformer.serving.logs import log_as_json
+from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 MOST_FAILURES = 5  # of steps in a row, after which the process gives up and another is started
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before it is tried again to start one
-
-
-EngineState = Literal["starting", "ready", "lost", "hung", "stopped"]
-
-
-class EngineLost(RunFailed):
-    """There is no engine: its process died, or hung and was ended, or the server stops."""
-
-    def __init__(self, state: EngineState, retry_after: int) -> None:
-        why = {"hung": "The engine did not go on", "stopped": "The server is shutting down; ask another one."}
-        again = " and is started again; try again in a few seconds."
-        super().__init__(why[state] if state == "stopped" else why.get(state, "The engine was lost") + again)
-        self.state, self.retry_after = state, retry_after
 
 
 @dataclass(frozen=True)
@@ -111,8 +95,8 @@ class Submit(NamedTuple):
     priority: int
 
 
-class Inspect(NamedTuple):
-    """Look at tokens (lens.py): after each loop, or else token by token."""
+class Look(NamedTuple):
+    """Have tokens looked at: after each loop (`lens`), or else token by token (`ranked`)."""
 
     number: int
     ids: tuple[int, ...]
@@ -126,6 +110,15 @@ class Cancel(NamedTuple):
 
 
 # What comes up.
+
+Alternatives = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the most likely first
+
+
+class Ranked(NamedTuple):
+    """A token's log-probability given those before it, and the most likely ones there; the first token has none."""
+
+    logprob: float | None
+    alternatives: Alternatives
 
 
 class Started(NamedTuple):
@@ -147,7 +140,7 @@ class TextPiece(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """What came of an `Inspect`."""
+    """What came of a `Look`."""
 
     number: int
     value: Any
@@ -180,7 +173,7 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     log_as_json()
     try:
-        lm = _load(settings)
+        lm = load_served(settings)
         engine = lm.engine(settings.rows, queue=settings.rows, fast=settings.fast, memory=settings.memory)
     except Exception as error:
         if not isinstance(error, LoopformerError):
@@ -204,10 +197,11 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
         _Worker(lm, engine, connection, settings.beat_seconds).run()
 
 
-def _load(settings: WorkerSettings) -> LM:
+def load_served(settings: WorkerSettings) -> LM:
+    """The model where it is to run; what ends an answer in a chat ends every text."""
     lm, model = load(settings.model), settings.model
     chat = ChatTemplate.find(lm.need_tokenizer(), located(model), run_of(model))
-    lm.tokenizer = chat.tokenizer  # whose end token ends an answer
+    lm.tokenizer = chat.tokenizer
     place(lm, settings.device, None if settings.dtype is None else dtype_of(settings.dtype), settings.fast)
     return lm
 
@@ -225,7 +219,7 @@ class _Worker:
     def __init__(self, lm: LM, engine: Engine, connection: Connection, beat_seconds: float) -> None:
         self._lm, self._engine, self._pipe, self._beat_seconds = lm, engine, connection, beat_seconds
         self._queue: list[tuple[int, Submit]] = []  # a heap: by priority, then as they came
-        self._looks: list[Inspect] = []
+        self._looks: list[Look] = []
         self._numbers: dict[int, int] = {}  # of those that the engine has, by ticket
         self._news: list[News] = []
 
@@ -250,11 +244,11 @@ class _Worker:
                     raise
             self._send()
 
-    def _take(self, message: Submit | Inspect | Cancel) -> None:
+    def _take(self, message: Submit | Look | Cancel) -> None:
         if isinstance(message, Submit):
             # Numbers grow, so the heap never compares requests.
             heapq.heappush(self._queue, (message.priority, message))
-        elif isinstance(message, Inspect):
+        elif isinstance(message, Look):
             self._looks.append(message)
         else:
             self._cancel(message.number)
@@ -285,7 +279,7 @@ class _Worker:
                 self._news.append(Started(number, time.monotonic()))
 
     def _look(self) -> None:
-        """Looked one who looks at tokens; one at a step, to hold nobody up for long."""
+        """Answer one that looks at tokens; one at a step, to hold nobody up for long."""
         if not self._looks:
             return
         look, model = self._looks.pop(0), self._lm.model
@@ -323,225 +317,63 @@ class _Worker:
         self._news = []
 
 
-# The server's end.
+# What a model says of given tokens; both run them once, without a cache.
 
 
-class Call:
-    """Requests of one client under way, and what has come of them that was not taken yet.
-
-    Nobody waits for whoever takes: what comes is kept, and a slow reader finds more of it at once.
-    """
-
-    def __init__(self, numbers: Sequence[int], cancel: Callable[[Call], None]) -> None:
-        self._places = {number: place for place, number in enumerate(numbers)}
-        self._cancel = cancel
-        self._news: list[tuple[int, News]] = []
-        self._come = asyncio.Event()
-        self._error: Exception | None = None
-
-    @property
-    def numbers(self) -> list[int]:
-        """Those that still run."""
-        return list(self._places)
-
-    def put(self, news: News) -> bool:
-        """Keep what has come; whether it was the last of this request."""
-        self._news.append((self._places[news.number], news))
-        self._come.set()
-        ended = not isinstance(news, Started) and not (isinstance(news, TextPiece) and news.reason is None)
-        if ended:
-            del self._places[news.number]
-        return ended
-
-    def fail(self, error: Exception) -> None:
-        self._error, self._places = error, {}
-        self._come.set()
-
-    async def take(self) -> list[tuple[int, News]]:
-        """What has come since, at least one thing, with the place of its request in the call."""
-        await self._come.wait()
-        self._come.clear()
-        news, self._news = self._news, []
-        if not news and self._error is not None:
-            raise self._error
-        if self._error is not None:
-            self._come.set()
-        return news
-
-    def cancel(self) -> None:
-        """Drop what still runs; nothing to do for what is done."""
-        if self._places:
-            self._cancel(self)
-            self._places = {}
+@torch.no_grad()
+def lens(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) -> list[Alternatives]:
+    """The next token's distribution if the model stopped after each pass, its `top` most likely ones."""
+    states = model(_batch(model, ids), trajectory, logits=False, states=True).states
+    last = model.final_norm(torch.stack([state[0, -1] for state in states]))  # [M, D]
+    return [row for _, logits in head_chunks(model, last) for row in _alternatives(logits.log_softmax(-1), top)]
 
 
-@dataclass(eq=False)
-class _Link:
-    """One process and the pipe to it."""
-
-    process: BaseProcess
-    connection: Connection
-    outbox: queue.SimpleQueue[Any]
-    heard: bool = True  # whether anything came since it was last looked at
-
-    def write(self) -> None:
-        """Send what is in the outbox, all of it at once; a thread does this, since a full pipe waits."""
-        with contextlib.suppress(OSError):  # the reader hears of it, too
-            while (message := self.outbox.get()) is not None:
-                messages = [message]
-                with contextlib.suppress(queue.Empty):
-                    while (message := self.outbox.get_nowait()) is not None:
-                        messages.append(message)
-                self.connection.send(messages)
-                if message is None:
-                    return
-
-    def end(self) -> None:
-        self.outbox.put(None)
-        self.process.kill()
-        self.process.join(LONGEST_PAUSE)  # a driver may hold on to it for a while
-        self.connection.close()
+@torch.no_grad()
+def ranked(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) -> list[Ranked]:
+    """Every token as the model found it, beside the `top` most likely."""
+    if len(ids) < 2:
+        return [Ranked(None, ()) for _ in ids]
+    hidden = model(_batch(model, ids[:-1]), trajectory, logits=False).hidden[0]  # [T - 1, D]
+    targets = torch.tensor(ids[1:], device=hidden.device)
+    rows = [Ranked(None, ())]
+    for part, logits in head_chunks(model, hidden):
+        logprobs = logits.log_softmax(-1)
+        own = logprobs.gather(1, targets[part, None])[:, 0].tolist()
+        rows += map(Ranked, own, _alternatives(logprobs, top))
+    return rows
 
 
-class EngineProcess:
-    """Starts the process, and starts it again when it dies. Used from one event loop."""
-
-    def __init__(self, settings: WorkerSettings) -> None:
-        self.settings = settings
-        self.on_load: Callable[[EngineLoad], object] = lambda load: None  # hears how busy the engine is
-        self.losses = 0  # processes that died
-        self.state: EngineState = "starting"
-        self.ready: EngineReady | None = None
-        self._link: _Link | None = None
-        self._calls: dict[int, Call] = {}
-        self._numbers = itertools.count()
-        self._load_seconds = 1.0
-        self._restarting: asyncio.Task[None] | None = None
-
-    async def start(self) -> EngineReady:
-        """Load the model in a process of its own; what is wrong with it is said here."""
-        self._loop, began = asyncio.get_running_loop(), time.monotonic()
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=run_worker, args=(self.settings, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        link = _Link(process, ours, queue.SimpleQueue())
-        try:
-            said = await asyncio.to_thread(_first_word, ours)
-        except BaseException:
-            process.kill()
-            raise
-        if not isinstance(said, EngineReady):
-            link.end()
-            raise RunFailed(said)
-        self._link, self.ready, self.state = link, said, "ready"
-        self._load_seconds = time.monotonic() - began
-        self._watch(link)
-        threading.Thread(target=link.write, daemon=True).start()
-        threading.Thread(target=self._read, args=(link,), daemon=True).start()
-        return said
-
-    async def stop(self) -> None:
-        """End the process; what still runs fails."""
-        self.state = "stopped"
-        if self._restarting is not None:
-            self._restarting.cancel()
-        self._fail_all()
-        if self._link is not None:
-            link, self._link = self._link, None
-            await asyncio.to_thread(link.end)
-
-    def submit(self, requests: Sequence[Request], priority: int = 0) -> Call:
-        """Run requests of one client; `EngineLost` where there is no process."""
-        numbers = [next(self._numbers) for _ in requests]
-        return self._begin(numbers, [Submit(n, r, priority) for n, r in zip(numbers, requests, strict=True)])
-
-    def inspect(self, ids: Sequence[int], trajectory: Trajectory, top: int, by_loop: bool) -> Call:
-        """Look at tokens; one `Looked` comes of it."""
-        number = next(self._numbers)
-        return self._begin([number], [Inspect(number, tuple(ids), trajectory, top, by_loop)])
-
-    def _begin(self, numbers: Sequence[int], messages: Sequence[Submit | Inspect]) -> Call:
-        if self._link is None:
-            raise self._gone()
-        call = Call(numbers, self._cancel)
-        self._calls.update(dict.fromkeys(numbers, call))
-        for message in messages:
-            self._link.outbox.put(message)
-        return call
-
-    def _cancel(self, call: Call) -> None:
-        for number in call.numbers:
-            if self._calls.pop(number, None) is not None and self._link is not None:
-                self._link.outbox.put(Cancel(number))
-
-    def _read(self, link: _Link) -> None:
-        """Hand over what comes; a thread does this, and its end is the end of the process."""
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            try:
-                while True:
-                    batch = link.connection.recv()
-                    self._loop.call_soon_threadsafe(self._arrived, link, batch)
-            except (EOFError, OSError):
-                self._loop.call_soon_threadsafe(self._lost, link, "lost")
-
-    def _arrived(self, link: _Link, batch: NewsBatch) -> None:
-        if self._link is not link:
-            return  # the last words of one that was given up
-        link.heard = True
-        for news in batch.news:
-            call = self._calls.get(news.number)
-            if call is not None and call.put(news):
-                del self._calls[news.number]
-        self.on_load(batch.load)
-
-    def _watch(self, link: _Link) -> None:
-        """Give a process up that has said nothing since this was last called."""
-        if self._link is not link:
-            return
-        if not link.heard:
-            self._lost(link, "hung")
-            return
-        link.heard = False
-        self._loop.call_later(self.settings.step_seconds, self._watch, link)
-
-    def _lost(self, link: _Link, state: Literal["lost", "hung"]) -> None:
-        if self._link is not link:
-            return  # it was stopped, or is known to hang
-        self._link, self.state = None, state
-        self.losses += 1
-        self._fail_all()
-        self.on_load(EngineLoad())
-        self._restarting = asyncio.create_task(self._restart(link))
-
-    async def _restart(self, link: _Link) -> None:
-        await asyncio.to_thread(link.end)
-        logger.error("The engine's process is %s (exit code %s).", self.state, link.process.exitcode)
-        pause = FIRST_PAUSE
-        while True:
-            try:
-                ready = await self.start()
-                logger.info("The engine runs again (engine process %d).", ready.process)
-                return
-            except Exception as error:
-                logger.error("The engine could not be started again: %s", error)
-                await asyncio.sleep(pause)
-                pause = min(LONGEST_PAUSE, 2 * pause)
-
-    def _fail_all(self) -> None:
-        for call in set(self._calls.values()):
-            call.fail(self._gone())
-        self._calls = {}
-
-    def _gone(self) -> EngineLost:
-        """What a client is told while there is no engine, and when there may be one again."""
-        return EngineLost(self.state, math.ceil(min(LONGEST_PAUSE, self._load_seconds)))
+def _batch(model: LoopedLM, ids: Sequence[int]) -> Tensor:
+    return torch.tensor([list(ids)], dtype=torch.long, device=model.tokens.weight.device)
 
 
-def _first_word(connection: Connection) -> EngineReady | str:
-    try:
-        said: EngineReady | str = connection.recv()
-        return said
-    except (EOFError, OSError):
-        return "The engine's process died while it loaded the model; is there enough memory?"
+def _alternatives(logprobs: Tensor, top: int) -> list[Alternatives]:
+    values, tokens = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
+    return [
+        tuple(zip(row, likely, strict=True)) for row, likely in zip(tokens.tolist(), values.tolist(), strict=True)
+    ]
+
+
+# The log, of this process and of the server's.
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line; a message that is one already gets the time and the level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        content = json.loads(message) if message.startswith("{") else {"event": "log", "message": message}
+        if record.exc_info:
+            content["traceback"] = self.formatException(record.exc_info)
+        when = self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
+        return json.dumps({"time": when, "level": record.levelname.lower(), **content}, ensure_ascii=False)
+
+
+def log_as_json() -> None:
+    """The log of this process goes to stderr, one JSON object a line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter())
+    for name in ("loopformer", "uvicorn"):
+        logging.getLogger(name).handlers = [handler]
+        logging.getLogger(name).setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

@@ -1,10 +1,15 @@
-"""What a model says after each loop, and of each token."""
+"""What the engine's process loads, and what a model says after each loop and of each token."""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from loopformer import LM, Trajectory
-from loopformer.serving.lens import lens, ranked
+from loopformer.serving.worker import WorkerSettings, lens, load_served, ranked
+
+from .servers import save_served
 
 PROMPT = "every pass is told its time"
 
@@ -32,3 +37,18 @@ def test_tokens_are_as_likely_as_the_scorer_says(lm: LM) -> None:
         assert values == sorted(values, reverse=True)
         assert row.logprob is not None
         assert values[0] >= row.logprob - 1e-6
+
+
+def test_the_end_of_an_answer_is_the_chat_templates(lm: LM, tmp_path: Path) -> None:
+    folder, prompt = save_served(tmp_path), "its time"
+    tokenizer, whole = lm.need_tokenizer(), lm.generate(prompt, max_tokens=60, temperature=2.0, seed=1)
+    end = next(token for token in whole.ids if tokenizer.decode([token]).isalnum())  # written as it is
+    settings = {"chat_template": "{{ messages[0].content }}", "eos_token": tokenizer.decode([end])}
+    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(settings))
+    served = load_served(WorkerSettings(folder, device="cpu"))
+    engine = served.engine(rows=1)
+    engine.submit(*served.requests([prompt], max_tokens=60, temperature=2.0, seed=1))
+    *_, last = engine.run()
+    assert last.result is not None
+    assert last.result.reason == "end"
+    assert last.result.ids == whole.ids[: whole.ids.index(end) + 1]
