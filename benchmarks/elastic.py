@@ -107,7 +107,18 @@ def rows_from(start: float, entries: Sequence[tuple[str, float, float, str]]) ->
     return following(*written, training__steps=2000)
 
 
-ELASTIC: Settings = {**OURS, **shared_rows(start=0.1, one=0.5, shares=(0.5, 0.125, 0.125, 0.25))}  # the preset
+ELASTIC: Settings = {  # the preset
+    **OURS,
+    **rows_from(
+        0.1,
+        [
+            ("full", 1.0, 0.5, "equal"),
+            ("[4, 7]", 0.3, 0.125, "compositions"),
+            ("[2, 3]", 0.3, 0.125, "compositions"),
+            ("1", 0.5, 0.25, "equal"),
+        ],
+    ),
+}
 HOW = ("equal", "compositions")
 ANY = following("{budget: any}")
 HALF = following("{budget: full, chance: 0.5}", "{budget: short, chance: 0.5}")
@@ -198,24 +209,16 @@ SUITES: dict[str, dict[str, Settings]] = {
         "rows-from-0.1": {**OURS, **shared_rows(start=0.1)},
         "rows-from-0.1-one-0.6": {**OURS, **shared_rows(start=0.1, one=0.6)},
         "rows-one-0.6": {**OURS, **shared_rows(one=0.6)},
-        "rows-from-0.1-more-ones": ELASTIC,
+        "rows-from-0.1-more-ones": {
+            **OURS,
+            **shared_rows(start=0.1, one=0.5, shares=(0.5, 0.125, 0.125, 0.25)),
+        },
         "rows-time-10": {**OURS, **shared_rows(), "model.time_scale": 10},
         "rows-muon-0.01": {**OURS, **shared_rows(), "training.matrix_learning_rate": 0.01},
         "rows-not-injected": {**ROTARY, **MUON, **shared_rows()},
     },
     "smooth": {  # schedules of unequal steps, too: at whose expense?
-        "compositions": {
-            **OURS,
-            **rows_from(
-                0.1,
-                [
-                    ("full", 1.0, 0.5, "equal"),
-                    ("[4, 7]", 0.3, 0.125, "compositions"),
-                    ("[2, 3]", 0.3, 0.125, "compositions"),
-                    ("1", 0.5, 0.25, "equal"),
-                ],
-            ),
-        },
+        "compositions": ELASTIC,
         "half-compositions": {
             **OURS,
             **rows_from(
