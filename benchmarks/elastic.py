@@ -230,6 +230,18 @@ SUITES: dict[str, dict[str, Settings]] = {
                 ],
             ),
         },
+        "compositions-and-equal": {  # as much weight as `compositions` has, half of it for 4 to 7 equal steps
+            **OURS,
+            **rows_from(
+                0.1,
+                [
+                    ("full", 1.0, 0.5, "equal"),
+                    *(("[4, 7]", 0.15, 0.0625, steps) for steps in HOW),
+                    ("[2, 3]", 0.3, 0.125, "compositions"),
+                    ("1", 0.5, 0.25, "equal"),
+                ],
+            ),
+        },
         "more-compositions": {
             **OURS,
             **rows_from(

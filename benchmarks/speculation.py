@@ -1,9 +1,10 @@
 """Self-speculation on a trained model: acceptance, and tokens per second against plain decoding in the same run.
 
-    python benchmarks/speculation.py --model runs/demo/elastic --data data/demo [--out results/…json]
-    python benchmarks/speculation.py --fast --model runs/mine --data data/mine [--int8]      # fused, on a GPU
+    python benchmarks/speculation.py [--model box] [--text TEXT] [--out results/…json]
+    python benchmarks/speculation.py --fast [--model runs/mine] [--int8]      # fused, on a GPU
 
-Greedy continuations of prompts from the validation split; without --fast one at a time and together, on the CPU.
+Greedy continuations of what texts begin with, by default those held out for the model; without --fast one at a time
+and together, on the CPU.
 Speed-ups are ratios inside one run; the texts are compared. The last line is JSON.
 
 With --fast, prompts are continued one at a time, by `--new-tokens` tokens whatever they are. Speed is that of
@@ -25,10 +26,10 @@ import torch
 import loopformer
 from loopformer import LM, Trajectory
 from loopformer.benchmark.machine import describe, publish
-from loopformer.data.loader import validation_windows
-from loopformer.data.shards import TokenData
+from loopformer.config.model import BOX
 from loopformer.device import DTYPES
 from loopformer.errors import require
+from loopformer.evaluation.text import default_text, read_text
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import generate, speculate
 from loopformer.inference.fused.quantise import quantised
@@ -40,8 +41,8 @@ Prompts = list[tuple[int, ...]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--model", default=BOX)
+    parser.add_argument("--text", help="as in `loopformer eval`; what is held out for the model by default")
     parser.add_argument("--fast", action="store_true", help="fused decoding on a GPU")
     parser.add_argument("--int8", action="store_true", help="with --fast: int8 weights, for all")
     parser.add_argument("--dtype", choices=DTYPES, help="float32, with --fast bfloat16")
@@ -68,8 +69,11 @@ def main() -> None:
     lm = loopformer.load(asked.model).to("cuda" if asked.fast else "cpu", DTYPES[dtype])
     config = lm.model.config
     require(config.loops >= 2, "A model of 1 loop has no shorter trajectory to draft along; take another model.")
-    windows = validation_windows(TokenData.open(asked.data, "val"), prompt_tokens, count)
-    prompts = [tuple(row.tolist()) for row in windows.batch(0, count).inputs]
+    text = asked.text or default_text(asked.model) or ""
+    require(text != "", f"Nothing is held out for {asked.model}; name a --text.")
+    documents = read_text(text, lm.need_tokenizer()).documents
+    prompts = [tuple(one[:prompt_tokens].tolist()) for one in documents if len(one) >= prompt_tokens][:count]
+    require(len(prompts) == count, f"{text} has {len(prompts)} documents of {prompt_tokens} tokens; take fewer.")
     machine: Row = {
         "hardware": f"{platform.processor() or platform.machine()}, 1 thread",
         "torch": torch.__version__,
@@ -112,8 +116,8 @@ def eager(lm: LM, prompts: Prompts, new_tokens: int) -> Iterator[Row]:
         found = {event.ticket: event.result.ids for event in generate(lm.model, tokenizer, batch) if event.result}
         return [found[row] for row in range(len(batch))]
 
-    drafts = [Draft(Trajectory.uniform(m), k) for m in range(1, loops) for k in (2, 4, None)]
-    drafts += [Draft(full, 4, passes) for passes in range(1, loops)]
+    drafts = [Draft(Trajectory.uniform(m), k) for m in _shorter(loops) for k in (2, 4, None)]
+    drafts += [Draft(full, 4, passes) for passes in _shorter(loops)]
     for together in (1, len(requests)):
         batches = [requests[start : start + together] for start in range(0, len(requests), together)]
         plain(batches[0])
@@ -167,7 +171,7 @@ def fused(lm: LM, prompts: Prompts, new_tokens: int, int8: bool) -> Iterator[Row
         kept.extend((verdict.drafted, len(verdict.tokens) - 1) for verdict in verdicts)
         return [token for verdict in verdicts for token in verdict.tokens][: new_tokens - 1]
 
-    for budget in range(1, loops):
+    for budget in _shorter(loops):
         _timed(prompts[:1], fill, greedy)
         expected, filled, decoded = _timed(prompts, fill, greedy)
         tokens = len(prompts) * (new_tokens - 1)
@@ -190,6 +194,11 @@ def fused(lm: LM, prompts: Prompts, new_tokens: int, int8: bool) -> Iterator[Row
                 "same_texts": sum(a == b for a, b in zip(expected, got, strict=True)) / len(got),
                 "same_before_parting": sum(map(_common, expected, got)) / (tokens + len(got)),
             }
+
+
+def _shorter(loops: int) -> list[int]:
+    """Budgets to draft with: 1, 2, 4, … below the full one."""
+    return [2**power for power in range((loops - 1).bit_length())]
 
 
 def _timed(

@@ -27,7 +27,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(monkeypatch: pytest.MonkeyPatch, data: Path, config: ModelConfig, folder: Path, *words: str) -> None:
     save_model(LoopedLM(config), folder / "m")
     (folder / "m" / "tokenizer.json").write_bytes((data / "tokenizer.json").read_bytes())
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--model", str(folder / "m"), "--data", str(data), *words])
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--model", str(folder / "m"), "--text", str(data), *words])
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 

@@ -1,4 +1,6 @@
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from loopformer import LM, LoopformerError
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.request import BROKEN, Request, RowState, TextStream
+from loopformer.inference.request import BROKEN, Request, Result, RowState, TextStream
 from loopformer.inference.sampling import Choice
 
 TEXT = "every pass is told its time and its step, naïve café ☕ 日本語, and so on"
@@ -89,6 +91,35 @@ def test_nothing_of_a_stop_string_is_ever_shown(lm: LM, before: str, stop: str, 
     pieces, stream = push_all(lm.tokenizer, text, [stop])
     assert stream.stopped
     assert "".join(pieces) == text[: text.index(stop)] == stream.text
+
+
+@given(
+    tokens=st.lists(st.integers(0, 299) | st.sampled_from([97, 98]), min_size=1, max_size=14),
+    groups=st.lists(st.integers(1, 5), min_size=14, max_size=14),
+    stop=st.text("ab", max_size=3),
+    most=st.integers(1, 14),
+    prompt=st.integers(1, 32),
+)
+def test_tokens_may_come_one_by_one_or_together(
+    lm: LM, tokens: list[int], groups: list[int], stop: str, most: int, prompt: int
+) -> None:
+    tokenizer, config = lm.need_tokenizer(), lm.model.config
+    request = Request((5,) * prompt, lm.model.resolve(2), max_tokens=most, stops=(stop,) if stop else ())
+    choices = [Choice(token, math.nan if token == 7 else -1.0) for token in tokens]
+
+    def taken(sizes: Iterable[int]) -> tuple[str, Result | None]:
+        row, shown, left = RowState.start(0, request, tokenizer, config), "", choices
+        for size in sizes:
+            if not left:
+                break
+            row, event = row.take(left[:size])
+            shown, left = shown + event.piece, left[size:]
+            if event.result is not None:
+                assert shown == event.result.text
+                return shown, event.result
+        return shown + row.text.finish(), None
+
+    assert taken(groups) == taken(itertools.repeat(1))
 
 
 def test_what_was_held_back_comes_with_a_failure(lm: LM) -> None:

@@ -118,7 +118,7 @@ class RowState(NamedTuple):
     end: int  # the token that ends a text
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    passes: tuple[int, ...] = ()
+    passes: tuple[int, ...] = ()  # where certainty decides
 
     @classmethod
     def start(cls, ticket: int, request: Request, tokenizer: EndingDetokenizer, config: ModelConfig) -> RowState:
@@ -174,37 +174,42 @@ class RowState(NamedTuple):
 
     def take(self, choices: Sequence[Choice]) -> tuple[RowState, Event]:
         """Append tokens, up to the one that ends the text: the state then, and what can be shown of it."""
-        text, piece, count = self.text.copy(), "", 0
-        reason: Reason | None = None
-        for token, logprob, _ in choices:
-            if math.isnan(logprob):
-                reason = "error"
-                break
-            count += 1
-            if token == self.end:
-                reason = "end"
-                break
-            piece += text.push(token)
-            if text.stopped:
-                reason = "stop"
-            elif len(self.ids) + count == self.request.max_tokens:
-                reason = "length"
-            elif self.length + count > self.context:  # this token has no place, so none can follow
-                reason = "context"
-            if reason is not None:
-                break
-        budget, new = self.request.trajectory.budget, choices[:count]
-        after = self._replace(
-            ids=(*self.ids, *[one.token for one in new]),
-            logprobs=(*self.logprobs, *[one.logprob for one in new]),
-            passes=(*self.passes, *[budget if one.passes is None else one.passes for one in new]),
-            text=text,
-        )
+        new, reason = self._until_end(choices)
+        tokens = [one.token for one in new]
+        text = self.text.copy()
+        piece = text.push(*(tokens[:-1] if reason == "end" else tokens))
+        if text.stopped and len(new) > 1:  # which of them made the stop string whole?
+            text, piece = self.text.copy(), ""
+            for count, token in enumerate(tokens, start=1):
+                piece += text.push(token)
+                if text.stopped:
+                    new, tokens = new[:count], tokens[:count]
+                    break
+        if text.stopped:
+            reason = "stop"
+        passes = self.passes
+        if self.request.certainty is not None:
+            passes = (*passes, *[self.trajectory.budget if one.passes is None else one.passes for one in new])
+        ids, logprobs = (*self.ids, *tokens), (*self.logprobs, *[one.logprob for one in new])
+        ticket, request = self.ticket, self.request
+        after = RowState(ticket, request, text, self.seed, self.context, self.end, ids, logprobs, passes)
         if reason is None:
-            return after, Event(self.ticket, piece, None, tuple(new))
+            return after, Event(ticket, piece, None, tuple(new))
         piece += text.finish()
         result = after._result(reason, NOT_A_NUMBER if reason == "error" else None)
-        return after, Event(self.ticket, piece, result, tuple(new))
+        return after, Event(ticket, piece, result, tuple(new))
+
+    def _until_end(self, choices: Sequence[Choice]) -> tuple[Sequence[Choice], Reason | None]:
+        """Those that still belong to the text, whatever it says, and why none can follow them."""
+        wanted, places = self.request.max_tokens - len(self.ids), self.places_left + 1  # the last one needs none
+        for number, (token, logprob, _) in enumerate(choices[: min(wanted, places)]):
+            if math.isnan(logprob):
+                return choices[:number], "error"
+            if token == self.end:
+                return choices[: number + 1], "end"
+        if len(choices) < min(wanted, places):
+            return choices, None
+        return choices[: min(wanted, places)], "length" if wanted <= places else "context"
 
     def failed(self, sentence: str) -> Event:
         """The end of a request that could not be run: what was held back is shown, and nothing more decoded."""
@@ -212,7 +217,8 @@ class RowState(NamedTuple):
 
     def _result(self, reason: Reason, error: str | None) -> Result:
         prompt, trajectory = len(self.request.prompt), self.request.trajectory
-        return Result(self.text.text, self.ids, self.logprobs, self.passes, reason, prompt, trajectory, error)
+        passes = self.passes if self.request.certainty is not None else (trajectory.budget,) * len(self.ids)
+        return Result(self.text.text, self.ids, self.logprobs, passes, reason, prompt, trajectory, error)
 
 
 BROKEN = "\ufffd"  # what decoding half a character gives
@@ -233,7 +239,7 @@ class TextStream:
         """`after`: the tokens that the text follows."""
         self._tokenizer = tokenizer
         self._stops = tuple(stop for stop in stops if stop)
-        self._beginnings = [stop[:size] for stop in self._stops for size in range(len(stop) - 1, 0, -1)]
+        self._beginnings = tuple(stop[:size] for stop in self._stops for size in range(len(stop) - 1, 0, -1))
         self._longest = max(map(len, self._stops), default=1)
         self._ids = tuple(after)  # what is decoded: the last tokens with settled text, then those not yet settled
         self._done = len(after)  # how many of them are settled; a token may end in the middle of a character
@@ -253,9 +259,11 @@ class TextStream:
         """All text so far that belongs to the result."""
         return self._text
 
-    def push(self, token: int) -> str:
-        """Add a token and return what can be shown."""
-        self._ids = (*self._ids, token)
+    def push(self, *tokens: int) -> str:
+        """Add tokens and return what can be shown. After a stop string they may be more than belong to the text."""
+        if not tokens:
+            return ""
+        self._ids = (*self._ids, *tokens)
         self._settle(whole=False)
         return self._show(self._held())
 
@@ -288,7 +296,7 @@ class TextStream:
 
     def _held(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""
-        if self.stopped:
+        if self.stopped or not self._text.endswith(self._beginnings):
             return 0
         return max((len(part) for part in self._beginnings if self._text.endswith(part)), default=0)
 

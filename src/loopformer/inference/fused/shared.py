@@ -9,7 +9,8 @@ to, prompt and new tokens, in each of its loops; whoever does not fit waits.
 The device runs ahead of the host: while the engine makes text of one token, the passes of the next are under way.
 What comes next is known without looking at a token, since it is chosen on the device and a budget says when it is
 due; a row that turns out to have ended drops what was run for it. Only where a repetition penalty needs the text
-itself does the device wait.
+itself does the device wait. All tokens that have come meanwhile are given out at once, so a host that is slower
+than the device makes text of several at a time, which costs it less.
 
 Under faults: what the device holds is taken out of the backend while it works, and put back when all of it was
 noted. If it is not there, or does not stand where a row says it does, the row's tokens are run again.
@@ -30,11 +31,13 @@ from loopformer.inference.decode import PromptBackend, prefill
 from loopformer.inference.fused.backend import NO_CERTAINTY
 from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
 from loopformer.inference.request import Request, RowState
-from loopformer.inference.sampling import Choice, Draw, choose
+from loopformer.inference.sampling import Choice, Draw, Sampling, choose
 from loopformer.model.cache import RowKeys
 
-AHEAD = 2  # groups of passes that are under way at a time
+AHEAD, AHEAD_PASSES = 2, 8  # at least so many tokens of some row, and passes, are under way at a time
+NOBODY = -1  # a ticket
 NOTHING = -1  # new tokens of a row that the device has nothing of
+GREEDY = Draw(Sampling())
 
 
 class DeviceRow(NamedTuple):
@@ -43,30 +46,42 @@ class DeviceRow(NamedTuple):
     slot: int
     pages: tuple[int, ...]
     budget: int
+    most: int  # new tokens that are wanted and have a place
     tokens: int  # new ones that are chosen by then
     loop: int = 0  # passes that the next one is through by then
     started: bool = False  # whether the device has the row's last token
 
-    def goes_on(self, row: RowState) -> bool:
-        """Whether one more token is wanted, and there is a place for the one before it."""
-        return self.tokens < row.request.max_tokens and len(row.request.prompt) + self.tokens <= row.context
+    def after(self, passes: int) -> DeviceRow:
+        """So many passes later; they end with those of a token at the latest."""
+        slot, pages, budget, most, tokens, loop, started = self
+        loop += passes
+        if loop == budget:
+            return DeviceRow(slot, pages, budget, most, tokens + 1, 0, started)
+        return DeviceRow(slot, pages, budget, most, tokens, loop, started)
 
 
 class Pending(NamedTuple):
-    """Tokens on their way to the host: whose, which of their new ones, and when they are there."""
+    """Tokens on their way to the host, after so many passes: whose, and when they are there."""
 
+    passes: int
     tickets: tuple[int, ...]
-    numbers: tuple[int, ...]
     tokens: Tensor
     logprobs: Tensor
     arrived: torch.cuda.Event | None
 
-    def choices(self) -> Iterator[tuple[int, int, Choice]]:
-        """Ticket, number and choice of each, once they are there."""
+    def here(self) -> bool:
+        arrived: Any = self.arrived
+        return arrived is None or bool(arrived.query())
+
+    def without(self, tickets: set[int]) -> Pending:
+        """The same; what comes for some rows is nobody's."""
+        return self._replace(tickets=tuple([NOBODY if one in tickets else one for one in self.tickets]))
+
+    def choices(self) -> Iterator[tuple[int, Choice]]:
+        """Ticket and choice of each, once they are there."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        chosen = map(Choice, self.tokens.tolist(), self.logprobs.tolist())
-        return zip(self.tickets, self.numbers, chosen, strict=True)
+        return zip(self.tickets, map(Choice, self.tokens.tolist(), self.logprobs.tolist()), strict=True)
 
 
 @dataclass(frozen=True)
@@ -77,29 +92,32 @@ class DeviceState:
     free_pages: tuple[int, ...]
     rows: Mapping[int, DeviceRow] = field(default_factory=dict)  # by ticket
     pending: tuple[Pending, ...] = ()
-    given: Mapping[int, Mapping[int, Choice]] = field(default_factory=dict)  # by ticket and number
+    given: Mapping[int, list[Choice]] = field(
+        default_factory=dict
+    )  # by ticket; the last ones chosen and not pending
 
     def astray(self, rows: Sequence[RowState]) -> list[RowState]:
         """Rows whose next tokens neither are here or under way nor follow from what the device has."""
         coming = Counter(ticket for one in self.pending for ticket in one.tickets)
 
         def stands(row: RowState) -> bool:
-            mine, taken = self.rows.get(row.ticket), len(row.ids)
+            mine = self.rows.get(row.ticket)
             if mine is None:
                 return False
-            given = self.given.get(row.ticket, {})
-            return mine.tokens == taken + coming[row.ticket] + sum(number >= taken for number in given)
+            untaken = mine.tokens - coming[row.ticket] - len(row.ids)
+            return 0 <= untaken <= len(self.given.get(row.ticket, ()))
 
         return [row for row in rows if not stands(row)]
 
     def without(self, tickets: set[int]) -> DeviceState:
         """The same without some rows; what is under way for them is dropped when it comes."""
         gone = [row for ticket, row in self.rows.items() if ticket in tickets]
+        pending = [one.without(tickets) for one in self.pending]
         return DeviceState(
             (*self.free_slots, *(row.slot for row in gone)),
             (*self.free_pages, *(page for row in gone for page in row.pages)),
             {ticket: row for ticket, row in self.rows.items() if ticket not in tickets},
-            tuple(one for one in self.pending if not (set(one.tickets) & set(self.rows)) <= tickets),
+            tuple([one for one in pending if set(one.tickets) != {NOBODY}]),
             {ticket: given for ticket, given in self.given.items() if ticket not in tickets},
         )
 
@@ -161,24 +179,29 @@ class SharedBackend(PromptBackend):
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
         device, self._device = self._device or self._empty, None
         device = self._ready(device, rows)
+        given, pending = self._untaken(device, rows), list(device.pending)
+        while pending and pending[0].here():
+            _give(pending.pop(0), given)
+        standing = {row.ticket: device.rows[row.ticket] for row in rows}
         waits = any(row.request.sampling.repetition_penalty != 1 for row in rows)
-        while len(device.pending) < (1 if waits else AHEAD):
-            going = [row for row in rows if device.rows[row.ticket].goes_on(row)]
-            if not going:
+        while _more_under_way(pending, waits):
+            launched = self._launched(rows, standing, given)
+            if launched is None:
                 break
-            device = self._launched(device, going)
-        given: dict[int, dict[int, Choice]] = {row.ticket: {} for row in rows}
-        for row in rows:  # what was given out before, and not taken
-            for number, choice in device.given.get(row.ticket, {}).items():
-                if number >= len(row.ids):
-                    given[row.ticket][number] = choice
-        while device.pending and not any(given.values()):
-            for ticket, number, choice in device.pending[0].choices():
-                if ticket in given:
-                    given[ticket][number] = choice
-            device = replace(device, pending=device.pending[1:])
-        self._device = replace(device, given=given)
-        return [[own[number] for number in sorted(own)] for own in given.values()]
+            pending.append(launched)
+        while pending and not any(given.values()):
+            _give(pending.pop(0), given)
+        self._device = replace(device, rows={**device.rows, **standing}, pending=tuple(pending), given=given)
+        return list(given.values())
+
+    def _untaken(self, device: DeviceState, rows: Sequence[RowState]) -> dict[int, list[Choice]]:
+        """What was given out before, and not taken."""
+        coming = Counter(ticket for one in device.pending for ticket in one.tickets)
+        given: dict[int, list[Choice]] = {}
+        for row in rows:
+            count = device.rows[row.ticket].tokens - coming[row.ticket] - len(row.ids)
+            given[row.ticket] = device.given[row.ticket][-count:] if count else []
+        return given
 
     def _ready(self, device: DeviceState, rows: Sequence[RowState]) -> DeviceState:
         """Every row has its slot, and the device has its last token."""
@@ -192,14 +215,20 @@ class SharedBackend(PromptBackend):
         started = {ticket: device.rows[ticket]._replace(started=True) for ticket in new}
         return replace(device, rows={**device.rows, **started})
 
-    def _launched(self, device: DeviceState, rows: Sequence[RowState]) -> DeviceState:
-        """Passes of these rows until some have run their last one, and the next tokens of those."""
-        before = [device.rows[row.ticket] for row in rows]
-        passes = min(row.budget - row.loop for row in before)
+    def _launched(
+        self, rows: Sequence[RowState], standing: dict[int, DeviceRow], given: Mapping[int, list[Choice]]
+    ) -> Pending | None:
+        """Passes of all rows that go on until some have run their last one, and the next tokens of those. None: no
+        row goes on."""
+        going = [row for row in rows if (mine := standing[row.ticket]).tokens < mine.most]
+        if not going:
+            return None
+        before = [standing[row.ticket] for row in going]
+        passes = min([row.budget - row.loop for row in before])
         slots = [row.slot for row in before]
         ended = [number for number, row in enumerate(before) if row.loop + passes == row.budget]
-        alone = len(rows) == 1 and passes == before[0].budget
-        if alone and rows[0].request.sampling.most_likely:
+        alone = len(going) == 1 and passes == before[0].budget
+        if alone and going[0].request.sampling.most_likely:
             tokens, logprobs = self._batch.follow(slots[0], passes)
         else:
             if alone:
@@ -208,34 +237,18 @@ class SharedBackend(PromptBackend):
                 for _ in range(passes):
                     self._batch.run(slots)
                 logits = self._batch.logits(ended)
-            draws = [self._draw(device, rows[number], before[number].tokens) for number in ended]
+            draws = [_draw(going[number], before[number].tokens, given) for number in ended]
             tokens, logprobs = choose(logits, draws)
             self._batch.begin([slots[number] for number in ended], tokens)
-        after = {
-            row.ticket: one._replace(loop=0, tokens=one.tokens + 1)
-            if one.loop + passes == one.budget
-            else one._replace(loop=one.loop + passes)
-            for row, one in zip(rows, before, strict=True)
-        }
-        pending = Pending(
-            tuple(rows[number].ticket for number in ended),
-            tuple(before[number].tokens for number in ended),
-            *_to_host(tokens, logprobs),
-        )
-        return replace(device, rows={**device.rows, **after}, pending=(*device.pending, pending))
-
-    def _draw(self, device: DeviceState, row: RowState, tokens: int) -> Draw:
-        """What decides a row's new token of this number; a repetition penalty knows all that has come."""
-        history: tuple[int, ...] = ()
-        if row.request.sampling.repetition_penalty != 1:
-            given = device.given.get(row.ticket, {})
-            history = (*row.history, *(given[number].token for number in range(len(row.ids), tokens)))
-        return Draw(row.request.sampling, row.seed, len(row.request.prompt) + tokens, history)
+        for row, mine in zip(going, before, strict=True):
+            standing[row.ticket] = mine.after(passes)
+        return Pending(passes, tuple([going[number].ticket for number in ended]), *_to_host(tokens, logprobs))
 
     def _placed(self, device: DeviceState, row: RowState, keys: RowKeys, length: int, tokens: int) -> DeviceState:
         """A row takes a slot and pages, with the keys of `length` tokens and so many new tokens chosen."""
-        count = self._needed(row.request)
-        placed = DeviceRow(device.free_slots[0], device.free_pages[:count], row.trajectory.budget, tokens)
+        count, request = self._needed(row.request), row.request
+        most = min(request.max_tokens, row.context - len(request.prompt) + 1)  # the last one needs no place
+        placed = DeviceRow(device.free_slots[0], device.free_pages[:count], row.trajectory.budget, most, tokens)
         assert len(placed.pages) == count, "a row was admitted that does not fit"
         self._batch.fill(placed.slot, placed.pages, keys, length, self._table(row.trajectory))
         return replace(
@@ -251,6 +264,30 @@ class SharedBackend(PromptBackend):
 
     def _needed(self, request: Request) -> int:
         return pages_of(self._tokens(request), request.trajectory.budget)
+
+
+def _more_under_way(pending: Sequence[Pending], waits: bool) -> bool:
+    if waits:
+        return not pending
+    return len(pending) < AHEAD or sum(one.passes for one in pending) < AHEAD_PASSES
+
+
+def _give(arrived: Pending, given: Mapping[int, list[Choice]]) -> None:
+    """Add what has come to what rows are given; nobody waits any more for what is dropped here."""
+    for ticket, choice in arrived.choices():
+        if ticket in given:
+            given[ticket].append(choice)
+
+
+def _draw(row: RowState, tokens: int, given: Mapping[int, list[Choice]]) -> Draw:
+    """What decides a row's new token of this number; a repetition penalty knows all that has come."""
+    sampling = row.request.sampling
+    if sampling.most_likely:
+        return GREEDY
+    history: tuple[int, ...] = ()
+    if sampling.repetition_penalty != 1:
+        history = (*row.history, *[one.token for one in given[row.ticket]])
+    return Draw(sampling, row.seed, len(row.request.prompt) + tokens, history)
 
 
 def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
