@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import LoopformerError, RunFailed, nearest
-from loopformer.inference.decode import Backend, PlainBackend
+from loopformer.device import choose_device
+from loopformer.errors import LoopformerError, RunFailed, nearest, require
+from loopformer.inference.decode import Backend, PlainBackend, slot_bytes
 from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.engine import Engine, complete, generate, speculate
 from loopformer.inference.fused.backend import DraftBackend, FusedPool, draft_obstacle, obstacle
@@ -237,12 +238,15 @@ class LM:
         """Continuous batching: at most `rows` requests run at once, at most `queue` more wait.
 
         On a GPU, unless `fast` is False or there is a draft, through fused kernels: passes are shared by requests
-        of any budget, none of which may ask for certainty. `memory` is bytes for keys and values there, so that
-        requests wait until theirs fit.
+        of any budget, none of which may ask for certainty. `memory` is bytes for keys and values: there requests
+        wait until theirs fit, elsewhere there are fewer rows, as each has room for a whole context.
         """
         if draft is not None and fast is True:
             raise LoopformerError("The fused engine takes no draft; leave out fast.")
         if draft is not None or not self._is_fused([], fast):
+            if memory is not None:
+                rows = min(rows, memory // slot_bytes(self.model))
+                require(rows >= 1, f"{memory:,} bytes hold no row of keys, which takes {slot_bytes(self.model):,}.")
             return Engine(self.model, self.need_tokenizer(), rows, queue, draft=draft)
         from loopformer.inference.fused.batch import SharedBatch  # needs Triton
         from loopformer.inference.fused.shared import SharedBackend
@@ -314,6 +318,15 @@ def load(source: str | Path) -> LM:
 def load_official(source: str | Path, heads: int | None = None, loops: int | None = None) -> LM:
     """Load the authors' weights; `heads` and `loops` are needed only where no config stands beside them."""
     return _lm(*find_model(source, heads, loops))
+
+
+def place(lm: LM, device: str, dtype: torch.dtype | None, fast: Fast, certainty: bool = False) -> bool:
+    """Move the model to where a user lets it run, by default in the dtype that suits; whether fused kernels will
+    run it."""
+    where = choose_device(device)
+    fused = fast is not False and obstacle(lm.to(where).model, certainty) is None
+    lm.to(where, dtype or (torch.bfloat16 if fused else torch.float32))
+    return fused
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ VERBS = [
     ["import", "m", "out"],
     ["export", "m", "out"],
     ["bench", "engine"],
+    ["serve", "m"],
     ["bench", "decode"],
     ["bench", "train"],
     ["bench", "memory"],

@@ -357,3 +357,22 @@ def test_a_cancelled_prompt_leaves_no_keys_behind(lm: LM, monkeypatch: pytest.Mo
     engine.cancel(ticket)
     engine.step()
     assert not untyped._begun
+
+
+def test_events_bring_the_tokens_of_their_results(lm: LM) -> None:
+    engine = lm.engine(rows=2)
+    for request in lm.requests(PROMPTS, max_tokens=6):
+        engine.submit(request)
+    came: dict[int, list[tuple[int, float]]] = {}
+    for event in engine.run():
+        came.setdefault(event.ticket, []).extend((choice.token, choice.logprob) for choice in event.choices)
+        if event.result is not None:
+            assert came[event.ticket] == list(zip(event.result.ids, event.result.logprobs, strict=True))
+
+
+def test_memory_bounds_the_rows(lm: LM) -> None:
+    each = lm.engine(rows=1).memory_bytes
+    engine = lm.engine(rows=8, memory=3 * each + 1)
+    assert (engine.rows, engine.memory_bytes) == (3, 3 * each)
+    with pytest.raises(LoopformerError, match="hold no row of keys"):
+        lm.engine(memory=each - 1)

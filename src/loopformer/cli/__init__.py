@@ -21,6 +21,7 @@ from loopformer.cli.info import info
 from loopformer.cli.prepare import prepare
 from loopformer.cli.report import report
 from loopformer.cli.search import search
+from loopformer.cli.serve import serve
 from loopformer.cli.train import train
 from loopformer.errors import LoopformerError
 
@@ -41,6 +42,7 @@ app.command("search")(search)
 app.command("analyze")(analyze)
 app.command("report")(report)
 app.command("info")(info)
+app.command("serve")(serve)
 app.command("import")(import_)
 app.command("export")(export)
 

@@ -26,7 +26,6 @@ from loopformer.cli.options import (
     TopK,
     TopP,
     TrajectoryOption,
-    place,
 )
 from loopformer.cli.output import stoppable
 from loopformer.config.model import BOX
@@ -77,7 +76,7 @@ def chat(
     from loopformer.inference.chat import ChatTemplate
     from loopformer.inference.request import Request
     from loopformer.inference.sampling import Sampling
-    from loopformer.lm import load
+    from loopformer.lm import load, place
     from loopformer.loading.folder import located, run_of
 
     wanted = None if dtype is None else dtype_of(dtype)

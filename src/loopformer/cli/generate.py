@@ -23,7 +23,6 @@ from loopformer.cli.options import (
     TopK,
     TopP,
     TrajectoryOption,
-    place,
 )
 from loopformer.cli.output import number, output_file, print_files, print_table, progress, stoppable
 from loopformer.config.model import BOX
@@ -107,7 +106,7 @@ def generate(
     from loopformer.errors import require
     from loopformer.evaluation.schedules import scheduled
     from loopformer.evaluation.store import weights_hash
-    from loopformer.lm import load
+    from loopformer.lm import load, place
 
     one_prompt = {
         "a prompt": prompt is not None,

@@ -6,14 +6,9 @@ An option that only one verb has, or that means something else there, stands in 
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Option
-
-if TYPE_CHECKING:
-    import torch
-
-    from loopformer.lm import LM, Fast
 
 # The model, and where it runs.
 MODEL = "A run, a model folder, published weights, or box, the model that comes with loopformer"
@@ -94,16 +89,3 @@ def own_text(model: str) -> str:
             f"The data that {model} was trained on cannot be found; give its folder or another text with --text."
         )
     raise LoopformerError(f"{model} has no prepared data of its own; say what to measure on with --text.")
-
-
-def place(lm: "LM", device: str, dtype: "torch.dtype | None", fast: "Fast", certainty: bool) -> bool:
-    """Move the model to where --device, --dtype and --fast let it run; whether fused kernels will run it."""
-    import torch
-
-    from loopformer.device import choose_device
-    from loopformer.inference.fused.backend import obstacle
-
-    where = choose_device(device)
-    fused = fast is not False and obstacle(lm.to(where).model, certainty) is None
-    lm.to(where, dtype or (torch.bfloat16 if fused else torch.float32))
-    return fused

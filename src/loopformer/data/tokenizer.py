@@ -79,7 +79,15 @@ class Tokenizer:
     def _reads_special(self) -> tokenizers.Tokenizer:
         import tokenizers
 
-        return tokenizers.Tokenizer.from_str(self._text)
+        reads_special = tokenizers.Tokenizer.from_str(self._text)
+        reads_special.no_truncation()
+        reads_special.no_padding()
+        return reads_special
+
+    @cached_property
+    def special_tokens(self) -> list[str]:
+        """The texts that stand for special tokens."""
+        return [added["content"] for added in json.loads(self._text).get("added_tokens", ()) if added["special"]]
 
     def ending_with(self, token: str) -> Tokenizer:
         """The same with another token as the one that ends a text."""

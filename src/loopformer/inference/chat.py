@@ -5,7 +5,8 @@
     request = Request(fitted.ids, trajectory, stops=template.stops)
 
 The plain one is that of supervised examples (data/supervised.py): `User: 2 + 2?`, an empty line, `Assistant:`. A
-template of the model's own is Jinja, as Transformers writes it, and runs in Jinja's sandbox.
+template of the model's own is Jinja, as Transformers writes it, and runs in Jinja's sandbox. Its special tokens are
+tokens; what a message spells like one stays text.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from loopformer.data.supervised import ROLES, encode_prompt
@@ -27,6 +29,7 @@ from loopformer.files import read_json
 from loopformer.loading.folder import TEMPLATE, TOKENIZER_CONFIG, find_chat_template
 
 Message = dict[str, str]  # role and content
+_MARK = "\ufdd0"  # which Unicode keeps for uses like this: no text has it
 
 
 class FittedChat(NamedTuple):
@@ -64,7 +67,15 @@ class ChatTemplate:
         """The ids of a chat so far, ready for the model to answer."""
         if self.source is None:
             return encode_prompt(self.tokenizer, messages)
-        return self.tokenizer.encode_template(self._rendered(messages))
+        marked = [{**message, "content": self._marked(message["content"])} for message in messages]
+        rendered = self._rendered(marked)
+        return [number for part in rendered.split(_MARK) for number in self.tokenizer.encode_template(part)]
+
+    def _marked(self, content: str) -> str:
+        """What somebody said, with a mark inside of whatever would read as a special token: it is cut there."""
+        for special in self.tokenizer.special_tokens:
+            content = content.replace(special, f"{special[:1]}{_MARK}{special[1:]}")
+        return content
 
     def fit(self, messages: Sequence[Message], most: int) -> FittedChat:
         """A chat without so many of its oldest turns, each a question and its answer, that it has at most so many
@@ -76,7 +87,18 @@ class ChatTemplate:
         return FittedChat(kept, tuple(ids))
 
     def _rendered(self, messages: Sequence[Message]) -> str:
-        """What the template writes, with what templates expect to find as Transformers gives it."""
+        end = self.tokenizer.decode([self.tokenizer.eot], special=True)
+        try:
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=True, bos_token=end, eos_token=end, pad_token=end
+            )
+        except Exception as error:  # a template is a program, and fails as one
+            reason = " ".join(str(error).split())
+            raise LoopformerError(f"The model's chat template fails ({reason}); correct its {TEMPLATE}.") from error
+
+    @cached_property
+    def _template(self) -> Template:
+        """The template with what templates expect to find, as Transformers gives it."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -85,14 +107,7 @@ class ChatTemplate:
             "raise_exception": _refuse,
             "strftime_now": lambda form: datetime.now().strftime(form),
         }
-        end = self.tokenizer.decode([self.tokenizer.eot], special=True)
-        try:
-            return environment.from_string(self.source or "").render(
-                messages=list(messages), add_generation_prompt=True, bos_token=end, eos_token=end, pad_token=end
-            )
-        except Exception as error:  # a template is a program, and fails as one
-            reason = " ".join(str(error).split())
-            raise LoopformerError(f"The model's chat template fails ({reason}); correct its {TEMPLATE}.") from error
+        return environment.from_string(self.source or "")
 
 
 def _refuse(sentence: str) -> Any:

@@ -73,6 +73,11 @@ class Backend(Protocol):
         """Keys and values of these rows."""
         ...
 
+    @property
+    def memory_bytes(self) -> int:
+        """Keys and values that there is room for."""
+        ...
+
 
 def padded(model: LoopedLM, rows: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
     """ids [B, longest] on the model's device, padded at the end, and how many tokens of each row count."""
@@ -105,6 +110,11 @@ def prefill(
     ids, counts = padded(model, prompts)
     cache = model.cache(list(trajectories), len(prompts))
     return cache, ends(model.extend(ids, cache, counts), counts)
+
+
+def slot_bytes(model: LoopedLM) -> int:
+    """Keys and values of a slot that is used in every loop; it has room for a whole context."""
+    return model.config.context * model.cost.kv_bytes(value_bytes=model.tokens.weight.element_size())
 
 
 class BatchSlot(NamedTuple):
@@ -422,7 +432,7 @@ class PlainBackend(PromptBackend):
         super().__init__(model, remember)
         if draft is not None:
             model.resolve(draft.trajectory)
-        self.draft = draft
+        self.draft, self._slots = draft, slots
         reach = 2 if draft is None else 2 + (draft.length or LONGEST)
         self.pool = SlotPool(model, slots, reach)
         self._draft_pool = None if draft is None else SlotPool(model, slots, reach)
@@ -436,6 +446,10 @@ class PlainBackend(PromptBackend):
 
     def used_bytes(self, rows: Sequence[RowState]) -> int:
         return sum(row.trajectory.budget for row in rows) * self.pool.bytes_per_loop
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._slots * slot_bytes(self.model)
 
     def admit(self, row: RowState, keys: RowKeys) -> None:
         if self._draft_pool is not None:

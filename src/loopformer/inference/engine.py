@@ -81,7 +81,7 @@ class Engine:
         if not is_whole(queue) or queue < 1:
             raise LoopformerError(f"The queue must hold 1 request or more, got {queue}.")
         self.model, self.backend = model, backend or PlainBackend(model, rows, remember, draft)
-        self._tokenizer, self._most_waiting = tokenizer, queue
+        self.rows, self._tokenizer, self._most_waiting = rows, tokenizer, queue
         self._steps = self._new_tokens = 0
         self._tickets = count()
         self._state = _State()
@@ -111,6 +111,11 @@ class Engine:
     def used_bytes(self) -> int:
         """Keys and values of the requests that run."""
         return self.backend.used_bytes(self._state.running)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Keys and values that there is room for."""
+        return self.backend.memory_bytes
 
     @property
     def counts(self) -> EngineCounts:

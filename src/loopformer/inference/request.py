@@ -86,11 +86,12 @@ class Result:
 
 
 class Event(NamedTuple):
-    """A piece of text of one request; the last one carries its result."""
+    """A piece of text of one request, and the tokens that came with it; the last one carries its result."""
 
     ticket: int
     piece: str
     result: Result | None = None
+    choices: tuple[Choice, ...] = ()
 
 
 class Detokenizer(Protocol):
@@ -193,9 +194,10 @@ class RowState(NamedTuple):
         ticket, request = self.ticket, self.request
         after = RowState(ticket, request, text, self.seed, self.context, self.end, ids, logprobs, passes)
         if reason is None:
-            return after, Event(ticket, piece)
+            return after, Event(ticket, piece, None, tuple(new))
         piece += text.finish()
-        return after, Event(ticket, piece, after._result(reason, NOT_A_NUMBER if reason == "error" else None))
+        result = after._result(reason, NOT_A_NUMBER if reason == "error" else None)
+        return after, Event(ticket, piece, result, tuple(new))
 
     def _until_end(self, choices: Sequence[Choice]) -> tuple[Sequence[Choice], Reason | None]:
         """Those that still belong to the text, whatever it says, and why none can follow them."""

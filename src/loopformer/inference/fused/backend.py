@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from loopformer.errors import LoopformerError
-from loopformer.inference.decode import PIECE
+from loopformer.inference.decode import PIECE, slot_bytes
 from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.fused.quantise import MOST_INT8_ROWS, Fingerprint, Weights, fingerprint, quantised
 from loopformer.inference.request import Request, RowState
@@ -154,6 +154,10 @@ class DraftBackend:
     def used_bytes(self, rows: Sequence[RowState]) -> int:
         size = self.model.tokens.weight.element_size()
         return sum(row.length * self.model.cost.kv_bytes(row.trajectory.budget, size) for row in rows)
+
+    @property
+    def memory_bytes(self) -> int:
+        return slot_bytes(self.model)
 
     def check(self, request: Request) -> None:
         """Refuse what this backend cannot run."""

@@ -148,6 +148,10 @@ class SharedBackend(PromptBackend):
     def used_bytes(self, rows: Sequence[RowState]) -> int:
         return sum(self._needed(row.request) for row in rows) * page_bytes(self.model)
 
+    @property
+    def memory_bytes(self) -> int:
+        return self._batch.page_count * page_bytes(self.model)
+
     def fits(self, rows: Sequence[RowState]) -> bool:
         device = self._device or self._empty
         needed = sum(self._needed(row.request) for row in rows)

@@ -1,0 +1,571 @@
+"""OpenAI's requests and answers, and ours beside them.
+
+    body = CompletionBody.model_validate({"prompt": "Once upon", "budget": 2})
+    job = body.job(served)                       # prompts, sampling, trajectory: what the engine runs
+    CompletionAnswer(served, job, place).whole(texts, usage)     # or .chunk(…), one server-sent event
+
+Ours: `budget`, `trajectory`, `min_budget`, `priority`, and `top_k`, `min_p` and `repetition_penalty` as vLLM has
+them. A field of OpenAI's that is not supported here is refused by its name, unless it says what would be so without
+it (null, `"frequency_penalty": 0`); nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from loopformer.config import ModelConfig
+from loopformer.data.tokenizer import Tokenizer
+from loopformer.errors import LoopformerError, nearest, require
+from loopformer.inference.chat import ChatTemplate, Message
+from loopformer.inference.request import Reason, Request
+from loopformer.inference.sampling import Sampling
+from loopformer.model.cost import Cost
+from loopformer.serving.admission import Admitted
+from loopformer.serving.worker import Alternatives, Ranked
+from loopformer.trajectory import Trajectory, resolve
+
+# OpenAI's fields that are not supported, with the values that change nothing; null never does.
+_COMMON_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "user": (),
+}
+_COMPLETION_UNSUPPORTED = {**_COMMON_UNSUPPORTED, "best_of": (1,), "suffix": ("",)}
+_CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **_COMMON_UNSUPPORTED,
+    "audio": (),
+    "function_call": (),
+    "functions": ([],),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (),
+    "prediction": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_FAMILY = re.compile(r"\s*[a-z-]+\s*:\s*(\d+)\s*")
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM says this
+MOST_ALTERNATIVES = 20
+FINISH: dict[Reason, str] = {"stop": "stop", "end": "stop", "length": "length", "context": "length"}
+
+Id = Annotated[int, Field(ge=0)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Body(BaseModel):
+    """What every body has in common: types are as written, and every field is known."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def unsupported(cls) -> dict[str, tuple[Any, ...]]:
+        """Fields of OpenAI's that are refused, with the values that change nothing."""
+        return {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known_fields(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        kept = {}
+        for name, value in given.items():
+            neutral = cls.unsupported().get(name)
+            if value is None or (neutral is not None and value in neutral):
+                continue
+            if neutral is not None:
+                sentence = "'{field}' is a field of OpenAI's that is not supported here; leave it out."
+                raise PydanticCustomError("unsupported_parameter", sentence, {"field": name})
+            if name not in cls.model_fields:
+                hint = nearest(str(name), list(cls.model_fields), "leave it out.")
+                sentence = "'{field}' is no field of this request; {hint}"
+                raise PydanticCustomError("unknown_parameter", sentence, {"field": str(name)[:64], "hint": hint})
+            kept[name] = value
+        return kept
+
+
+class DepthBody(Body):
+    """How deep to go."""
+
+    model: str | None = None
+    budget: int | None = Field(None, ge=1, description="Loops per token; the model's default without it.")
+    trajectory: str | None = Field(None, max_length=256, description="A schedule, such as 4-2-1-1.")
+
+    def followed(self, served: Served) -> Trajectory:
+        """The trajectory that is asked for; the model must be the one that is served."""
+        served.check_name(self.model)
+        require(self.budget is None or self.trajectory is None, "Give a budget or a trajectory, not both.")
+        if self.trajectory is None:
+            return served.default if self.budget is None else resolve(self.budget, served.config.loops)
+        if family := _FAMILY.fullmatch(self.trajectory):  # before so many steps are made
+            resolve(int(family[1]), served.config.loops)
+        try:
+            return resolve(self.trajectory, served.config.loops)
+        except LoopformerError:
+            raise
+        except ValueError as error:
+            raise LoopformerError("The trajectory cannot be read; write it as 4-2-1-1.") from error
+
+
+class StreamOptionsBody(Body):
+    include_usage: bool = False
+
+
+class GenerationBody(DepthBody):
+    """What completions and chat completions share."""
+
+    n: int = Field(1, ge=1, le=128)
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] = []
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool = False
+    stream_options: StreamOptionsBody = StreamOptionsBody()
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    min_budget: int | None = Field(None, ge=1, description="The least that a busy server may grant.")
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower comes first.")
+
+    def _job(self, served: Served, prompts: list[list[int]], max_tokens: int, alternatives: int | None) -> Job:
+        trajectory = self.followed(served)
+        least = self.min_budget or (1 if self.trajectory is None else trajectory.budget)
+        resolve(least, served.config.loops)
+        for prompt in prompts:
+            served.check_prompt(prompt)
+        served.check_output(max_tokens)
+        sampling = Sampling(
+            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.seed
+        )
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        prompt_ids = tuple(tuple(prompt) for prompt in prompts)
+        return Job(prompt_ids, self.n, sampling, max_tokens, stops, trajectory, least, self.priority, alternatives)
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions"""
+
+    prompt: str | list[str] | list[Id] | list[list[Id]]
+    max_tokens: int = Field(16, ge=0)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+
+    @classmethod
+    def unsupported(cls) -> dict[str, tuple[Any, ...]]:
+        return _COMPLETION_UNSUPPORTED
+
+    def job(self, served: Served) -> Job:
+        require(
+            not self.stream or not self.logprobs,
+            "'logprobs' of more than the chosen token go without 'stream'; ask for 0, or do not stream.",
+        )
+        require(not (self.echo and self.stream), "'echo' goes without 'stream'.")
+        require(self.max_tokens >= 1 or self.echo, "'max_tokens' is 1 or more, or 0 with 'echo'.")
+        prompts = self._prompts(served.tokenizer)
+        require(0 < len(prompts) <= 128, "'prompt' is a text or a list of 1 to 128 of them.")
+        job = self._job(served, prompts, self.max_tokens, self.logprobs)
+        return replace(job, echo=self.echo)
+
+    def _prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
+        if isinstance(self.prompt, str):
+            return [tokenizer.encode(self.prompt)]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[number for number in self.prompt if isinstance(number, int)]]
+        texts = [text for text in self.prompt if isinstance(text, str)]
+        return tokenizer.encode_batch(texts) if texts else [ids for ids in self.prompt if isinstance(ids, list)]
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class MessageBody(Body):
+    role: Literal["system", "user", "assistant"]
+    content: str | list[TextPart]
+
+    def plain(self) -> Message:
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text}
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions"""
+
+    messages: list[MessageBody] = Field(min_length=1, max_length=4096)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+
+    @classmethod
+    def unsupported(cls) -> dict[str, tuple[Any, ...]]:
+        return _CHAT_UNSUPPORTED
+
+    def job(self, served: Served) -> Job:
+        require(
+            self.top_logprobs is None or self.logprobs, "'top_logprobs' goes with 'logprobs', which is to be true."
+        )
+        require(not self.stream or not self.top_logprobs, "'top_logprobs' goes without 'stream'.")
+        require(
+            self.max_tokens is None or self.max_completion_tokens is None,
+            "Give 'max_completion_tokens' or 'max_tokens', not both.",
+        )
+        prompt = served.chat.encode([message.plain() for message in self.messages])
+        most = self.max_completion_tokens or self.max_tokens or served.most_output(len(prompt))
+        job = self._job(served, [prompt], most, (self.top_logprobs or 0) if self.logprobs else None)
+        return replace(job, stops=(*job.stops, *served.chat.stops))
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or a chat as the model is given it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[MessageBody] | None = Field(None, min_length=1, max_length=4096)
+
+    def ids(self, served: Served) -> list[int]:
+        served.check_name(self.model)
+        require((self.prompt is None) != (self.messages is None), "Give a 'prompt' or 'messages'.")
+        if self.prompt is not None:
+            return served.tokenizer.encode(self.prompt)
+        return served.chat.encode([message.plain() for message in self.messages or ()])
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[Id]
+
+    def text(self, served: Served) -> str:
+        served.check_name(self.model)
+        served.check_ids(self.tokens)
+        return served.tokenizer.decode(self.tokens)
+
+
+class LensBody(DepthBody):
+    """POST /lens: the most likely next tokens of a prompt after each loop."""
+
+    prompt: str | list[Id]
+    top: int = Field(5, ge=1, le=100)
+
+    def ids(self, served: Served) -> list[int]:
+        ids = served.tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
+        served.check_prompt(ids)
+        return ids
+
+
+# What is served, and what it is asked to do.
+
+
+class UnknownModel(LoopformerError):
+    """Another model than the one that is served."""
+
+
+class TooLong(LoopformerError):
+    """A prompt that does not fit."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model behind the server, as far as requests need to know it."""
+
+    name: str
+    chat: ChatTemplate
+    config: ModelConfig
+    default: Trajectory
+    value_bytes: int
+    max_prompt: int
+    max_output: int
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.chat.tokenizer
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(self.config)
+
+    def check_name(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            raise UnknownModel(f"The model '{name[:64]}' is not served here; '{self.name}' is.")
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        last = min(self.config.vocab, self.tokenizer.vocab_size) - 1
+        require(max(ids, default=0) <= last, f"Token ids lie in 0…{last}.")
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        require(len(ids) > 0, "The prompt is empty; give at least one character.")
+        self.check_ids(ids)
+        if len(ids) > self.max_prompt:
+            raise TooLong(f"The prompt has {len(ids)} tokens; at most {self.max_prompt} are taken here.")
+
+    def check_output(self, tokens: int) -> None:
+        require(tokens <= self.max_output, f"'max_tokens' is at most {self.max_output} here, got {tokens}.")
+
+    def most_output(self, prompt: int) -> int:
+        """As many tokens as there is room for after a prompt."""
+        return max(1, min(self.max_output, self.config.context + 1 - prompt))
+
+    def token_text(self, token: int) -> str:
+        return self.tokenizer.decode([token], special=True)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a client asks for, in the engine's words: `n` texts for each prompt."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    n: int
+    sampling: Sampling
+    max_tokens: int
+    stops: tuple[str, ...]
+    trajectory: Trajectory
+    least: int  # the smallest budget that may be granted instead
+    priority: int
+    alternatives: int | None  # likely tokens to name beside each; None: no log-probabilities at all
+    echo: bool = False
+
+    @property
+    def count(self) -> int:
+        return len(self.prompts) * self.n
+
+    def prompt_of(self, place: int) -> tuple[int, ...]:
+        return self.prompts[place // self.n]
+
+    def kv_bytes(self, served: Served, trajectory: Trajectory) -> int:
+        """Keys and values that the texts may come to."""
+        tokens = sum(min(served.config.context, len(prompt) + self.max_tokens) for prompt in self.prompts)
+        return self.n * tokens * served.cost.kv_bytes(trajectory.budget, served.value_bytes)
+
+    def requests(self, trajectory: Trajectory) -> list[Request]:
+        """For the engine; texts of one prompt draw with seeds that follow each other."""
+        seeds = [None if self.sampling.seed is None else self.sampling.seed + place for place in range(self.n)]
+        return [
+            Request(prompt, trajectory, replace(self.sampling, seed=seed), self.max_tokens, self.stops)
+            for prompt in self.prompts
+            for seed in seeds
+        ]
+
+
+# What is answered.
+
+
+@dataclass
+class TextSoFar:
+    """One text as it comes."""
+
+    prompt: tuple[int, ...]
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: Reason | None = None
+    ranked: list[Ranked] = field(default_factory=list)  # of prompt and new tokens, where they were looked at
+
+    def add(self, text: str, tokens: Sequence[int], logprobs: Sequence[float], reason: Reason | None) -> None:
+        self.text += text
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.reason = reason
+
+
+def usage(cost: Cost, texts: Sequence[TextSoFar], n: int, budget: int) -> dict[str, float]:
+    """Tokens, and what they took: passes through the stack, and FLOPs as if no prompt had shared its beginning."""
+    prompt, new = sum(len(text.prompt) for text in texts) // n, sum(len(text.tokens) for text in texts)
+    loops, flops = 0, 0.0
+    for text in texts:
+        first, later = len(text.prompt), max(0, len(text.tokens) - 1)  # the prompt's own pass gives the first token
+        loops += budget * (first + later)
+        flops += cost.prefill_flops(first, budget)
+        ends = (cost.forward_flops(budget, context, causal=False) for context in (first + 1, first + later))
+        flops += later * sum(ends) / 2  # which grow evenly
+    total = prompt + new
+    counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": total}
+    return {**counts, "loops": loops, "flops": flops}
+
+
+class AnswerForm:
+    """How an answer is written; one for completions and one for chats."""
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, served: Served, job: Job, place: Admitted) -> None:
+        self._served, self._job, self._place = served, job, place
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+
+    @cached_property
+    def followed(self) -> dict[str, Any]:
+        """Which trajectory was followed, and whether less was granted than asked for."""
+        granted, asked = self._place.trajectory, self._place.asked
+        return {
+            "budget": granted.budget,
+            "trajectory": str(granted),
+            "degraded": self._place.degraded,
+            **({"asked_budget": asked.budget} if self._place.degraded else {}),
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._served.name}
+
+    def whole(self, texts: Sequence[TextSoFar], used: dict[str, float]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                **self._content(text),
+                "logprobs": self._logprobs(text),
+                "finish_reason": None if text.reason is None else FINISH[text.reason],
+            }
+            for index, text in enumerate(texts)
+        ]
+        return {**self._head(self.kind), "choices": choices, "usage": used, "loopformer": self.followed}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The chunks that come before any text."""
+        raise NotImplementedError
+
+    def chunk(self, index: int, part: TextSoFar) -> dict[str, Any]:
+        """What has come of one text since the last chunk."""
+        finish = None if part.reason is None else FINISH[part.reason]
+        choice = {"index": index, **self._delta(part), "logprobs": self._logprobs(part), "finish_reason": finish}
+        return {**self._head(self.chunk_kind), "choices": [choice]}
+
+    def closing(self, used: dict[str, float]) -> dict[str, Any]:
+        """The chunk with the usage, where it was asked for."""
+        return {**self._head(self.chunk_kind), "choices": [], "usage": used, "loopformer": self.followed}
+
+    def _content(self, text: TextSoFar) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _delta(self, part: TextSoFar) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _logprobs(self, text: TextSoFar) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+
+class CompletionAnswer(AnswerForm):
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def opening(self) -> list[dict[str, Any]]:
+        return [{**self._head(self.chunk_kind), "choices": [], "loopformer": self.followed}]
+
+    def _content(self, text: TextSoFar) -> dict[str, Any]:
+        prompt = self._served.tokenizer.decode(text.prompt) if self._job.echo else ""
+        return {"text": prompt + text.text}
+
+    def _delta(self, part: TextSoFar) -> dict[str, Any]:
+        return {"text": part.text}
+
+    def _logprobs(self, text: TextSoFar) -> dict[str, Any] | None:
+        if self._job.alternatives is None:
+            return None
+        ids: list[int] = [*text.tokens]
+        values: list[float | None] = [*text.logprobs]
+        named = [row.alternatives for row in text.ranked[len(text.prompt) :]]
+        if self._job.echo:
+            ids = [*text.prompt, *ids]
+            values = [*(row.logprob for row in text.ranked[: len(text.prompt)]), *values]
+            named = [row.alternatives for row in text.ranked]
+        tokens = [self._served.token_text(token) for token in ids]
+        offsets, place = [], 0
+        for token in tokens:
+            offsets.append(place)
+            place += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if value is None else _finite(value) for value in values],
+            "top_logprobs": [self._named(row) for row in named] if self._job.alternatives else None,
+            "text_offset": offsets,
+        }
+
+    def _named(self, alternatives: Alternatives) -> dict[str, float] | None:
+        best = {self._served.token_text(token): _finite(value) for token, value in reversed(alternatives)}
+        return dict(reversed(best.items())) or None
+
+
+class ChatAnswer(AnswerForm):
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        choices = [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for index in range(self._job.count)
+        ]
+        return [{**self._head(self.chunk_kind), "choices": choices, "loopformer": self.followed}]
+
+    def _content(self, text: TextSoFar) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text.text, "refusal": None}}
+
+    def _delta(self, part: TextSoFar) -> dict[str, Any]:
+        return {"delta": {"content": part.text} if part.text or part.reason is None else {}}
+
+    def _logprobs(self, text: TextSoFar) -> dict[str, Any] | None:
+        if self._job.alternatives is None:
+            return None
+        named = [row.alternatives for row in text.ranked[len(text.prompt) :]] or [()] * len(text.tokens)
+        rows = zip(text.tokens, text.logprobs, named, strict=True)
+        return {
+            "content": [
+                {**self._token(token, value), "top_logprobs": [self._token(*one) for one in others]}
+                for token, value, others in rows
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._served.token_text(token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+
+def _finite(logprob: float) -> float:
+    return max(LEAST_LOGPROB, logprob)
+
+
+def lens_answer(served: Served, trajectory: Trajectory, rows: Sequence[Alternatives]) -> dict[str, Any]:
+    """After each loop its time on the way from 0 to 1, and the most likely next tokens."""
+    times = [float(time + step) for time, step in zip(trajectory.times, trajectory.steps, strict=True)]
+    loops = [
+        {
+            "loop": number,
+            "time": time,
+            "top": [
+                {"id": token, "token": served.token_text(token), "logprob": _finite(logprob)}
+                for token, logprob in row
+            ],
+        }
+        for number, (time, row) in enumerate(zip(times, rows, strict=True), 1)
+    ]
+    return {"model": served.name, "trajectory": str(trajectory), "loops": loops}
+
+
+def error_answer(
+    message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,379 @@
+"""The process that the engine runs in: what goes down its pipe and comes up, and its loop.
+
+    process = context.Process(target=run_worker, args=(WorkerSettings("runs/mine", rows=16), connection))
+    connection.recv()                                   # EngineReady, or one sentence that says what is wrong
+    connection.send([Submit(0, request, priority=0)])   # or Look, Cancel
+    connection.recv()                                   # a NewsBatch per step: Started, TextPiece, Looked, Refused
+
+It takes what is in the pipe, gives free slots to whoever waits (lower priority numbers first), steps the engine,
+and sends everything that came of the step as one message; with nothing to do it says now and then that it lives. It
+ends with its parent. The other end of the pipe is engine_process.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from loopformer.config import ModelConfig
+from loopformer.device import dtype_of
+from loopformer.errors import LoopformerError
+from loopformer.inference.chat import ChatTemplate
+from loopformer.inference.engine import Engine
+from loopformer.inference.request import Reason, Request
+from loopformer.inference.score import head_chunks
+from loopformer.lm import LM, Fast, load, place
+from loopformer.loading.folder import located, run_of
+from loopformer.model import LoopedLM
+from loopformer.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+MOST_FAILURES = 5  # of steps in a row, after which the process gives up and another is started
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What the process loads, and how much it runs at once."""
+
+    model: str
+    rows: int = 16
+    memory: int | None = None  # bytes of keys and values
+    device: str = "auto"
+    dtype: str | None = None
+    fast: Fast = "auto"
+    step_seconds: float = 120.0  # without a word of the process, after which it counts as hung
+
+    @property
+    def beat_seconds(self) -> float:
+        """How often the process says that it lives while it has nothing to do."""
+        return self.step_seconds / 4
+
+
+class EngineReady(NamedTuple):
+    """What was loaded."""
+
+    config: ModelConfig
+    default: Trajectory
+    rows: int
+    memory: int  # bytes of keys and values that there is room for
+    value_bytes: int
+    device: str
+    process: int
+
+
+class EngineLoad(NamedTuple):
+    """How busy the engine is, and what it has done so far."""
+
+    running: int = 0
+    waiting: int = 0
+    used_bytes: int = 0
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+
+
+# What goes down the pipe.
+
+
+class Submit(NamedTuple):
+    number: int
+    request: Request
+    priority: int
+
+
+class Look(NamedTuple):
+    """Have tokens looked at: after each loop (`lens`), or else token by token (`ranked`)."""
+
+    number: int
+    ids: tuple[int, ...]
+    trajectory: Trajectory
+    top: int
+    by_loop: bool
+
+
+class Cancel(NamedTuple):
+    number: int
+
+
+# What comes up.
+
+Alternatives = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the most likely first
+
+
+class Ranked(NamedTuple):
+    """A token's log-probability given those before it, and the most likely ones there; the first token has none."""
+
+    logprob: float | None
+    alternatives: Alternatives
+
+
+class Started(NamedTuple):
+    """A request has got its slot, at a time of the clock that all processes share (`time.monotonic`)."""
+
+    number: int
+    at: float
+
+
+class TextPiece(NamedTuple):
+    """Text that came of a request, its tokens and their log-probabilities; the last one has a reason."""
+
+    number: int
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    reason: Reason | None = None
+    error: str | None = None
+
+
+class Looked(NamedTuple):
+    """What came of a `Look`."""
+
+    number: int
+    value: Any
+
+
+class Refused(NamedTuple):
+    """A request that cannot be run, in one sentence."""
+
+    number: int
+    sentence: str
+
+
+News = Started | TextPiece | Looked | Refused
+
+
+class NewsBatch(NamedTuple):
+    """All that came of a step."""
+
+    news: list[News]
+    load: EngineLoad
+
+
+# The process.
+
+
+def run_worker(settings: WorkerSettings, connection: Connection) -> None:
+    """Load the model, say so, and serve what comes down the pipe until it is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # which may go to all processes of a group; the parent drains
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    log_as_json()
+    try:
+        lm = load_served(settings)
+        engine = lm.engine(settings.rows, queue=settings.rows, fast=settings.fast, memory=settings.memory)
+    except Exception as error:
+        if not isinstance(error, LoopformerError):
+            logger.exception("The model could not be loaded.")
+        connection.send(str(error) or type(error).__name__)
+        return
+    weight = lm.model.tokens.weight
+    (default,) = lm.trajectories(1)
+    connection.send(
+        EngineReady(
+            lm.model.config,
+            default,
+            engine.rows,
+            engine.memory_bytes,
+            weight.element_size(),
+            str(weight.device),
+            os.getpid(),
+        )
+    )
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        _Worker(lm, engine, connection, settings.beat_seconds).run()
+
+
+def load_served(settings: WorkerSettings) -> LM:
+    """The model where it is to run; what ends an answer in a chat ends every text."""
+    lm, model = load(settings.model), settings.model
+    chat = ChatTemplate.find(lm.need_tokenizer(), located(model), run_of(model))
+    lm.tokenizer = chat.tokenizer
+    place(lm, settings.device, None if settings.dtype is None else dtype_of(settings.dtype), settings.fast)
+    return lm
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+class _Worker:
+    """The loop of the process: take, step, send."""
+
+    def __init__(self, lm: LM, engine: Engine, connection: Connection, beat_seconds: float) -> None:
+        self._lm, self._engine, self._pipe, self._beat_seconds = lm, engine, connection, beat_seconds
+        self._queue: list[tuple[int, Submit]] = []  # a heap: by priority, then as they came
+        self._looks: list[Look] = []
+        self._numbers: dict[int, int] = {}  # of those that the engine has, by ticket
+        self._news: list[News] = []
+
+    def run(self) -> None:
+        failures = 0
+        while True:
+            if not (self._queue or self._looks) and self._engine.idle:
+                while not self._pipe.poll(self._beat_seconds):
+                    self._send()
+            while self._pipe.poll():
+                for message in self._pipe.recv():
+                    self._take(message)
+            self._fill()
+            self._look()
+            try:
+                self._step()
+                failures = 0
+            except Exception:
+                failures += 1
+                logger.exception("A step of the engine failed.")
+                if failures == MOST_FAILURES:
+                    raise
+            self._send()
+
+    def _take(self, message: Submit | Look | Cancel) -> None:
+        if isinstance(message, Submit):
+            # Numbers grow, so the heap never compares requests.
+            heapq.heappush(self._queue, (message.priority, message))
+        elif isinstance(message, Look):
+            self._looks.append(message)
+        else:
+            self._cancel(message.number)
+
+    def _cancel(self, number: int) -> None:
+        self._looks = [look for look in self._looks if look.number != number]
+        self._queue = [entry for entry in self._queue if entry[1].number != number]
+        heapq.heapify(self._queue)
+        for ticket, other in self._numbers.items():
+            if other == number:
+                self._engine.cancel(ticket)
+                del self._numbers[ticket]
+                return
+
+    def _fill(self) -> None:
+        """Give the engine as many requests as it has slots for."""
+        while self._queue and self._engine.running + self._engine.waiting < self._engine.rows:
+            _, (number, request, _) = heapq.heappop(self._queue)
+            try:
+                ticket = self._engine.submit(request)
+            except LoopformerError as error:
+                self._news.append(Refused(number, str(error)))
+            except Exception:
+                logger.exception("A request could not be submitted.")
+                self._news.append(Refused(number, "The request cannot be run."))
+            else:
+                self._numbers[ticket] = number
+                self._news.append(Started(number, time.monotonic()))
+
+    def _look(self) -> None:
+        """Answer one that looks at tokens; one at a step, to hold nobody up for long."""
+        if not self._looks:
+            return
+        look, model = self._looks.pop(0), self._lm.model
+        try:
+            see = lens if look.by_loop else ranked
+            self._news.append(Looked(look.number, see(model, look.ids, model.resolve(look.trajectory), look.top)))
+        except LoopformerError as error:
+            self._news.append(Refused(look.number, str(error)))
+        except Exception:
+            logger.exception("Tokens could not be looked at.")
+            self._news.append(Refused(look.number, "The tokens cannot be run."))
+
+    def _step(self) -> None:
+        for ticket, text, result, choices in self._engine.step():
+            number = self._numbers.get(ticket)
+            if number is None:  # cancelled
+                continue
+            tokens, logprobs = tuple(each.token for each in choices), tuple(each.logprob for each in choices)
+            if result is None:
+                self._news.append(TextPiece(number, text, tokens, logprobs))
+            else:
+                self._news.append(TextPiece(number, text, tokens, logprobs, result.reason, result.error))
+                del self._numbers[ticket]
+
+    def _send(self) -> None:
+        engine, counts = self._engine, self._engine.counts
+        load = EngineLoad(
+            engine.running,
+            len(self._queue) + engine.waiting,
+            engine.used_bytes,
+            counts.prompt_tokens,
+            counts.shared_tokens,
+        )
+        self._pipe.send(NewsBatch(self._news, load))
+        self._news = []
+
+
+# What a model says of given tokens; both run them once, without a cache.
+
+
+@torch.no_grad()
+def lens(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) -> list[Alternatives]:
+    """The next token's distribution if the model stopped after each pass, its `top` most likely ones."""
+    states = model(_batch(model, ids), trajectory, logits=False, states=True).states
+    last = model.final_norm(torch.stack([state[0, -1] for state in states]))  # [M, D]
+    return [row for _, logits in head_chunks(model, last) for row in _alternatives(logits.log_softmax(-1), top)]
+
+
+@torch.no_grad()
+def ranked(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) -> list[Ranked]:
+    """Every token as the model found it, beside the `top` most likely."""
+    if len(ids) < 2:
+        return [Ranked(None, ()) for _ in ids]
+    hidden = model(_batch(model, ids[:-1]), trajectory, logits=False).hidden[0]  # [T - 1, D]
+    targets = torch.tensor(ids[1:], device=hidden.device)
+    rows = [Ranked(None, ())]
+    for part, logits in head_chunks(model, hidden):
+        logprobs = logits.log_softmax(-1)
+        own = logprobs.gather(1, targets[part, None])[:, 0].tolist()
+        rows += map(Ranked, own, _alternatives(logprobs, top))
+    return rows
+
+
+def _batch(model: LoopedLM, ids: Sequence[int]) -> Tensor:
+    return torch.tensor([list(ids)], dtype=torch.long, device=model.tokens.weight.device)
+
+
+def _alternatives(logprobs: Tensor, top: int) -> list[Alternatives]:
+    values, tokens = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
+    return [
+        tuple(zip(row, likely, strict=True)) for row, likely in zip(tokens.tolist(), values.tolist(), strict=True)
+    ]
+
+
+# The log, of this process and of the server's.
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line; a message that is one already gets the time and the level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        content = json.loads(message) if message.startswith("{") else {"event": "log", "message": message}
+        if record.exc_info:
+            content["traceback"] = self.formatException(record.exc_info)
+        when = self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
+        return json.dumps({"time": when, "level": record.levelname.lower(), **content}, ensure_ascii=False)
+
+
+def log_as_json() -> None:
+    """The log of this process goes to stderr, one JSON object a line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter())
+    for name in ("loopformer", "uvicorn"):
+        logging.getLogger(name).handlers = [handler]
+        logging.getLogger(name).setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

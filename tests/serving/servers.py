@@ -1,0 +1,99 @@
+"""A server on a free port of loopback, in a thread, with its engine in a process of its own."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from cli.models import save_small
+
+from loopformer.serving.server import ServerSettings, bound, serve
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the engine's process, beside other tests
+LONG: dict[str, Any] = {"prompt": "every pass is told", "max_tokens": 4000, "temperature": 0}  # some seconds
+
+
+def save_served(folder: Path) -> str:
+    """A small model with room for long texts, whose weights are spread so that every choice shows."""
+    return save_small(folder / "tiny", context=4096, std=0.3)
+
+
+@dataclass
+class RunningServer:
+    url: str
+    said: list[str]
+    client: httpx.Client
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return self.client.get(path, headers=headers)
+
+    @contextmanager
+    def busy(self, n: int = 1) -> Iterator[Iterator[str]]:
+        """Long texts run, of which one line was read."""
+        with self.client.stream("POST", "/v1/completions", json={**LONG, "n": n, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            yield lines
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric over all labels but these."""
+        total = 0.0
+        for line in self.get("/metrics").text.splitlines():
+            known, _, value = line.rpartition(" ")
+            if known.startswith(f"loopformer:{name}{{") and all(f'{k}="{v}"' in known for k, v in labels.items()):
+                total += float(value)
+        return total
+
+    def wait_for(self, name: str, value: float, seconds: float = 10.0) -> None:
+        until = time.monotonic() + seconds
+        while self.metric(name) != value:
+            assert time.monotonic() < until, f"{name} is {self.metric(name)}, not {value}"
+            time.sleep(0.03)
+
+
+@contextmanager
+def running_server(settings: ServerSettings, key: str | None = None) -> Iterator[RunningServer]:
+    listener = bound("127.0.0.1", 0)
+    said: list[str] = []
+    failures: list[BaseException] = []
+    loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        loops.append((asyncio.get_running_loop(), stop))
+        await serve(settings, listener, said.append, stop)
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    client = httpx.Client(base_url=url, headers=headers, timeout=30, verify=False)  # reading certificates is slow
+    try:
+        while not said:
+            assert not failures, failures
+            time.sleep(0.03)
+        yield RunningServer(url, said, client)
+    finally:
+        client.close()
+        for loop, stop in loops:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(stop.set)
+        thread.join(30)
+        listener.close()
+        assert not thread.is_alive()
+        assert not failures, failures

@@ -1,0 +1,88 @@
+"""Who may come in, and at which budget."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loopformer import LoopformerError, Trajectory
+from loopformer.serving.admission import ENTER, LEAVE, Admission, Overloaded, granted, next_level, seconds_to_wait
+
+loads = st.floats(0, 1.5)
+
+
+@given(st.integers(0, 3), loads)
+def test_a_level_lies_between_what_entering_and_leaving_allow(level: int, load: float) -> None:
+    after = next_level(level, load)
+    assert after >= sum(load >= enter for enter in ENTER)
+    assert after <= sum(load >= leave for leave in LEAVE)
+    assert next_level(after, load) == after
+    if after != level:  # what stands between leaving and entering stays as it is
+        assert (after > level) == (load >= ENTER[min(level, 2)])
+
+
+def test_a_load_that_swings_a_little_changes_nothing() -> None:
+    level, seen = 0, []
+    for load in (0.1, 0.3, 0.24, 0.26, 0.2, 0.3, 0.12, 0.05):
+        level = next_level(level, load)
+        seen.append(level)
+    assert seen == [0, 1, 1, 1, 1, 1, 1, 0]
+
+
+@given(st.integers(1, 16), st.integers(1, 20), st.integers(0, 3))
+def test_never_below_the_least_nor_above_what_was_asked(budget: int, least: int, level: int) -> None:
+    asked = Trajectory.uniform(budget)
+    budgets = [granted(asked, least, each).budget for each in range(4)]
+    assert budgets[0] == budget
+    assert budgets == sorted(budgets, reverse=True)
+    assert min(least, budget) <= budgets[level] <= budget
+
+
+def test_a_lowered_schedule_is_uniform_and_an_untouched_one_itself() -> None:
+    asked = Trajectory.parse("4-2-1-1")
+    assert granted(asked, 4, 3) is asked
+    assert granted(asked, 1, 2) == Trajectory.uniform(2)
+
+
+def test_a_full_queue_says_when_to_try_again() -> None:
+    admission, full = Admission(rows=2, queue=3, memory=100), Trajectory.uniform(4)
+    places = [admission.enter(1, lambda _: 1, full) for _ in range(5)]
+    with pytest.raises(Overloaded) as refused:
+        admission.enter(1, lambda _: 1, full)
+    assert 1 <= refused.value.retry_after <= 60
+    admission.leave(places[0], 3.0)
+    assert admission.enter(1, lambda _: 1, full).trajectory == full
+    with pytest.raises(LoopformerError, match="more than the 5"):
+        admission.enter(6, lambda _: 1, full)
+
+
+def test_bytes_fill_the_queue_too() -> None:
+    admission, full = Admission(rows=2, queue=2, memory=100), Trajectory.uniform(4)
+    first = admission.enter(1, lambda _: 150, full)
+    with pytest.raises(Overloaded):
+        admission.enter(1, lambda _: 60, full)
+    admission.leave(first, 1.0)
+    assert admission.load == 0
+    admission.enter(1, lambda _: 1000, full)  # alone: what can never fit the engine says itself
+
+
+def test_a_fuller_queue_grants_less_and_an_empty_one_all_again() -> None:
+    admission, full = Admission(rows=2, queue=8, memory=1000, degrade=True), Trajectory.uniform(4)
+    places = [admission.enter(1, lambda _: 1, full, least=2) for _ in range(10)]
+    budgets = [place.trajectory.budget for place in places]
+    assert budgets == [4, 4, 4, 4, 3, 3, 2, 2, 2, 2]
+    assert places[-1].degraded
+    assert not places[0].degraded
+    for place in places:
+        admission.leave(place, 1.0)
+    assert admission.level == 0
+    assert admission.enter(1, lambda _: 1, full).trajectory == full
+
+
+def test_without_degrade_everybody_gets_what_they_ask_for() -> None:
+    admission, full = Admission(rows=1, queue=9, memory=1000), Trajectory.uniform(4)
+    assert all(admission.enter(1, lambda _: 1, full).trajectory == full for _ in range(10))
+
+
+@given(st.integers(0, 500), st.integers(1, 64), st.floats(0, 1e4))
+def test_a_wait_is_a_second_or_more_and_a_minute_or_less(waiting: int, rows: int, seconds: float) -> None:
+    assert 1 <= seconds_to_wait(waiting, rows, seconds) <= 60

@@ -1,0 +1,254 @@
+"""The routes, as clients meet them: OpenAI's own, plain HTTP, and hostile ones."""
+
+import json
+import math
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from loopformer import LM
+
+from .servers import LONG, RunningServer
+
+PROMPTS = ["every pass is told", "its", "time and its step", "told its time", "naïve café"]
+DEPTHS: list[dict[str, Any]] = [{"budget": 1}, {"budget": 2}, {"budget": 4}, {"trajectory": "2-1-1"}, {}]
+CHAT: list[Any] = [{"role": "user", "content": "its time"}]
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_the_openai_client_works_unchanged(client: openai.OpenAI, lm: LM) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "loopformer"
+    expected = lm.generate(PROMPTS[0], budget=2, max_tokens=12)
+    done = client.completions.create(
+        model="tiny", prompt=PROMPTS[0], max_tokens=12, temperature=0, extra_body={"budget": 2}
+    )
+    assert done.choices[0].text == expected.text
+    assert done.choices[0].finish_reason == "length"
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (expected.prompt_tokens, 12)
+    assert done.usage.model_extra is not None
+    assert done.usage.model_extra["loops"] == 2 * (expected.prompt_tokens + 11)
+    assert done.usage.model_extra["flops"] > 0
+    assert done.model_extra is not None
+    assert done.model_extra["loopformer"] == {"budget": 2, "trajectory": "2", "degraded": False}
+
+
+def test_the_openai_client_streams(client: openai.OpenAI, lm: LM) -> None:
+    expected = lm.generate(PROMPTS[2], max_tokens=30)
+    chunks = list(
+        client.completions.create(
+            model="tiny",
+            prompt=PROMPTS[2],
+            max_tokens=30,
+            temperature=0,
+            stream=True,
+            logprobs=0,
+            stream_options={"include_usage": True},
+        )
+    )
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(choice.text for choice in choices) == expected.text
+    assert len(choices) > 3
+    assert [choice.finish_reason for choice in choices][-1] == "length"
+    logprobs = [value for c in choices if c.logprobs for value in c.logprobs.token_logprobs or []]
+    assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 30
+
+
+def test_chats_stream_and_do_not(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "messages": CHAT, "max_completion_tokens": 20, "temperature": 0}
+    whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    text = whole.choices[0].message.content
+    assert text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices) == text
+    assert whole.choices[0].logprobs is not None
+    tokens = whole.choices[0].logprobs.content or []
+    assert len(tokens) == 20
+    for token in tokens:
+        assert len(token.top_logprobs) == 2
+        assert token.top_logprobs[0].logprob == pytest.approx(token.logprob, abs=1e-4)  # greedy
+
+
+def test_a_text_in_company_is_the_text_alone(server: RunningServer, lm: LM) -> None:
+    """Streams and not, every depth, more of them than there are slots."""
+    cases = [(prompt, depth, 5 + 7 * number) for number, prompt in enumerate(PROMPTS) for depth in DEPTHS]
+
+    def ask(case: tuple[str, dict[str, Any], int]) -> str:
+        prompt, depth, most = case
+        stream = most % 2 == 0
+        body = {"prompt": prompt, "max_tokens": most, "temperature": 0, "stream": stream, **depth}
+        answer = server.post("/v1/completions", **body)
+        assert answer.status_code == 200
+        if not stream:
+            return str(answer.json()["choices"][0]["text"])
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert events.pop() == "[DONE]"
+        return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
+
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(ask, cases))
+    for (prompt, depth, most), text in zip(cases, texts, strict=True):
+        assert text == lm.generate(prompt, max_tokens=most, **depth).text
+
+
+def test_echo_and_logprobs_are_what_the_scorer_says(server: RunningServer, lm: LM) -> None:
+    body = {"prompt": PROMPTS[0], "max_tokens": 0, "echo": True, "logprobs": 1, "budget": 2}
+    (choice,) = server.post("/v1/completions", **body).json()["choices"]
+    assert choice["text"] == PROMPTS[0]
+    first, *values = choice["logprobs"]["token_logprobs"]
+    assert first is None
+    (score,) = lm.score([PROMPTS[0]], budget=2)
+    assert len(values) == len(score.logprobs) - 1
+    assert all(math.isfinite(value) for value in values)
+    body = {**body, "max_tokens": 4, "temperature": 0, "logprobs": 3}
+    (choice,) = server.post("/v1/completions", **body).json()["choices"]
+    assert choice["text"] == PROMPTS[0] + lm.generate(PROMPTS[0], budget=2, max_tokens=4).text
+    lists = choice["logprobs"]
+    lengths = {len(lists[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+    assert lengths == {len(score.ids) + 4}
+    assert len(lists["top_logprobs"][-1]) <= 3
+
+
+def test_seeds_stops_and_many_texts(server: RunningServer) -> None:
+    body = {"prompt": PROMPTS[:2], "n": 3, "max_tokens": 8, "temperature": 1.5, "seed": 3}
+    first, second = (server.post("/v1/completions", **body).json() for _ in range(2))
+    texts = [choice["text"] for choice in first["choices"]]
+    assert [choice["index"] for choice in first["choices"]] == list(range(6))
+    assert texts == [choice["text"] for choice in second["choices"]]
+    assert len(set(texts)) > 3
+    greedy = {"prompt": PROMPTS[0], "max_tokens": 20, "temperature": 0}
+    text = server.post("/v1/completions", **greedy).json()["choices"][0]["text"]
+    stop = next(char for char in text[3:] if char.isascii())
+    (stopped,) = server.post("/v1/completions", **greedy, stop=[stop]).json()["choices"]
+    assert stopped["text"] == text[: text.index(stop)]
+    assert stopped["finish_reason"] == "stop"
+
+
+def test_tokens_and_back(server: RunningServer, lm: LM) -> None:
+    tokens = server.post("/tokenize", prompt=PROMPTS[4]).json()
+    assert tokens["tokens"] == lm.need_tokenizer().encode(PROMPTS[4])
+    assert tokens["count"] == len(tokens["tokens"])
+    assert server.post("/detokenize", tokens=tokens["tokens"]).json() == {"prompt": PROMPTS[4]}
+    assert server.post("/tokenize", messages=CHAT).json()["count"] > 4
+    assert server.post("/detokenize", tokens=[10**9]).status_code == 400
+
+
+def test_the_lens_shows_every_loop(server: RunningServer, lm: LM) -> None:
+    seen = server.post("/lens", prompt=PROMPTS[0], trajectory="2-1-1", top=3).json()
+    assert [loop["time"] for loop in seen["loops"]] == [0.5, 0.75, 1.0]
+    assert all(len(loop["top"]) == 3 for loop in seen["loops"])
+    first = lm.generate(PROMPTS[0], trajectory="2-1-1", max_tokens=1)
+    assert seen["loops"][-1]["top"][0]["id"] == first.ids[0]
+    assert seen["loops"][-1]["top"][0]["logprob"] == pytest.approx(first.logprobs[0], abs=1e-4)
+
+
+def test_what_is_counted_is_told(server: RunningServer) -> None:
+    names = ("generation_tokens_total", "time_to_first_token_seconds_count", "e2e_request_latency_seconds_count")
+    before = {name: server.metric(name, budget="3") for name in names}
+    hits = server.metric("prefix_cache_hits_total")
+    for _ in range(2):
+        server.post("/v1/completions", prompt="every pass is told its time and its step", max_tokens=4, budget=3)
+    grown = {name: server.metric(name, budget="3") - before[name] for name in names}
+    assert 2 <= grown["generation_tokens_total"] <= 8
+    assert grown["time_to_first_token_seconds_count"] == grown["e2e_request_latency_seconds_count"] == 2
+    assert server.metric("prefix_cache_hits_total") > hits
+    for path in ("/health", "/ready", "/version", "/openapi.json"):
+        assert server.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slots(server: RunningServer, stream: bool) -> None:
+    server.wait_for("num_requests_running", 0)
+    content = json.dumps({**LONG, "n": 3, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
+        server.wait_for("num_requests_running", 3)
+    server.wait_for("num_requests_running", 0, seconds=2)
+    server.wait_for("kv_cache_usage_perc", 0)
+
+
+def test_a_slow_reader_holds_nobody_up(server: RunningServer) -> None:
+    with server.busy():
+        assert server.post("/v1/completions", prompt="its", max_tokens=5).status_code == 200
+        assert server.metric("num_requests_running") == 1
+
+
+def test_a_wrong_field_is_an_error_of_openais_form(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="tiny", prompt="x", logit_bias={"5": 10})
+    assert refused.value.param == "logit_bias"
+    assert refused.value.code == "unsupported_parameter"
+    with pytest.raises(openai.BadRequestError, match="above the model's 4 loops"):
+        client.completions.create(model="tiny", prompt="x", extra_body={"budget": 9})
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        client.completions.create(model="/etc", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="at most 4096"):
+        client.completions.create(model="tiny", prompt=[1] * 5000)
+    picture: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    with pytest.raises(openai.BadRequestError, match="content"):
+        client.chat.completions.create(model="tiny", messages=picture)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b"null", 400),
+        (b"\xff\xfe{}", 400),
+        (b'{"prompt": "\xff"}', 400),
+        (b'{"prompt": "\\ud800"}', 400),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
+        (b'{"prompt": "x", "temperature": NaN}', 400),
+        (b'{"prompt": "x", "temperature": 1e999}', 400),
+        (b'{"prompt": "x", "budget": 1e3}', 400),
+        (b'{"prompt": "x", "budget": ' + b"9" * 5000 + b"}", 400),
+        (b'{"prompt": "x", "logit_bias": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}", 400),
+        (b'{"prompt": "x", "' + b"y" * 5000 + b'": 1}', 400),
+        (b'{"prompt": "' + b"x" * (1 << 20) + b'"}', 413),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_hostile_bodies_are_refused(server: RunningServer, body: bytes, status: int) -> None:
+    answer = server.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == status, answer.text
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert len(answer.text) < 600
+    assert server.get("/health").status_code == 200
+
+
+def test_other_hosts_methods_and_kinds_of_content_are_refused(server: RunningServer) -> None:
+    client = server.client
+    assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+    assert client.get("/v1/completions").status_code == 405
+    assert client.get("/../../etc/passwd").status_code == 404
+    plain = {"content-type": "text/plain"}
+    answer = client.post("/v1/completions", content=b'{"prompt": "x"}', headers=plain)
+    assert answer.status_code == 400
+    assert "application/json" in answer.json()["error"]["message"]
+    answer = client.post("/v1/completions", json={"prompt": "x"}, headers={"origin": "http://evil.example"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_broken_connections_leave_it_answering(server: RunningServer) -> None:
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n"
+    for start in (b"", b"GET", b"\x16\x03\x01\x00", b"GET / HTTP/9.9\r\n\r\n", post, post + b'{"prompt"'):
+        connection = socket.create_connection(address)
+        connection.sendall(start)
+        connection.shutdown(socket.SHUT_WR)
+        connection.close()
+    assert server.get("/health").status_code == 200

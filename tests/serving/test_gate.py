@@ -1,0 +1,101 @@
+"""Hosts, keys, bodies."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from loopformer import LoopformerError
+from loopformer.serving.server import LOOPBACK, Gate, GateSettings, is_host, is_key, read_keys
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "LOCALHOST:1", "[::1]:8000", "[::1]"])
+def test_names_of_loopback_are_hosts(host: str) -> None:
+    assert is_host(host, LOOPBACK)
+
+
+@pytest.mark.parametrize(
+    "host", ["", "evil.example", "127.0.0.1.evil.example:80", "localhost.", "localhost:x", "::1"]
+)
+def test_other_names_are_not(host: str) -> None:
+    assert not is_host(host, LOOPBACK)
+
+
+def test_keys_are_the_lines_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# mine\n\n first \nsecond\n")
+    keys = read_keys(file)
+    assert is_key("Bearer first", keys)
+    assert is_key("bearer second", keys)
+    for wrong in ("", "Bearer", "Bearer ", "Bearer firs", "Basic first", "Bearer # mine", "first", "Bearer \udcff"):
+        assert not is_key(wrong, keys)
+    file.write_text("# none\n")
+    with pytest.raises(LoopformerError, match="no API key"):
+        read_keys(file)
+    with pytest.raises(LoopformerError, match="cannot be read"):
+        read_keys(tmp_path / "nowhere")
+
+
+def ask(settings: GateSettings, pieces: list[bytes], headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+    """The status and body of what a gate answers before an app that gives back what it gets."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        body = (await receive())["body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async def talk() -> list[Message]:
+        sent: list[Message] = []
+        left = list(pieces)
+
+        async def receive() -> Message:
+            if not left:
+                await asyncio.sleep(60)
+            piece = left.pop(0)
+            return {"type": "http.request", "body": piece, "more_body": bool(left) or piece == b"..."}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        await Gate(app, settings)({"type": "http", "path": "/", "headers": raw}, receive, send)
+        return sent
+
+    start, body = asyncio.run(talk())
+    return start["status"], body["body"]
+
+
+def test_a_body_comes_whole() -> None:
+    assert ask(GateSettings(), [b"one ", b"two"]) == (200, b"one two")
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-length": "99"}, {"content-length": "9" * 4000}])
+def test_a_large_body_is_refused_with_and_without_a_length(headers: dict[str, str]) -> None:
+    status, body = ask(GateSettings(max_body=8), [b"12345", b"67890"], headers)
+    assert status == 413
+    assert b"more than 8 bytes" in body
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    assert ask(GateSettings(body_seconds=0.05), [b"..."])[0] == 408
+
+
+def test_a_client_that_does_not_read_is_let_go() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise AssertionError("nobody reads")
+
+    async def talk() -> None:
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b""}
+
+        async def send(message: Any) -> None:
+            await asyncio.sleep(60)
+
+        await Gate(app, GateSettings(send_seconds=0.05))(
+            {"type": "http", "path": "/", "headers": []}, receive, send
+        )
+
+    asyncio.run(talk())

@@ -1,0 +1,151 @@
+"""Bodies: what is taken, what is refused by name, what becomes of it."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from loopformer import LM, LoopformerError, Trajectory
+from loopformer.inference.chat import ChatTemplate
+from loopformer.serving.protocol import ChatBody, CompletionBody, Served, TextSoFar, TooLong, usage
+
+MESSAGES = [{"role": "user", "content": "its time"}]
+
+
+@pytest.fixture(scope="module")
+def served(lm: LM) -> Served:
+    tokenizer, config = lm.need_tokenizer(), lm.model.config
+    return Served("tiny", ChatTemplate(tokenizer), config, Trajectory.uniform(4), 4, 64, 32)
+
+
+def completion(**fields: Any) -> CompletionBody:
+    return CompletionBody.model_validate({"prompt": "its time", **fields})
+
+
+@pytest.mark.parametrize("name", [*CompletionBody.unsupported()])
+def test_what_completions_do_not_support_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"'{name}' is a field of OpenAI's that is not supported"):
+        completion(**{name: 0.5})
+    assert completion(**{name: None}).prompt == "its time"
+
+
+@pytest.mark.parametrize("name", [*ChatBody.unsupported()])
+def test_what_chats_do_not_support_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"'{name}' is a field of OpenAI's that is not supported"):
+        ChatBody.model_validate({"messages": MESSAGES, name: "x"})
+
+
+def test_values_that_change_nothing_are_taken() -> None:
+    completion(frequency_penalty=0, presence_penalty=0.0, best_of=1, logit_bias={}, suffix="")
+    ChatBody.model_validate(
+        {"messages": MESSAGES, "response_format": {"type": "text"}, "tools": [], "store": False}
+    )
+    answered = {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None}
+    ChatBody.model_validate({"messages": [*MESSAGES, answered, *MESSAGES]})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"budget": 0},
+        {"budget": 2.0},
+        {"budget": True},
+        {"budget": "2"},
+        {"temperature": float("nan")},
+        {"temperature": -1},
+        {"top_p": 0},
+        {"n": 10**9},
+        {"seed": 2**70},
+        {"stop": ""},
+        {"stop": ["x"] * 17},
+        {"prompt": 3},
+        {"prompt": [[-1]]},
+        {"prompt": ["x", 1]},
+        {"priority": 2**40},
+        {"max_tokens": -1},
+        {"stream": "yes"},
+        {"stream_options": {"every": 1}},
+        {"bugdet": 1},
+    ],
+    ids=str,
+)
+def test_what_is_no_value_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        completion(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"budget": 5},
+        {"min_budget": 9},
+        {"budget": 2, "trajectory": "1-1"},
+        {"trajectory": "cosine:99999999999"},
+        {"trajectory": "9" * 200},
+        {"trajectory": "1.5.5-2"},
+        {"trajectory": "²"},
+        {"trajectory": "0.5,0.6"},
+        {"trajectory": "../../etc/passwd"},
+        {"model": "/etc/passwd"},
+        {"prompt": ""},
+        {"prompt": []},
+        {"prompt": [10**6]},
+        {"max_tokens": 33},
+        {"max_tokens": 0},
+        {"stream": True, "logprobs": 2},
+        {"stream": True, "echo": True},
+    ],
+    ids=str,
+)
+def test_what_this_model_cannot_do_is_one_sentence(served: Served, fields: dict[str, Any]) -> None:
+    with pytest.raises(LoopformerError) as refused:
+        completion(**fields).job(served)
+    assert str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_prompt_that_is_too_long_is_said_to_be(served: Served) -> None:
+    with pytest.raises(TooLong, match="at most 64"):
+        completion(prompt=[1] * 65).job(served)
+
+
+def test_a_job_is_what_the_engine_runs(served: Served) -> None:
+    job = completion(prompt=["its", "time"], n=2, seed=7, stop="x", max_tokens=5, trajectory="2-1-1").job(served)
+    requests = job.requests(job.trajectory)
+    assert [request.sampling.seed for request in requests] == [7, 8, 7, 8]
+    assert [request.prompt for request in requests] == [job.prompt_of(place) for place in range(job.count)]
+    assert {request.stops for request in requests} == {("x",)}
+    assert job.trajectory == Trajectory.parse("2-1-1")
+    assert job.least == 3  # a schedule that is named stays, unless its owner allows less
+    assert completion(budget=3).job(served).least == 1
+    assert completion(trajectory="2-1-1", min_budget=2).job(served).least == 2
+
+
+def test_all_forms_of_a_prompt_are_the_same(served: Served) -> None:
+    ids = served.tokenizer.encode("its time")
+    forms: list[Any] = ["its time", ["its time"], ids, [ids]]
+    assert len({completion(prompt=form).job(served).prompts for form in forms}) == 1
+
+
+def test_a_chat_without_a_limit_may_fill_the_context(served: Served) -> None:
+    body = ChatBody.model_validate({"messages": MESSAGES})
+    assert body.job(served).max_tokens == served.max_output
+    with pytest.raises(LoopformerError, match="not both"):
+        ChatBody.model_validate({"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}).job(served)
+
+
+def test_what_ends_a_chat_ends_its_answer(served: Served) -> None:
+    job = ChatBody.model_validate({"messages": MESSAGES, "stop": "x"}).job(served)
+    assert job.stops == ("x", *served.chat.stops)
+    assert completion(stop="x").job(served).stops == ("x",)
+
+
+def test_usage_counts_passes_and_flops(served: Served) -> None:
+    texts = [TextSoFar((1, 2, 3), "", [4, 5, 6], [0.0] * 3, "length") for _ in range(2)]
+    used = usage(served.cost, texts, n=2, budget=2)
+    assert used["prompt_tokens"] == 3
+    assert used["completion_tokens"] == 6
+    assert used["total_tokens"] == 9
+    assert used["loops"] == 2 * 2 * (3 + 2)
+    decoded = sum(served.cost.forward_flops(2, context, causal=False) for context in (4, 5))
+    assert used["flops"] == pytest.approx(2 * (served.cost.prefill_flops(3, 2) + decoded))

@@ -1,0 +1,254 @@
+"""A server under load and misfortune: full, timed out, its engine killed, drained."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from loopformer import LM, LoopformerError
+from loopformer.cli import app
+from loopformer.serving.server import ServerSettings, bound, serve
+from loopformer.serving.service import ServiceSettings
+from loopformer.serving.worker import WorkerSettings
+
+from .servers import LONG, RunningServer, running_server
+
+STEP_SECONDS = 1.0  # after which an engine that says nothing counts as hung
+SHORT: dict[str, Any] = {"prompt": "its time", "max_tokens": 4, "temperature": 0}
+
+
+class UserServer:
+    """`loopformer serve` as a user starts it."""
+
+    def __init__(self, folder: str) -> None:
+        command = [sys.executable, "-m", "loopformer", "serve", folder, "--port", "0", "--device", "cpu"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def greeting(self) -> tuple[str, int, str]:
+        """Its address, its engine's process, and the line to try it with."""
+        assert self.process.stdout is not None
+        first, curl = self.process.stdout.readline(), self.process.stdout.readline()
+        return re.findall(r"http://[\d.:]+", first)[0], int(re.findall(r"engine process (\d+)", first)[0]), curl
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Launched(NamedTuple):
+    """What starts while the other tests run."""
+
+    to_stop: UserServer
+    to_kill: UserServer
+    refused: Future[str]
+
+
+@pytest.fixture(scope="module")
+def small(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One slot, four that may wait, a key, a short patience, and budgets that give way."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("sesame\n")
+    worker = WorkerSettings(folder, rows=1, device="cpu", step_seconds=STEP_SECONDS)
+    service = ServiceSettings(timeout=2.5 * STEP_SECONDS)
+    settings = ServerSettings(worker, queue=4, api_keys=keys, degrade=True, service=service)
+    with running_server(settings, key="sesame") as running:
+        yield running
+
+
+@pytest.fixture(scope="module", autouse=True)
+def launched(folder: str, small: RunningServer) -> Iterator[Launched]:
+    with ThreadPoolExecutor() as pool:
+        refused = pool.submit(start, WorkerSettings(folder, memory=10, device="cpu"))
+        servers = Launched(UserServer(folder), UserServer(folder), refused)
+        yield servers
+        servers.to_stop.end()
+        servers.to_kill.end()
+
+
+def test_only_keys_open_it(small: RunningServer) -> None:
+    for key in ("", "Bearer simsim", "sesame"):
+        answer = small.client.post("/v1/completions", json=SHORT, headers={"authorization": key})
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert small.get("/metrics", authorization=key).status_code == 401
+        assert small.get("/health", authorization=key).status_code == 200
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{small.url}/v1", api_key="simsim", max_retries=0).models.list()
+    assert openai.OpenAI(base_url=f"{small.url}/v1", api_key="sesame").models.list().data
+    assert "Bearer $API_KEY" in small.said[0]
+
+
+def test_a_full_queue_refuses_degrades_and_recovers(small: RunningServer, lm: LM) -> None:
+    refused, degraded = (small.metric(f"requests_{name}_total") for name in ("refused", "degraded"))
+    with ThreadPoolExecutor(8) as pool:
+        with small.busy():
+            least = {"budget": 4, "min_budget": 2}
+            waiting = [pool.submit(small.post, "/v1/completions", **SHORT, **least) for _ in range(4)]
+            small.wait_for("num_requests_waiting", 4, seconds=1.5)
+            answer = small.post("/v1/completions", **SHORT)
+            assert answer.status_code == 429
+            assert 1 <= int(answer.headers["retry-after"]) <= 60
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+        answers = [each.result().json() for each in waiting]
+    budgets = [answer["loopformer"]["budget"] for answer in answers]
+    assert min(budgets) == 2
+    assert max(budgets) == 4
+    for answer in answers:
+        followed = answer["loopformer"]
+        assert followed["degraded"] == (followed["budget"] < 4)
+        expected = lm.generate("its time", budget=followed["budget"], max_tokens=4)
+        assert answer["choices"][0]["text"] == expected.text
+    assert small.metric("requests_refused_total", status="429") >= 1
+    assert small.metric("requests_refused_total") > refused
+    assert small.metric("requests_degraded_total") > degraded
+    assert small.post("/v1/completions", **SHORT).json()["loopformer"] == {
+        "budget": 4,
+        "trajectory": "4",
+        "degraded": False,
+    }
+
+
+def test_lower_priorities_come_first(small: RunningServer) -> None:
+    ended: list[int] = []
+
+    def ask(priority: int) -> None:
+        small.post("/v1/completions", **{**SHORT, "max_tokens": 100}, priority=priority)
+        ended.append(priority)
+
+    with ThreadPoolExecutor(8) as pool, small.busy():
+        for number, priority in enumerate((5, 0, -5), 1):
+            pool.submit(ask, priority)
+            small.wait_for("num_requests_waiting", number, seconds=1.5)
+    assert ended == [-5, 0, 5]
+
+
+def test_a_request_may_not_take_forever(small: RunningServer) -> None:
+    with ThreadPoolExecutor() as pool, small.busy(n=4) as lines:
+        waiting = pool.submit(small.post, "/v1/completions", **LONG)
+        *_, last = filter(None, lines)
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+        assert waiting.result().status_code == 504
+        assert waiting.result().json()["error"]["code"] == "timeout"
+    small.wait_for("num_requests_running", 0)
+
+
+def test_an_engine_that_dies_or_hangs_is_started_again(
+    small: RunningServer, lm: LM, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it ran ends, what comes meanwhile is sent away, and then all is as before."""
+    caplog.set_level("INFO", "loopformer")
+    client = openai.OpenAI(base_url=f"{small.url}/v1", api_key="sesame", max_retries=0)
+    said, expected = small.said[0], lm.generate("its time", max_tokens=4).text
+    for number, state, sentence in (
+        (signal.SIGKILL, "lost", "engine was lost"),
+        (signal.SIGSTOP, "hung", "engine did not go on"),
+    ):
+        stream = client.completions.create(model="tiny", stream=True, **LONG)
+        next(iter(stream))
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(small.post, "/v1/completions", **SHORT)
+            small.wait_for("num_requests_waiting", 1)
+            os.kill(int(re.findall(r"engine process (\d+)", said)[0]), number)
+            with pytest.raises(openai.APIError, match=sentence):
+                list(stream)
+        for answer in (waiting.result(), small.post("/v1/completions", **SHORT)):
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == f"engine_{state}"
+            assert 1 <= int(answer.headers["retry-after"]) <= 30
+        for path in ("/health", "/ready"):
+            answer = small.get(path)
+            assert answer.status_code == 503
+            assert state in answer.json()["status"]
+        small.wait_for("engine_up", 1, seconds=30)
+        assert small.get("/ready").status_code == 200
+        assert small.post("/v1/completions", **SHORT).json()["choices"][0]["text"] == expected
+        said = next(message for message in caplog.messages if "runs again" in message)
+    assert small.metric("engine_restarts_total") == 2
+
+
+def test_sigterm_finishes_what_runs_and_refuses_the_rest(launched: Launched, lm: LM) -> None:
+    """As a user starts it; the line it prints works."""
+    started = launched.to_stop.process
+    url, engine, curl = launched.to_stop.greeting()
+    retry = "curl -s --retry 9 --retry-connrefused --retry-delay 1"
+    said = subprocess.run(curl.replace("curl", retry, 1), shell=True, capture_output=True, text=True, check=True)
+    assert json.loads(said.stdout)["choices"][0]["text"]
+    client = httpx.Client(base_url=url, timeout=30, verify=False)
+    body = {**LONG, "max_tokens": 400}
+    with (
+        ThreadPoolExecutor() as pool,
+        client.stream("POST", "/v1/completions", json={**body, "stream": True}) as one,
+    ):
+        lines = one.iter_lines()
+        next(lines)
+        other = pool.submit(client.post, "/v1/completions", json=body)
+        while 'num_requests_running{model_name="tiny"} 2.0' not in client.get("/metrics").text:
+            pass
+        started.send_signal(signal.SIGTERM)
+        while client.get("/ready").status_code != 503:
+            pass
+        assert client.post("/v1/completions", json=SHORT).status_code == 503
+        assert "data: [DONE]" in list(lines)
+        assert other.result().json()["choices"][0]["text"] == lm.generate(LONG["prompt"], max_tokens=400).text
+    assert started.wait(10) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine, 0)
+    assert started.stderr is not None
+    logged = [json.loads(line) for line in started.stderr.read().splitlines()]
+    assert [line["status"] for line in logged if line["event"] == "request"] == [200, 200, 200]
+    assert LONG["prompt"] not in json.dumps(logged)
+
+
+def test_the_engine_ends_with_a_server_that_is_killed(launched: Launched) -> None:
+    _, engine, _ = launched.to_kill.greeting()
+    launched.to_kill.process.kill()
+    until = time.monotonic() + 5
+    while is_alive(engine):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def is_alive(process: int) -> bool:
+    """Whether it runs; one that nobody has asked about since it ended has no command any more."""
+    try:
+        return bool(Path(f"/proc/{process}/cmdline").read_bytes())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def start(settings: WorkerSettings) -> str:
+    """Why a server does not start, in one sentence."""
+    with bound("127.0.0.1", 0) as listener, pytest.raises(LoopformerError) as refused:
+        asyncio.run(serve(ServerSettings(settings), listener, print))
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_what_is_wrong_at_the_start_is_one_sentence(launched: Launched, tmp_path: Path) -> None:
+    assert "nowhere" in start(WorkerSettings(str(tmp_path / "nowhere"), device="cpu"))
+    assert "hold no row" in launched.refused.result()
+    with bound("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(LoopformerError, match="choose another --port"):
+            bound("127.0.0.1", taken.getsockname()[1])
+
+
+def test_without_the_extra_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("loopformer.serving")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    with pytest.raises(LoopformerError, match=re.escape("pip install 'loopformer[serve]'")):
+        CliRunner().invoke(app, ["serve"], catch_exceptions=False)

@@ -1,0 +1,54 @@
+"""What the engine's process loads, and what a model says after each loop and of each token."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from loopformer import LM, Trajectory
+from loopformer.serving.worker import WorkerSettings, lens, load_served, ranked
+
+from .servers import save_served
+
+PROMPT = "every pass is told its time"
+
+
+def test_the_last_loop_is_what_the_model_says(lm: LM) -> None:
+    ids, trajectory = lm.need_tokenizer().encode(PROMPT), Trajectory.parse("2-1-1")
+    rows = lens(lm.model, ids, trajectory, top=4)
+    logits = lm.model(torch.tensor([ids]), trajectory).logits
+    assert logits is not None
+    expected = logits[0, -1, : lm.model.config.vocab].float().log_softmax(-1).topk(4)
+    assert len(rows) == 3
+    assert [token for token, _ in rows[-1]] == expected.indices.tolist()
+    torch.testing.assert_close([value for _, value in rows[-1]], expected.values.tolist())
+    assert rows[0] != rows[-1]
+
+
+def test_tokens_are_as_likely_as_the_scorer_says(lm: LM) -> None:
+    ids = lm.need_tokenizer().encode(PROMPT)
+    rows = ranked(lm.model, [lm.need_tokenizer().eot, *ids], Trajectory.uniform(2), top=3)
+    assert rows[0] == (None, ())
+    (score,) = lm.score([PROMPT], budget=2)
+    assert [row.logprob for row in rows[1:]] == pytest.approx(score.logprobs, abs=1e-4)
+    for row in rows[1:]:
+        values = [value for _, value in row.alternatives]
+        assert values == sorted(values, reverse=True)
+        assert row.logprob is not None
+        assert values[0] >= row.logprob - 1e-6
+
+
+def test_the_end_of_an_answer_is_the_chat_templates(lm: LM, tmp_path: Path) -> None:
+    folder, prompt = save_served(tmp_path), "its time"
+    tokenizer, whole = lm.need_tokenizer(), lm.generate(prompt, max_tokens=60, temperature=2.0, seed=1)
+    end = next(token for token in whole.ids if tokenizer.decode([token]).isalnum())  # written as it is
+    settings = {"chat_template": "{{ messages[0].content }}", "eos_token": tokenizer.decode([end])}
+    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(settings))
+    served = load_served(WorkerSettings(folder, device="cpu"))
+    engine = served.engine(rows=1)
+    engine.submit(*served.requests([prompt], max_tokens=60, temperature=2.0, seed=1))
+    *_, last = engine.run()
+    assert last.result is not None
+    assert last.result.reason == "end"
+    assert last.result.ids == whole.ids[: whole.ids.index(end) + 1]
