@@ -79,7 +79,7 @@ class PromptGraphs:
         (trajectory,), (start,), count = cache.trajectories, cache.lengths, ids.shape[1]
         cache.need_room(count)
         budget, end = trajectory.budget, start + count
-        graph = self._graph(budget, max(FEWEST, triton.next_power_of_2(count)))
+        graph = self._graph(budget, min(self.model.config.context, max(FEWEST, triton.next_power_of_2(count))))
         graph.ids[:, :count] = ids
         graph.ids[:, count:] = ids[:, :1]
         self._start.fill_(start)
