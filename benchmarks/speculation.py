@@ -4,7 +4,7 @@
     python benchmarks/speculation.py --fast [--model runs/mine] [--int8]      # fused, on a GPU
 
 Greedy continuations of what texts begin with, by default those held out for the model; without --fast one at a time
-and together, on the CPU.
+and together, on the CPU, in seconds of its one thread.
 Speed-ups are ratios inside one run; the texts are compared. The last line is JSON.
 
 With --fast, prompts are continued one at a time, by `--new-tokens` tokens whatever they are. Speed is that of
@@ -122,11 +122,11 @@ def eager(lm: LM, prompts: Prompts, new_tokens: int) -> Iterator[Row]:
         batches = [requests[start : start + together] for start in range(0, len(requests), together)]
         plain(batches[0])
         for draft in drafts:
-            started = time.perf_counter()
+            started = time.process_time()
             expected = [ids for batch in batches for ids in plain(batch)]
-            between = time.perf_counter()
+            between = time.process_time()
             runs = [speculate(lm.model, tokenizer, batch, draft) for batch in batches]
-            ended = time.perf_counter()
+            ended = time.process_time()
             got = [result.ids for results, _ in runs for result in results]
             drafted, accepted = (
                 sum(getattr(report, name) for _, report in runs) for name in ("drafted", "accepted")

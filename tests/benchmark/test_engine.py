@@ -5,6 +5,7 @@ import pytest
 from loopformer import LoopedLM, ModelConfig
 from loopformer.benchmark.engine import LOADS, Load, engine
 from loopformer.inference.request import Event
+from loopformer.inference.sampling import Choice
 
 
 def test_one_budget_a_mixture_and_arrivals_are_measured() -> None:
@@ -26,8 +27,9 @@ def test_one_budget_a_mixture_and_arrivals_are_measured() -> None:
 def test_times_are_of_each_request() -> None:
     load = Load(arrived={0: 1.0, 1: 2.0})
     for now, ticket in ((1.5, 0), (2.5, 0), (2.25, 1), (4.5, 0)):
-        load.note([Event(ticket, "a")], now)
+        load.note([Event(ticket, "a", choices=(Choice(1, -1.0),))], now)
+    load.note([Event(1, "bc", choices=(Choice(2, -1.0),) * 2)], 3.25)  # the second has waited for nothing
     found = load.summary(2.0)
-    assert (found["requests"], found["tokens_per_second"]) == (2, 2.0)
+    assert (found["requests"], found["tokens_per_second"]) == (2, 3.0)
     assert found["first_token_ms"] == {"p50": 250, "p99": 250}
     assert found["between_tokens_ms"] == {"p50": 1000, "p99": 1000}

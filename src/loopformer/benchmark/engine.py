@@ -67,11 +67,11 @@ class Load:
 
     def note(self, events: Sequence[Event], now: float) -> None:
         for event in events:
-            self.came[event.ticket].append(now)
+            self.came[event.ticket] += [now] * len(event.choices)
             self.ended += event.result is not None
 
     def summary(self, seconds: float) -> dict[str, Any]:
-        first = [times[0] - self.arrived[ticket] for ticket, times in self.came.items()]
+        first = [times[0] - self.arrived[ticket] for ticket, times in self.came.items() if times]
         between = [after - before for times in self.came.values() for before, after in pairwise(times)]
         tokens = sum(map(len, self.came.values()))
         return {
@@ -194,9 +194,7 @@ def _steady(engine: Engine, requests: Sequence[Request], tokens: int) -> float:
         engine.running == len(tickets),
         f"Only {engine.running} of {len(tickets)} requests fit in memory at once; ask for fewer --rows.",
     )
-    device, before = engine.model.tokens.weight.device, engine.counts.new_tokens
-    synchronise(device)
-    started = time.perf_counter()
+    before, started = engine.counts.new_tokens, time.perf_counter()  # as much is under way now as at the end
     while engine.running == len(tickets) and engine.counts.new_tokens - before < tokens:
         engine.step()
     took = time.perf_counter() - started
@@ -245,6 +243,11 @@ def _under_load(
     for number in range(rows):  # they end one by one: graphs of every size are recorded, kernels compiled
         engine.submit(Request((1, 2, 3), Trajectory.uniform(budgets[-1]), max_tokens=4 + number))
     list(engine.run())
+    for budget in budgets:  # and those of prompts
+        for length in (32, 64, 128, 256, 512):
+            prompt = (1,) * min(length, model.config.context - 1)
+            engine.submit(Request(prompt, Trajectory.uniform(budget), max_tokens=2))
+            list(engine.run())
     full = _arrivals(engine, one, None, seconds)
     rate = full["ended"] / full["seconds"]
     say(f"{path:8} sustains {rate:.1f} requests/s, {full['tokens_per_second']:,.0f} tokens/s")

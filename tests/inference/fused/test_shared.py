@@ -19,6 +19,7 @@ from ..models import spread
 
 pytest.importorskip("triton")
 from loopformer.inference.fused import batch as shared_batch
+from loopformer.inference.fused import shared
 from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
 from loopformer.inference.fused.quantise import quantised
 from loopformer.inference.fused.shared import SharedBackend
@@ -203,7 +204,10 @@ def test_what_can_never_run_is_refused(model: LoopedLM) -> None:
         SharedBatch(model, 3, weights=quantised(model))
 
 
-def test_a_fault_while_slots_are_filled_admits_no_more_than_fit(model: LoopedLM) -> None:
+def test_a_fault_while_slots_are_filled_admits_no_more_than_fit(
+    model: LoopedLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "MOST_APART", 1)
     requests = [Request((number, 2, 3), Trajectory.uniform(2), max_tokens=4) for number in range(1, 7)]
     expected = finished(Engine(model, Letters(), backend=PlainBackend(model, 3)), requests)
     backend = backend_of(model, 6)

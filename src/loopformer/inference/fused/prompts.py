@@ -52,7 +52,7 @@ class PlacedOnDevice(Cache):
 
 
 @dataclass(frozen=True)
-class Recorded:
+class PromptGraph:
     """A graph and what it reads and writes."""
 
     ids: Tensor  # [1, T]
@@ -70,7 +70,7 @@ class PromptGraphs:
         places = config.context + SPARE
         self._keys = like.new_zeros(config.loops, config.blocks, 2, 1, config.heads, places, config.head_width)
         self._start, self._count = (torch.zeros((), dtype=torch.int64, device=like.device) for _ in range(2))
-        self._recorded: dict[tuple[int, int], Recorded] = {}
+        self._recorded: dict[tuple[int, int], PromptGraph] = {}
 
     @torch.no_grad()
     def extend(self, ids: Tensor, cache: Cache) -> Tensor:
@@ -102,7 +102,7 @@ class PromptGraphs:
         cache.advance([count])
         return graph.hidden[:, :count]
 
-    def _graph(self, budget: int, tokens: int) -> Recorded:
+    def _graph(self, budget: int, tokens: int) -> PromptGraph:
         if (budget, tokens) not in self._recorded:
             cache = PlacedOnDevice(self.model, Trajectory.uniform(budget), self._keys, self._start, self._count)
             ids = self._start.new_zeros(1, tokens)
@@ -112,5 +112,5 @@ class PromptGraphs:
                 hidden.copy_(self.model.extend(ids, cache, check=False))
 
             replay = record(launch, []).replay if ids.device.type == "cuda" else launch
-            self._recorded[budget, tokens] = Recorded(ids, cache.passes.conditions, hidden, replay)
+            self._recorded[budget, tokens] = PromptGraph(ids, cache.passes.conditions, hidden, replay)
         return self._recorded[budget, tokens]
