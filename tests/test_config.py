@@ -57,6 +57,7 @@ def test_settings_on_trial_are_written_where_they_are_used(tiny: ModelConfig, op
     [
         ({"block": 2}, "model.block; did you mean blocks?"),
         ({"blocks": 0}, "model.blocks must be 1 or more"),
+        ({"loops": 10**9}, "model.loops must be 1 or more, and 4,096 at most; got 1000000000"),
         ({"blocks": "two"}, "model.blocks must be a whole number"),
         ({"blocks": True}, "model.blocks must be a whole number"),
         ({"heads": 7}, "multiple of model.heads"),

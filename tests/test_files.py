@@ -80,6 +80,14 @@ def test_wrong_content_is_damage(tmp_path: Path, content: bytes, monkeypatch: py
         read_json(path)
 
 
+def test_yaml_has_no_aliases(tmp_path: Path) -> None:
+    """Nine lines of them stand for a billion words."""
+    lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10))]
+    (tmp_path / "a").write_text("\n".join(lines))
+    with pytest.raises(DamagedFile, match="has aliases such as"):
+        read_yaml(tmp_path / "a")
+
+
 def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path: Path) -> None:
     for path, reason in [(tmp_path, "Is a directory"), (tmp_path / "nothing", "No such file")]:
         for read in (read_json, read_yaml):

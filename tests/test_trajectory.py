@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopformer import LoopformerError, Trajectory
-from loopformer.trajectory import FAMILIES, SAMPLERS
+from loopformer.trajectory import FAMILIES, SAMPLERS, resolve
 
 compositions = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
@@ -158,12 +158,19 @@ def test_families() -> None:
         ("1/2,1/3", "sum to 0.833333"),
         ("spiral:4", "Unknown trajectory family"),
         ("cosine:0", "1 or more"),
+        ("cosine:1000000000", "Cannot read"),
+        ("cosine:999999999", "at most 4096 steps"),
+        ("1..5-2", "Cannot read"),
+        ("²", "Cannot read"),
+        ("9" * 5000, "Cannot read '9{100}'…"),
+        ("-".join(["1"] * 5000), "at most 4096 steps"),
     ],
 )
 def test_bad_text_is_one_clear_sentence(text: str, said: str) -> None:
-    with pytest.raises(LoopformerError, match=said) as caught:
-        Trajectory.parse(text)
-    assert "\n" not in str(caught.value)
+    for read in (Trajectory.parse, lambda text: resolve(text, 8)):
+        with pytest.raises(LoopformerError, match=said) as caught:
+            read(text)
+        assert "\n" not in str(caught.value)
 
 
 def test_bad_values_are_one_clear_sentence() -> None:

@@ -195,7 +195,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_yaml(file: Traversable | Path, name: str | None = None) -> dict[str, Any]:
     """The YAML mapping of a file, which errors call by `name`."""
-    return _read_mapping(file, name or str(file), "YAML", yaml.safe_load)
+    return _read_mapping(file, name or str(file), "YAML", parse_yaml)
+
+
+def parse_yaml(text: str) -> Any:
+    """A value of YAML without aliases, by which a short text stands for one that fits no memory."""
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+        raise yaml.YAMLError("it has aliases such as *name; write them out")
+    return yaml.safe_load(text)
 
 
 def _read_mapping(

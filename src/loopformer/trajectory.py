@@ -31,6 +31,7 @@ Family = Literal["uniform", "coarse-to-fine", "fine-to-coarse", "cosine"]
 SAMPLERS: tuple[str, ...] = get_args(Sampler)
 FAMILIES: tuple[str, ...] = get_args(Family)
 
+MOST_STEPS = 4096  # far above any model's loops
 _TOLERANCE = Fraction(1, 10**6)
 _LARGEST_DENOMINATOR = 4096
 _CONTINUOUS_GRID = 2**20  # resolution of `continuous`: fine beside any L, and still short to print
@@ -109,19 +110,18 @@ class Trajectory:
     def parse(cls, text: str) -> Trajectory:
         """Read "4" (uniform), "4-2-1-1" (weights), "0.5,0.25,0.25" or "1/2,1/4,1/4" (steps), "cosine:4"."""
         plain = "".join(str(text).split())
-        if re.fullmatch(r"\d+", plain):
-            return cls.uniform(int(plain))
-        if match := re.fullmatch(r"([a-z-]+):(\d+)", plain):
-            return cls.named(match[1], int(match[2]))
+        if match := re.fullmatch(r"(?:([a-z-]+):)?0*(\d{1,9})", plain):
+            return cls.named(match[1] or "uniform", int(match[2]))
         try:
-            if re.fullmatch(r"[\d.]+(-[\d.]+)+", plain):
-                return cls.from_weights(Fraction(part) for part in plain.split("-"))
-            if re.fullmatch(r"[\d./]+(,[\d./]+)*", plain):
+            if re.fullmatch(r"[\d.]{1,40}(-[\d.]{1,40})+", plain):
+                return cls.from_weights(plain.split("-"))
+            if re.fullmatch(r"[\d./]{1,40}(,[\d./]{1,40})*", plain):
                 return cls(plain.split(","))
         except (ZeroDivisionError, _Unreadable):
             pass
+        shown = repr(text) if len(plain) <= 100 else f"{plain[:100]!r}…"
         raise LoopformerError(
-            f"Cannot read {text!r} as a trajectory; write a budget (4), weights (4-2-1-1), "
+            f"Cannot read {shown} as a trajectory; write a budget (4), weights (4-2-1-1), "
             "steps that sum to 1 (0.5,0.25,0.25 or 1/2,1/4,1/4) or a family (cosine:4)."
         )
 
@@ -172,12 +172,12 @@ def resolve(trajectory: Trajectory | str | int | None, loops: int, beyond: bool 
 
     More than L steps are refused unless `beyond`, for studies of extrapolation.
     """
-    if isinstance(trajectory, str) and not trajectory.strip().isdigit():
+    if isinstance(trajectory, str):
         trajectory = Trajectory.parse(trajectory)
     if isinstance(trajectory, Trajectory):
         _checked_budget(trajectory.budget, None if beyond else loops)
         return trajectory
-    budget = loops if trajectory is None else int(trajectory) if isinstance(trajectory, str) else trajectory
+    budget = loops if trajectory is None else trajectory
     return Trajectory.uniform(_checked_budget(budget, None if beyond else loops))
 
 
@@ -193,6 +193,8 @@ def _checked_budget(given: int, loops: int | None = None) -> int:
         budget = 0
     if budget < 1:
         raise LoopformerError(f"A budget is a whole number of loops, 1 or more; got {given!r}.")
+    if budget > MOST_STEPS:
+        raise LoopformerError(f"A trajectory has at most {MOST_STEPS} steps, not {budget}.")
     if loops is not None and budget > loops:
         raise LoopformerError(f"Budget {budget} is above the model's {loops} loops; choose 1 to {loops}.")
     return budget
@@ -223,6 +225,7 @@ def _is_exact(value: Number) -> bool:
 def _exact_steps(given: list[Number]) -> tuple[Fraction, ...]:
     if not given:
         raise LoopformerError("A trajectory needs at least one step.")
+    _checked_budget(len(given))
     steps = [_snapped(value) for value in given]
     raw = [_fraction(value) for value in given]
     if min(raw) <= 0:

@@ -149,12 +149,38 @@ def _edited(**changes: Tensor | None) -> dict[str, Tensor]:
         (_edited() | {"transformer.h.blocks.0.attn.rope": torch.zeros(1)}, r"blocks\.0\.attn\.rope is not one of"),
         (_edited() | {"lm_head.weight": torch.zeros(96, 32)}, "only tied embeddings"),
         ({"a": torch.zeros(1)}, "The tensor a is not one of"),
+        (
+            _edited() | {"transformer.h.blocks.999999999.norm_1.weight": torch.ones(32)},
+            "have a block 999999999 but no block 2",
+        ),
+        (_edited(wte__weight=torch.zeros(96, 32, dtype=torch.int8)), r"wte\.weight is of int8"),
+        (_edited(wte__weight=torch.zeros(96, 32, dtype=torch.complex64)), r"wte\.weight is of complex64"),
         ({}, "no published LoopFormer"),
     ],
 )
 def test_damage_is_named(tensors: dict[str, Tensor], said: str) -> None:
     with pytest.raises(LoopformerError, match=said):
         from_state_dict(tensors, heads=4, loops=8)
+
+
+def test_weights_that_are_no_numbers_or_not_stored_are_refused(tmp_path: Path) -> None:
+    spoilt = weights("loopformer")
+    spoilt["transformer.wte.weight"][3, 1] = float("nan")
+    with pytest.raises(LoopformerError, match=r"wte\.weight has values that are no finite numbers"):
+        loopformer.load_official(_pt(tmp_path / "nan.pt", spoilt), heads=4, loops=8)
+    repeated = {"transformer.wte.weight": torch.zeros(1).expand(1 << 15, 1 << 15)}
+    with pytest.raises(LoopformerError, match="larger than what is stored of it"):
+        loopformer.load_official(_pt(tmp_path / "repeated.pt", repeated), heads=4, loops=8)
+    with pytest.raises(LoopformerError, match="under 3, which is no name"):
+        loopformer.load_official(_pt(tmp_path / "numbered.pt", {3: torch.zeros(1)}), heads=4, loops=8)
+
+
+def test_a_path_that_is_not_there_is_looked_for_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **more: pytest.fail("asked the Hub"))
+    with pytest.raises(LoopformerError, match=r"no file or folder runs/mein; did you mean runs/mine\?"):
+        loopformer.load("runs/mein")
 
 
 def test_heads_and_loops_must_be_known(tmp_path: Path) -> None:

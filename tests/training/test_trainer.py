@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pty
 import random
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from loopformer import LoopedLM, LoopformerError, ModelConfig
 from loopformer.config import ObjectiveConfig, load_run, preset_names
 from loopformer.data.prepare import prepare
 from loopformer.loading import save_model
-from loopformer.loading.folder import checkpoints, write_safetensors
+from loopformer.loading.folder import checkpoints, step_of, write_safetensors
 from loopformer.training import checkpoint, trainer
 from loopformer.training.distributed import Ranks
 from loopformer.training.launch import launch, plan
@@ -112,6 +113,20 @@ def test_a_signal_saves_at_the_step_border(small: Small, tmp_path: Path, monkeyp
     monkeypatch.setattr(Trainer, "_update", taken)
     launch("demo", small(), tmp_path / "cut", resume=True, quiet=True)
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+
+
+def test_a_closed_terminal_saves_the_run(small: Small, tmp_path: Path) -> None:
+    settings = small(training__steps=100_000, training__log_every=1, training__save_every=100_000)
+    words = ["-m", "loopformer", "train", "demo", *settings, "--out", str(tmp_path / "run")]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, *words])
+    seen = b""
+    while b"tok/s" not in seen:  # of a line of progress
+        seen += os.read(terminal, 1024)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 128 + signal.SIGHUP
+    assert step_of(checkpoints(tmp_path / "run")[-1]) >= 1
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "no checksums"])

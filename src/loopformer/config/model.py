@@ -23,6 +23,15 @@ T = TypeVar("T")
 Conditioning = Literal["none", "index", "time", "step", "trajectory"]
 FORMAT, VERSION = "loopformer-model", 1  # how the config.json of a model folder says that it is ours
 BOX = "box"  # the name of the model that comes with the package
+MOST = {  # far above any model; what a damaged file asks for must not be built
+    "blocks": 4096,
+    "loops": 4096,
+    "width": 1 << 17,
+    "heads": 1 << 13,
+    "ffn": 1 << 20,
+    "context": 1 << 22,
+    "vocab": 1 << 24,
+}
 
 
 def on_trial(default: Any) -> Any:
@@ -53,8 +62,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "model")
-        for name in ("blocks", "loops", "width", "heads", "ffn", "context", "vocab"):
-            require(getattr(self, name) >= 1, f"model.{name} must be 1 or more, got {getattr(self, name)}.")
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            require(1 <= value <= most, f"model.{name} must be 1 or more, and {most:,} at most; got {value}.")
         require(
             self.width % self.heads == 0,
             f"model.width {self.width} must be a multiple of model.heads {self.heads}.",

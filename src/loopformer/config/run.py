@@ -20,7 +20,7 @@ import yaml
 
 from loopformer.config.model import ModelConfig, as_number, check_types, from_mapping, setting_names
 from loopformer.errors import FileProblem, LoopformerError, nearest, require
-from loopformer.files import read_yaml
+from loopformer.files import parse_yaml, read_yaml
 from loopformer.trajectory import SAMPLERS
 
 GroupName = Literal["S3", "A5", "S5"]
@@ -410,8 +410,8 @@ def _apply(settings: dict[str, Any], override: str) -> None:
         hint = f"did you mean {full}?" if full else nearest(name, keys, f"sections are {', '.join(SECTIONS)}.")
         raise LoopformerError(f"Unknown setting {name}; {hint}")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        value = parse_yaml(text)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise LoopformerError(f"The value of {name} is not readable: {text!r}.") from error
     if not isinstance(settings.setdefault(section, {}), dict):
         require(settings[section] is None, f"{section} must be a mapping of settings, got {settings[section]!r}.")

@@ -42,8 +42,12 @@ PREFIX = "model."  # what Transformers puts before our names, as its wrapper hol
 
 
 def located(source: str | Path) -> Path:
-    """Where a model is said to be: the model in the box by its name, anything else by its path."""
-    return Path(str(resources.files("loopformer") / BOX)) if str(source) == BOX else Path(source)
+    """Where a model is said to be: the model in the box by its name, anything else by its path, also that of its
+    weights."""
+    if str(source) == BOX:
+        return Path(str(resources.files("loopformer") / BOX))
+    path = Path(source)
+    return path.parent if path.name == WEIGHTS and path.is_file() and is_model_folder(path.parent) else path
 
 
 def is_model_folder(path: str | Path) -> bool:
@@ -101,6 +105,10 @@ def build(config: ModelConfig, tensors: Mapping[str, Tensor], alias: Callable[[s
     with torch.device("meta"):
         model = LoopedLM(config)
     expected = model.state_dict()
+    for name, tensor in tensors.items():
+        if not tensor.dtype.is_floating_point:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise FileProblem(f"The tensor {alias(name)} is of {kind}, weights are floating-point numbers.")
     for name, tensor in expected.items():
         if name not in tensors:
             raise FileProblem(f"The weights lack the tensor {alias(name)}; the file is not whole.")
@@ -132,7 +140,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for key, text in metadata.items():
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = text
         settings |= value if isinstance(value, dict) and key in ("config", "model_args") else {key: value}
     return tensors, settings

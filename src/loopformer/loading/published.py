@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from loopformer.config import Conditioning, ModelConfig
-from loopformer.errors import FileProblem, LoopformerError
+from loopformer.errors import FileProblem, LoopformerError, nearest
 from loopformer.files import read_json
 from loopformer.loading.folder import CONFIG, build, read_safetensors
 from loopformer.model import LoopedLM
@@ -30,6 +30,7 @@ Tensors = dict[str, Tensor]
 Settings = dict[str, Any]
 HEAD_KEYS = ("n_head", "heads", "num_attention_heads")
 LOOP_KEYS = ("max_model_loops", "max_loops", "loops", "num_loops")
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 GPT2_TOKENS, GPT2_ROWS = 50257, 50304  # the published models pad GPT-2's vocabulary to this many rows
 _WRAPPERS = re.compile(r"^((gpt|module|_orig_mod)\.)+|_orig_mod\.")
 _NAMES = (  # theirs (one group at most: the block's number) → ours
@@ -55,6 +56,9 @@ _IGNORED = re.compile(r"transformer\.h\.(?:blocks\.)?\d+\.attn\.bias")  # a caus
 def load_published(source: str | Path, heads: int | None = None, loops: int | None = None) -> LoopedLM:
     """Published weights from a file, a folder or a Hub id, in fp32."""
     tensors, settings = read_weights(source)
+    for name, tensor in tensors.items():
+        if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
+            raise FileProblem(f"The tensor {name} has values that are no finite numbers; fetch or save it again.")
     return from_state_dict(
         tensors,
         heads=_settle("heads", settings, HEAD_KEYS, heads),
@@ -86,10 +90,15 @@ def _settle(what: str, settings: Settings, keys: tuple[str, ...], callers: int |
 
 def _infer(tensors: dict[str, Tensor], heads: int | None, loops: int | None) -> ModelConfig:
     """Kind and sizes from the tensors' names and shapes."""
-    blocks = {int(match[2]) for name in tensors if (match := re.match(r"transformer\.h\.(blocks\.)?(\d+)\.", name))}
+    blocks = {
+        int(match[2]) for name in tensors if (match := re.match(r"transformer\.h\.(blocks\.)?(\d{1,9})\.", name))
+    }
     looped = _is_looped(tensors)
     if not blocks:
         raise FileProblem("These tensors are no published LoopFormer, TMLT, Base-Loop or Base model.")
+    if max(blocks) >= len(blocks):
+        missing = min(set(range(len(blocks))) - blocks)
+        raise FileProblem(f"The weights have a block {max(blocks)} but no block {missing}; the file is not whole.")
     kind: Conditioning = "none"
     if any(name.startswith("dt_embedder.") for name in tensors):
         kind = "trajectory"
@@ -160,17 +169,26 @@ def read_weights(source: str | Path) -> tuple[Tensors, Settings]:
     path = Path(source)
     if path.is_dir():
         return read_folder(path)
-    if path.suffix == ".safetensors" and path.is_file():
+    if path.suffix == SUFFIXES[0] and path.is_file():
         return read_safetensors(path)
-    if path.suffix in (".pt", ".pth", ".bin", ".ckpt") and path.is_file():
+    if path.suffix in SUFFIXES[1:] and path.is_file():
         return read_pt(path)
     if path.is_file():
         raise FileProblem(
             f"{path} is neither .safetensors nor .pt; give a weights file or the folder that holds one."
         )
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)) and not path.parent.is_dir():
         return read_folder(fetch(str(source)))
-    raise FileProblem(f"There is no file or folder {source}; check the path.")
+    raise FileProblem(f"There is no file or folder {source}; {_nearby(path)}")
+
+
+def _nearby(path: Path) -> str:
+    """What to name instead of a path that is not there: a model or run beside it."""
+    try:
+        beside = [str(other) for other in path.parent.iterdir() if other.is_dir() or other.suffix in SUFFIXES]
+    except OSError:
+        beside = []
+    return nearest(str(path), beside, otherwise="check the path.")
 
 
 def fetch(hub_id: str) -> Path:
@@ -180,7 +198,7 @@ def fetch(hub_id: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # the Hub client raises many kinds, also from the HTTP library below it
-        reason = " ".join(str(error).split())[:80]
+        reason = re.split(r"[.:;] |\n", str(error).strip())[0] or type(error).__name__
         raise FileProblem(
             f"{hub_id} is no local path and could not be had from the Hugging Face Hub ({reason}); "
             "check the name and the connection."
@@ -232,7 +250,16 @@ def read_pt(path: Path) -> tuple[Tensors, Settings]:
     weights = content.get("model", content)
     if not isinstance(weights, dict):
         raise FileProblem(f"{path} holds no state dict under 'model'; save model.state_dict() there.")
-    return {name: value for name, value in weights.items() if isinstance(value, Tensor)}, settings
+    tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise FileProblem(f"{path} has a tensor under {name!r}, which is no name; save a state dict.")
+        if (
+            tensor.layout != torch.strided
+            or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
+        ):
+            raise FileProblem(f"The tensor {name} of {path} is larger than what is stored of it; save it whole.")
+    return tensors, settings
 
 
 def _stand_in(name: str, path: Path) -> tuple[Any, str]:

@@ -13,10 +13,12 @@ import dataclasses
 import gc
 import json
 import math
+import os
 import signal
+import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -152,7 +154,12 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Train to the last step, or to a signal; return what happened."""
-        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        stopping = [signal.SIGINT, signal.SIGTERM]
+        if (
+            signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        ):  # as under nohup, where a closed terminal is nothing
+            stopping.append(signal.SIGHUP)
+        handlers = {number: signal.signal(number, self._on_signal) for number in stopping}
         started = time.perf_counter()
         try:
             with self.reporter, closing(Prefetcher(self._batches(), depth=2)) as batches:
@@ -176,6 +183,8 @@ class Trainer:
         if self.stop_signal == signal.SIGINT == number:  # a scheduler may well send SIGTERM twice
             raise RunFailed("Stopped at once, as asked twice; --resume goes on from the last checkpoint.")
         self.stop_signal = number
+        if number == signal.SIGHUP:
+            _nobody_reads()
 
     def _batches(self) -> Iterator[StepBatch]:
         for step in range(self.state.step, self.run.training.steps):
@@ -404,3 +413,12 @@ def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int)
         objective.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _nobody_reads() -> None:
+    """What goes to a terminal goes nowhere from now on: it was closed, and writing to it would fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(number).st_mode):
+                os.dup2(nowhere, number)
