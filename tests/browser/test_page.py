@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -51,6 +54,12 @@ def generated(page: Page) -> list[str]:
     page.wait_for_selector("#lens li")
     assert page.is_disabled("#stop")
     return page.locator(".text h3").all_inner_texts()
+
+
+def answer(page: Page, address: str, **content: Any) -> None:
+    """Have this answered instead of what the server says."""
+    page.unroute(address)
+    page.route(address, lambda route: route.fulfill(**content))
 
 
 def schedule(page: Page) -> str:
@@ -224,6 +233,62 @@ def test_a_key_is_asked_for_and_a_busy_server_says_when(locked: RunningServer, o
     with locked.busy(n=2):
         page.click("#go")
         page.wait_for_selector(".note.failed:has-text('The server is busy; try again in')")
+
+
+def test_answers_that_are_lowered_split_or_broken_off(server: RunningServer, open_page: Open) -> None:
+    """As a busy server, a tokenizer of bytes and an engine that dies give them."""
+    page = connected(open_page(server))
+
+    def chunk(text: str, *tokens: str) -> dict[str, Any]:
+        ids = list(range(len(tokens)))
+        logprobs = {"tokens": tokens, "token_ids": ids, "token_logprobs": [-1.0] * len(tokens)}
+        return {"choices": [{"text": text, "logprobs": logprobs}]}
+
+    granted = {"budget": 2, "trajectory": "2", "degraded": True, "asked_budget": 8}
+    chunks = [{"choices": [], "loopformer": granted}, chunk(" a", " a", "�"), chunk("é b", "�", " b")]
+    ends = ["[DONE]", '{"error": {"message": "The engine was lost."}}', None]
+    for end in ends:
+        data = [*map(json.dumps, chunks), *([end] if end else [])]
+        body = "".join(f"data: {event}\n\n" for event in data)
+        answer(page, "**/v1/completions", body=body)
+        assert generated(page) == ["2 loops"] * 4
+        text = page.locator(".text").last
+        assert text.locator(".token").all_text_contents() == [" a", "é b"]
+        assert "4 tokens" in text.locator(".figures").inner_text()
+        note = text.locator(".note").inner_text()
+        assert {None: "broke off", "[DONE]": "instead of 8 loops"}.get(end, "The engine was lost.") in note
+
+
+def test_states_of_the_server_have_words(server: RunningServer, open_page: Open) -> None:
+    page = connected(open_page(server))
+    for status, words in (("draining", "shutting down"), ("lost", "another one is being started")):
+        answer(page, "**/ready", status=503, json={"status": status})
+        page.wait_for_selector(f"#trouble:has-text('{words}')")
+
+
+def test_its_pictures(server: RunningServer, open_page: Open, tmp_path: Path) -> None:
+    """The two of docs/serving.md; SCREENSHOTS=docs/images renews them."""
+    folder = Path(os.environ.get("SCREENSHOTS", tmp_path))
+    wide, narrow = connected(open_page(server)), connected(open_page(server, **PHONE))
+    wide.fill("#trajectory", "4-2-1-1")
+    for page in (wide, narrow):
+        generated(page)
+        page.locator(".text").last.locator(".token").nth(3).click()
+        page.click("#measure-go")
+        page.wait_for_selector("#curve-said:has-text('175 tokens')")
+        page.evaluate("document.activeElement.blur()")
+    pictures = ((wide, "page.png", "header", "#lens"), (narrow, "page-phone.png", "#lens-title", "#curve-said"))
+    for page, name, first, last in pictures:
+        start, end = page.locator(first).bounding_box(), page.locator(last).bounding_box()
+        assert start is not None
+        assert end is not None
+        top, bottom = start["y"] - 8, end["y"] + end["height"] + 16
+        scrolled = page.evaluate("scrollY")
+        size = page.viewport_size
+        assert size is not None
+        clip: Any = {"x": 0, "y": top + scrolled, "width": size["width"], "height": bottom - top}
+        page.screenshot(path=folder / name, full_page=True, clip=clip)
+        assert (folder / name).stat().st_size > 20_000
 
 
 def test_a_phone_at_night(server: RunningServer, open_page: Open) -> None:

@@ -90,17 +90,23 @@ const TROUBLE = {
 };
 
 async function watch() {
-  if (!document.hidden) {
-    const status = await fetch("ready").then((answer) => answer.json()).then((said) => said.status, () => null);
-    const silent = `The server at ${location.host} does not answer; this page keeps trying.`;
-    $("state").textContent = status ?? "no answer";
-    $("state").className = status === "ready" ? "up" : "down";
-    $("trouble").hidden = status === "ready";
-    $("trouble").textContent = status === null ? silent : (TROUBLE[status] ?? `The server is ${status}.`);
-    if (status === null) fresh = false;
-    if (status === "ready" && !fresh && $("key-form").hidden) await connect();
+  try {
+    if (!document.hidden) await greet();
+  } finally {
+    setTimeout(watch, 2000);
   }
-  setTimeout(watch, 2000);
+}
+
+async function greet() {
+  const answer = fetch("ready", { signal: AbortSignal.timeout(5000) }).then((answered) => answered.json());
+  const status = await answer.then((said) => said.status, () => null);
+  const silent = `The server at ${location.host} does not answer; this page keeps trying.`;
+  $("state").textContent = status ?? "no answer";
+  $("state").className = status === "ready" ? "up" : "down";
+  $("trouble").hidden = status === "ready";
+  $("trouble").textContent = status === null ? silent : (TROUBLE[status] ?? `The server is ${status}.`);
+  if (status === null) fresh = false;
+  if (status === "ready" && !fresh && $("key-form").hidden) await connect();
 }
 
 async function connect() {
