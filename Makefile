@@ -4,13 +4,13 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: install test lint demo wheel clean
+.PHONY: install test test-browser chromium lint demo wheel clean
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,plot,log,hf,eval,serve]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,plot,log,hf,eval,serve,browser]'
 	touch $@
 
 lint: install
@@ -20,6 +20,13 @@ lint: install
 
 test: lint
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+# The page that `loopformer serve` has at `/`, in a real browser; `make test` runs these tests, too, where there is one.
+test-browser: install chromium
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser
+
+chromium:
+	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core; }
 
 demo: install
 	$(BIN)/python examples/demo.py

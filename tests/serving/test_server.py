@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from loopformer import LM, LoopformerError
 from loopformer.cli import app
+from loopformer.serving.page import PAGE_FILES
 from loopformer.serving.server import ServerSettings, bound, serve
 from loopformer.serving.service import ServiceSettings
 from loopformer.serving.worker import WorkerSettings
@@ -84,7 +85,8 @@ def test_only_keys_open_it(small: RunningServer) -> None:
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"
         assert small.get("/metrics", authorization=key).status_code == 401
-        assert small.get("/health", authorization=key).status_code == 200
+        for path in ("/health", *PAGE_FILES):
+            assert small.get(path, authorization=key).status_code == 200
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{small.url}/v1", api_key="simsim", max_retries=0).models.list()
     assert openai.OpenAI(base_url=f"{small.url}/v1", api_key="sesame").models.list().data

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 import loopformer
 from loopformer.errors import LoopformerError
+from loopformer.serving.page import page_router
 from loopformer.serving.protocol import (
     AnswerForm,
     ChatAnswer,
@@ -219,6 +220,7 @@ def create_app(service: Service) -> FastAPI:
         "max_model_len": served.config.context,
         "loops": served.config.loops,
         "trajectory": str(served.default),
+        "flops_per_token": [served.cost.forward_flops(budget) for budget in range(1, served.config.loops + 1)],
     }
 
     @app.get("/v1/models")
@@ -264,6 +266,7 @@ def create_app(service: Service) -> FastAPI:
         service.metrics.engine(service.engine.state == "ready", service.engine.losses)
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    app.include_router(page_router())
     return app
 
 

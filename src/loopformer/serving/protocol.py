@@ -498,6 +498,7 @@ class CompletionAnswer(AnswerForm):
             place += len(token)
         return {
             "tokens": tokens,
+            "token_ids": ids,
             "token_logprobs": [None if value is None else _finite(value) for value in values],
             "top_logprobs": [self._named(row) for row in named] if self._job.alternatives else None,
             "text_offset": offsets,

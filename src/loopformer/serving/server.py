@@ -39,6 +39,7 @@ from loopformer.loading.folder import located, run_of
 from loopformer.serving.admission import Admission
 from loopformer.serving.app import create_app
 from loopformer.serving.engine_process import EngineProcess
+from loopformer.serving.page import PAGE_FILES
 from loopformer.serving.protocol import Served, error_answer
 from loopformer.serving.service import Service, ServiceSettings
 from loopformer.serving.worker import EngineReady, WorkerSettings, log_as_json
@@ -48,7 +49,7 @@ HEAD_SECONDS = 10  # for a client to say what it wants
 LAST_SECONDS = 2  # for connections to close, once nothing runs
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 PATIENCE = 8  # times the largest body that is read of one that is larger
-OPEN = frozenset({"/health", "/ready"})  # which probes ask without a key
+OPEN = frozenset({"/health", "/ready", *PAGE_FILES})  # without a key: for probes, and the page that asks for one
 
 
 @dataclass(frozen=True)
@@ -224,16 +225,15 @@ def _name(model: str) -> str:
 
 
 def _greeting(served: Served, ready: EngineReady, listener: socket.socket, has_keys: bool) -> str:
-    """The address, and a line to try it with."""
+    """The address, for a browser, and a line to try it with."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     key = '-H "Authorization: Bearer $API_KEY" ' if has_keys else ""
     body = json.dumps({"prompt": "Once upon a time", "max_tokens": 32, "budget": served.default.budget})
     what = f"{served.name} (1 to {served.config.loops} loops) on {ready.device}, engine process {ready.process}"
-    return (
-        f"{what}, at {address}\ncurl {address}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'"
-    )
+    curl = f"curl {address}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'"
+    return f"{what}; open {address} in a browser, or ask it:\n{curl}"
 
 
 # What every request passes before the app sees it: host, key, size, patience.

@@ -1,0 +1,597 @@
+// The page at `/` asks the server that sent it, and draws what comes back. From top to bottom:
+//
+//   server      requests, refusals, server-sent events; whether it is up, and its API key
+//   fields      what was typed, and what is wrong with it
+//   schedule    a bar of length 1, cut into steps whose borders move
+//   texts       continuations that stream side by side
+//   lens        the guess after each loop
+//   curve       perplexity against compute
+
+const $ = (id) => document.getElementById(id);
+const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
+
+let card = null; // the model, as /v1/models describes it
+let fresh = false; // whether that was heard since the server last came up
+let schedule = [1]; // the weights of its steps, whole numbers
+
+function make(tag, className, ...children) {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  element.append(...children);
+  return element;
+}
+
+function amount(number) {
+  const units = [[1e12, "TFLOP"], [1e9, "GFLOP"], [1e6, "MFLOP"], [1e3, "kFLOP"], [0, "FLOP"]];
+  const [size, unit] = units.find(([least]) => number >= least);
+  return `${(number / (size || 1)).toPrecision(3)} ${unit}`;
+}
+
+const loops = (count) => (count === 1 ? "1 loop" : `${count} loops`);
+
+// Server
+
+class Refusal extends Error {
+  constructor(message, status = 0, param = null) {
+    super(message);
+    this.status = status;
+    this.param = param;
+  }
+}
+
+async function ask(path, body, signal) {
+  const headers = { "Content-Type": "application/json" };
+  const key = sessionStorage.getItem("key");
+  if (key) headers.Authorization = `Bearer ${key}`;
+  const method = body === undefined ? "GET" : "POST";
+  let answer;
+  try {
+    answer = await fetch(path, { method, headers, signal, body: JSON.stringify(body) });
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Refusal("The server does not answer.");
+  }
+  if (answer.ok) return answer;
+  const said = (await answer.json().catch(() => null))?.error;
+  let message = said?.message ?? `The server answered with status ${answer.status}.`;
+  const seconds = answer.headers.get("Retry-After");
+  if (seconds && !message.includes("again")) message += ` Try again in ${seconds} s.`;
+  throw new Refusal(message, answer.status, said?.param);
+}
+
+async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) throw new Refusal("The answer broke off.");
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const data = part.slice("data: ".length);
+        if (data === "[DONE]") return;
+        const event = JSON.parse(data);
+        if (event.error) throw new Refusal(event.error.message);
+        yield event;
+      }
+    }
+  } catch (error) {
+    throw error instanceof TypeError ? new Refusal("The connection to the server was lost.") : error;
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+const TROUBLE = {
+  draining: "The server is shutting down: it finishes what runs and takes nothing new.",
+  starting: "The model is being loaded.",
+  lost: "The engine behind the server was lost; another one is being started.",
+  hung: "The engine behind the server hangs; another one is being started.",
+};
+
+async function watch() {
+  try {
+    if (!document.hidden) await greet();
+  } finally {
+    setTimeout(watch, 2000);
+  }
+}
+
+async function greet() {
+  const answer = fetch("ready", { signal: AbortSignal.timeout(5000) }).then((answered) => answered.json());
+  const status = await answer.then((said) => said.status, () => null);
+  const silent = `The server at ${location.host} does not answer; this page keeps trying.`;
+  $("state").textContent = status ?? "no answer";
+  $("state").className = status === "ready" ? "up" : "down";
+  $("trouble").hidden = status === "ready";
+  $("trouble").textContent = status === null ? silent : (TROUBLE[status] ?? `The server is ${status}.`);
+  if (status === null) fresh = false;
+  if (status === "ready" && !fresh && $("key-form").hidden) await connect();
+}
+
+async function connect() {
+  const before = card;
+  try {
+    card = (await (await ask("v1/models")).json()).data[0];
+  } catch (refusal) {
+    say(refusal, {}, (message) => ($("model").textContent = message));
+    return;
+  }
+  fresh = true;
+  $("key-form").hidden = true;
+  $("model").textContent = `${card.id} · 1 to ${loops(card.loops)} · ${card.max_model_len} tokens of context`;
+  for (const id of ["go", "measure-go", "budget", "trajectory", "equal"]) $(id).disabled = false;
+  if (before?.loops === card.loops) return;
+  $("budget").max = card.loops;
+  const besides = [...new Set([8, 4, 2, 1].map((part) => Math.ceil(card.loops / part)))];
+  $("beside").replaceChildren(...besides.map(besideBox));
+  setSchedule(read(card.trajectory));
+}
+
+function askForKey() {
+  const given = sessionStorage.getItem("key");
+  $("key-form").hidden = false;
+  $("key").focus();
+  wrong("key", given ? "The server does not take this key." : "This server asks for a key.");
+}
+
+function useKey(submit) {
+  submit.preventDefault();
+  const key = $("key").value.trim();
+  if (!/^[\x21-\x7e]+$/.test(key)) return wrong("key", "A key has no spaces, and only letters and signs of ASCII.");
+  wrong("key", "");
+  sessionStorage.setItem("key", key);
+  return connect();
+}
+
+// Fields
+
+function wrong(id, message) {
+  $(`${id}-wrong`).textContent = message;
+  $(id).setAttribute("aria-invalid", String(message !== ""));
+}
+
+function clearWrong(form) {
+  for (const field of form.querySelectorAll("[aria-invalid]")) wrong(field.id, "");
+}
+
+// A refusal is said at the field it is about, `fields` has their ids by the server's names; the rest `elsewhere`.
+function say(refusal, fields, elsewhere) {
+  if (refusal.name === "AbortError") return undefined;
+  if (!(refusal instanceof Refusal)) throw refusal;
+  if (refusal.status === 401) return askForKey();
+  const about = refusal.param ?? refusal.message.toLowerCase();
+  const named = (name) => (refusal.param ? about === name : about.includes(name));
+  const name = refusal.status === 400 && Object.keys(fields).find(named);
+  if (!name) return elsewhere(refusal.message);
+  wrong(fields[name], refusal.message);
+  return $(fields[name]).focus();
+}
+
+function numberOf(id) {
+  if ($(id).validity.badInput) throw new Refusal("Write a number.", 400, id);
+  return $(id).value === "" ? undefined : Number($(id).value);
+}
+
+function besideBox(budget) {
+  const box = make("input");
+  Object.assign(box, { type: "checkbox", value: budget, checked: true });
+  return make("label", "", box, loops(budget));
+}
+
+// Schedule
+
+const gcd = (a, b) => (b ? gcd(b, a % b) : a);
+const equal = (count) => Array(count).fill(1);
+const isEqual = (trajectory) => /^\d+$/.test(trajectory); // as `written` has it
+
+function written(weights) {
+  const common = weights.reduce(gcd);
+  return new Set(weights).size === 1 ? String(weights.length) : weights.map((weight) => weight / common).join("-");
+}
+
+// "4" is four equal steps; "4-2-1-1", "0.5,0.25,0.25" and "1/2,1/4,1/4" are weights.
+function read(text) {
+  const plain = text.replace(/\s/g, "");
+  const form = new Refusal("Write weights, such as 4-2-1-1, or a number of equal steps.", 400, "trajectory");
+  const parts = plain.split(/[-,]/).map((part) => {
+    if (!/^(\d+(\.\d{0,6})?|\d+\/\d+)$/.test(part)) throw form;
+    const [top, bottom = "1"] = part.split("/");
+    const scale = 10 ** (top.split(".")[1] ?? "").length;
+    return [Math.round(top * scale), bottom * scale];
+  });
+  const count = parts.length === 1 ? parts[0][0] / parts[0][1] : parts.length;
+  if (count > card.loops) throw new Refusal(`This model takes at most ${loops(card.loops)}.`, 400, "trajectory");
+  if (parts.length === 1 && Number.isInteger(count) && count > 0) return equal(count);
+  const common = parts.reduce((all, [, bottom]) => (all * bottom) / gcd(all, bottom), 1);
+  const weights = parts.map(([top, bottom]) => (top * common) / bottom);
+  if (parts.length === 1 || !weights.every((weight) => weight > 0 && Number.isSafeInteger(weight))) throw form;
+  return weights;
+}
+
+function setSchedule(weights, keepText = false) {
+  schedule = weights;
+  wrong("trajectory", "");
+  if (!keepText) $("trajectory").value = written(weights);
+  $("budget").value = weights.length;
+  const flops = card.flops_per_token[weights.length - 1];
+  $("budget-said").textContent = `${loops(weights.length)}, ${amount(flops)} per token`;
+  drawBar();
+}
+
+function drawBar() {
+  const bar = $("bar");
+  if (bar.querySelectorAll(".step").length !== schedule.length) {
+    const steps = schedule.map(() => make("div", "step", make("span")));
+    steps[0].classList.add("first");
+    steps.at(-1).classList.add("last");
+    bar.replaceChildren(...steps, ...schedule.slice(1).map((_, index) => makeBorder(index)));
+  }
+  const total = sum(schedule);
+  const percent = (part) => Number(((100 * part) / total).toFixed(1));
+  bar.querySelectorAll(".step").forEach((step, index) => {
+    step.style.flexGrow = schedule[index];
+    step.firstChild.textContent = `${percent(schedule[index])} %`;
+  });
+  bar.querySelectorAll(".border").forEach((border, index) => {
+    const at = (count) => sum(schedule.slice(0, count));
+    border.style.left = `${(100 * at(index + 1)) / total}%`;
+    border.ariaValueMin = percent(at(index));
+    border.ariaValueMax = percent(at(index + 2));
+    border.ariaValueNow = percent(at(index + 1));
+    border.ariaValueText = `${percent(at(index + 1))} % of the way`;
+  });
+}
+
+const BY_KEY = { ArrowLeft: -1, ArrowDown: -1, PageDown: -4, Home: -Infinity };
+Object.assign(BY_KEY, { ArrowRight: 1, ArrowUp: 1, PageUp: 4, End: Infinity });
+
+function makeBorder(index) {
+  const border = make("div", "border");
+  Object.assign(border, { role: "slider", tabIndex: 0, ariaLabel: `End of step ${index + 1}` });
+  border.addEventListener("pointerdown", (event) => {
+    event.preventDefault();
+    border.focus();
+    border.setPointerCapture(event.pointerId);
+  });
+  border.addEventListener("pointermove", (event) => {
+    if (!border.hasPointerCapture(event.pointerId)) return;
+    const { left, width } = $("bar").getBoundingClientRect();
+    moveBorder(index, (total) => Math.round(((event.clientX - left) / width) * total));
+  });
+  border.addEventListener("keydown", (event) => {
+    if (!(event.key in BY_KEY)) return;
+    event.preventDefault();
+    moveBorder(index, (total, place) => place + BY_KEY[event.key]);
+  });
+  return border;
+}
+
+// Put the border after step `index` where `where` says, in units of which the bar has `total`; no step vanishes.
+function moveBorder(index, where) {
+  const fine = Math.ceil((4 * card.loops) / sum(schedule));
+  const weights = schedule.map((weight) => weight * fine);
+  const start = sum(weights.slice(0, index));
+  const both = weights[index] + weights[index + 1];
+  const place = where(sum(weights), start + weights[index]);
+  weights[index] = Math.min(Math.max(place - start, 1), both - 1);
+  weights[index + 1] = both - weights[index];
+  setSchedule(weights);
+}
+
+function typeSchedule(complain) {
+  try {
+    setSchedule(read($("trajectory").value), true);
+    return true;
+  } catch (refusal) {
+    if (complain) wrong("trajectory", refusal.message);
+    return false;
+  }
+}
+
+// Texts
+
+const MOST_BITS = 10; // of surprise, from which on a token has the full colour
+const GENERATION = ["prompt", "max_tokens", "temperature", "seed", "budget", "trajectory"];
+let running = null; // what stops the texts that stream now
+let chosen = null; // the token under the lens
+
+async function generate() {
+  stop();
+  clearWrong($("ask"));
+  const fields = Object.fromEntries(GENERATION.map((name) => [name, name]));
+  const own = running = new AbortController();
+  try {
+    schedule = read($("trajectory").value);
+    const common = { prompt: $("prompt").value, stream: true, logprobs: 0 };
+    for (const id of ["max_tokens", "temperature", "seed"]) common[id] = numberOf(id);
+    const mine = written(schedule);
+    const budgets = [...$("beside").querySelectorAll(":checked")].map((box) => box.value);
+    const all = [...new Set([...budgets, mine])].sort((a, b) => read(a).length - read(b).length);
+    $("no-texts").hidden = true;
+    $("stop").disabled = false;
+    chosen = null;
+    const prompt = (await (await ask("tokenize", { prompt: common.prompt }, own.signal)).json()).tokens;
+    const texts = all.map((trajectory) => new Text(trajectory, common.prompt, prompt));
+    $("texts").replaceChildren(...texts.map((text) => text.element));
+    const streams = texts.map((text) => () => text.stream(common, own.signal));
+    if ($("in-turn").checked) for (const stream of streams) await stream();
+    else await Promise.all(streams.map((stream) => stream()));
+    const first = texts[all.indexOf(mine)].tokens.querySelector(".token");
+    if (chosen === null && first) first.click();
+  } catch (refusal) {
+    own.abort();
+    $("texts").replaceChildren();
+    $("no-texts").hidden = false;
+    $("no-texts").textContent = "Nothing yet.";
+    say(refusal, fields, (message) => ($("no-texts").textContent = message));
+  } finally {
+    if (running === own) $("stop").disabled = true;
+  }
+}
+
+function stop() {
+  running?.abort();
+  $("stop").disabled = true;
+}
+
+class Text {
+  constructor(trajectory, prompt, ids) {
+    this.ids = [...ids]; // of prompt and text
+    this.count = 0;
+    this.held = ""; // text whose tokens are not drawn yet
+    this.pending = []; // tokens without text: parts of a character
+    this.title = make("h3");
+    this.figures = make("p", "figures");
+    this.tokens = make("p", "tokens", make("span", "prompt", prompt));
+    this.note = make("p", "note");
+    this.note.setAttribute("role", "status");
+    this.element = make("article", "card text", this.title, this.figures, this.tokens, this.note);
+    this.follow(trajectory);
+    this.tokens.addEventListener("keydown", (event) => this.steer(event));
+  }
+
+  follow(trajectory) {
+    const budget = read(trajectory).length;
+    this.trajectory = trajectory;
+    this.title.textContent = isEqual(trajectory) ? loops(budget) : `${loops(budget)}, ${trajectory}`;
+    this.flops = card.flops_per_token[budget - 1];
+    this.measure();
+  }
+
+  async stream(common, signal) {
+    try {
+      // Equal steps are asked for as a budget, which a busy server may lower.
+      const depth = isEqual(this.trajectory) ? { budget: Number(this.trajectory) } : { trajectory: this.trajectory };
+      const answer = await ask("v1/completions", { ...common, ...depth }, signal);
+      for await (const event of events(answer)) {
+        if (event.loopformer?.degraded) this.lower(event.loopformer);
+        for (const choice of event.choices) this.add(choice);
+      }
+    } catch (error) {
+      if (error.status === 400 || error.status === 401) throw error;
+      if (error.name !== "AbortError" && !(error instanceof Refusal)) throw error;
+      this.note.textContent = error instanceof Refusal ? error.message : "Stopped.";
+      this.note.classList.toggle("failed", error instanceof Refusal);
+    }
+  }
+
+  lower({ trajectory, asked_budget }) {
+    this.follow(trajectory);
+    this.note.textContent = `The server is busy and grants this instead of ${loops(asked_budget)}.`;
+  }
+
+  add({ text, logprobs }) {
+    logprobs.tokens.forEach((token, index) => {
+      this.pending.push({ token, logprob: logprobs.token_logprobs[index], place: this.ids.length });
+      this.ids.push(logprobs.token_ids[index]);
+    });
+    this.held += text;
+    while (this.held && this.pending.length) {
+      const whole = this.held.startsWith(this.pending[0].token);
+      const parts = this.pending.splice(0, whole ? 1 : this.pending.length);
+      const shown = whole ? parts[0].token : this.held;
+      this.held = this.held.slice(shown.length);
+      this.draw(shown, Math.exp(sum(parts.map((part) => part.logprob))), parts[0].place);
+    }
+    const now = performance.now();
+    if (this.count === 0) this.began = { now, count: logprobs.tokens.length };
+    this.count += logprobs.tokens.length;
+    this.speed = (1000 * (this.count - this.began.count)) / (now - this.began.now);
+    this.measure();
+  }
+
+  draw(shown, probability, place) {
+    const token = make("span", "token", shown);
+    const tabIndex = this.tokens.querySelector(".token") ? -1 : 0; // the arrow keys lead on from the first
+    Object.assign(token, { role: "button", tabIndex, ariaPressed: "false" });
+    token.title = `probability ${probability.toPrecision(2)}`;
+    token.style.setProperty("--surprise", Math.min(1, -Math.log2(probability) / MOST_BITS).toFixed(3));
+    token.addEventListener("click", () => look(this, token, place));
+    this.tokens.append(token);
+  }
+
+  measure() {
+    const speed = Number.isFinite(this.speed) ? this.speed.toFixed(0) : "–";
+    const tokens = this.count === 1 ? "1 token" : `${this.count} tokens`;
+    const figures = [`${speed} tokens/s`, `${amount(this.flops)} per token`, tokens];
+    this.figures.replaceChildren(...figures.map((figure) => make("span", "", figure)));
+  }
+
+  steer(event) {
+    const by = { ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling" }[event.key];
+    if (by) {
+      const next = event.target[by];
+      if (!next?.classList.contains("token")) return;
+      event.target.tabIndex = -1;
+      next.tabIndex = 0;
+      next.focus();
+    } else if (event.key === "Enter" || event.key === " ") {
+      event.target.click();
+    } else {
+      return;
+    }
+    event.preventDefault();
+  }
+}
+
+// Lens
+
+let looking = null; // what stops the look that is under way
+
+async function look(text, token, place) {
+  looking?.abort();
+  const own = looking = new AbortController();
+  if (chosen) chosen.ariaPressed = "false";
+  chosen = token;
+  token.ariaPressed = "true";
+  const body = { prompt: text.ids.slice(0, place), trajectory: text.trajectory, top: 5 };
+  try {
+    const answer = await (await ask("lens", body, own.signal)).json();
+    $("lens").replaceChildren(...answer.loops.map((loop) => guesses(loop, text.ids[place])));
+    const came = visible(token.textContent);
+    $("lens-of").textContent = `In ${text.title.textContent}, where “${came}” came next: what the model would say if
+      it stopped after each loop. What came is bold.`;
+  } catch (refusal) {
+    say(refusal, {}, (message) => ($("lens-of").textContent = message));
+  }
+}
+
+function guesses({ loop, time, top }, drawn) {
+  const rows = top.map(({ id, token, logprob }) => {
+    const percent = 100 * Math.exp(logprob);
+    const bar = make("span", "bar");
+    bar.style.width = `${percent}%`;
+    const word = make("span", "word", visible(token));
+    const chance = make("span", "chance", `${percent.toFixed(1)} %`);
+    return make("div", id === drawn ? "guess chosen" : "guess", bar, word, chance);
+  });
+  const title = make("h3", "", `Loop ${loop}`, make("span", "", `to ${Number(time.toFixed(3))}`));
+  return make("li", "card", title, ...rows);
+}
+
+const visible = (token) => token.replaceAll("\n", "⏎").replace(/^\s+$/, (blank) => "␣".repeat(blank.length));
+
+// Curve
+
+const MOST_POINTS = 12;
+let points = []; // trajectory, budget, flops, perplexity; whether it is the schedule of the bar
+
+async function measure() {
+  clearWrong($("measure"));
+  if (!typeSchedule(true)) return;
+  const step = Math.max(1, card.loops / MOST_POINTS);
+  const count = Math.min(card.loops, MOST_POINTS);
+  const budgets = equal(count).map((_, index) => String(Math.round((index + 1) * step)));
+  const mine = written(schedule);
+  const schedules = new Set([...budgets, mine]);
+  const prompt = $("text").value;
+  let said = "";
+  points = [];
+  $("measure-go").disabled = true;
+  try {
+    for (const trajectory of schedules) {
+      $("curve-said").textContent = `Measuring ${points.length + 1} of ${schedules.size}.`;
+      const body = { prompt, trajectory, max_tokens: 0, echo: true, logprobs: 0 };
+      const answer = await (await ask("v1/completions", body)).json();
+      const logprobs = answer.choices[0].logprobs.token_logprobs.slice(1);
+      if (logprobs.length === 0) throw new Refusal("Two tokens or more can be measured.", 400, "prompt");
+      const budget = read(trajectory).length;
+      const flops = card.flops_per_token[budget - 1];
+      const perplexity = Math.exp(-sum(logprobs) / logprobs.length);
+      points.push({ trajectory, budget, flops, perplexity, own: trajectory === mine });
+      drawCurve();
+      said = `Perplexity of ${card.id} on this text by number of loops: ${logprobs.length} tokens, each given those
+        before it. FLOPs per token are the mean over a full context. The ring is the schedule chosen above.`;
+    }
+    $("curve-said").textContent = said;
+  } catch (refusal) {
+    $("curve-said").textContent = "";
+    say(refusal, { prompt: "text" }, (message) => ($("curve-said").textContent = message));
+  } finally {
+    $("measure-go").disabled = false;
+  }
+}
+
+function drawCurve() {
+  if (points.length === 0) return;
+  const svg = $("curve");
+  svg.removeAttribute("hidden");
+  $("curve-table").hidden = false;
+  const { width, height } = svg.getBoundingClientRect();
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  const values = points.map((point) => point.perplexity);
+  const low = Math.min(...values), high = Math.max(...values);
+  const room = (high - low || high) * 0.12;
+  const most = card.flops_per_token.at(-1);
+  const x = scale([0, most * 1.05], [48, width - 16]);
+  const y = scale([low - room, high + room], [height - 44, 28]);
+  const marks = [];
+  for (const value of ticks(low - room, high + room, 6)) {
+    marks.push(shape("line", { class: "grid", x1: 48, x2: width - 16, y1: y(value), y2: y(value) }));
+    marks.push(shape("text", { x: 42, y: y(value) + 4, "text-anchor": "end" }, String(value)));
+  }
+  for (const value of ticks(0, most, width / 110)) {
+    marks.push(shape("text", { x: x(value), y: height - 26, "text-anchor": "middle" }, value ? amount(value) : "0"));
+  }
+  marks.push(shape("text", { x: width - 16, y: height - 8, "text-anchor": "end" }, "compute per token"));
+  marks.push(shape("text", { x: 12, y: 18 }, "perplexity"));
+  const line = points.filter((point) => isEqual(point.trajectory));
+  const corners = line.map((point) => `${x(point.flops)},${y(point.perplexity)}`);
+  marks.push(shape("polyline", { class: "path", points: corners.join(" ") }));
+  for (const point of points) {
+    const [cx, cy] = [x(point.flops), y(point.perplexity)];
+    marks.push(shape("circle", { class: point.own ? "own" : "point", r: point.own ? 6 : 4, cx, cy }));
+    if (!line.includes(point)) continue;
+    marks.push(shape("text", { class: "name", x: cx, y: cy - 10, "text-anchor": "middle" }, point.trajectory));
+  }
+  svg.replaceChildren(...marks);
+  const rows = points.map(({ trajectory, budget, flops, perplexity }) => {
+    const cells = [trajectory, String(budget), amount(flops), perplexity.toFixed(2)];
+    return make("tr", "", ...cells.map((cell) => make("td", "", cell)));
+  });
+  $("curve-table").tBodies[0].replaceChildren(...rows);
+}
+
+function scale([from, to], [start, end]) {
+  return (value) => start + ((value - from) / (to - from)) * (end - start);
+}
+
+function ticks(low, high, most) {
+  const rough = (high - low) / most;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
+  const count = Math.floor(high / step) - Math.ceil(low / step) + 1;
+  return equal(count).map((_, index) => Number(((Math.ceil(low / step) + index) * step).toPrecision(6)));
+}
+
+function shape(tag, attributes, text = "") {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.textContent = text;
+  return element;
+}
+
+// Everything is tied together, and the server is asked for the first time.
+
+function onSubmit(form, act) {
+  $(form).addEventListener("submit", (event) => {
+    event.preventDefault();
+    act();
+  });
+}
+
+$("key-form").addEventListener("submit", useKey);
+onSubmit("ask", generate);
+onSubmit("measure", measure);
+$("stop").addEventListener("click", stop);
+$("budget").addEventListener("input", () => setSchedule(equal(Number($("budget").value))));
+$("equal").addEventListener("click", () => setSchedule(equal(schedule.length)));
+$("trajectory").addEventListener("input", () => typeSchedule(false));
+$("trajectory").addEventListener("change", () => typeSchedule(true));
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target.form === $("ask")) $("go").click();
+  if (event.key === "Escape") stop();
+});
+new ResizeObserver(drawCurve).observe($("curve"));
+watch();
