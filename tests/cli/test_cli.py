@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from loopformer.config.model import setting_names
+from loopformer.config.run import SECTIONS
+
 from .process import run
 
 REFERENCE = Path(__file__).parent.parent / "reference"
@@ -29,6 +32,18 @@ def test_info_of_a_preset_counts_what_the_paper_has() -> None:
     assert [row["budget"] for row in report["budgets"]] == list(range(1, 9))
     assert "278,169,600" in run("info", "--model", "paper/loopformer").stdout
     assert "small/tmlt" in run("info").stdout.split()
+    presets = {one["name"]: one for one in json.loads(run("info", "--json").stdout)}
+    assert presets["paper/loopformer"]["parameters"] == 278_169_600
+    assert all(one["about"] for one in presets.values())
+
+
+def test_info_lists_every_setting_with_its_default() -> None:
+    found = {one["name"]: one for one in json.loads(run("info", "--settings", "--json").stdout)}
+    kept = {"short_weight", "consistency_weight", "sampler", "short_fraction"}  # another way to write trajectories
+    names = {f"{section}.{name}" for section, cls in SECTIONS.items() for name in setting_names(cls)}
+    assert set(found) == names - {f"objective.{name}" for name in kept}
+    assert found["model.inject"]["default"] == "none (none, gated, adapter)"
+    assert "training.optimizer" in run("info", "--settings").stdout
 
 
 def _weights(tmp_path: Path) -> Path:

@@ -29,6 +29,7 @@ VERBS = [
     ["export", "m", "out"],
     ["bench", "engine"],
     ["serve", "m"],
+    ["verify", "m"],
     ["bench", "decode"],
     ["bench", "train"],
     ["bench", "memory"],

@@ -23,6 +23,7 @@ from loopformer.cli.report import report
 from loopformer.cli.search import search
 from loopformer.cli.serve import serve
 from loopformer.cli.train import train
+from loopformer.cli.verify import verify
 from loopformer.errors import LoopformerError
 
 app = typer.Typer(
@@ -45,6 +46,7 @@ app.command("info")(info)
 app.command("serve")(serve)
 app.command("import")(import_)
 app.command("export")(export)
+app.command("verify")(verify)
 
 app.add_typer(bench, name="bench")
 

@@ -1,5 +1,6 @@
 """`loopformer info`: what a model is and what it costs at each budget."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,18 +24,20 @@ def info(
     ] = None,
     heads: Heads = None,
     loops: Loops = None,
+    settings: Annotated[bool, typer.Option("--settings", help="List what `loopformer train` can be told.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print sizes, k⊗L and the cost of each budget; without --model, the names of the presets.
+    """Print sizes, k⊗L and the cost of each budget; without --model, the presets.
 
     Example: loopformer info --model paper/loopformer-3x8
     """
-    from loopformer.config import preset_names
     from loopformer.errors import require
 
+    if settings:
+        _show_settings(as_json)
+        return
     if model is None:
-        names = preset_names()
-        typer.echo(json.dumps(names) if as_json else "\n".join(names))
+        _show_presets(as_json)
         return
     require(context is None or context >= 1, f"--context must be 1 or more, got {context}.")
     report = _describe(config_of(model, heads, loops), context)
@@ -42,6 +45,45 @@ def info(
         typer.echo(json.dumps({"model": model, **report}, indent=2))
     else:
         _show(model, report)
+
+
+def _show_presets(as_json: bool) -> None:
+    from loopformer.config import load_run, with_expected_vocab
+    from loopformer.config.run import preset_summaries
+    from loopformer.model.cost import Cost
+
+    rows = []
+    for one in preset_summaries():
+        config = with_expected_vocab(*load_run(one.name)).model
+        shape, parameters = f"{config.blocks}⊗{config.loops}", Cost(config).parameters.total
+        rows.append({**dataclasses.asdict(one), "shape": shape, "parameters": parameters})
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    print_table(
+        ["preset", "k⊗L", "million", "what it is"],
+        [[one["name"], one["shape"], f"{one['parameters'] / 1e6:,.1f}", one["about"]] for one in rows],
+        left=1,
+        text=(3,),
+    )
+    sizes = next(one["sizes"] for one in rows if one["name"] == "paper/loopformer")
+    typer.secho(
+        f"Parameters in millions. Those of paper/ also come as -{', -'.join(sizes)}, paper/base as -3x1 to -24x1. "
+        "`loopformer train PRESET data.path=… --out …` trains one on your text; `loopformer info --settings` lists "
+        "what can be set.",
+        dim=True,
+    )
+
+
+def _show_settings(as_json: bool) -> None:
+    from loopformer.config.run import described_settings
+
+    rows = [list(row) for row in described_settings()]
+    if as_json:
+        names = ("name", "default", "meaning")
+        typer.echo(json.dumps([dict(zip(names, row, strict=True)) for row in rows]))
+    else:
+        print_table(["setting", "default", "meaning"], rows, left=3)
 
 
 def config_of(model: str, heads: int | None = None, loops: int | None = None) -> "ModelConfig":
@@ -68,8 +110,6 @@ def config_of(model: str, heads: int | None = None, loops: int | None = None) ->
 
 def _describe(config: "ModelConfig", context: int | None) -> dict[str, Any]:
     """Everything `info` shows, as plain data."""
-    import dataclasses
-
     from loopformer.model.cost import Cost
 
     cost = Cost(config)

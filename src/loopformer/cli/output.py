@@ -97,8 +97,15 @@ def number(value: float | None, form: str, missing: str = "not a number") -> str
     return missing if value is None else format(value, form)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 0, lines: bool = False) -> None:
-    """Print plain cells: the first `left` columns to the left, all others to the right; with `lines` in a frame."""
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: int = 0,
+    lines: bool = False,
+    text: Sequence[int] = (),
+) -> None:
+    """Print plain cells: the first `left` columns and those of `text` to the left, all others to the right; with
+    `lines` in a frame."""
     from rich.box import HEAVY_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -106,7 +113,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int
 
     table = Table(box=HEAVY_HEAD if lines else None, pad_edge=lines, show_lines=lines)
     for place, column in enumerate(columns):
-        table.add_column(Text(column), justify="left" if place < left else "right")
+        table.add_column(Text(column), justify="left" if place < left or place in text else "right")
     for row in rows:
         table.add_row(*map(Text, row))
     Console().print(table, highlight=False)

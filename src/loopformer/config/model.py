@@ -43,17 +43,17 @@ def on_trial(default: Any) -> Any:
 class ModelConfig:
     """Any model of the family, k⊗L. The defaults are the paper's LoopFormer 3⊗8."""
 
-    conditioning: Conditioning = "trajectory"  # what a pass is told: nothing, its index, t, Δ, or (t, Δ)
+    conditioning: Conditioning = "trajectory"  # what a pass is told: none, index, time (t), step (Δ), or both
     blocks: int = 3  # k, blocks in the shared stack
     loops: int = 8  # L, passes of the longest trajectory
     width: int = 2048  # d
-    heads: int = 32
-    ffn: int = 5120
-    context: int = 1024
+    heads: int = 32  # of attention
+    ffn: int = 5120  # units between the two products of a block's second half
+    context: int = 1024  # tokens that are seen at a time
     vocab: int = 50257  # ids the model accepts
     padded_vocab: int | None = None  # rows of the embedding; None: `vocab` rounded up to a multiple of 64
-    positions: Literal["learned", "rotary"] = "learned"
-    modulator_start: Literal["zero", "normal", "one"] = "zero"
+    positions: Literal["learned", "rotary"] = "learned"  # how a token knows its place
+    modulator_start: Literal["zero", "normal", "one"] = "zero"  # gates closed, drawn, or open at first
     time_scale: float = 1.0  # multiplies t and Δ before their Fourier features
     residual_init: Literal["blocks", "depth"] = "blocks"  # residual projections start at 0.02/√(2k) or /√(2kL)
     inject: Literal["none", "gated", "adapter"] = on_trial("none")  # how passes get the embedding again

@@ -9,7 +9,10 @@ The defaults are the paper's recipe. A preset or a YAML file gives some keys, `k
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import inspect
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -24,13 +27,14 @@ from loopformer.files import parse_yaml, read_yaml
 from loopformer.trajectory import SAMPLERS
 
 GroupName = Literal["S3", "A5", "S5"]
+GROUP_ORDERS: dict[GroupName, int] = {"S3": 6, "A5": 60, "S5": 120}
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Where the prepared tokens are and how they are read, or the group whose states are to be tracked."""
 
-    path: str = "data"
+    path: str = "data"  # the folder that `loopformer prepare` wrote
     documents: bool = False  # mask attention and restart positions at document borders
     prepare: str | None = None  # a source to prepare into `path` first, where it is not there yet
     train_tokenizer: int | None = None  # the size of the tokenizer to train on it
@@ -120,7 +124,7 @@ class ObjectiveConfig:
     `consistency_weight` (λ₂), `sampler` and `short_fraction` are another way to write such a pair.
     """
 
-    trajectories: tuple[TrainedTrajectory, ...] = ()
+    trajectories: tuple[TrainedTrajectory, ...] = ()  # docs/training.md; none: the paper's two
     consistency: Literal["hidden", "logits", "distribution"] = "hidden"  # what is matched with the full one's
     route_draws: int = 1  # equal parts of the global batch, each with drawn trajectories of its own
     chunk: int = 1024  # tokens whose logits exist at a time
@@ -229,33 +233,33 @@ def _pair(
 class TrainingConfig:
     """Optimizer, schedule, precision, parallelism and what is kept of it."""
 
-    steps: int = 50_000
+    steps: int = 50_000  # of the optimizer
     batch: int = 480  # sequences per optimizer step, over all ranks
     micro_batch: int | Literal["auto"] = "auto"  # sequences at a time on one device
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: of the blocks' matrices; the rest is always AdamW's
-    learning_rate: float = 6e-4
-    min_learning_rate: float = 6e-5
+    learning_rate: float = 6e-4  # after the warmup; then it falls along a cosine
+    min_learning_rate: float = 6e-5  # at the end
     matrix_learning_rate: float = 0.02  # Muon's; it follows the schedule of learning_rate in proportion
-    warmup: int = 4000
+    warmup: int = 4000  # steps in which the rate rises
     weight_decay: float = 0.2  # of matrices; with Muon only of its own
-    beta1: float = 0.9
+    beta1: float = 0.9  # AdamW's
     beta2: float = 0.95
-    clip: float = 1.0
+    clip: float = 1.0  # the largest norm of a gradient
     dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"  # of matmuls; float8: of the stack's
-    device: str = "auto"
+    device: str = "auto"  # cpu, cuda, mps; auto: the best there is
     fused: bool | Literal["auto"] = "auto"  # passes through training/fused; auto: on CUDA below fp32
     compile: bool | Literal["auto"] = "auto"  # the step, not the loop; auto: on CUDA where it is not fused
     checkpoint_loops: bool = False  # keep only the state between loops, recompute inside
     strategy: Literal["ddp", "fsdp"] = "ddp"  # with more than one rank
-    seed: int = 0
+    seed: int = 0  # of the start, the samples and the trajectories
     threads: int | None = None  # CPU threads; fixed for a run, since bits depend on it
-    save_every: int = 1000
+    save_every: int = 1000  # steps from one checkpoint to the next
     keep: int = 3  # newest checkpoints kept, the best beside them
-    validate_every: int = 1000
+    validate_every: int = 1000  # steps
     validation_windows: int = 256  # windows of the context, spread evenly over the validation split
-    log_every: int = 10
+    log_every: int = 10  # steps
     bad_steps: int = 10  # non-finite steps in a row that end the run
-    tensorboard: bool = False
+    tensorboard: bool = False  # write its files, too
     wandb: str | None = None  # a Weights & Biases project
 
     @property
@@ -363,10 +367,13 @@ def load_run(source: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConf
 
 
 def with_expected_vocab(run: RunConfig, keys: set[str]) -> RunConfig:
-    """Where the data is still to be prepared, its tokenizer's size is the model's vocabulary."""
-    if run.data.train_tokenizer is None or "model.vocab" in keys:
+    """Where the data is still to be prepared, its tokenizer's size is the model's vocabulary; that of a group is its
+    elements and the end token."""
+    states = run.data.states
+    vocab = run.data.train_tokenizer if states is None else GROUP_ORDERS[states] + 1
+    if vocab is None or "model.vocab" in keys:
         return run
-    return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=run.data.train_tokenizer))
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab))
 
 
 def run_from_mapping(settings: Mapping[str, Any]) -> RunConfig:
@@ -431,6 +438,37 @@ def preset_names() -> list[str]:
         names.append(name)
         names += [f"{name}-{size}" for size in read_yaml(file, name).get("sizes", [])]
     return names
+
+
+@dataclass(frozen=True)
+class PresetSummary:
+    """A preset, what its file says of it first, and the sizes it also comes in."""
+
+    name: str
+    about: str
+    sizes: tuple[str, ...]
+
+
+def preset_summaries() -> list[PresetSummary]:
+    found = []
+    for name, file in _preset_files().items():
+        lines = itertools.takewhile(lambda line: line.startswith("#"), file.read_text("utf-8").splitlines())
+        about = re.split(r"(?<=\.) |; ", " ".join(line.removeprefix("#").strip() for line in lines))[0]
+        found.append(PresetSummary(name, about.rstrip("."), tuple(read_yaml(file, name).get("sizes", []))))
+    return found
+
+
+def described_settings() -> Iterator[tuple[str, str, str]]:
+    """Every setting: its name, what may stand there with its default first, and what it means; all of it is read
+    from the lines that define it."""
+    written = re.compile(r"    (\w+): (.+?) = (?:on_trial\((.+?)\)|(.+?))(?:  # (.*))?")
+    for section, cls in SECTIONS.items():
+        for line in inspect.getsource(cls).split("    def ")[0].splitlines():
+            if (match := written.fullmatch(line)) and "InitVar" not in match[2]:
+                name, kind, on_trial, default, meaning = match.groups()
+                choices = re.search(r"Literal\[(.*)\]", kind)
+                allowed = f" ({choices[1]})" if choices else ""
+                yield f"{section}.{name}", ((on_trial or default) + allowed).replace('"', ""), meaning or ""
 
 
 def load_preset(name: str) -> dict[str, Any]:

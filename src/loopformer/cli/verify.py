@@ -1,0 +1,95 @@
+"""`loopformer verify`: is what lies on disk whole?"""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loopformer.cli.options import Json
+from loopformer.cli.output import stoppable
+
+AT_ONCE = 1 << 24  # tokens
+Checks = Iterator[tuple[str, Callable[[], None]]]  # what is looked at, and what raises if it is not whole
+
+
+@stoppable("nothing is written, the same command starts again")
+def verify(
+    paths: Annotated[
+        list[str], typer.Argument(help="Prepared data, runs, checkpoints, model folders, weights, or box.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Compare files with their checksums, and look at every token and every weight; exit code 1 if one is wrong.
+
+    Example: loopformer verify data/mine runs/mine
+    """
+    from loopformer.errors import FileProblem, LoopformerError
+
+    found = []
+    for path in paths:
+        for what, check in _checks(path):
+            try:
+                check()
+                wrong = None
+            except LoopformerError as error:
+                wrong = str(error)
+            found.append({"path": path, "what": what, "wrong": wrong})
+            if not as_json:
+                typer.echo(f"{what}: {wrong or 'whole'}")
+    if as_json:
+        typer.echo(json.dumps(found))
+    if damaged := [one["what"] for one in found if one["wrong"]]:
+        raise FileProblem(f"{len(damaged)} of {len(found)} not whole: {', '.join(map(str, damaged))}.")
+
+
+def _checks(path: str) -> Checks:
+    from loopformer.data.shards import is_prepared
+    from loopformer.loading.folder import checkpoints, is_run_folder
+
+    if is_prepared(Path(path)):
+        for split in ("train", "val"):
+            yield f"{path}, {split} split", partial(_check_data, Path(path), split)
+    elif is_run_folder(path):
+        for checkpoint in checkpoints(Path(path)):
+            yield str(checkpoint), partial(_check_model, str(checkpoint))
+    else:
+        yield path, partial(_check_model, path)
+
+
+def _check_data(folder: Path, split: str) -> None:
+    """Shards are as they were made, and every token is one of the vocabulary."""
+    from loopformer.data.shards import TokenData
+    from loopformer.errors import FileProblem
+
+    data = TokenData.open(folder, split)
+    data.verify()
+    for source in data.sources:
+        for start in range(0, len(source.ids), AT_ONCE):
+            highest = int(source.ids.read(start, min(start + AT_ONCE, len(source.ids))).max())
+            if highest >= data.vocab_size:
+                raise FileProblem(
+                    f"{folder} has a token {highest} of {source.name} where the vocabulary has {data.vocab_size}; "
+                    "prepare it again."
+                )
+
+
+def _check_model(path: str) -> None:
+    """All files of a checkpoint are as they were written, every weight is a finite number, the tokenizer fits."""
+    import torch
+
+    from loopformer.data.tokenizer import Tokenizer
+    from loopformer.errors import FileProblem
+    from loopformer.loading import find_model
+    from loopformer.loading.folder import damage, is_checkpoint, located
+
+    if is_checkpoint(located(path)) and (wrong := damage(located(path))) is not None:
+        raise FileProblem(wrong)
+    model, folder = find_model(path)
+    for name, tensor in model.state_dict().items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise FileProblem(f"{name} has values that are no finite numbers")
+    if folder is not None and (words := Tokenizer.load(folder).vocab_size) > model.config.vocab:
+        raise FileProblem(f"its tokenizer has {words} tokens, the model {model.config.vocab}")

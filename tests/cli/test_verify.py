@@ -1,0 +1,67 @@
+"""`loopformer verify` finds what was changed on disk, and only that."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from loopformer import LoopedLM, ModelConfig
+from loopformer.cli import app
+from loopformer.data.prepare import prepare
+from loopformer.errors import LoopformerError
+from loopformer.files import sha256_of
+from loopformer.loading import save_model
+
+
+def verify(*paths: Path) -> dict[str, str | None]:
+    done = CliRunner().invoke(app, ["verify", *map(str, paths), "--json"])
+    found = {one["what"]: one["wrong"] for one in json.loads(done.stdout)}
+    assert isinstance(done.exception, LoopformerError) == any(found.values()), done.output
+    return found
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    text = tmp_path / "some.jsonl"
+    text.write_text("".join(json.dumps({"text": f"every pass {n} is told its time"}) + "\n" for n in range(100)))
+    prepare([str(text)], tmp_path / "data", train_tokenizer=280, val_fraction=0.2)
+    return tmp_path / "data"
+
+
+def test_data_that_was_changed(data: Path) -> None:
+    assert list(verify(data).values()) == [None, None]
+    (shard,) = data.glob("*-train-*.bin")
+    content = shard.read_bytes()
+    shard.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    train, val = verify(data).values()
+    assert train is not None
+    assert "has changed since it was made" in train
+    assert val is None
+
+
+def test_data_with_a_token_that_is_none(data: Path) -> None:
+    (shard,) = data.glob("*-val-*.bin")
+    before = sha256_of(shard)
+    ids = np.fromfile(shard, dtype=np.uint16)
+    ids[3] = 9999
+    ids.tofile(shard)
+    index = data / "index.json"
+    index.write_text(index.read_text().replace(before, sha256_of(shard)))
+    assert "a token 9999 of some" in str(list(verify(data).values())[1])
+
+
+def test_models(tiny: ModelConfig, tmp_path: Path) -> None:
+    model = LoopedLM(replace(tiny, vocab=30, padded_vocab=None))
+    save_model(model, tmp_path / "good")
+    with torch.no_grad():
+        model.final_norm.weight[2] = float("inf")  # type: ignore[index]
+    save_model(model, tmp_path / "bad")
+    found = verify(tmp_path / "good", tmp_path / "bad", tmp_path / "none")
+    good, bad, none = found.values()
+    assert good is None
+    assert bad == "final_norm.weight has values that are no finite numbers"
+    assert "There is no file or folder" in str(none)
