@@ -104,8 +104,9 @@ def test_generate_streams_text_and_prints_json(model: str) -> None:
     assert shown.stdout == found["text"] + "\n"
     assert "goes with --draft" in run("generate", "a", *on, "--draft-length", "2", code=2).stderr
     assert run("generate", "every pass", *on, "--budget", "2").stdout.endswith("\n")
-    rows = json.loads(run("generate", "every pass", *on, "--compare", "1,4", "--json").stdout)
-    assert [row["budget"] for row in rows] == [1, 4]
+    rows = json.loads(run("generate", "every pass", *on, "--compare", "1,2-1-1,4", "--json").stdout)
+    assert [(row["budget"], row["trajectory"]) for row in rows] == [(1, "1"), (3, "2-1-1"), (4, "4")]
+    assert rows[1]["text"] == found["text"]
     piped = subprocess.run(
         [sys.executable, "-m", "loopformer", "generate", *on, "--max-flops", "1e12"],
         input="every pass\n",

@@ -30,6 +30,7 @@ from loopformer.config.model import BOX
 if TYPE_CHECKING:
     from loopformer.inference.request import Event, Request
     from loopformer.lm import LM, Fast
+    from loopformer.trajectory import Trajectory
 
 
 def _kept(*_: Any, source: Path | None = None, **__: Any) -> str:
@@ -53,7 +54,7 @@ def generate(
     max_flops: Annotated[
         float | None, typer.Option(help="The largest budget of at most these FLOPs per token.")
     ] = None,
-    compare: Annotated[str | None, typer.Option(help="Several budgets side by side: 1,2,4.")] = None,
+    compare: Annotated[str | None, typer.Option(help="Budgets and schedules side by side: 1,2,4-2-1-1.")] = None,
     draft: Annotated[
         str | None,
         typer.Option(help="Draft tokens at this smaller budget or schedule and verify them; the text is the same."),
@@ -101,7 +102,6 @@ def generate(
     A line of --input has a prompt, and what else it has goes before the options: budget or trajectory, max_tokens,
     temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, certainty; an id is passed on.
     """
-    from loopformer.config import whole_numbers
     from loopformer.device import dtype_of
     from loopformer.errors import require
     from loopformer.evaluation.schedules import scheduled
@@ -147,8 +147,8 @@ def generate(
         "--schedule goes with --budget, --max-flops or --max-ms-per-token.",
     )
     wanted = None if dtype is None else dtype_of(dtype)
-    budgets = None if compare is None else whole_numbers(compare, "--compare")
     lm = load(model)
+    compared = None if compare is None else [lm.model.resolve(part) for part in compare.split(",")]
     # What was found for these weights knows them as they are on disk, before they are cast.
     weights = None if schedule == "uniform" and source is None else weights_hash(lm.model)
     way: Fast = "auto" if fast is None and not plain else bool(fast)
@@ -169,8 +169,8 @@ def generate(
         with output_file(out):
             _answer_file(lm, source, out, 16 if rows is None else rows, defaults, way is True or fused, weights)
         return
-    if budgets is not None:
-        _compare(lm, text, budgets, options, as_json)
+    if compared is not None:
+        _compare(lm, text, compared, options, as_json)
         return
     if max_flops is not None or max_ms_per_token is not None:
         budget = _budget_for(lm, text, max_flops, max_ms_per_token)
@@ -290,18 +290,19 @@ def _stream(
     )
 
 
-def _compare(lm: "LM", text: str, budgets: list[int], options: dict[str, Any], as_json: bool) -> None:
-    """The same prompt at several budgets: continuation, time per token, perplexity of the prompt."""
+def _compare(lm: "LM", text: str, compared: "list[Trajectory]", options: dict[str, Any], as_json: bool) -> None:
+    """The same prompt along several trajectories: continuation, time per token, perplexity of the prompt."""
     from loopformer.inference.budget import milliseconds_per_token
 
     rows: list[dict[str, Any]] = []
-    for budget in budgets:
-        result = lm.generate(text, budget=budget, **options)
-        (scored,) = lm.score([text], budget=budget)
-        milliseconds = milliseconds_per_token(lm.model, budget, lm.requests([text])[0].prompt)
+    for trajectory in compared:
+        result = lm.generate(text, trajectory=trajectory, **options)
+        (scored,) = lm.score([text], trajectory=trajectory)
+        milliseconds = milliseconds_per_token(lm.model, trajectory, lm.requests([text])[0].prompt)
         rows.append(
             {
-                "budget": budget,
+                "budget": trajectory.budget,
+                "trajectory": str(trajectory),
                 "ms_per_token": milliseconds,
                 "prompt_perplexity": scored.perplexity,
                 "text": result.text,
@@ -310,10 +311,10 @@ def _compare(lm: "LM", text: str, budgets: list[int], options: dict[str, Any], a
     if as_json:
         typer.echo(json.dumps(rows))
         return
-    columns = ["budget", "ms/token", "prompt perplexity", "continuation"]
+    columns = ["passes", "ms/token", "prompt perplexity", "continuation"]
     cells = [
         [
-            str(row["budget"]),
+            row["trajectory"],
             f"{row['ms_per_token']:.2f}",
             number(row["prompt_perplexity"], ".2f", missing="-"),
             row["text"],

@@ -367,8 +367,7 @@ def load_run(source: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConf
 
 
 def with_expected_vocab(run: RunConfig, keys: set[str]) -> RunConfig:
-    """Where the data is still to be prepared, its tokenizer's size is the model's vocabulary; that of a group is its
-    elements and the end token."""
+    """Where data is still to be prepared, its tokenizer's size is the model's vocabulary; a group has its own."""
     states = run.data.states
     vocab = run.data.train_tokenizer if states is None else GROUP_ORDERS[states] + 1
     if vocab is None or "model.vocab" in keys:

@@ -27,7 +27,7 @@ def budget_for_milliseconds(model: LoopedLM, most: float, prompt: Sequence[int])
     """The largest budget that decodes a token in at most so many milliseconds after this prompt, and its time."""
     loops = model.config.loops
     ends = sorted({1, loops})
-    measured = [milliseconds_per_token(model, budget, prompt) for budget in ends]
+    measured = [milliseconds_per_token(model, Trajectory.uniform(budget), prompt) for budget in ends]
     slope = (measured[-1] - measured[0]) / max(1, loops - 1)
 
     def expected(budget: int) -> float:
@@ -41,11 +41,13 @@ def budget_for_milliseconds(model: LoopedLM, most: float, prompt: Sequence[int])
     return affordable[-1], expected(affordable[-1])
 
 
-def milliseconds_per_token(model: LoopedLM, budget: int, prompt: Sequence[int], tokens: int = 8) -> float:
+def milliseconds_per_token(
+    model: LoopedLM, trajectory: Trajectory, prompt: Sequence[int], tokens: int = 8
+) -> float:
     """The median time of decoding one token at batch 1, after the prompt; the text is not made."""
     room = model.config.context - tokens
     beginning = tuple(prompt)[-max(1, room) :]
-    request = Request(beginning, Trajectory.uniform(budget), max_tokens=tokens + 1)
+    request = Request(beginning, trajectory, max_tokens=tokens + 1)
     backend, row = PlainBackend(model, 1, remember=0), RowState.start(0, request, _NoText(), model.config)
     first = None
     while first is None:  # a long prompt is run in pieces
