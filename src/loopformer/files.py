@@ -26,6 +26,7 @@ import yaml
 from loopformer.errors import FileProblem
 
 _BLOCK = 1 << 20
+_DEEPEST = 32  # of YAML
 _LARGEST = 64 << 20  # bytes of JSON or YAML; ours have some kilobytes
 
 
@@ -199,9 +200,14 @@ def read_yaml(file: Traversable | Path, name: str | None = None) -> dict[str, An
 
 
 def parse_yaml(text: str) -> Any:
-    """A value of YAML without aliases, by which a short text stands for one that fits no memory."""
-    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-        raise yaml.YAMLError("it has aliases such as *name; write them out")
+    """A value of YAML that is no larger than it looks: without aliases, and not nested without end."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases such as *name; write them out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise yaml.YAMLError(f"it is nested more than {_DEEPEST} deep")
     return yaml.safe_load(text)
 
 
