@@ -1,10 +1,11 @@
 """How often bf16 chooses the same token as fp32, and cached decoding the same as uncached.
 
-    python benchmarks/bf16_agreement.py --model runs/demo/elastic --data data/demo [--device cpu] [--out FILE]
+    python benchmarks/bf16_agreement.py [--model box] [--text TEXT] [--device cpu] [--out FILE]
 
-Greedy choices at every place of 24 validation windows, each after the text's own tokens; then greedy texts of 48
-tokens after the first 16 of each window: how many are the same alone and in company, and, where they first part,
-how near the two best logits were (in fp32). On a GPU with Triton also the fused path. The last line is JSON.
+Greedy choices at every place of the beginnings of 24 texts, by default of those held out for the model, each after
+the text's own tokens; then greedy texts of 48 tokens after the first 16 of each: how many are the same alone and in
+company, and, where they first part, how near the two best logits were (in fp32). On a GPU with Triton the fused path
+is one more, in both dtypes. Budgets 1, 2, 4, …, L. The last line is JSON.
 """
 
 import argparse
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from loopformer import LM, LoopedLM, Trajectory, load
 from loopformer.benchmark.machine import describe, publish
-from loopformer.evaluation.text import read_text
+from loopformer.config.model import BOX
+from loopformer.errors import require
+from loopformer.evaluation.text import default_text, read_text
 from loopformer.inference.fused.backend import obstacle
 from loopformer.inference.request import Request
 
@@ -88,19 +91,23 @@ def compared(exact: LoopedLM, prompts: Ids, budget: int, wanted: Ids, other: Ids
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--model", default=BOX)
+    parser.add_argument("--text", help="as in `loopformer eval`; what is held out for the model by default")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.set_float32_matmul_precision("highest")
     lm = load(asked.model)
-    documents = [one for one in read_text(asked.data, lm.need_tokenizer()).documents if len(one) >= LENGTH]
+    text = asked.text or default_text(asked.model) or ""
+    require(text != "", f"Nothing is held out for {asked.model}; name a --text.")
+    documents = [one for one in read_text(text, lm.need_tokenizer()).documents if len(one) >= LENGTH]
     ids = torch.tensor([one[:LENGTH].tolist() for one in documents[:WINDOWS]], device=asked.device)
     exact = lm.to(asked.device).model
+    loops = exact.config.loops
+    budgets = sorted({*(2**power for power in range(loops.bit_length())), loops})
     low = copy.deepcopy(exact).to(torch.bfloat16)
     rows = []
-    for budget in range(1, exact.config.loops + 1):
+    for budget in budgets:
         wanted = uncached(exact, ids, budget)
         ways = {"fp32, cached": cached(exact, ids, budget), "bf16, uncached": uncached(low, ids, budget)}
         ways["bf16, cached"] = cached(low, ids, budget)
@@ -115,7 +122,7 @@ def main() -> None:
         rows.append({"budget": budget, "path": "bf16, cached", "same_as_bf16_uncached": same})
     prompts = [tuple(row[:PROMPT].tolist()) for row in ids]
     full, rounded = LM(exact, lm.tokenizer), LM(low, lm.tokenizer)
-    for budget in range(1, exact.config.loops + 1):
+    for budget in budgets:
         plain = {
             name: texts(one, prompts, budget, False, False) for name, one in (("fp32", full), ("bf16", rounded))
         }
@@ -125,9 +132,10 @@ def main() -> None:
             ("bf16 together, bf16 alone", texts(rounded, prompts, budget, False, True), plain["bf16"]),
         ]
         if obstacle(low) is None:
-            for company, together in (("alone", False), ("together", True)):
-                made = texts(rounded, prompts, budget, True, together)
-                pairs.append((f"fused bf16 {company}, bf16 alone", made, plain["bf16"]))
+            for dtype, one in (("fp32", full), ("bf16", rounded)):
+                for company, together in (("alone", False), ("together", True)):
+                    made = texts(one, prompts, budget, True, together)
+                    pairs.append((f"fused {dtype} {company}, {dtype} alone", made, plain[dtype]))
         for name, made, wanted_texts in pairs:
             row = {"budget": budget, "texts": name, **compared(exact, prompts, budget, wanted_texts, made)}
             rows.append(row)
