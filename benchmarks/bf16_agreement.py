@@ -4,8 +4,8 @@
 
 Greedy choices at every place of the beginnings of 24 texts, by default of those held out for the model, each after
 the text's own tokens; then greedy texts of 48 tokens after the first 16 of each: how many are the same alone and in
-company, and, where they first part, how near the two best logits were (in fp32). On a GPU with Triton the fused path
-is one more, in both dtypes. Budgets 1, 2, 4, …, L. The last line is JSON.
+company, and, where they first part, how near the two best logits were (in fp32). With a GPU and Triton the fused
+path is one more, in both dtypes. Budgets 1, 2, 4, …, L. The last line is JSON.
 """
 
 import argparse

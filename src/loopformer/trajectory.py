@@ -193,10 +193,10 @@ def _checked_budget(given: int, loops: int | None = None) -> int:
         budget = 0
     if budget < 1:
         raise LoopformerError(f"A budget is a whole number of loops, 1 or more; got {given!r}.")
-    if budget > MOST_STEPS:
-        raise LoopformerError(f"A trajectory has at most {MOST_STEPS} steps, not {budget}.")
     if loops is not None and budget > loops:
         raise LoopformerError(f"Budget {budget} is above the model's {loops} loops; choose 1 to {loops}.")
+    if budget > MOST_STEPS:
+        raise LoopformerError(f"A trajectory has at most {MOST_STEPS} steps, not {budget}.")
     return budget
 
 

@@ -52,7 +52,7 @@ def generated(page: Page) -> list[str]:
     """Generate, and wait until all texts and the first lens are there; the titles of the texts."""
     page.click("#go")
     page.wait_for_selector("#lens li")
-    assert page.is_disabled("#stop")
+    page.wait_for_selector("#stop:disabled")
     return page.locator(".text h3").all_inner_texts()
 
 
@@ -193,7 +193,7 @@ def test_texts_stop(server: RunningServer, open_page: Open) -> None:
     page.locator(".text").last.locator(".token").nth(3).wait_for()
     page.keyboard.press("Escape")
     page.wait_for_selector(".note:has-text('Stopped.')")
-    assert page.is_disabled("#stop")
+    page.wait_for_selector("#stop:disabled")
     server.wait_for("num_requests_running", 0)
 
 

@@ -120,6 +120,9 @@ def test_a_closed_terminal_saves_the_run(small: Small, tmp_path: Path) -> None:
     words = ["-m", "loopformer", "train", "demo", *settings, "--out", str(tmp_path / "run")]
     process, terminal = pty.fork()
     if process == 0:
+        signal.signal(
+            signal.SIGHUP, signal.SIG_DFL
+        )  # under nohup it is ignored, and the run would go on, as it should
         os.execv(sys.executable, [sys.executable, *words])
     seen = b""
     while b"tok/s" not in seen:  # of a line of progress

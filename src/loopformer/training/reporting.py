@@ -10,6 +10,7 @@ After a resume, records beyond the checkpoint are dropped, so the file reads as 
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -18,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -57,7 +58,7 @@ class Reporter:
         if self._bar is not None:
             self._bar.console.print(sentence, highlight=False)
         else:
-            print(sentence, file=sys.stderr, flush=True)
+            _Terminal().write(sentence + "\n")
 
     def record(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Append a record to metrics.jsonl and pass it on."""
@@ -232,6 +233,25 @@ def _drop_after(path: Path, step: int) -> None:
         write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
 
+class _Terminal(io.TextIOBase):
+    """stderr, as long as somebody reads it: a terminal may be closed at any moment."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Done with each write."""
+
+    def isatty(self) -> bool:
+        return sys.stderr.isatty()
+
+    def fileno(self) -> int:
+        return sys.stderr.fileno()
+
+
 def _bar(steps: int, first_step: int) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -242,7 +262,7 @@ def _bar(steps: int, first_step: int) -> Any:
         BarColumn(bar_width=16),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
-        console=Console(stderr=True),
+        console=Console(file=cast("IO[str]", _Terminal())),
         expand=True,
     )
     bar.add_task("train", total=steps, completed=first_step, note="starting")
