@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, cast
+from typing import IO, Any, TextIO, cast
 
 import torch
 
@@ -58,7 +58,7 @@ class Reporter:
         if self._bar is not None:
             self._bar.console.print(sentence, highlight=False)
         else:
-            _Terminal().write(sentence + "\n")
+            _Terminal(sys.stderr).write(sentence + "\n")
 
     def record(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Append a record to metrics.jsonl and pass it on."""
@@ -234,22 +234,25 @@ def _drop_after(path: Path, step: int) -> None:
 
 
 class _Terminal(io.TextIOBase):
-    """stderr, as long as somebody reads it: a terminal may be closed at any moment."""
+    """A stream as long as somebody reads it: a terminal may be closed at any moment."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream  # as it was before a bar took its place
 
     def write(self, text: str) -> int:
         with suppress(OSError):
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            self._stream.write(text)
+            self._stream.flush()
         return len(text)
 
     def flush(self) -> None:
         """Done with each write."""
 
     def isatty(self) -> bool:
-        return sys.stderr.isatty()
+        return self._stream.isatty()
 
     def fileno(self) -> int:
-        return sys.stderr.fileno()
+        return self._stream.fileno()
 
 
 def _bar(steps: int, first_step: int) -> Any:
@@ -262,7 +265,7 @@ def _bar(steps: int, first_step: int) -> Any:
         BarColumn(bar_width=16),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
-        console=Console(file=cast("IO[str]", _Terminal())),
+        console=Console(file=cast("IO[str]", _Terminal(sys.stderr))),
         expand=True,
     )
     bar.add_task("train", total=steps, completed=first_step, note="starting")
