@@ -77,6 +77,10 @@ def form_of(error: BaseException) -> ErrorForm:
     return next(form for kind, form in FORMS if isinstance(error, kind))
 
 
+def _error_of(refused: Refused) -> LoopformerError:
+    return (RunFailed if refused.ours else LoopformerError)(refused.sentence)
+
+
 @dataclass(frozen=True)
 class ServiceSettings:
     """How the service treats its clients."""
@@ -115,7 +119,7 @@ class Run:
                     self.queue_seconds = max(0.0, news.at - self.began)
                     self._service.metrics.queued(self.place.trajectory.budget, self.queue_seconds)
                 elif isinstance(news, Refused):
-                    raise LoopformerError(news.sentence)
+                    raise _error_of(news)
                 elif isinstance(news, TextPiece):
                     if news.error is not None:
                         logger.error("A request failed: %s", news.error)
@@ -218,7 +222,7 @@ class Service:
         finally:
             call.cancel()
         if isinstance(news, Refused):
-            raise LoopformerError(news.sentence)
+            raise _error_of(news)
         assert isinstance(news, Looked)
         return news.value
 
