@@ -170,7 +170,7 @@ class EngineProcess:
     async def start(self) -> EngineReady:
         """Load the model in a process of its own; what is wrong with it is said here.
 
-        Another process has the very model of the first, or none: clients were told what that is. One that takes much
+        A later process has the model of the first, or none: clients were told what that is. One that takes much
         longer than the last to load it is given up.
         """
         self._loop, began = asyncio.get_running_loop(), time.monotonic()

@@ -567,5 +567,6 @@ def lens_answer(served: Served, trajectory: Trajectory, rows: Sequence[Alternati
 def error_answer(
     message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """An error in OpenAI's form."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    """An error in OpenAI's form; half a surrogate pair that a client sent is written as an escape."""
+    texts = {"message": message, "type": kind, "param": param, "code": code}
+    return {"error": {key: text and text.encode(errors="backslashreplace").decode() for key, text in texts.items()}}

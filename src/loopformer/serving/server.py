@@ -114,6 +114,7 @@ async def serve(
         if settings.cors:
             app = CORSMiddleware(app, settings.cors, allow_methods=["GET", "POST"], allow_headers=["*"])
         server = DrainingServer(app, service, settings.drain_seconds)
+        listener.listen()  # who reads the greeting may come at once
         say(_greeting(served, ready, listener, bool(keys)))
         if not keys and not _is_loopback(settings.host):
             say("Anybody who reaches this address may use it; --api-keys FILE asks for a key.")
