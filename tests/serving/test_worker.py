@@ -9,6 +9,7 @@ import torch
 
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.errors import RunFailed
+from loopformer.serving.service import error_of, form_of
 from loopformer.serving.worker import WorkerSettings, _refusal, lens, load_served, ranked
 
 from .servers import add_checkpoint, save_served
@@ -54,10 +55,12 @@ def test_of_a_run_the_checkpoint_that_was_loaded_is_named(tmp_path: Path) -> Non
 
 
 def test_a_fault_of_ours_is_told_from_a_request_that_is_wrong() -> None:
-    assert _refusal(1, LoopformerError("No such budget.")) == (1, "No such budget.", False)
+    refused = _refusal(1, LoopformerError("No such budget."))
+    assert refused.sentence == "No such budget."
+    assert form_of(error_of(refused)).status == 400
     for error in (RuntimeError("CUDA"), RunFailed("no memory")):
         refused = _refusal(1, error)
-        assert refused.ours
+        assert form_of(error_of(refused)).status == 500
         assert str(error) not in refused.sentence
 
 

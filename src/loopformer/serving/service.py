@@ -77,7 +77,8 @@ def form_of(error: BaseException) -> ErrorForm:
     return next(form for kind, form in FORMS if isinstance(error, kind))
 
 
-def _error_of(refused: Refused) -> LoopformerError:
+def error_of(refused: Refused) -> LoopformerError:
+    """What a client is told: that the request is wrong, or that we failed."""
     return (RunFailed if refused.ours else LoopformerError)(refused.sentence)
 
 
@@ -119,7 +120,7 @@ class Run:
                     self.queue_seconds = max(0.0, news.at - self.began)
                     self._service.metrics.queued(self.place.trajectory.budget, self.queue_seconds)
                 elif isinstance(news, Refused):
-                    raise _error_of(news)
+                    raise error_of(news)
                 elif isinstance(news, TextPiece):
                     if news.error is not None:
                         logger.error("A request failed: %s", news.error)
@@ -222,7 +223,7 @@ class Service:
         finally:
             call.cancel()
         if isinstance(news, Refused):
-            raise _error_of(news)
+            raise error_of(news)
         assert isinstance(news, Looked)
         return news.value
 
