@@ -1,10 +1,11 @@
 # make test: own environment, install, linters, all tests.   make demo: the main job on the embedded default.
+# make soak: a server under load, attack and misfortune, some 20 minutes.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: install test test-browser chromium lint demo wheel clean
+.PHONY: install test test-browser chromium lint demo soak wheel clean
 
 install: $(VENV)/.installed
 
@@ -30,6 +31,10 @@ chromium:
 
 demo: install
 	$(BIN)/python examples/demo.py
+
+soak: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[soak]'
+	$(BIN)/python benchmarks/soak.py --out results/serving_soak.json
 
 wheel: install
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .

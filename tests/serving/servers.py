@@ -1,7 +1,9 @@
 """A server on a free port of loopback, in a thread, with its engine in a process of its own."""
 
 import asyncio
+import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -13,15 +15,27 @@ from typing import Any
 import httpx
 from cli.models import save_small
 
+from loopformer.files import sha256_of
+from loopformer.loading.folder import CHECKSUMS, FOLDER, SETTINGS
 from loopformer.serving.server import ServerSettings, bound, serve
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the engine's process, beside other tests
 LONG: dict[str, Any] = {"prompt": "every pass is told", "max_tokens": 4000, "temperature": 0}  # some seconds
 
 
-def save_served(folder: Path) -> str:
+def save_served(folder: Path, std: float = 0.3) -> str:
     """A small model with room for long texts, whose weights are spread so that every choice shows."""
-    return save_small(folder / "tiny", context=4096, std=0.3)
+    return save_small(folder / "tiny", context=4096, std=std)
+
+
+def add_checkpoint(run: Path, step: int, std: float) -> Path:
+    """A run of such models; the newest checkpoint is what one that loads it now gets."""
+    checkpoint = run / FOLDER / f"step-{step:08d}"
+    shutil.copytree(save_served(run / f"model-{step}", std), checkpoint)
+    sums = {file.name: sha256_of(file) for file in checkpoint.iterdir()}
+    (checkpoint / CHECKSUMS).write_text(json.dumps(sums))
+    (run / SETTINGS).touch()
+    return checkpoint
 
 
 @dataclass

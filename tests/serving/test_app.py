@@ -211,6 +211,8 @@ def test_a_wrong_field_is_an_error_of_openais_form(client: openai.OpenAI) -> Non
         (b"\xff\xfe{}", 400),
         (b'{"prompt": "\xff"}', 400),
         (b'{"prompt": "\\ud800"}', 400),
+        (b'{"prompt": "x", "model": "\\ud800"}', 404),
+        (b'{"prompt": "x", "\\ud800": 1}', 400),
         (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
         (b'{"prompt": "x", "temperature": NaN}', 400),
         (b'{"prompt": "x", "temperature": 1e999}', 400),

@@ -25,17 +25,18 @@ from loopformer.serving.server import ServerSettings, bound, serve
 from loopformer.serving.service import ServiceSettings
 from loopformer.serving.worker import WorkerSettings
 
-from .servers import LONG, RunningServer, running_server
+from .servers import LONG, RunningServer, add_checkpoint, running_server
 
 STEP_SECONDS = 1.0  # after which an engine that says nothing counts as hung
+PAGE = "http://page.example"
 SHORT: dict[str, Any] = {"prompt": "its time", "max_tokens": 4, "temperature": 0}
 
 
 class UserServer:
     """`loopformer serve` as a user starts it."""
 
-    def __init__(self, folder: str) -> None:
-        command = [sys.executable, "-m", "loopformer", "serve", folder, "--port", "0", "--device", "cpu"]
+    def __init__(self, folder: str, *options: str) -> None:
+        command = [sys.executable, "-m", "loopformer", "serve", folder, "--port", "0", "--device", "cpu", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def greeting(self) -> tuple[str, int, str]:
@@ -58,11 +59,19 @@ class Launched(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def small(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose one checkpoint is the model of the other tests."""
+    run = tmp_path_factory.mktemp("runs") / "tiny"
+    add_checkpoint(run, 1, std=0.3)
+    return run
+
+
+@pytest.fixture(scope="module")
+def small(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """One slot, four that may wait, a key, a short patience, and budgets that give way."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("sesame\n")
-    worker = WorkerSettings(folder, rows=1, device="cpu", step_seconds=STEP_SECONDS)
+    worker = WorkerSettings(str(run), rows=1, device="cpu", step_seconds=STEP_SECONDS)
     service = ServiceSettings(timeout=2.5 * STEP_SECONDS)
     settings = ServerSettings(worker, queue=4, api_keys=keys, degrade=True, service=service)
     with running_server(settings, key="sesame") as running:
@@ -73,7 +82,8 @@ def small(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 def launched(folder: str, small: RunningServer) -> Iterator[Launched]:
     with ThreadPoolExecutor() as pool:
         refused = pool.submit(start, WorkerSettings(folder, memory=10, device="cpu"))
-        servers = Launched(UserServer(folder), UserServer(folder), refused)
+        open_server = UserServer(folder, "--cors", PAGE, "--log-prompts")
+        servers = Launched(UserServer(folder), open_server, refused)
         yield servers
         servers.to_stop.end()
         servers.to_kill.end()
@@ -148,9 +158,10 @@ def test_a_request_may_not_take_forever(small: RunningServer) -> None:
 
 
 def test_an_engine_that_dies_or_hangs_is_started_again(
-    small: RunningServer, lm: LM, caplog: pytest.LogCaptureFixture
+    small: RunningServer, run: Path, lm: LM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it ran ends, what comes meanwhile is sent away, and then all is as before."""
+    """What it ran ends, what comes meanwhile is sent away, then all is as before, whatever was trained since."""
+    add_checkpoint(run, 2, std=0.2)
     caplog.set_level("INFO", "loopformer")
     client = openai.OpenAI(base_url=f"{small.url}/v1", api_key="sesame", max_retries=0)
     said, expected = small.said[0], lm.generate("its time", max_tokens=4).text
@@ -185,8 +196,9 @@ def test_sigterm_finishes_what_runs_and_refuses_the_rest(launched: Launched, lm:
     """As a user starts it; the line it prints works."""
     started = launched.to_stop.process
     url, engine, curl = launched.to_stop.greeting()
-    retry = "curl -s --retry 9 --retry-connrefused --retry-delay 1"
-    said = subprocess.run(curl.replace("curl", retry, 1), shell=True, capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        curl.replace("curl", "curl -s", 1), shell=True, capture_output=True, text=True, check=True
+    )
     assert json.loads(said.stdout)["choices"][0]["text"]
     client = httpx.Client(base_url=url, timeout=30, verify=False)
     body = {**LONG, "max_tokens": 400}
@@ -215,8 +227,19 @@ def test_sigterm_finishes_what_runs_and_refuses_the_rest(launched: Launched, lm:
 
 
 def test_the_engine_ends_with_a_server_that_is_killed(launched: Launched) -> None:
-    _, engine, _ = launched.to_kill.greeting()
-    launched.to_kill.process.kill()
+    """Before, pages that it knows may ask it, and it writes down what it is asked."""
+    url, engine, _ = launched.to_kill.greeting()
+    server = launched.to_kill.process
+    with httpx.Client(base_url=url, timeout=30, verify=False) as client:
+        for origin, allowed in ((PAGE, PAGE), ("http://evil.example", None)):
+            answer = client.post("/v1/completions", json=SHORT, headers={"origin": origin})
+            assert answer.headers.get("access-control-allow-origin") == allowed
+            asked = {"origin": origin, "access-control-request-method": "POST"}
+            answer = client.options("/v1/completions", headers=asked)
+            assert answer.headers.get("access-control-allow-origin") == allowed
+    assert server.stderr is not None
+    assert json.loads(server.stderr.readline())["prompts"] == [SHORT["prompt"]]
+    server.kill()
     until = time.monotonic() + 5
     while is_alive(engine):
         assert time.monotonic() < until

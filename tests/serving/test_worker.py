@@ -1,15 +1,18 @@
 """What the engine's process loads, and what a model says after each loop and of each token."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from loopformer import LM, Trajectory
-from loopformer.serving.worker import WorkerSettings, lens, load_served, ranked
+from loopformer import LM, LoopformerError, Trajectory
+from loopformer.errors import RunFailed
+from loopformer.serving.service import error_of, form_of
+from loopformer.serving.worker import WorkerSettings, _refusal, lens, load_served, ranked
 
-from .servers import save_served
+from .servers import add_checkpoint, save_served
 
 PROMPT = "every pass is told its time"
 
@@ -39,13 +42,35 @@ def test_tokens_are_as_likely_as_the_scorer_says(lm: LM) -> None:
         assert values[0] >= row.logprob - 1e-6
 
 
+def test_of_a_run_the_checkpoint_that_was_loaded_is_named(tmp_path: Path) -> None:
+    first = add_checkpoint(tmp_path, 1, std=0.3)
+    _, source = load_served(WorkerSettings(str(tmp_path), device="cpu"))
+    assert source == str(first)
+    second = add_checkpoint(tmp_path, 2, std=0.2)
+    assert load_served(WorkerSettings(str(tmp_path), device="cpu"))[1] == str(second)
+    assert load_served(WorkerSettings(source, device="cpu"))[1] == source
+    shutil.rmtree(first)
+    with pytest.raises(LoopformerError, match="step-00000001"):
+        load_served(WorkerSettings(source, device="cpu"))
+
+
+def test_a_fault_of_ours_is_told_from_a_request_that_is_wrong() -> None:
+    refused = _refusal(1, LoopformerError("No such budget."))
+    assert refused.sentence == "No such budget."
+    assert form_of(error_of(refused)).status == 400
+    for error in (RuntimeError("CUDA"), RunFailed("no memory")):
+        refused = _refusal(1, error)
+        assert form_of(error_of(refused)).status == 500
+        assert str(error) not in refused.sentence
+
+
 def test_the_end_of_an_answer_is_the_chat_templates(lm: LM, tmp_path: Path) -> None:
     folder, prompt = save_served(tmp_path), "its time"
     tokenizer, whole = lm.need_tokenizer(), lm.generate(prompt, max_tokens=60, temperature=2.0, seed=1)
     end = next(token for token in whole.ids if tokenizer.decode([token]).isalnum())  # written as it is
     settings = {"chat_template": "{{ messages[0].content }}", "eos_token": tokenizer.decode([end])}
     (Path(folder) / "tokenizer_config.json").write_text(json.dumps(settings))
-    served = load_served(WorkerSettings(folder, device="cpu"))
+    served, _ = load_served(WorkerSettings(folder, device="cpu"))
     engine = served.engine(rows=1)
     engine.submit(*served.requests([prompt], max_tokens=60, temperature=2.0, seed=1))
     *_, last = engine.run()

@@ -22,7 +22,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
@@ -46,6 +46,7 @@ from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before it is tried again to start a process
+SLOWER = 5  # times as long as the last may another process take to load
 EngineState = Literal["starting", "ready", "lost", "hung", "stopped"]
 
 
@@ -163,11 +164,15 @@ class EngineProcess:
         self._link: _Link | None = None
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count()
-        self._load_seconds = 1.0
+        self._load_seconds: float | None = None  # that it took, lately
         self._restarting: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineReady:
-        """Load the model in a process of its own; what is wrong with it is said here."""
+        """Load the model in a process of its own; what is wrong with it is said here.
+
+        A later process has the model of the first, or none: clients were told what that is. One that takes much
+        longer than the last to load it is given up.
+        """
         self._loop, began = asyncio.get_running_loop(), time.monotonic()
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
@@ -176,19 +181,29 @@ class EngineProcess:
         theirs.close()
         link = _Link(process, ours, queue.SimpleQueue())
         try:
-            said = await asyncio.to_thread(_first_word, ours)
+            said = await asyncio.to_thread(_first_word, ours, self._patience)
         except BaseException:
             process.kill()
             raise
+        if isinstance(said, EngineReady) and self.ready is not None and said.config != self.ready.config:
+            said = f"{said.model} holds another model than when the server started; start the server again."
         if not isinstance(said, EngineReady):
-            link.end()
+            await asyncio.to_thread(link.end)
             raise RunFailed(said)
+        self.settings = replace(self.settings, model=said.model)
         self._link, self.ready, self.state = link, said, "ready"
         self._load_seconds = time.monotonic() - began
         self._watch(link)
         threading.Thread(target=link.write, daemon=True).start()
         threading.Thread(target=self._read, args=(link,), daemon=True).start()
         return said
+
+    @property
+    def _patience(self) -> float | None:
+        """Seconds that a process may take to load; the first one has no limit, somebody watches it."""
+        if self._load_seconds is None:
+            return None
+        return max(self.settings.step_seconds, SLOWER * self._load_seconds)
 
     async def stop(self) -> None:
         """End the process; what still runs fails."""
@@ -287,11 +302,13 @@ class EngineProcess:
         if self.state == "stopped":
             return ShuttingDown()
         gone = EngineHung if self.state == "hung" else EngineLost
-        return gone(math.ceil(min(LONGEST_PAUSE, self._load_seconds)))
+        return gone(math.ceil(min(LONGEST_PAUSE, self._load_seconds or FIRST_PAUSE)))
 
 
-def _first_word(connection: Connection) -> EngineReady | str:
+def _first_word(connection: Connection, seconds: float | None) -> EngineReady | str:
     try:
+        if not connection.poll(seconds):
+            return f"The engine's process did not load the model within {seconds:.0f} s."
         said: EngineReady | str = connection.recv()
         return said
     except (EOFError, OSError):

@@ -99,7 +99,8 @@ class Body(BaseModel):
             if name not in cls.model_fields:
                 hint = nearest(str(name), list(cls.model_fields), "leave it out.")
                 sentence = "'{field}' is no field of this request; {hint}"
-                raise PydanticCustomError("unknown_parameter", sentence, {"field": str(name)[:64], "hint": hint})
+                context = {"field": encodable(str(name)[:64]), "hint": encodable(hint)}
+                raise PydanticCustomError("unknown_parameter", sentence, context)
             kept[name] = value
         return kept
 
@@ -569,4 +570,10 @@ def error_answer(
     message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """An error in OpenAI's form."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    texts = {"message": message, "type": kind, "param": param, "code": code}
+    return {"error": {key: text and encodable(text) for key, text in texts.items()}}
+
+
+def encodable(text: str) -> str:
+    """The text with an escape for half a surrogate pair, which a client may send and nobody can write."""
+    return text.encode(errors="backslashreplace").decode()

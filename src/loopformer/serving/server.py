@@ -46,6 +46,7 @@ from loopformer.serving.worker import EngineReady, WorkerSettings, log_as_json
 
 logger = logging.getLogger(__name__)
 HEAD_SECONDS = 10  # for a client to say what it wants
+IDLE_SECONDS = 15  # between its requests; Python's clients let go after 5 themselves, so that nobody is cut off
 LAST_SECONDS = 2  # for connections to close, once nothing runs
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 PATIENCE = 8  # times the largest body that is read of one that is larger
@@ -115,6 +116,7 @@ async def serve(
         if settings.cors:
             app = CORSMiddleware(app, settings.cors, allow_methods=["GET", "POST"], allow_headers=["*"])
         server = DrainingServer(app, service, settings.drain_seconds)
+        listener.listen()  # who reads the greeting may come at once
         say(_greeting(served, ready, listener, bool(keys)))
         if not keys and not _is_loopback(settings.host):
             say("Anybody who reaches this address may use it; --api-keys FILE asks for a key.")
@@ -165,6 +167,7 @@ class DrainingServer(uvicorn.Server):
             access_log=False,
             lifespan="off",
             server_header=False,
+            timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=LAST_SECONDS,
         )
         super().__init__(config)

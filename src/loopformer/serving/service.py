@@ -77,6 +77,11 @@ def form_of(error: BaseException) -> ErrorForm:
     return next(form for kind, form in FORMS if isinstance(error, kind))
 
 
+def error_of(refused: Refused) -> LoopformerError:
+    """What a client is told: that the request is wrong, or that we failed."""
+    return (RunFailed if refused.ours else LoopformerError)(refused.sentence)
+
+
 @dataclass(frozen=True)
 class ServiceSettings:
     """How the service treats its clients."""
@@ -115,7 +120,7 @@ class Run:
                     self.queue_seconds = max(0.0, news.at - self.began)
                     self._service.metrics.queued(self.place.trajectory.budget, self.queue_seconds)
                 elif isinstance(news, Refused):
-                    raise LoopformerError(news.sentence)
+                    raise error_of(news)
                 elif isinstance(news, TextPiece):
                     if news.error is not None:
                         logger.error("A request failed: %s", news.error)
@@ -218,7 +223,7 @@ class Service:
         finally:
             call.cancel()
         if isinstance(news, Refused):
-            raise LoopformerError(news.sentence)
+            raise error_of(news)
         assert isinstance(news, Looked)
         return news.value
 

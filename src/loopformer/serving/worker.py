@@ -32,13 +32,14 @@ from torch import Tensor
 
 from loopformer.config import ModelConfig
 from loopformer.device import dtype_of
-from loopformer.errors import LoopformerError
+from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.chat import ChatTemplate
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Reason, Request
 from loopformer.inference.score import head_chunks
 from loopformer.lm import LM, Fast, load, place
-from loopformer.loading.folder import located, run_of
+from loopformer.loading import from_model_folder
+from loopformer.loading.folder import is_run_folder, located, run_of
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -67,6 +68,7 @@ class WorkerSettings:
 class EngineReady(NamedTuple):
     """What was loaded."""
 
+    model: str  # of a run the checkpoint
     config: ModelConfig
     default: Trajectory
     rows: int
@@ -147,10 +149,11 @@ class Looked(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A request that cannot be run, in one sentence."""
+    """A request that cannot be run, in one sentence; by a fault of its own, or of ours."""
 
     number: int
     sentence: str
+    ours: bool = False
 
 
 News = Started | TextPiece | Looked | Refused
@@ -173,7 +176,7 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     log_as_json()
     try:
-        lm = load_served(settings)
+        lm, source = load_served(settings)
         engine = lm.engine(settings.rows, queue=settings.rows, fast=settings.fast, memory=settings.memory)
     except Exception as error:
         if not isinstance(error, LoopformerError):
@@ -184,6 +187,7 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
     (default,) = lm.trajectories(1)
     connection.send(
         EngineReady(
+            source,
             lm.model.config,
             default,
             engine.rows,
@@ -197,13 +201,16 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
         _Worker(lm, engine, connection, settings.beat_seconds).run()
 
 
-def load_served(settings: WorkerSettings) -> LM:
-    """The model where it is to run; what ends an answer in a chat ends every text."""
-    lm, model = load(settings.model), settings.model
-    chat = ChatTemplate.find(lm.need_tokenizer(), located(model), run_of(model))
-    lm.tokenizer = chat.tokenizer
+def load_served(settings: WorkerSettings) -> tuple[LM, str]:
+    """The model where it is to run, and where it came from; what ends an answer in a chat ends every text."""
+    model = settings.model
+    if is_run_folder(model):
+        lm, source = from_model_folder(model, lambda checkpoint: (load(checkpoint), str(checkpoint)))
+    else:
+        lm, source = load(model), model
+    lm.tokenizer = ChatTemplate.find(lm.need_tokenizer(), located(model), run_of(model)).tokenizer
     place(lm, settings.device, None if settings.dtype is None else dtype_of(settings.dtype), settings.fast)
-    return lm
+    return lm, source
 
 
 def _leave_with_parent() -> None:
@@ -269,11 +276,8 @@ class _Worker:
             _, (number, request, _) = heapq.heappop(self._queue)
             try:
                 ticket = self._engine.submit(request)
-            except LoopformerError as error:
-                self._news.append(Refused(number, str(error)))
-            except Exception:
-                logger.exception("A request could not be submitted.")
-                self._news.append(Refused(number, "The request cannot be run."))
+            except Exception as error:
+                self._news.append(_refusal(number, error))
             else:
                 self._numbers[ticket] = number
                 self._news.append(Started(number, time.monotonic()))
@@ -286,11 +290,8 @@ class _Worker:
         try:
             see = lens if look.by_loop else ranked
             self._news.append(Looked(look.number, see(model, look.ids, model.resolve(look.trajectory), look.top)))
-        except LoopformerError as error:
-            self._news.append(Refused(look.number, str(error)))
-        except Exception:
-            logger.exception("Tokens could not be looked at.")
-            self._news.append(Refused(look.number, "The tokens cannot be run."))
+        except Exception as error:
+            self._news.append(_refusal(look.number, error))
 
     def _step(self) -> None:
         for ticket, text, result, choices in self._engine.step():
@@ -315,6 +316,14 @@ class _Worker:
         )
         self._pipe.send(NewsBatch(self._news, load))
         self._news = []
+
+
+def _refusal(number: int, error: Exception) -> Refused:
+    """What becomes of a request that could not be begun; what is unexpected goes into the log."""
+    if isinstance(error, LoopformerError) and not isinstance(error, RunFailed):
+        return Refused(number, str(error))
+    logger.error("A request failed.", exc_info=error)
+    return Refused(number, "The request could not be run.", ours=True)
 
 
 # What a model says of given tokens; both run them once, without a cache.
