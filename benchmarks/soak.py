@@ -11,8 +11,8 @@ overload    twice the rate that the server sustains, with and without --degrade:
 hostile     malformed and hostile requests (hostile.py): no 500, no hang, and it still answers.
 misfortune  the engine or the server killed, time to drain that runs out, a second signal.
 
-Parts that are not run again stay in the file. A promise that is not kept is listed in `broken`; the exit code is
-1. Times are those of a client on the same machine; where others use it, too, take ratios and counts.
+Parts that are not run again stay in the file. A promise that is not kept is listed in `broken`, with exit code 1.
+Times are those of a client on the same machine; where others use it, too, take ratios and counts.
 """
 
 import argparse
