@@ -53,14 +53,20 @@ def write_text() -> list[dict[str, Any]]:
 
 
 def train(out: Path, steps: int) -> None:
-    """The elastic model, and the specialists one after another beside it, one core each; what is done is kept."""
+    """The elastic model, and the specialists beside it and after it, one core each; what is done is kept."""
     settings = [f"training.steps={steps}", "training.device=cpu", "training.threads=1"]
     print(f"\ntraining on words over {GROUP}, {steps} steps each; shown is the elastic model", flush=True)
+    left = iter(SPECIALISTS)  # whichever core is free takes the next
+
+    def train_specialists() -> None:
+        for budget in left:
+            train_specialist(out, budget, settings)
+
     with ThreadPoolExecutor(1) as beside:
-        specialists = [beside.submit(train_specialist, out, budget, settings) for budget in SPECIALISTS]
+        other_core = beside.submit(train_specialists)
         launch(PRESET, settings, out / "elastic", resume=True)
-        for one in specialists:
-            one.result()
+        train_specialists()
+        other_core.result()
 
 
 def train_specialist(out: Path, budget: int, settings: list[str]) -> None:
