@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -120,12 +121,7 @@ class DepthBody(Body):
             return served.default if self.budget is None else resolve(self.budget, served.config.loops)
         if family := _FAMILY.fullmatch(self.trajectory):  # before so many steps are made
             resolve(int(family[1]), served.config.loops)
-        try:
-            return resolve(self.trajectory, served.config.loops)
-        except LoopformerError:
-            raise
-        except ValueError as error:
-            raise LoopformerError("The trajectory cannot be read; write it as 4-2-1-1.") from error
+        return resolve(self.trajectory, served.config.loops)
 
 
 class StreamOptionsBody(Body):
@@ -407,7 +403,7 @@ def usage(cost: Cost, texts: Sequence[TextSoFar], n: int, budget: int) -> dict[s
     return {**counts, "loops": loops, "flops": flops}
 
 
-class AnswerForm:
+class AnswerForm(ABC):
     """How an answer is written; one for completions and one for chats."""
 
     prefix: str
@@ -445,9 +441,9 @@ class AnswerForm:
         ]
         return {**self._head(self.kind), "choices": choices, "usage": used, "loopformer": self.followed}
 
+    @abstractmethod
     def opening(self) -> list[dict[str, Any]]:
         """The chunks that come before any text."""
-        raise NotImplementedError
 
     def chunk(self, index: int, part: TextSoFar) -> dict[str, Any]:
         """What has come of one text since the last chunk."""
@@ -459,14 +455,17 @@ class AnswerForm:
         """The chunk with the usage, where it was asked for."""
         return {**self._head(self.chunk_kind), "choices": [], "usage": used, "loopformer": self.followed}
 
+    @abstractmethod
     def _content(self, text: TextSoFar) -> dict[str, Any]:
-        raise NotImplementedError
+        """The text in a whole answer."""
 
+    @abstractmethod
     def _delta(self, part: TextSoFar) -> dict[str, Any]:
-        raise NotImplementedError
+        """The text in a chunk."""
 
+    @abstractmethod
     def _logprobs(self, text: TextSoFar) -> dict[str, Any] | None:
-        raise NotImplementedError
+        """Its tokens with their log-probabilities, where they were asked for."""
 
 
 class CompletionAnswer(AnswerForm):
