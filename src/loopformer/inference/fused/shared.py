@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -101,16 +102,21 @@ class DeviceState:
 
     def astray(self, rows: Sequence[RowState]) -> list[RowState]:
         """Rows whose next tokens neither are here or under way nor follow from what the device has."""
-        coming = Counter(ticket for one in self.pending for ticket in one.tickets)
 
         def stands(row: RowState) -> bool:
-            mine = self.rows.get(row.ticket)
-            if mine is None:
-                return False
-            untaken = mine.tokens - coming[row.ticket] - len(row.ids)
-            return 0 <= untaken <= len(self.given.get(row.ticket, ()))
+            known = row.ticket in self.rows
+            return known and 0 <= self.untaken(row) <= len(self.given.get(row.ticket, ()))
 
         return [row for row in rows if not stands(row)]
+
+    def untaken(self, row: RowState) -> int:
+        """How many of a row's tokens have come that it has not taken."""
+        return self.rows[row.ticket].tokens - self._coming[row.ticket] - len(row.ids)
+
+    @cached_property
+    def _coming(self) -> Counter[int]:
+        """Tokens that are under way, by ticket."""
+        return Counter(ticket for one in self.pending for ticket in one.tickets)
 
     def without(self, tickets: set[int]) -> DeviceState:
         """The same without some rows; what is under way for them is dropped when it comes."""
@@ -195,7 +201,7 @@ class SharedBackend(PromptBackend):
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
         device, self._device = self._device or self._empty, None
         device = self._ready(device, rows)
-        given, pending = self._untaken(device, rows), list(device.pending)
+        given, pending = {row.ticket: _untaken(device, row) for row in rows}, list(device.pending)
         while pending and pending[0].here():
             _give(pending.pop(0), given)
         standing = {row.ticket: device.rows[row.ticket] for row in rows}
@@ -209,15 +215,6 @@ class SharedBackend(PromptBackend):
             _give(pending.pop(0), given)
         self._device = replace(device, rows={**device.rows, **standing}, pending=tuple(pending), given=given)
         return list(given.values())
-
-    def _untaken(self, device: DeviceState, rows: Sequence[RowState]) -> dict[int, list[Choice]]:
-        """What was given out before, and not taken."""
-        coming = Counter(ticket for one in device.pending for ticket in one.tickets)
-        given: dict[int, list[Choice]] = {}
-        for row in rows:
-            count = device.rows[row.ticket].tokens - coming[row.ticket] - len(row.ids)
-            given[row.ticket] = device.given[row.ticket][-count:] if count else []
-        return given
 
     def _ready(self, device: DeviceState, rows: Sequence[RowState]) -> DeviceState:
         """Every row has its slot, and the device has its last token."""
@@ -286,6 +283,12 @@ def _more_under_way(pending: Sequence[Pending], waits: bool) -> bool:
     if waits:
         return not pending
     return len(pending) < AHEAD or sum(one.passes for one in pending) < AHEAD_PASSES
+
+
+def _untaken(device: DeviceState, row: RowState) -> list[Choice]:
+    """What was given out to a row before, and not taken."""
+    count = device.untaken(row)
+    return device.given[row.ticket][-count:] if count else []
 
 
 def _give(arrived: Pending, given: Mapping[int, list[Choice]]) -> None:
