@@ -7,8 +7,8 @@
     fused   the engine through shared passes
 
 Throughput is that of requests which all run, text and a stop string included, after their prompts; `alone` is that
-of one. `mixed` runs as many requests of each budget at once to their ends; what static batches, one for each budget
-after the other, would take for the same tokens is set beside it. Under load requests of mixed budgets and lengths
+of one. `mixed` runs as many requests of each budget at once; what static batches, one for each budget after the
+other, would take for the same tokens is set beside it. Under load requests of mixed budgets and lengths
 arrive at random (Poisson) at shares of the rate that a full queue sustains; measured are the time to the first
 token and between tokens, also while long prompts come in.
 """
@@ -29,7 +29,6 @@ import torch
 from loopformer.benchmark.decode import PATHS as DECODE_PATHS
 from loopformer.benchmark.machine import best_of, describe, free_memory
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.device import synchronise
 from loopformer.errors import require
 from loopformer.inference.decode import PlainBackend
 from loopformer.inference.engine import Engine
@@ -135,14 +134,15 @@ def engine(
         asked = _requests(model, budgets[:1], context)
         found["alone"] = _steady(_engine(model, words, path, 1), asked, tokens)
         say(f"{path:8} one request of M={budgets[0]}: {found['alone']:,.0f} tokens/s")
-        mixed = _mixed(_engine(model, words, path, len(budgets) * rows), model, budgets, rows, context, tokens)
-        took, each = mixed["seconds"], mixed["tokens"]
-        if static:
-            mixed["static_seconds"] = sum(each[budget] / rows * static[budget] for budget in budgets)
-        found["mixed"] = {**mixed, "tokens_per_second": sum(each.values()) / took}
+        asked = _requests(model, [budget for budget in budgets for _ in range(rows)], context)
+        took, each = _window(_engine(model, words, path, len(asked)), asked, len(asked) * tokens)
+        found["mixed"] = {"seconds": took, "tokens": each, "tokens_per_second": sum(each.values()) / took}
+        one_by_one = sum(each[budget] / rows * static[budget] for budget in budgets) if static else None
+        if one_by_one is not None:
+            found["mixed"]["static_seconds"] = one_by_one
         say(
             f"{path:8} mixed: {found['mixed']['tokens_per_second']:,.0f} tokens/s"
-            + _share(1 / took, 1 / mixed["static_seconds"] if static else None)
+            + _share(1 / took, None if one_by_one is None else 1 / one_by_one)
         )
         free_memory(device)
         found["load"] = list(_under_load(model, words, path, rows, budgets, context, tokens, seconds, say))
@@ -189,34 +189,26 @@ def _all_running(engine: Engine, requests: Sequence[Request]) -> list[int]:
 
 def _steady(engine: Engine, requests: Sequence[Request], tokens: int) -> float:
     """Tokens per second while all requests run."""
-    tickets = _all_running(engine, requests)
+    took, each = _window(engine, requests, tokens)
+    return sum(each.values()) / took
+
+
+def _window(engine: Engine, requests: Sequence[Request], tokens: int) -> tuple[float, dict[int, int]]:
+    """Seconds in which all requests run and about so many tokens come, and how many come of each budget."""
+    budgets = {
+        ticket: request.trajectory.budget
+        for ticket, request in zip(_all_running(engine, requests), requests, strict=True)
+    }
     require(
-        engine.running == len(tickets),
-        f"Only {engine.running} of {len(tickets)} requests fit in memory at once; ask for fewer --rows.",
+        engine.running == len(budgets),
+        f"Only {engine.running} of {len(budgets)} requests run at once; ask for fewer --rows or less --context.",
     )
-    before, started = engine.counts.new_tokens, time.perf_counter()  # as much is under way now as at the end
-    while engine.running == len(tickets) and engine.counts.new_tokens - before < tokens:
-        engine.step()
-    took = time.perf_counter() - started
-    return (engine.counts.new_tokens - before) / took
-
-
-def _mixed(
-    engine: Engine, model: LoopedLM, budgets: Sequence[int], rows: int, context: int, tokens: int
-) -> dict[str, Any]:
-    """As many requests of each budget at once, from when all run to the end of the last."""
-    asked = _requests(model, [budget for budget in budgets for _ in range(rows)], context, most=2 * tokens)
-    _all_running(engine, asked)
-    each = dict.fromkeys(budgets, 0)
-    for row in engine._state.running:  # what they have by now is not counted
-        each[row.trajectory.budget] -= len(row.ids)
-    synchronise(model.tokens.weight.device)
-    started = time.perf_counter()
-    results = [event.result for event in engine.run() if event.result is not None]
-    took = time.perf_counter() - started
-    for result in results:
-        each[result.trajectory.budget] += len(result.ids)
-    return {"seconds": took, "tokens": each}
+    each = dict.fromkeys(budgets.values(), 0)
+    started = time.perf_counter()  # as much is under way now as at the end
+    while engine.running == len(budgets) and sum(each.values()) < tokens:
+        for event in engine.step():
+            each[budgets[event.ticket]] += len(event.choices)
+    return time.perf_counter() - started, each
 
 
 def _under_load(

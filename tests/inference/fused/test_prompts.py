@@ -49,12 +49,12 @@ def test_pieces_of_any_length_equal_the_models_own(graphs: PromptGraphs, pieces:
             return
         ids = (torch.arange(count, device=DEVICE)[None] * 7 + number) % 30
         found, expected = graphs.extend(ids, ours), model.extend(ids, theirs)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     assert ours.lengths == theirs.lengths == [sum(pieces)]
     for loop in range(model.resolve(budget).budget):
         for block in range(model.config.blocks):
             for one, other in zip(ours.tensors(loop, block), theirs.tensors(loop, block), strict=True):
-                torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
 
 
 def test_a_prompt_that_is_no_number_leaves_nothing_behind() -> None:

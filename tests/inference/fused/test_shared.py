@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from loopformer import LoopedLM, LoopformerError, ModelConfig, Trajectory
+from loopformer import LoopedLM, LoopformerError, ModelConfig, Trajectory, load
 from loopformer.inference.decode import PlainBackend
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Request, Result
@@ -297,3 +297,21 @@ def test_rows_that_run_go_on_with_other_weights_and_keep_their_places(model: Loo
         assert results[ticket].ids[-1:] == last.ids
     expected = finished(Engine(changed, Letters(), backend=PlainBackend(changed, 3)), requests[2:])
     same([results[ticket] for ticket in tickets[2:]], expected)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="one warp after the other there")
+def test_many_wide_rows_write_what_they_write_alone() -> None:
+    """So wide that several warps share a row, and none may write over what another is yet to read."""
+    lm = load("box").to(DEVICE)
+    words = lm.model.config.vocab
+    prompts = [tuple((17 * row + 7 * place * place) % words for place in range(16)) for row in range(12)]
+    requests = [
+        Request(prompt, Trajectory.uniform(budget), max_tokens=48) for prompt in prompts for budget in (1, 2, 4, 8)
+    ]
+
+    def texts(fast: bool) -> dict[int, tuple[int, ...]]:
+        return {event.ticket: event.result.ids for event in lm.events(requests, fast) if event.result is not None}
+
+    plain = texts(fast=False)
+    for _ in range(4):
+        assert texts(fast=True) == plain

@@ -86,9 +86,11 @@ def gated_norm_kernel(
         factor = 1.0 + tl.load(own + SCALE * D + k, mask=inside, other=0).to(tl.float32)
     else:
         factor = tl.load(final + k, mask=inside, other=0).to(tl.float32)
-        tl.store(loops + slot, tl.where(slot == idle, 0, loop + 1))
     value = value * tl.rsqrt(tl.sum(value * value) / D + EPSILON) * factor
     tl.store(y + row * D + k, value, mask=inside)
+    if SCALE == K * 4:
+        tl.debug_barrier()  # all warps have read the loop that is now written over
+        tl.store(loops + slot, tl.where(slot == idle, 0, loop + 1))
 
 
 @triton.jit
