@@ -177,13 +177,15 @@ def generate(
     if schedule != "uniform":
         budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule, weights))
     requests = lm.requests([text], budget, trajectory, **options)
-    _stream(lm, requests, (draft, draft_length), way, int8, fused, as_json)
+    _stream(lm, requests, (draft, draft_length), way, int8, fused, max_ms_per_token, as_json)
 
 
 def _standard_input() -> str:
     """All of it, without the newline at its end."""
     from loopformer.errors import LoopformerError
 
+    if sys.stdin.isatty():
+        typer.echo("Type the prompt, then Enter and Ctrl-D.", err=True)
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -246,15 +248,20 @@ def _stream(
     fast: "Fast",
     int8: bool,
     fused: bool,
+    promised: float | None,
     as_json: bool,
 ) -> None:
-    """Run a request, showing its text as it comes; `draft` is a budget or schedule, and a length."""
+    """Run a request, showing its text as it comes; `draft` is a budget or schedule, and a length, `promised` the
+    milliseconds that a token may take."""
     from loopformer.inference.draft import Draft
     from loopformer.inference.request import REASONS
 
     results = []
+    first: float | None = None  # when it came
 
     def show(event: "Event") -> None:
+        nonlocal first
+        first = first or time.perf_counter()
         if event.result is not None:
             results.append(event.result)
         if not as_json:
@@ -272,20 +279,24 @@ def _stream(
     else:
         for event in lm.events(requests, fast, int8):
             show(event)
-    seconds, (result,) = time.perf_counter() - started, results
+    ended, (result,) = time.perf_counter(), results
+    seconds, count = ended - started, len(result.ids)
+    decoding = (ended - first) / (count - 1) * 1e3 if first is not None and count > 1 else None
     if as_json:
         content = {"text": result.text, "reason": result.reason, "trajectory": str(result.trajectory)}
-        counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": len(result.ids)}
-        took = {"mean_passes": result.mean_passes, "seconds": seconds}
+        counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": count}
+        took = {"mean_passes": result.mean_passes, "seconds": seconds, "ms_per_token": decoding}
         typer.echo(json.dumps({**content, **counts, **took, **extra, "logprobs": result.logprobs}))
         return
     sys.stdout.write("\n")
-    rate = seconds / len(result.ids) * 1e3
-    included = "prompt and compilation" if fused else "prompt"
+    each = "" if decoding is None else f" {decoding:.1f} ms each after the first,"
+    included = "the prompt and compilation" if fused else "the prompt"
     if requests[0].certainty is not None:
         said = f" {result.mean_passes:.2f} passes each;{said}"
+    if promised is not None and decoding is not None and decoding > promised:
+        said += f" slower than the {promised:g} ms asked for, as the machine is busier than when it was measured;"
     typer.echo(
-        f"[{len(result.ids)} tokens, {rate:.1f} ms each, {included} included;{said} {REASONS[result.reason]}]",
+        f"[{count} tokens,{each} {seconds:.2f} s with {included};{said} {REASONS[result.reason]}]",
         err=True,
     )
 

@@ -89,7 +89,9 @@ def duration(seconds: float) -> str:
     """A time that a person can plan with."""
     if seconds < 60:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} minutes" if seconds < 3600 else f"{seconds / 3600:.1f} hours"
+    units = (("minutes", 60.0), ("hours", 3600.0), ("days", 86_400.0), ("years", 365.25 * 86_400))
+    name, size = [unit for unit in units if unit[1] <= seconds][-1]
+    return f"{seconds / size:,.1f} {name}"
 
 
 def number(value: float | None, form: str, missing: str = "not a number") -> str:

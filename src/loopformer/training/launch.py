@@ -136,9 +136,13 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     micro_batches(run.training.batch, micro, run.objective, world=ranks.world, in_step=run.training.sharded)
     made = make_plan(run, tokens, ranks.device, micro, ranks.world, fused).as_dict()
     ranks.close()
+    missing = None
     if not tokens:
         made["epochs"] = None
-    return {"plan": made, "settings": run_to_mapping(run)}
+    if not _has_data(run):
+        from_where = None if run.data.prepare is None else f"training prepares it first, from {run.data.prepare}"
+        missing = f"not there yet: {run.data.path}; {from_where or 'make it with `loopformer prepare`'}"
+    return {"plan": made, "settings": run_to_mapping(run), "data_missing": missing}
 
 
 def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: bool) -> tuple[RunConfig, set[str]]:
