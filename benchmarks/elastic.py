@@ -107,19 +107,19 @@ def rows_from(start: float, entries: Sequence[tuple[str, float, float, str]]) ->
     return following(*written, training__steps=2000)
 
 
+HOW = ("equal", "compositions")
 ELASTIC: Settings = {  # the preset
     **OURS,
     **rows_from(
         0.1,
         [
             ("full", 1.0, 0.5, "equal"),
-            ("[4, 7]", 0.3, 0.125, "compositions"),
+            *(("[4, 7]", 0.15, 0.0625, steps) for steps in HOW),
             ("[2, 3]", 0.3, 0.125, "compositions"),
             ("1", 0.5, 0.25, "equal"),
         ],
     ),
 }
-HOW = ("equal", "compositions")
 ANY = following("{budget: any}")
 HALF = following("{budget: full, chance: 0.5}", "{budget: short, chance: 0.5}")
 LARGE: Settings = {"model.width": 2048, "model.heads": 32, "model.ffn": 6144}
@@ -218,7 +218,17 @@ SUITES: dict[str, dict[str, Settings]] = {
         "rows-not-injected": {**ROTARY, **MUON, **shared_rows()},
     },
     "smooth": {  # schedules of unequal steps, too: at whose expense?
-        "compositions": ELASTIC,
+        "compositions": {
+            **OURS,
+            **rows_from(
+                0.1,
+                [
+                    ("full", 1.0, 0.5, "equal"),
+                    *((budget, 0.3, 0.125, "compositions") for budget in ("[4, 7]", "[2, 3]")),
+                    ("1", 0.5, 0.25, "equal"),
+                ],
+            ),
+        },
         "half-compositions": {
             **OURS,
             **rows_from(
@@ -230,18 +240,7 @@ SUITES: dict[str, dict[str, Settings]] = {
                 ],
             ),
         },
-        "compositions-and-equal": {  # as much weight as `compositions` has, half of it for 4 to 7 equal steps
-            **OURS,
-            **rows_from(
-                0.1,
-                [
-                    ("full", 1.0, 0.5, "equal"),
-                    *(("[4, 7]", 0.15, 0.0625, steps) for steps in HOW),
-                    ("[2, 3]", 0.3, 0.125, "compositions"),
-                    ("1", 0.5, 0.25, "equal"),
-                ],
-            ),
-        },
+        "compositions-and-equal": ELASTIC,  # the weight of `compositions`, half of it for 4 to 7 equal steps
         "more-compositions": {
             **OURS,
             **rows_from(
@@ -287,7 +286,10 @@ SUITES: dict[str, dict[str, Settings]] = {
         "paper": {**LARGE, "training.learning_rate": 6e-4, "training.steps": 880},
     },
 }
-ELSEWHERE = {("final", f"specialist-{m}"): ("parts", f"specialist-{m}") for m in (8, 4, 2, 1)}  # seed 0 of the same
+ELSEWHERE = {  # seed 0 of the same
+    **{("final", f"specialist-{m}"): ("parts", f"specialist-{m}") for m in (8, 4, 2, 1)},
+    ("final", "elastic"): ("smooth", "compositions-and-equal"),
+}
 LABELS = {
     "elastic": "elastic",
     "paper-ours": "the paper's objective, our optimizer and start",

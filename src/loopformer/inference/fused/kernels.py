@@ -15,10 +15,13 @@ import triton.language as tl
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """With programmatic launch a kernel starts while the one before it ends; here it needs that one's output."""
+    """With programmatic launch a kernel starts while the one before it runs; here it needs that one's output.
+
+    The next one may start before, to fetch its weights; so what another kernel writes is read after this only.
+    """
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -243,9 +246,9 @@ def attention_kernel(
     row = head // H
     d = tl.arange(0, BLOCK_W)
     inside = d < W
+    wait(PDL)
     length = tl.load(lengths + row)
     before = length if TOGETHER == 1 else tl.load(lengths)  # what the cache held before this launch
-    wait(PDL)
     start_q = qkv + row * 3 * H * W + (head % H) * W
     q = tl.load(start_q + d, mask=inside, other=0).to(tl.float32)
     if ROTARY:

@@ -67,7 +67,7 @@ def gated_norm_kernel(
     L,
     K: tl.constexpr,
     GATE: tl.constexpr,  # which of the table's K · 4 vectors
-    SCALE: tl.constexpr,  # the same; K · 4: the pass ends here
+    SCALE: tl.constexpr,  # the same; from K · 4 on: the pass ends here
     BLOCK_D: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
@@ -88,7 +88,7 @@ def gated_norm_kernel(
         factor = tl.load(final + k, mask=inside, other=0).to(tl.float32)
     value = value * tl.rsqrt(tl.sum(value * value) / D + EPSILON) * factor
     tl.store(y + row * D + k, value, mask=inside)
-    if SCALE == K * 4:
+    if SCALE >= K * 4:
         tl.debug_barrier()  # all warps have read the loop that is now written over
         tl.store(loops + slot, tl.where(slot == idle, 0, loop + 1))
 
@@ -122,10 +122,10 @@ def paged_attention_kernel(
     """One new token's attention over the pages of its slot and loop; its own key and value are kept there."""
     head, split = tl.program_id(0), tl.program_id(1)
     row, h = head // H, head % H
+    wait(PDL)
     slot = tl.load(order + row)
     length = tl.load(lengths + slot)
     mine = pages + (slot * L + tl.load(loops + slot)) * N
-    wait(PDL)
     d = tl.arange(0, BLOCK_W)
     inside = d < W
     start_q = qkv + row * 3 * H * W + h * W
