@@ -1,7 +1,10 @@
 """The wrapper is our model: the same logits, losses and gradients, and the usual manners."""
 
+import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 import pytest
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import loopformer.hf
 from loopformer import LoopedLM, LoopformerError, ModelConfig
 from loopformer.config import Conditioning
 from loopformer.hf import LoopFormerConfig, LoopFormerForCausalLM
@@ -127,6 +131,13 @@ def test_a_file_that_is_not_whole_is_refused(model: LoopedLM, tmp_path: Path) ->
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(LoopformerError, match=r"lack the tensor model\.final_norm\.weight"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_an_import_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, said in ((None, "not installed; run: pip install"), (ModuleType("transformers"), "'AutoConfig'")):
+        monkeypatch.setitem(sys.modules, "transformers", module)
+        with pytest.raises(LoopformerError, match=said):
+            runpy.run_path(loopformer.hf.__file__)
 
 
 def test_mistakes_are_one_clear_sentence(model: LoopedLM, tmp_path: Path) -> None:
