@@ -124,13 +124,19 @@ def test_a_model_folder_of_ours_loads_as_it_is(model: LoopedLM, tmp_path: Path) 
     assert torch.equal(LoopFormerForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
 
 
-def test_a_file_that_is_not_whole_is_refused(model: LoopedLM, tmp_path: Path) -> None:
+def test_what_a_file_lacks_is_named_and_starts_as_in_a_new_model(tiny: ModelConfig, tmp_path: Path) -> None:
+    model, lacking = spread(replace(tiny, modulator_start="one")), "model.conditioner.modulators.0.bias"
     LoopFormerForCausalLM.wrap(model).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.final_norm.weight"]
+    del tensors[lacking]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(LoopformerError, match=r"lack the tensor model\.final_norm\.weight"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded, info = LoopFormerForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {lacking}
+    found = loaded.state_dict()
+    assert found.pop(lacking).tolist() == [1.0] * 64 + [0.0] * 64
+    assert all(torch.equal(found[name], tensors[name]) for name in found)
+    with pytest.raises(LoopformerError, match="modulators"):  # ours takes whole files only
+        load_model(tmp_path)
 
 
 def test_an_import_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

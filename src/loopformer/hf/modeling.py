@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from loopformer.errors import FileProblem, LoopformerError, require
+from loopformer.errors import LoopformerError, require
 from loopformer.hf.cache import bind, positions_of, slots, visible
 from loopformer.hf.configuration import LoopFormerConfig
 from loopformer.model.looped import LoopedLM
@@ -36,6 +36,7 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         super().__init__(config)
         self.model = LoopedLM(config.settings) if model is None else model
         self.gradient_checkpointing = False
+        self._loaded = self.model.tokens.weight.is_meta  # from_pretrained begins with tensors that hold nothing
         self.resolve()  # a budget that the model cannot follow is refused here, not at the first token
         self.post_init()
 
@@ -45,14 +46,6 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         config = LoopFormerConfig(model=model.config, dtype=model.tokens.weight.dtype, **options)
         wrapped: LoopFormerForCausalLM = cls(config, model).train(model.training)
         return wrapped
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As usual, but a tensor that the files lack is an error: nothing else would give it a value."""
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        if missing := sorted(info["missing_keys"]):
-            raise FileProblem(f"The weights lack the tensor {missing[0]}; the file is not whole.")
-        return (model, info) if output_loading_info else model
 
     def resolve(self, budget: int | None = None, trajectory: str | Trajectory | None = None) -> Trajectory:
         """What is asked for, else what the config says, else the full trajectory."""
@@ -124,6 +117,16 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         """What `generate` asks for with a static cache: the mask of the next call, of one shape all along."""
         return visible(attention_mask, past_key_values, inputs_embeds.shape[1], inputs_embeds.device)
 
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Tensors that the files lack start as in a new model; a new model has drawn its own already."""
+        if self._loaded:
+            named = self.model.named_parameters()
+            lacking = [(name, tensor) for name, tensor in named if not getattr(tensor, "_is_hf_initialized", False)]
+            drawn = LoopedLM(self.model.config).state_dict() if lacking else {}
+            for name, tensor in lacking:
+                tensor.copy_(drawn[name])
+
     def get_input_embeddings(self) -> nn.Module:
         return self.model.tokens
 
@@ -161,9 +164,6 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
             raise LoopformerError(
                 f"The sequence has {last + 1} tokens but the context is {context}; shorten it or ask for fewer."
             )
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: a LoopedLM draws its own weights."""
 
 
 def _either(choice: bool | None, default: bool) -> bool:
