@@ -1,15 +1,20 @@
 """The wrapper is our model: the same logits, losses and gradients, and the usual manners."""
 
+import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+import loopformer.hf
 from loopformer import LoopedLM, LoopformerError, ModelConfig
 from loopformer.config import Conditioning
 from loopformer.hf import LoopFormerConfig, LoopFormerForCausalLM
@@ -35,7 +40,8 @@ def test_logits_states_and_gradients_are_ours(tiny: ModelConfig, kind: Condition
         for use_cache in (False, True):
             got = theirs(ids, labels=ids, output_hidden_states=True, use_cache=use_cache, **as_options(trajectory))
             assert torch.equal(got.logits, expected.logits[..., : tiny.vocab])
-            assert all(map(torch.equal, got.hidden_states[1:], expected.states))
+            assert len(got.hidden_states) == 1 + tiny.blocks * len(expected.states)  # one per layer of the cache
+            assert all(map(torch.equal, got.hidden_states[:: tiny.blocks][1:], expected.states))
             torch.testing.assert_close(got.loss, expected_loss)
             gradient = torch.autograd.grad(got.loss, ours.tokens.weight)[0]
             torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-4)
@@ -52,21 +58,62 @@ def test_logits_to_keep_tuples_and_embeddings(model: LoopedLM) -> None:
     assert theirs.get_input_embeddings() is model.tokens
 
 
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@torch.no_grad()
+def test_attention_maps_are_what_each_block_of_each_pass_looked_at(tiny: ModelConfig, positions: Any) -> None:
+    model = spread(replace(tiny, positions=positions))
+    plain, eager = (LoopFormerForCausalLM.wrap(model, attn_implementation=kind) for kind in ("sdpa", "eager"))
+    ids, mask = torch.randint(96, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+    mask[1, :2] = 0
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for block in model.stack.each():
+        block.attention.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output)))
+    expected = plain(ids, attention_mask=mask, budget=3)
+    attended = seen[:]
+    got = eager(ids, attention_mask=mask, budget=3, output_attentions=True)
+    torch.testing.assert_close(got.logits, expected.logits)
+    assert [one.shape for one in got.attentions] == [(2, 4, 7, 7)] * 6  # layer = loop·k + block
+    for number, (weights, (x, output)) in enumerate(zip(got.attentions, attended, strict=True)):
+        attention = list(model.stack.each())[number % 2].attention
+        v = attention.qkv(x).chunk(3, dim=-1)[2].view(2, 7, 4, 8).transpose(1, 2)
+        torch.testing.assert_close(attention.out((weights @ v).transpose(1, 2).flatten(2)), output)
+    assert got.attentions[0][1, :, 2:, :2].eq(0).all()  # nobody looks at padding
+
+    last = torch.ones(2, 1, dtype=torch.long)
+    longer = {"input_ids": torch.cat([ids, last], 1), "attention_mask": torch.cat([mask, last], 1)}
+    whole = eager(**longer, budget=3, output_attentions=True).attentions
+    static = StaticCache(config=eager.config, max_cache_len=10)
+    eager(ids, attention_mask=mask, budget=3, past_key_values=static)
+    for cache in (got.past_key_values, static):
+        step = {"attention_mask": longer["attention_mask"], "past_key_values": cache, "output_attentions": True}
+        for one, all_rows in zip(eager(last, **step, budget=3).attentions, whole, strict=True):
+            torch.testing.assert_close(one[..., :8], all_rows[:, :, -1:])
+
+    added = torch.zeros(2, 1, 7, 7).masked_fill(~torch.ones(7, 7, dtype=torch.bool).tril(), -torch.inf)
+    got = eager(ids, attention_mask=added, output_attentions=True)
+    torch.testing.assert_close(got.logits, plain(ids, attention_mask=added).logits)
+    assert plain(ids, output_attentions=True).attentions is None  # as in Transformers, with a warning
+
+
 def test_recomputing_the_passes_changes_no_gradient(model: LoopedLM) -> None:
     theirs, ids = LoopFormerForCausalLM.wrap(model).train(), torch.randint(96, (2, 7))
+    assert any(isinstance(module, GradientCheckpointingLayer) for module in theirs.modules())
     gradients = []
-    for recompute in (False, True):
+    for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
         theirs.zero_grad()
-        if recompute:
-            theirs.gradient_checkpointing_enable()
+        if options is not None:
+            theirs.gradient_checkpointing_enable(options)
         counted: list[int] = []
         hook = model.stack.register_forward_pre_hook(lambda *_, seen=counted: seen.append(1))
-        theirs(ids, labels=ids).loss.backward()
+        out = theirs(ids, labels=ids, output_hidden_states=True)
+        assert len(out.hidden_states) == 9
+        (out.loss + out.hidden_states[3].square().mean()).backward()
         hook.remove()
-        assert len(counted) == (8 if recompute else 4)  # forward, and once more in backward
+        assert len(counted) == (4 if options is None else 8)  # forward, and once more in backward
         gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+    for each in zip(*gradients, strict=True):
+        for other in each[1:]:
+            torch.testing.assert_close(each[0], other)
 
 
 def test_settings_choose_the_default(model: LoopedLM) -> None:
@@ -120,13 +167,26 @@ def test_a_model_folder_of_ours_loads_as_it_is(model: LoopedLM, tmp_path: Path) 
     assert torch.equal(LoopFormerForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
 
 
-def test_a_file_that_is_not_whole_is_refused(model: LoopedLM, tmp_path: Path) -> None:
+def test_what_a_file_lacks_is_named_and_starts_as_in_a_new_model(tiny: ModelConfig, tmp_path: Path) -> None:
+    model, lacking = spread(replace(tiny, modulator_start="one")), "model.conditioner.modulators.0.bias"
     LoopFormerForCausalLM.wrap(model).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.final_norm.weight"]
+    del tensors[lacking]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(LoopformerError, match=r"lack the tensor model\.final_norm\.weight"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded, info = LoopFormerForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {lacking}
+    found = loaded.state_dict()
+    assert found.pop(lacking).tolist() == [1.0] * 64 + [0.0] * 64
+    assert all(torch.equal(found[name], tensors[name]) for name in found)
+    with pytest.raises(LoopformerError, match="modulators"):  # ours takes whole files only
+        load_model(tmp_path)
+
+
+def test_an_import_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, said in ((None, "not installed; run: pip install"), (ModuleType("transformers"), "'AutoConfig'")):
+        monkeypatch.setitem(sys.modules, "transformers", module)
+        with pytest.raises(LoopformerError, match=said):
+            runpy.run_path(loopformer.hf.__file__)
 
 
 def test_mistakes_are_one_clear_sentence(model: LoopedLM, tmp_path: Path) -> None:
@@ -150,7 +210,6 @@ def test_mistakes_are_one_clear_sentence(model: LoopedLM, tmp_path: Path) -> Non
         (lambda: theirs(torch.zeros(1, 33, dtype=torch.long)), "context is 32"),
         (lambda: theirs.generate(ids, max_new_tokens=40), "33 tokens but the context is 32"),
         (lambda: theirs(ids, attention_mask=torch.ones(1, 4)), r"attention_mask has shape \[1, 4\]"),
-        (lambda: theirs(ids, output_attentions=True), "Attention maps are not kept"),
         (lambda: theirs(), "Give input_ids or inputs_embeds"),
         (lambda: theirs.resize_token_embeddings(100), "knows 96 tokens and cannot be given 100"),
     ]

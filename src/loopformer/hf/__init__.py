@@ -10,7 +10,9 @@ from loopformer.errors import LoopformerError
 try:
     from transformers import AutoConfig, AutoModelForCausalLM
 except ImportError as error:
-    raise LoopformerError("Transformers is not installed; run: pip install 'loopformer[hf]'.") from error
+    absent = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
+    reason = "is not installed; run: pip install 'loopformer[hf]'." if absent else f"cannot be imported: {error}"
+    raise LoopformerError(f"Transformers {reason}") from error
 
 from loopformer.hf.configuration import LoopFormerConfig
 from loopformer.hf.modeling import LoopFormerForCausalLM

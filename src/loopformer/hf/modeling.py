@@ -13,13 +13,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
 
-from loopformer.errors import FileProblem, LoopformerError, require
+from loopformer.errors import LoopformerError, require
 from loopformer.hf.cache import bind, positions_of, slots, visible
 from loopformer.hf.configuration import LoopFormerConfig
+from loopformer.model.block import Stack
 from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
+
+logger = logging.get_logger(__name__)
+
+
+class Pass(GradientCheckpointingLayer):  # type: ignore[misc]
+    """One pass through a stack: what Transformers recomputes in the backward pass, where it is asked to."""
+
+    def forward(self, *inputs: Any, stack: Stack, states: bool, maps: bool) -> tuple[Tensor, ...]:
+        """The state after the pass, then those after each block and their attention maps, where they are wanted."""
+        # Lists of this pass alone: filled again where the pass is recomputed, they are not what was given out.
+        kept_states: list[Tensor] | None = [] if states else None
+        kept_maps: list[Tensor] | None = [] if maps else None
+        x: Tensor = stack(*inputs, states=kept_states, maps=kept_maps)
+        return x, *(kept_states or ()), *(kept_maps or ())
 
 
 class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -35,7 +52,8 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
     def __init__(self, config: LoopFormerConfig, model: LoopedLM | None = None) -> None:
         super().__init__(config)
         self.model = LoopedLM(config.settings) if model is None else model
-        self.gradient_checkpointing = False
+        self.run_pass = Pass()
+        self._loaded = self.model.tokens.weight.is_meta  # from_pretrained begins with tensors that hold nothing
         self.resolve()  # a budget that the model cannot follow is refused here, not at the first token
         self.post_init()
 
@@ -45,14 +63,6 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         config = LoopFormerConfig(model=model.config, dtype=model.tokens.weight.dtype, **options)
         wrapped: LoopFormerForCausalLM = cls(config, model).train(model.training)
         return wrapped
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As usual, but a tensor that the files lack is an error: nothing else would give it a value."""
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        if missing := sorted(info["missing_keys"]):
-            raise FileProblem(f"The weights lack the tensor {missing[0]}; the file is not whole.")
-        return (model, info) if output_loading_info else model
 
     def resolve(self, budget: int | None = None, trajectory: str | Trajectory | None = None) -> Trajectory:
         """What is asked for, else what the config says, else the full trajectory."""
@@ -82,11 +92,16 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         """Run input_ids [B, T] or inputs_embeds [B, T, D] along one trajectory, on top of a cache if there is one.
 
         logits         [B, T or logits_to_keep, vocab]
-        hidden_states  when asked for: the state [B, T, D] before the first pass and after each, not normed
+        hidden_states  when asked for: the state [B, T, D] before the first pass and after each block of each pass,
+                       not normed; hidden_states[::k] are those before the first pass and after each
+        attentions     when asked for, with attn_implementation="eager": maps [B, H, T, keys] of each block and pass
         loss           with labels [B, T]: the mean cross-entropy of the next token; -100 does not count
         """
         config, vocab = self.config, self.model.config.vocab
-        require(not output_attentions, "Attention maps are not kept by this model; leave output_attentions out.")
+        maps: list[Tensor] | None = [] if _either(output_attentions, config.output_attentions) else None
+        if maps is not None and config._attn_implementation != "eager":
+            logger.warning_once('Attention maps are only computed with attn_implementation="eager".')
+            maps = None
         require((input_ids is None) != (inputs_embeds is None), "Give input_ids or inputs_embeds, one of them.")
         if input_ids is not None:
             self.model.check(input_ids, values=past_key_values is None or input_ids.shape[-1] > 1)
@@ -102,7 +117,8 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         x, rotary = self.model.place(x, position_ids)
         states = [x] if _either(output_hidden_states, config.output_hidden_states) else None
         start = self.model.random_start(position_ids, input_ids)
-        x = self.model.loop(self._step(past_key_values), x, passes, rotary, mask, states, start)
+        step = partial(self._step, past_key_values, states, maps)
+        x = self.model.loop(step, x, passes, rotary, mask, None, start)
         hidden = self.model.final_norm(x)
         wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.head(hidden[:, wanted])[..., :vocab]
@@ -115,6 +131,7 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
             logits=logits,
             past_key_values=past_key_values,
             hidden_states=None if states is None else tuple(states),
+            attentions=None if maps is None else tuple(maps),
         )
         return output if _either(return_dict, config.return_dict) else output.to_tuple()
 
@@ -123,6 +140,16 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
     ) -> Tensor | None:
         """What `generate` asks for with a static cache: the mask of the next call, of one shape all along."""
         return visible(attention_mask, past_key_values, inputs_embeds.shape[1], inputs_embeds.device)
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Tensors that the files lack start as in a new model; a new model has drawn its own already."""
+        if self._loaded:
+            named = self.model.named_parameters()
+            lacking = [(name, tensor) for name, tensor in named if not getattr(tensor, "_is_hf_initialized", False)]
+            drawn = LoopedLM(self.model.config).state_dict() if lacking else {}
+            for name, tensor in lacking:
+                tensor.copy_(drawn[name])
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.tokens
@@ -139,20 +166,32 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         )
         return self.get_input_embeddings()
 
-    def _step(self, cache: Any) -> Any:
-        """One pass through the stack: on top of a cache, recomputed in the backward pass, or plain."""
-        if cache is not None:
-            return partial(self._cached_pass, cache)
-        if self.gradient_checkpointing and self.training:
-            return lambda _, *inputs: self._gradient_checkpointing_func(self.model.stack, *inputs)
-        return lambda _, *inputs: self.model.stack(*inputs)
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
+    def _step(
+        self, cache: Any, states: list[Tensor] | None, maps: list[Tensor] | None, number: int, *inputs: Any
+    ) -> Tensor:
+        """How the loop runs a pass; what is wanted of its blocks goes to the lists."""
+        stack = self.model.stack
+        blocks = len(stack.blocks)
+        wanted = {"stack": stack, "states": states is not None, "maps": maps is not None}
+        if cache is None:
+            results: tuple[Tensor, ...] = self.run_pass(*inputs, **wanted)
+        else:
+            results = self._cached_pass(*inputs, slots(cache, number, blocks), **wanted)
+        x, *kept = results
+        if states is not None:
+            states += kept[:blocks]
+        if maps is not None:
+            maps += kept[-blocks:]
+        return x
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _cached_pass(self, cache: Any, number: int, *inputs: Any) -> Tensor:
-        """Not compiled: the cache's layers are others in each pass, so each pass would be a graph of its own."""
-        stack = self.model.stack
-        x: Tensor = stack(*inputs, slots(cache, number, len(stack.blocks)))
-        return x
+    def _cached_pass(self, *inputs: Any, **wanted: Any) -> tuple[Tensor, ...]:
+        """Not compiled: the cache's layers are others in each pass, so each pass would be a graph of its own.
+
+        Nor recomputed, as that would store the same keys again.
+        """
+        return self.run_pass.forward(*inputs, **wanted)
 
     def _check_context(self, positions: Tensor) -> None:
         """Positions [B or 1, T] must lie in the context: nothing slides."""
@@ -161,9 +200,6 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
             raise LoopformerError(
                 f"The sequence has {last + 1} tokens but the context is {context}; shorten it or ask for fewer."
             )
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: a LoopedLM draws its own weights."""
 
 
 def _either(choice: bool | None, default: bool) -> bool:

@@ -9,8 +9,10 @@ With `model.norms` sandwich each of the two sums goes through a learned norm of 
 learned norm weights instead of a modulation. `mask` [B, 1, T, T] says who may look at whom; None is causal.
 With `slots`, one per block, keys and values of earlier tokens are kept and looked at. Tokens that are `settled`
 [B, T] stay as they are; others still look at their keys, which come from the state they settled in.
+Lists take what is wanted of each block: in `states` the state after it, in `maps` its attention [B, H, T, keys].
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -61,9 +63,16 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, slot: Slot | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        mask: Tensor | None,
+        slot: Slot | None,
+        maps: list[Tensor] | None = None,
+    ) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        out: Tensor = self.out(self.mix(q, k, v, rotary, mask, slot))
+        out: Tensor = self.out(self.mix(q, k, v, rotary, mask, slot, maps))
         return out
 
     def store(self, x: Tensor, rotary: Rotary | None, slot: Slot) -> None:
@@ -72,7 +81,14 @@ class Attention(nn.Module):
         slot.store(self._placed(k, rotary), self._heads(v))
 
     def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, mask: Tensor | None, slot: Slot | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary | None,
+        mask: Tensor | None,
+        slot: Slot | None,
+        maps: list[Tensor] | None = None,
     ) -> Tensor:
         """What lies between the two products: queries, keys and values [B, T, D] each → [B, T, D]."""
         batch, length, width = q.shape
@@ -81,7 +97,11 @@ class Attention(nn.Module):
             k, v = slot.store(k, v)  # [B, H, earlier and new, D/H]
         # One new token may look at everything that is kept; several without a mask are a prompt's first.
         causal = mask is None and (slot is None or length > 1)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        if maps is None:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        else:
+            maps.append(attention_map(q, k, mask, causal))
+            mixed = maps[-1] @ v
         return mixed.transpose(1, 2).reshape(batch, length, width)
 
     def _heads(self, part: Tensor) -> Tensor:
@@ -129,13 +149,14 @@ class Block(nn.Module):
         rotary: Rotary | None,
         mask: Tensor | None,
         slot: Slot | None,
+        maps: list[Tensor] | None = None,
     ) -> Tensor:
         if modulation is None:
-            x = self.after_1(x + self.attention(self.norm_1(x), rotary, mask, slot))
+            x = self.after_1(x + self.attention(self.norm_1(x), rotary, mask, slot, maps))
             out: Tensor = self.after_2(x + self.ffn(self.norm_2(x)))
             return out
         gate_1, gate_2, scale_1, scale_2 = modulation.unsqueeze(2).unbind(1)  # each [B or 1, 1, D]
-        x = self.after_1(x + gate_1 * self.attention(self.norm_1(x) * (1 + scale_1), rotary, mask, slot))
+        x = self.after_1(x + gate_1 * self.attention(self.norm_1(x) * (1 + scale_1), rotary, mask, slot, maps))
         out = self.after_2(x + gate_2 * self.ffn(self.norm_2(x) * (1 + scale_2)))
         return out
 
@@ -161,11 +182,15 @@ class Stack(nn.Module):
         mask: Tensor | None = None,
         slots: Sequence[Slot] | None = None,
         settled: Tensor | None = None,
+        states: list[Tensor] | None = None,
+        maps: list[Tensor] | None = None,
     ) -> Tensor:
         for number, block in enumerate(self.blocks):
             own = None if modulation is None else modulation[:, number]
-            new = block(x, own, rotary, mask, None if slots is None else slots[number])
+            new = block(x, own, rotary, mask, None if slots is None else slots[number], maps)
             x = new if settled is None else torch.where(settled[..., None], x, new)
+            if states is not None:
+                states.append(x)
         return x
 
     def store(self, x: Tensor, modulation: Tensor | None, rotary: Rotary | None, slots: Sequence[Slot]) -> None:
@@ -175,6 +200,16 @@ class Stack(nn.Module):
             if modulation is not None:
                 scaled = scaled * (1 + modulation[:, number, 2, None])
             block.attention.store(scaled, rotary, slots[number])
+
+
+def attention_map(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """How much queries [B, H, T, D/H] look at keys [B, H, keys, D/H]: [B, H, T, keys], each row sums to 1."""
+    scores = (q @ k.transpose(-2, -1)).float() / math.sqrt(q.shape[-1])
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1).to(q.dtype)
 
 
 def rotary_angles(positions: Tensor, head_width: int, dtype: torch.dtype) -> Rotary:
