@@ -45,7 +45,7 @@ def test_its_card_is_true_and_depth_pays(lm: LM) -> None:
         ["eval", "--budgets", "1,2", "--max-tokens", "600", "--json"],
         ["search", "--budget", "7", "--max-tokens", "600", "--json"],
         ["analyze", "--prompts", "2", "--length", "16", "--budgets", "2", "--out", "found", "--json"],
-        ["bench", "decode", "--budgets", "2", "--tokens", "2", "--contexts", "8", "--paths", "plain"],
+        ["bench", "decode", "--budgets", "2", "--tokens", "2", "--contexts", "8", "--paths", "plain", "--json"],
     ],
     ids=lambda words: str(words[0]),
 )
@@ -53,4 +53,4 @@ def test_every_verb_takes_it(words: list[str], tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, [*words, "--device", "cpu"])
     assert done.exit_code == 0, (done.output, done.exception)
-    assert json.loads(done.stdout.splitlines()[-1] if words[0] == "bench" else done.stdout)
+    assert json.loads(done.stdout)

@@ -39,19 +39,23 @@ def test_the_machine_is_named_and_time_is_the_least() -> None:
     assert len(calls) == 4
 
 
-def test_the_command_prints_json_last_and_writes_it(tiny: ModelConfig, tmp_path: Path) -> None:
+def test_the_command_prints_lines_or_json_and_writes_it(tiny: ModelConfig, tmp_path: Path) -> None:
     save_model(LoopedLM(tiny), tmp_path / "m")
     asked = ["--model", str(tmp_path / "m"), "--device", "cpu"]
     few = ["--tokens", "2", "--budgets", "1,2", "--paths", "plain, naive", "--out", str(tmp_path / "d.json")]
     found = CliRunner().invoke(app, ["bench", "decode", *asked, *few])
     assert found.exit_code == 0, found.output
-    *_, machine, last = found.stdout.splitlines()
-    report = json.loads(last)
-    assert report == json.loads((tmp_path / "d.json").read_text())
+    report = json.loads((tmp_path / "d.json").read_text())
     assert [(row["path"], row["budget"]) for row in report["rows"]] == [("plain", 1), ("plain", 2), ("naive", 2)]
+    *lines, machine, _ = found.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["plain", "plain", "naive"]
+    assert max(map(len, lines)) <= 80
     assert all(word in machine for word in (report["device"], "float32", f"torch {torch.__version__}"))
-    found = CliRunner().invoke(app, ["bench", "train", *asked, "--micro-batch", "1", "--steps", "1"])
-    assert json.loads(found.stdout.splitlines()[-1])["benchmark"] == "train"
+    found = CliRunner().invoke(app, ["bench", "decode", *asked, *few, "--json"])
+    assert json.loads(found.stdout)["rows"][0]["path"] == "plain"
+    assert found.stderr.startswith("plain")
+    found = CliRunner().invoke(app, ["bench", "train", *asked, "--micro-batch", "1", "--steps", "1", "--json"])
+    assert json.loads(found.stdout)["benchmark"] == "train"
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def _times(found: dict[str, Any]) -> str:
     for name, label in (("first_token_ms", "first token"), ("between_tokens_ms", "between tokens")):
         times = found[name]
         parts.append(f"{label} {times['p50']:.1f} ms (p99 {times['p99']:.1f})" if times else f"{label}: too few")
-    return ", ".join(parts)
+    return f"{parts[0]}\n{'':9}{', '.join(parts[1:])}"
 
 
 def _arrivals(

@@ -67,7 +67,7 @@ def analyze(
     checked_states(states)
     require(prompts >= 1, f"--prompts must be 1 or more, got {prompts}.")
     names, configs = model_names(model), [find_config(path)[0] for path in model]
-    trajectories = _trajectories(budgets, trajectory or [], dict(zip(names, configs, strict=True)))
+    followed = _trajectories(budgets, trajectory or [], dict(zip(names, configs, strict=True)))
     context = min(config.context for config in configs)
     tokens = min(_LENGTH, context) if length is None else length
     require(tokens <= context, f"--length {tokens} is above the context of {context} tokens; shorten it.")
@@ -77,9 +77,9 @@ def analyze(
         for path, name in zip(model, names, strict=True):
             lm = load(path).to(place)
             read = read_prompts(source, lm.need_tokenizer(), prompts, tokens, field)
-            for followed in trajectories:
-                doing = name if followed is None else f"{name} along {followed}"
-                results.append(run(lm.model, read, name, followed, states=states, progress=partial(report, doing)))
+            for along in followed[name]:
+                doing = name if along is None else f"{name} along {along}"
+                results.append(run(lm.model, read, name, along, states=states, progress=partial(report, doing)))
         files = write_results(results, out, state_figures(results, debiased) if available() else None)
     if not available():
         typer.echo("No figures are drawn without matplotlib; pip install 'loopformer[plot]'.", err=True)
@@ -103,21 +103,31 @@ def _own_text(models: Sequence[str]) -> str:
 
 def _trajectories(
     budgets: str | None, schedules: Sequence[str], models: "dict[str, ModelConfig]"
-) -> "list[Trajectory | None]":
-    """What every model is to follow; None is each one's full trajectory. Too long for one of them is refused."""
+) -> "dict[str, list[Trajectory | None]]":
+    """What each model is to follow; None is its full trajectory. What one has too few loops for is left out."""
     from loopformer.config import whole_numbers
     from loopformer.errors import LoopformerError
     from loopformer.trajectory import Trajectory, resolve
 
     numbers = [] if budgets is None else whole_numbers(budgets, "--budgets")
-    trajectories = [*map(Trajectory.uniform, numbers), *map(Trajectory.parse, schedules)]
+    asked = list(dict.fromkeys([*map(Trajectory.uniform, numbers), *map(Trajectory.parse, schedules)]))
+    followed: dict[str, list[Trajectory | None]] = {}
     for name, config in models.items():
-        for trajectory in trajectories:
+        mine = followed[name] = []
+        for trajectory in asked:
             try:
                 resolve(trajectory, config.loops)
             except LoopformerError as error:
-                raise LoopformerError(f"{name}: {error}") from error
-    return list(dict.fromkeys(trajectories)) or [None]
+                if len(models) == 1 and len(asked) == 1:
+                    raise
+                typer.echo(f"{name}: {error} Left out.", err=True)
+            else:
+                mine.append(trajectory)
+        if not asked:
+            mine.append(None)
+        elif not mine:
+            raise LoopformerError(f"{name} can follow nothing of what is asked for; it has {config.loops} loops.")
+    return followed
 
 
 def _show(results: "Sequence[Dynamics]") -> None:

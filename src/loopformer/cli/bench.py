@@ -1,13 +1,15 @@
 """`loopformer bench`: how fast a model is on this machine."""
 
+import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loopformer.cli.options import Device
-from loopformer.cli.output import output_file, stoppable
+from loopformer.cli.options import Device, Json
+from loopformer.cli.output import output_file, print_files, stoppable, write_json
 from loopformer.config.model import BOX
 
 if TYPE_CHECKING:
@@ -41,8 +43,9 @@ def decode(
     device: Device = "auto",
     dtype: BenchDtype = None,
     out: Out = None,
+    as_json: Json = False,
 ) -> None:
-    """Time per token: without a cache, with ours, and by Transformers' GPT-2 with its own; the last line is JSON.
+    """Time per token: without a cache, with ours, and by Transformers' GPT-2 with its own.
 
     Each with the FLOPs, the bandwidth and the memory it takes. Example: loopformer bench decode --batches 1,64
     """
@@ -66,23 +69,19 @@ def decode(
         f"{max(lengths)} tokens and {tokens} new ones do not fit the context of {config.context}; ask for fewer.",
     )
     ways = [path.strip() for path in paths.split(",")] if paths is not None else list(CHOICES)
+    line = partial(typer.echo, err=as_json)
     for path, reason in left_out(lm, ways, int8, rows).items():
-        typer.echo(f"{path} is left out: {reason}.")
+        line(f"{path} is left out: {reason}.")
 
     def say(row: dict[str, Any]) -> None:
-        what = f"{row['path']:12s} M = {row['budget']:<3d} batch {row['batch']:<4d} context {row['context']:<5d}"
+        what = f"{row['path']:12s} M={row['budget']:<2d} batch {row['batch']:<3d} context {row['context']:<4d}"
         if row["ms_per_step"] is None:
-            typer.echo(f"{what} did not fit")
+            line(f"{what} did not fit")
             return
-        mfu = "" if row["mfu"] is None else f" (MFU {row['mfu']:.1%})"
-        bandwidth = f"{row['gb_per_second']:7.1f} GB/s (MBU {row['mbu']:.1%})"
-        typer.echo(
-            f"{what} {row['ms_per_step']:9.3f} ms  {row['tokens_per_second']:10.1f} tokens/s  "
-            f"{row['tflops']:7.3f} TFLOP/s{mfu}  {bandwidth}{_peak(row)}"
-        )
+        line(f"{what} {row['ms_per_step']:8.3f} ms {row['tokens_per_second']:8,.0f} tokens/s MBU {row['mbu']:.0%}")
 
     with output_file(out):
-        _finish(measure(lm, numbers, rows, lengths, tokens, int8, ways, say), model, out)
+        _finish(measure(lm, numbers, rows, lengths, tokens, int8, ways, say), model, out, as_json)
 
 
 @bench.command("engine")
@@ -98,8 +97,9 @@ def engine(
     device: Device = "auto",
     dtype: BenchDtype = None,
     out: Out = None,
+    as_json: Json = False,
 ) -> None:
-    """Tokens per second of the engine: one budget, budgets mixed, and arriving at random; the last line is JSON.
+    """Tokens per second of the engine: one budget, budgets mixed, and arriving at random.
 
     Example: loopformer bench engine --model paper/loopformer-3x8 --rows 64 --context 512
     """
@@ -125,7 +125,8 @@ def engine(
         f"{longest} tokens and {2 * tokens} new ones do not fit the context of {lm.config.context}; ask for fewer.",
     )
     with output_file(out):
-        _finish(measure(lm, rows, numbers, longest, tokens, ways, seconds, typer.echo), model, out)
+        line = partial(typer.echo, err=as_json)
+        _finish(measure(lm, rows, numbers, longest, tokens, ways, seconds, line), model, out, as_json)
 
 
 @bench.command("train")
@@ -141,8 +142,9 @@ def train(
     device: Device = "auto",
     dtype: BenchDtype = None,
     out: Out = None,
+    as_json: Json = False,
 ) -> None:
-    """Tokens per second, MFU and peak memory: the naive path, ours, Transformers' GPT-2; the last line is JSON.
+    """Tokens per second, MFU and peak memory: the naive path, ours, Transformers' GPT-2.
 
     Example: loopformer bench train --model paper/loopformer-3x8 --micro-batch 12
     """
@@ -155,18 +157,18 @@ def train(
     require(micro_batch >= 1 and steps >= 1, "--micro-batch and --steps must be 1 or more.")
 
     def say(row: dict[str, Any]) -> None:
+        what = f"{row['path']:13s} {row['routes']:15s}"
         if row["ms"] is None:
-            typer.echo(f"{row['path']:13s} {row['routes']:15s} did not fit")
+            line(f"{what} did not fit")
             return
-        mfu = "" if row["mfu"] is None else f"  MFU {row['mfu']:.1%}"
-        typer.echo(
-            f"{row['path']:13s} {row['routes']:15s} {row['ms']:9.1f} ms  {row['tokens_per_second']:9.0f} tokens/s  "
-            f"{row['tflops']:7.2f} TFLOP/s{mfu}{_peak(row)}"
-        )
+        rate = f"{row['tflops']:.3g} TFLOP/s" if row["mfu"] is None else f"MFU {row['mfu']:.1%}"
+        peak = "" if row["peak_gib"] is None else f" {row['peak_gib']:.1f} GiB"
+        line(f"{what} {row['ms']:7.1f} ms {row['tokens_per_second']:9,.0f} tokens/s {rate}{peak}")
 
+    line = partial(typer.echo, err=as_json)
     ways = None if paths is None else [path.strip() for path in paths.split(",")]
     with output_file(out):
-        _finish(measure(config_of(model), micro_batch, place, wanted, ways, steps, say), model, out)
+        _finish(measure(config_of(model), micro_batch, place, wanted, ways, steps, say), model, out, as_json)
 
 
 @bench.command("memory")
@@ -176,8 +178,9 @@ def memory(
     micro_batches: Annotated[str, typer.Option(help="Sequences at a time: 4,8,12.")] = "12",
     device: Device = "auto",
     out: Out = None,
+    as_json: Json = False,
 ) -> None:
-    """Peak memory of training by path and micro-batch, and of a row's keys by budget; the last line is JSON.
+    """Peak memory of training by path and micro-batch, and of a row's keys by budget.
 
     Example: loopformer bench memory --model paper/loopformer-3x8 --micro-batches 4,12
     """
@@ -188,11 +191,11 @@ def memory(
 
     def say(row: dict[str, Any]) -> None:
         peak = "did not fit" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB"
-        typer.echo(f"{row['path']:23s} micro-batch {row['micro_batch']:<4d} {peak}")
+        typer.echo(f"{row['path']:23s} micro-batch {row['micro_batch']:<4d} {peak}", err=as_json)
 
     sizes = whole_numbers(micro_batches, "--micro-batches")
     with output_file(out):
-        _finish(measure(config_of(model), sizes, choose_device(device), say), model, out)
+        _finish(measure(config_of(model), sizes, choose_device(device), say), model, out, as_json)
 
 
 def _place(device: str, dtype: str | None) -> "tuple[torch.device, str]":
@@ -223,14 +226,15 @@ def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
     return lay_out(model.to(place, DTYPES[wanted])).eval()
 
 
-def _peak(row: dict[str, Any]) -> str:
-    return "" if row["peak_gib"] is None else f"  {row['peak_gib']:.1f} GiB"
-
-
-def _finish(report: dict[str, Any], model: str, out: Path | None) -> None:
-    """What it ran on in words; the JSON, on the last line and in a file."""
-    from loopformer.benchmark.machine import publish
-
+def _finish(report: dict[str, Any], model: str, out: Path | None, as_json: bool) -> None:
+    """What it ran on in words, or all of it as JSON; and JSON in a file."""
+    content = {"command": " ".join(["loopformer", *sys.argv[1:]]), "seed": 0, **report, "model": model}
+    if out is not None:
+        write_json(out, content)
+    if as_json:
+        typer.echo(json.dumps(content))
+        return
     versions = [f"{name} {report[name]}" for name in ("python", "torch", "triton", "transformers") if report[name]]
     typer.echo(", ".join([report["device"], report["dtype"], *versions]))
-    publish({"command": " ".join(["loopformer", *sys.argv[1:]]), "seed": 0, **report, "model": model}, out)
+    if out is not None:
+        print_files([out])
