@@ -44,7 +44,7 @@ from loopformer.benchmark.machine import describe, free_memory, publish
 from loopformer.config import load_run, preset_names, with_expected_vocab
 from loopformer.config.model import BOX
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.device import synchronise
+from loopformer.device import choose_device, synchronise
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Request
 from loopformer.lm import LM
@@ -127,12 +127,13 @@ def settle(measure: Callable[[], Report]) -> None:
 # The model.
 
 
-def prepare(name: str, folder: Path) -> str:
+def prepare(name: str, folder: Path, device: torch.device) -> str:
     """The model's place: a preset with random weights is written into the folder, with a tokenizer."""
     if name not in preset_names():
         return name
     torch.manual_seed(0)
-    model = LoopedLM(with_expected_vocab(*load_run(name)).model)
+    with device:
+        model = LoopedLM(with_expected_vocab(*load_run(name)).model)
     place = folder / name.replace("/", "-")
     save_model(model.to(torch.bfloat16), place)
     vocabulary(model.config.vocab).save(place)
@@ -290,15 +291,15 @@ def transformers_rate(lm: LM, asked: Sequence[Sequence[Asked]], seconds: float) 
     ) as manager:
         clients = {str(number): iter(list(each) * 100) for number, each in enumerate(asked)}
 
-        def ask(client: str) -> None:
+        def ask(client: str, most: int = NEW[1]) -> None:
             one = next(clients[client])
             name = f"{client} {len(outputs)} {time.monotonic()}"
-            manager.add_request(one.prompt, name, one.tokens, record_timestamps=True)
+            manager.add_request(one.prompt, name, min(most, one.tokens), record_timestamps=True)
 
-        def run(until: float) -> None:
+        def run(until: float, most: int = NEW[1]) -> None:
             """Keep all clients at it until then, and let them end."""
             for client in clients:
-                ask(client)
+                ask(client, most)
             going = len(clients)
             while going:
                 output = manager.get_result(timeout=60)
@@ -307,10 +308,10 @@ def transformers_rate(lm: LM, asked: Sequence[Sequence[Asked]], seconds: float) 
                 outputs.append(output)
                 going -= 1
                 if time.monotonic() < until:
-                    ask(output.request_id.split()[0])
+                    ask(output.request_id.split()[0], most)
                     going += 1
 
-        run(time.monotonic() + RAMP + 2 * WARM)
+        run(time.monotonic() + 2 * WARM, most=16)
         outputs.clear()
         since, cpu = time.monotonic() + RAMP, time.process_time()
         until, began = since + seconds, time.monotonic()
@@ -380,7 +381,8 @@ def main() -> None:
         print(f"{time.monotonic() - began:6.1f} s: {what}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        settings = WorkerSettings(prepare(asked.model, Path(folder)), asked.rows, device=asked.device)
+        place = prepare(asked.model, Path(folder), choose_device(asked.device))
+        settings = WorkerSettings(place, asked.rows, device=asked.device)
         lm, _ = load_served(settings)
         config, device = lm.model.config, lm.model.tokens.weight.device
         say(f"the model is there, {lm.model.dtype_name} on {device}")
@@ -401,33 +403,35 @@ def main() -> None:
             "new_tokens": NEW,
             "client_processes": asked.processes,
         }
-        if "engine" in parts:
-            engine = lm.engine(asked.rows, queue=asked.rows)
-            settle(lambda: drive(engine, warm, WARM))
-            say("the engine is warm")
-            for name, requests in loads.items():
-                note("engine", name, drive(engine, requests, asked.seconds))
-            del engine
-            synchronise(device)
-            free_memory(device)
-        if "server" in parts or "stream" in parts:
-            say("the server starts")
+        try:
+            if "engine" in parts:
+                engine = lm.engine(asked.rows, queue=asked.rows)
+                settle(lambda: drive(engine, warm, WARM))
+                say("the engine is warm")
+                for name, requests in loads.items():
+                    note("engine", name, drive(engine, requests, asked.seconds))
+                del engine
+                synchronise(device)
+                free_memory(device)
+            if "server" in parts or "stream" in parts:
+                say("the server starts")
 
-            def warm_up(server: Server) -> None:
-                say("the server is ready")
-                settle(lambda: server.measure(warm, False, WARM, asked.processes))
-                server.measure(warm, True, WARM, asked.processes)
+                def warm_up(server: Server) -> None:
+                    say("the server is ready")
+                    settle(lambda: server.measure(warm, False, WARM, asked.processes))
+                    server.measure(warm, True, WARM, asked.processes)
 
-            with serving(settings, warm_up) as server:
-                say("the server is warm")
-                for part in (part for part in parts if part in ("server", "stream")):
-                    for name, requests in loads.items():
-                        found = server.measure(requests, part == "stream", asked.seconds, asked.processes)
-                        note(part, name, found)
-        if "transformers" in parts and "full" in loads:
-            say("Transformers starts")
-            note("transformers", "full", transformers_rate(lm, loads["full"], asked.seconds))
-    publish({**report, "total_seconds": time.monotonic() - began, "measured": rows}, asked.out)
+                with serving(settings, warm_up) as server:
+                    say("the server is warm")
+                    for part in (part for part in parts if part in ("server", "stream")):
+                        for name, requests in loads.items():
+                            found = server.measure(requests, part == "stream", asked.seconds, asked.processes)
+                            note(part, name, found)
+            if "transformers" in parts and "full" in loads:
+                say("Transformers starts")
+                note("transformers", "full", transformers_rate(lm, loads["full"], asked.seconds))
+        finally:  # what was measured stays measured
+            publish({**report, "total_seconds": time.monotonic() - began, "measured": rows}, asked.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """What the engine's process loads, and what a model says after each loop and of each token."""
 
+import contextlib
 import json
+import multiprocessing
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,19 @@ import torch
 
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.errors import RunFailed
+from loopformer.serving import worker
 from loopformer.serving.service import error_of, form_of
-from loopformer.serving.worker import WorkerSettings, _refusal, lens, load_served, ranked
+from loopformer.serving.worker import (
+    Started,
+    Submit,
+    TextPiece,
+    WorkerSettings,
+    _refusal,
+    _Worker,
+    lens,
+    load_served,
+    ranked,
+)
 
 from .servers import add_checkpoint, save_served
 
@@ -77,3 +91,41 @@ def test_the_end_of_an_answer_is_the_chat_templates(lm: LM, tmp_path: Path) -> N
     assert last.result is not None
     assert last.result.reason == "end"
     assert last.result.ids == whole.ids[: whole.ids.index(end) + 1]
+
+
+@pytest.mark.parametrize(
+    ("stream", "pieces_per_second", "expected"), [(True, 10**9, 12), (True, 0.001, 2), (False, 10**9, 2)]
+)
+def test_tokens_that_come_fast_are_sent_together(
+    lm: LM, monkeypatch: pytest.MonkeyPatch, stream: bool, pieces_per_second: float, expected: int
+) -> None:
+    monkeypatch.setattr(worker, "PIECES", pieces_per_second)
+    monkeypatch.setattr(worker, "WHOLE_SECONDS", 1000)
+    (request,) = lm.requests([PROMPT], budget=2, max_tokens=12)
+    alone = lm.generate(PROMPT, budget=2, max_tokens=12)
+    ours, theirs = multiprocessing.Pipe()
+
+    def work() -> None:
+        with contextlib.suppress(EOFError):
+            _Worker(lm, lm.engine(rows=2, fast=False), theirs, beat_seconds=1).run()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ours.send([Submit(7, request, 0, stream)])
+    pieces: list[TextPiece] = []
+    while not pieces or pieces[-1].reason is None:
+        for news in ours.recv().news:
+            assert news.number == 7
+            if isinstance(news, TextPiece):
+                pieces.append(news)
+            else:
+                assert isinstance(news, Started)
+    ours.close()
+    thread.join(30)
+    assert len(pieces) == expected
+    assert len(pieces[0].tokens) == 1  # the first does not wait
+    assert "".join(piece.text for piece in pieces) == alone.text
+    assert [token for piece in pieces for token in piece.tokens] == list(alone.ids)
+    logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
+    assert logprobs == pytest.approx(alone.logprobs)
+    assert pieces[-1].reason == alone.reason

@@ -107,7 +107,7 @@ async def _generate(
 
 
 async def _whole(service: Service, path: str, job: Job, form: type[AnswerForm]) -> Response:
-    async with service.run(job, path) as run:
+    async with service.run(job, path, stream=False) as run:
         async for _ in run.parts():
             pass
         await run.look()
@@ -152,7 +152,7 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     begun = False
     try:
-        async with service.run(job, path) as run:
+        async with service.run(job, path, stream=True) as run:
             answer = form(service.served, job, run.place)
             async for parts in run.parts():
                 chunks = [] if begun else answer.opening()

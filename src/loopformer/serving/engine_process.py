@@ -215,10 +215,11 @@ class EngineProcess:
             link, self._link = self._link, None
             await asyncio.to_thread(link.end)
 
-    def submit(self, requests: Sequence[Request], priority: int = 0) -> Call:
-        """Run requests of one client; what stands in the way is raised."""
+    def submit(self, requests: Sequence[Request], priority: int = 0, stream: bool = True) -> Call:
+        """Run requests of one client, who may read along; what stands in the way is raised."""
         numbers = [next(self._numbers) for _ in requests]
-        return self._begin(numbers, [Submit(n, r, priority) for n, r in zip(numbers, requests, strict=True)])
+        numbered = zip(numbers, requests, strict=True)
+        return self._begin(numbers, [Submit(number, each, priority, stream) for number, each in numbered])
 
     def look(self, ids: Sequence[int], trajectory: Trajectory, top: int, by_loop: bool) -> Call:
         """Have tokens looked at; one `Looked` comes of it."""

@@ -1,7 +1,7 @@
 """What lies between a route and the engine: admission, the process, metrics, one line in the log.
 
     service = Service(engine, served, admission, ServiceSettings(timeout=600))
-    async with service.run(job, "/v1/completions") as run:
+    async with service.run(job, "/v1/completions", stream=True) as run:
         async for parts in run.parts(): ...     # what has come of its texts since the last time
 
 Whatever ends a generation (the last token, a client that goes away, the timeout, an engine that dies) leaves
@@ -101,10 +101,10 @@ class Run:
         self._first_tokens: dict[int, float] = {}  # seconds until each text began
         self._call: Call | None = None
 
-    def start(self) -> None:
+    def start(self, stream: bool) -> None:
         if self.job.max_tokens:  # else there is only a prompt to look at
             requests = self.job.requests(self.place.trajectory)
-            self._call = self._service.engine.submit(requests, self.job.priority)
+            self._call = self._service.engine.submit(requests, self.job.priority, stream)
 
     @property
     def first_token_seconds(self) -> float:
@@ -139,8 +139,8 @@ class Run:
         if number not in self._first_tokens:
             self._first_tokens[number] = seconds
             metrics.first_token(budget, seconds)
-            metrics.tokens(budget, len(text.prompt), 0)
-        metrics.tokens(budget, 0, len(news.tokens))
+            metrics.prompt_tokens(budget, len(text.prompt))
+        metrics.new_tokens(budget, len(news.tokens))
         if news.reason is not None:
             new = len(text.tokens) + len(news.tokens)
             metrics.finished(budget, news.reason, new, self._first_tokens[number], seconds)
@@ -190,7 +190,7 @@ class Service:
             self.admission.leave(place, time.monotonic() - began)
 
     @asynccontextmanager
-    async def run(self, job: Job, path: str) -> AsyncIterator[Run]:
+    async def run(self, job: Job, path: str, stream: bool) -> AsyncIterator[Run]:
         """A generation, from admission to the line in the log; leaving frees what it holds."""
         bytes_of = partial(job.kv_bytes, self.served)
         with self._admitted(job.count, bytes_of, job.trajectory, job.least) as place:
@@ -198,7 +198,7 @@ class Service:
                 self.metrics.degraded(place.asked.budget, place.trajectory.budget)
             run, status = Run(self, job, place), 200
             try:
-                run.start()
+                run.start(stream)
                 yield run
             except BaseException as error:
                 status = form_of(error).status
@@ -323,9 +323,11 @@ class ServerMetrics:
     def queued(self, budget: int, seconds: float) -> None:
         self._queue.labels(self._model, budget).observe(seconds)
 
-    def tokens(self, budget: int, prompt: int, new: int) -> None:
-        self._prompt.labels(self._model, budget).inc(prompt)
-        self._new.labels(self._model, budget).inc(new)
+    def prompt_tokens(self, budget: int, count: int) -> None:
+        self._prompt.labels(self._model, budget).inc(count)
+
+    def new_tokens(self, budget: int, count: int) -> None:
+        self._new.labels(self._model, budget).inc(count)
 
     def first_token(self, budget: int, seconds: float) -> None:
         self._first.labels(self._model, budget).observe(seconds)

@@ -2,12 +2,17 @@
 
     process = context.Process(target=run_worker, args=(WorkerSettings("runs/mine", rows=16), connection))
     connection.recv()                                   # EngineReady, or one sentence that says what is wrong
-    connection.send([Submit(0, request, priority=0)])   # or Look, Cancel
-    connection.recv()                                   # a NewsBatch per step: Started, TextPiece, Looked, Refused
+    connection.send([Submit(0, request, priority=0, stream=True)])     # or Look, Cancel
+    connection.recv()                                   # a NewsBatch: Started, TextPiece, Looked, Refused
 
 It takes what is in the pipe, gives free slots to whoever waits (lower priority numbers first), steps the engine,
-and sends everything that came of the step as one message; with nothing to do it says now and then that it lives. It
-ends with its parent. The other end of the pipe is engine_process.py.
+and sends what came of it as one message; with nothing to say it says now and then that it lives. It ends with its
+parent. The other end of the pipe is engine_process.py.
+
+A piece of text costs the server far more than a token costs the engine, most of it in the kernel. So where many
+texts stream fast, a piece is several tokens: all streams together get at most PIECES a second, 64 of them one each
+16 ms, one alone every token. The first token of a text and its last go at once. Of an answer that is sent whole
+nobody reads pieces; some come all the same, for the metrics.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -35,7 +40,8 @@ from loopformer.device import dtype_of
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.chat import ChatTemplate
 from loopformer.inference.engine import Engine
-from loopformer.inference.request import Reason, Request
+from loopformer.inference.request import Reason, Request, Result
+from loopformer.inference.sampling import Choice
 from loopformer.inference.score import head_chunks
 from loopformer.lm import LM, Fast, load, place
 from loopformer.loading import from_model_folder
@@ -45,6 +51,8 @@ from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 MOST_FAILURES = 5  # of steps in a row, after which the process gives up and another is started
+PIECES = 4000  # of streams a second, all together
+WHOLE_SECONDS = 0.25  # from one piece to the next of an answer that is sent whole
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,7 @@ class Submit(NamedTuple):
     number: int
     request: Request
     priority: int
+    stream: bool
 
 
 class Look(NamedTuple):
@@ -160,7 +169,7 @@ News = Started | TextPiece | Looked | Refused
 
 
 class NewsBatch(NamedTuple):
-    """All that came of a step."""
+    """What came of a step."""
 
     news: list[News]
     load: EngineLoad
@@ -220,6 +229,24 @@ def _leave_with_parent() -> None:
     os._exit(1)
 
 
+@dataclass
+class _Running:
+    """A request that the engine has, and what has come of it that was not sent yet."""
+
+    number: int
+    stream: bool
+    texts: list[str] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    due: float = 0.0  # when the next piece is to be sent
+
+    def piece(self, result: Result | None) -> TextPiece:
+        tokens, logprobs = tuple([one.token for one in self.choices]), tuple([one.logprob for one in self.choices])
+        text, self.texts, self.choices = "".join(self.texts), [], []
+        if result is None:
+            return TextPiece(self.number, text, tokens, logprobs)
+        return TextPiece(self.number, text, tokens, logprobs, result.reason, result.error)
+
+
 class _Worker:
     """The loop of the process: take, step, send."""
 
@@ -227,8 +254,10 @@ class _Worker:
         self._lm, self._engine, self._pipe, self._beat_seconds = lm, engine, connection, beat_seconds
         self._queue: list[tuple[int, Submit]] = []  # a heap: by priority, then as they came
         self._looks: list[Look] = []
-        self._numbers: dict[int, int] = {}  # of those that the engine has, by ticket
+        self._running: dict[int, _Running] = {}  # by ticket
         self._news: list[News] = []
+        self._quiet = False  # whether nothing has changed that the server does not know
+        self._sent = 0.0  # when it last heard
 
     def run(self) -> None:
         failures = 0
@@ -237,6 +266,7 @@ class _Worker:
                 while not self._pipe.poll(self._beat_seconds):
                     self._send()
             while self._pipe.poll():
+                self._quiet = False
                 for message in self._pipe.recv():
                     self._take(message)
             self._fill()
@@ -249,7 +279,8 @@ class _Worker:
                 logger.exception("A step of the engine failed.")
                 if failures == MOST_FAILURES:
                     raise
-            self._send()
+            if self._news or not self._quiet or time.monotonic() >= self._sent + self._beat_seconds:
+                self._send()
 
     def _take(self, message: Submit | Look | Cancel) -> None:
         if isinstance(message, Submit):
@@ -264,22 +295,22 @@ class _Worker:
         self._looks = [look for look in self._looks if look.number != number]
         self._queue = [entry for entry in self._queue if entry[1].number != number]
         heapq.heapify(self._queue)
-        for ticket, other in self._numbers.items():
-            if other == number:
+        for ticket, running in self._running.items():
+            if running.number == number:
                 self._engine.cancel(ticket)
-                del self._numbers[ticket]
+                del self._running[ticket]
                 return
 
     def _fill(self) -> None:
         """Give the engine as many requests as it has slots for."""
         while self._queue and self._engine.running + self._engine.waiting < self._engine.rows:
-            _, (number, request, _) = heapq.heappop(self._queue)
+            _, (number, request, _, stream) = heapq.heappop(self._queue)
             try:
                 ticket = self._engine.submit(request)
             except Exception as error:
                 self._news.append(_refusal(number, error))
             else:
-                self._numbers[ticket] = number
+                self._running[ticket] = _Running(number, stream)
                 self._news.append(Started(number, time.monotonic()))
 
     def _look(self) -> None:
@@ -294,16 +325,19 @@ class _Worker:
             self._news.append(_refusal(look.number, error))
 
     def _step(self) -> None:
-        for ticket, text, result, choices in self._engine.step():
-            number = self._numbers.get(ticket)
-            if number is None:  # cancelled
+        events, now = self._engine.step(), time.monotonic()
+        for ticket, text, result, choices in events:
+            running = self._running.get(ticket)
+            if running is None:  # cancelled
                 continue
-            tokens, logprobs = tuple(each.token for each in choices), tuple(each.logprob for each in choices)
-            if result is None:
-                self._news.append(TextPiece(number, text, tokens, logprobs))
-            else:
-                self._news.append(TextPiece(number, text, tokens, logprobs, result.reason, result.error))
-                del self._numbers[ticket]
+            running.texts.append(text)
+            running.choices += choices
+            if result is not None:
+                self._news.append(running.piece(result))
+                del self._running[ticket]
+            elif now >= running.due:
+                self._news.append(running.piece(None))
+                running.due = now + (len(self._running) / PIECES if running.stream else WHOLE_SECONDS)
 
     def _send(self) -> None:
         engine, counts = self._engine, self._engine.counts
@@ -315,7 +349,7 @@ class _Worker:
             counts.shared_tokens,
         )
         self._pipe.send(NewsBatch(self._news, load))
-        self._news = []
+        self._news, self._quiet, self._sent = [], True, time.monotonic()
 
 
 def _refusal(number: int, error: Exception) -> Refused:
