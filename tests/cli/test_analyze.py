@@ -91,6 +91,14 @@ def test_mistakes_are_one_sentence(run: Run, words: list[str], code: int, said: 
     assert len(error.strip().splitlines()) == 1
 
 
+def test_budgets_that_a_model_lacks_are_left_out(run: Run) -> None:
+    words = ["-m", "one", "-m", "two", "--budgets", "2,4", "--text", "text.txt", "--prompts", "2"]
+    code, out, error = run(*words)
+    assert code == 0
+    assert error.strip() == "two: Budget 4 is above the model's 2 loops; choose 1 to 2. Left out."
+    assert [line for line in out.splitlines() if "⊗" in line] == ["one 1⊗4, M = 2", "one 1⊗4, M = 4", "two 1⊗2, M = 2"]
+
+
 def test_control_c_says_that_the_analysis_starts_again(run: Run, tmp_path: Path) -> None:
     # Tests that run in the background inherit a SIGINT that is ignored; a user at a terminal does not.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "

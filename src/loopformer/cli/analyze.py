@@ -113,20 +113,18 @@ def _trajectories(
     asked = list(dict.fromkeys([*map(Trajectory.uniform, numbers), *map(Trajectory.parse, schedules)]))
     followed: dict[str, list[Trajectory | None]] = {}
     for name, config in models.items():
-        mine = followed[name] = []
+        mine: list[Trajectory | None] = []
+        lacks: list[LoopformerError] = []
         for trajectory in asked:
             try:
-                resolve(trajectory, config.loops)
+                mine.append(resolve(trajectory, config.loops))
             except LoopformerError as error:
-                if len(models) == 1 and len(asked) == 1:
-                    raise
-                typer.echo(f"{name}: {error} Left out.", err=True)
-            else:
-                mine.append(trajectory)
-        if not asked:
-            mine.append(None)
-        elif not mine:
-            raise LoopformerError(f"{name} can follow nothing of what is asked for; it has {config.loops} loops.")
+                lacks.append(error)
+        if lacks and not mine:
+            raise LoopformerError(f"{name}: {lacks[0]}") from lacks[0]
+        for lack in lacks:
+            typer.echo(f"{name}: {lack} Left out.", err=True)
+        followed[name] = mine or [None]
     return followed
 
 
