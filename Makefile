@@ -43,7 +43,7 @@ docs: install
 	mkdir -p build/pages/src/loopformer/box
 	ln -s $(addprefix $(CURDIR)/,README.md CHANGELOG.md CITATION.cff docs results) build/pages
 	ln -s $(CURDIR)/src/loopformer/box/README.md build/pages/src/loopformer/box
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "The site is in build/site; open build/site/index.html."
 
 wheel: install

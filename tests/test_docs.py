@@ -32,7 +32,11 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL)
-NOT_RUN = {"docs/benchmarks.md": ["needs the Hub"], "docs/inference.md": ["needs a GPU"]}
+NOT_RUN = {
+    "docs/benchmarks.md": ["needs the Hub"],
+    "docs/huggingface.md": ["needs Transformers' tests"],
+    "docs/inference.md": ["needs a GPU"],
+}
 ADDRESS = "http://127.0.0.1:8000"  # where a guide's server is
 
 
