@@ -1,11 +1,11 @@
 # make test: own environment, install, linters, all tests.   make demo: the main job on the embedded default.
-# make soak: a server under load, attack and misfortune, some 20 minutes.
+# make soak: a server under load, attack and misfortune, some 20 minutes.   make docs: the site, in build/site.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: install test test-browser chromium lint demo soak wheel clean
+.PHONY: install test test-browser chromium lint demo soak docs wheel clean
 
 install: $(VENV)/.installed
 
@@ -35,6 +35,16 @@ demo: install
 soak: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[soak]'
 	$(BIN)/python benchmarks/soak.py --out results/serving_soak.json
+
+# Pages lie as in the repository, so that links between them are right here and there.
+docs: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	rm -rf build/pages build/site
+	mkdir -p build/pages/src/loopformer/box
+	ln -s $(addprefix $(CURDIR)/,README.md CHANGELOG.md CITATION.cff docs results) build/pages
+	ln -s $(CURDIR)/src/loopformer/box/README.md build/pages/src/loopformer/box
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "The site is in build/site; open build/site/index.html."
 
 wheel: install
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .

@@ -14,13 +14,27 @@ from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from loopformer.config import ModelConfig
+    from loopformer.inference.draft import Draft
     from loopformer.lm import LM, load, load_official
     from loopformer.model import LoopedLM
+    from loopformer.model.looped import Certainty
 
 __version__ = "0.1.0"
-__all__ = ["LM", "LoopedLM", "LoopformerError", "ModelConfig", "Trajectory", "load", "load_official"]
+__all__ = [
+    "LM",
+    "Certainty",
+    "Draft",
+    "LoopedLM",
+    "LoopformerError",
+    "ModelConfig",
+    "Trajectory",
+    "load",
+    "load_official",
+]
 
 _LAZY = {
+    "Certainty": "loopformer.model.looped",
+    "Draft": "loopformer.inference.draft",
     "LM": "loopformer.lm",
     "load": "loopformer.lm",
     "load_official": "loopformer.lm",
@@ -34,3 +48,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'loopformer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__} - {"Any", "TYPE_CHECKING", "import_module"})

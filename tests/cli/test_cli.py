@@ -1,13 +1,16 @@
 """The command line as a user meets it: a process of its own."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from loopformer.cli import app
 from loopformer.config.model import setting_names
 from loopformer.config.run import SECTIONS
 
@@ -22,6 +25,36 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert time.perf_counter() - started < 3  # under 1 s on a quiet machine; the real check is the next one
     code = "import sys, loopformer.cli; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'tokenizers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_shell_completes_what_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def asked(typed: str) -> dict[str, str]:
+        words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+        return {"_LOOPFORMER_COMPLETE": "complete_bash", **words}
+
+    def complete(typed: str) -> list[str]:
+        return CliRunner().invoke(app, [], prog_name="loopformer", env=asked(typed)).stdout.split()
+
+    for name, loops in (("mine", 3), ("other", 5)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.yaml").write_text(f"model: {{loops: {loops}}}\n")
+    assert complete("loopformer gen") == ["generate"]
+    assert complete("loopformer train small/lo") == ["small/loopformer"]
+    assert "paper/tmlt-1x24" not in complete("loopformer train p")
+    assert "paper/tmlt-1x24" in complete("loopformer train paper/tmlt-")
+    assert complete("loopformer chat --model ") == ["box", "runs/mine", "runs/other"]
+    assert complete("loopformer chat --model runs/o") == ["runs/other"]
+    assert complete("loopformer chat --model runs/mine --budget ") == ["1", "2", "3"]
+    assert complete("loopformer export runs/other out --budget ") == ["1", "2", "3", "4", "5"]
+    assert complete("loopformer generate --budget ")[-1] == "8"  # of the model in the box
+    assert complete("loopformer search --model nowhere --budget ") == []
+    code = "import sys; sys.argv = ['loopformer']; from loopformer.cli import main\ntry: main()\n"
+    code += "except SystemExit: sys.exit('torch' in sys.modules)"  # a press of TAB must not take seconds
+    environment = {**os.environ, **asked("loopformer chat --model runs/mine --budget ")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, [b"1", b"2", b"3"])
 
 
 def test_info_of_a_preset_counts_what_the_paper_has() -> None:

@@ -65,6 +65,10 @@ def test_batch_equals_one_by_one() -> None:
     assert TRAINED.encode_batch(texts) == [TRAINED.encode(text) for text in texts]
 
 
+def test_the_model_in_the_box_has_one() -> None:
+    assert Tokenizer.find("box").vocab_size == 8192
+
+
 def test_wrong_tokenizers(tmp_path: Path) -> None:
     with pytest.raises(FileProblem, match=r"There is no tokenizer .*nowhere"):
         Tokenizer.find(str(tmp_path / "nowhere"))

@@ -7,6 +7,7 @@ import ast
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,9 +77,11 @@ def test_transformers_and_we_load_the_same_folder(exported: Path, lm: LM) -> Non
 
 
 @pytest.mark.slow
-def test_it_loads_where_loopformer_is_not(exported: Path, lm: LM, tmp_path: Path) -> None:
+def test_it_loads_where_loopformer_is_not(exported: Path, folder: Path, lm: LM, tmp_path: Path) -> None:
+    plain = export(folder, tmp_path / "plain").out
+    (card,) = re.findall(r"```python\n(.*?)```", (exported / "README.md").read_text(), flags=re.DOTALL)
     code = f"""
-import sys
+import builtins, sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "loopformer":
@@ -87,7 +90,11 @@ sys.meta_path.insert(0, Blocked())
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained({str(exported)!r}, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained({str(exported)!r}, trust_remote_code=True)
+def asked(question=""):
+    sys.exit("The tokenizer asks: " + question)
+builtins.input = asked
+AutoTokenizer.from_pretrained({str(plain)!r})
+tokenizer = AutoTokenizer.from_pretrained({str(exported)!r}, trust_remote_code=False)
 inputs = tokenizer("every pass", return_tensors="pt")
 torch.save({{
     "logits": model(**inputs, trajectory="2-1-1").logits,
@@ -99,6 +106,9 @@ except ValueError as error:
     print(error)
 model.save_pretrained("saved")
 AutoModelForCausalLM.from_pretrained("saved", trust_remote_code=True)
+import os
+os.chdir({str(exported.parent)!r})
+{card}
 assert not any(name.split(".")[0] == "loopformer" for name in sys.modules)
 """
     home = {"HF_HOME": str(tmp_path / "hf"), "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}

@@ -30,7 +30,6 @@ app = typer.Typer(
     name="loopformer",
     help="Train, evaluate, analyse and serve elastic-depth language models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

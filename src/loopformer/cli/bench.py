@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loopformer.cli.completion import models_and_presets
 from loopformer.cli.options import Device, Json
 from loopformer.cli.output import output_file, print_files, stoppable, write_json
 from loopformer.config.model import BOX
@@ -21,10 +22,22 @@ bench = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 
 _KEPT = "nothing is kept but the lines above, the same command starts again"
 AnyModel = Annotated[
-    str, typer.Option("--model", "-m", help="A preset (random weights), a run, a model folder or box.")
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="A preset (random weights), a run, a model folder or box.",
+        autocompletion=models_and_presets,
+    ),
 ]
 AnySettings = Annotated[
-    str, typer.Option("--model", "-m", help="A preset, a run, a model folder or box: its settings.")
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="A preset, a run, a model folder or box: its settings.",
+        autocompletion=models_and_presets,
+    ),
 ]
 BenchDtype = Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 elsewhere.")]
 Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]

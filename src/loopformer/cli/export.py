@@ -6,20 +6,26 @@ from typing import Annotated
 
 import typer
 
+from loopformer.cli.completion import budgets, models
 from loopformer.cli.options import Heads, Json, Loops
 from loopformer.cli.output import stoppable
 
 
 @stoppable("an export is there when it is whole, the same command starts again")
 def export(
-    source: Annotated[str, typer.Argument(metavar="RUN", help="A run, a model folder or published weights.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A run, a model folder or published weights.", autocompletion=models),
+    ],
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="The folder to write; an earlier export in it is replaced.")
     ],
     self_contained: Annotated[
         bool, typer.Option("--self-contained", help="Add the model's code, for places without loopformer.")
     ] = False,
-    budget: Annotated[int | None, typer.Option(help="Loops per token where a call does not say, 1 to L.")] = None,
+    budget: Annotated[
+        int | None, typer.Option(help="Loops per token where a call does not say, 1 to L.", autocompletion=budgets)
+    ] = None,
     trajectory: Annotated[str | None, typer.Option(help="The same as a schedule: 4-2-1-1, cosine:4.")] = None,
     heads: Heads = None,
     loops: Loops = None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loopformer.cli.completion import models_and_presets
 from loopformer.cli.options import Heads, Json, Loops
 from loopformer.cli.output import print_table, stoppable
 
@@ -17,7 +18,13 @@ if TYPE_CHECKING:
 @stoppable("nothing is kept, the same command starts again")
 def info(
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="A model folder, published weights, or a preset's name.")
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A model folder, published weights, or a preset's name.",
+            autocompletion=models_and_presets,
+        ),
     ] = None,
     context: Annotated[
         int | None, typer.Option(help="Count costs at this context instead of the model's own.")

@@ -10,13 +10,16 @@ from typing import Annotated
 
 from typer import Option
 
+from loopformer.cli.completion import budgets, models, words
+
 # The model, and where it runs.
 MODEL = "A run, a model folder, published weights, or box, the model that comes with loopformer"
-Model = Annotated[str, Option("--model", "-m", help=f"{MODEL}.")]
+Model = Annotated[str, Option("--model", "-m", help=f"{MODEL}.", autocompletion=models)]
 Heads = Annotated[int | None, Option(help="Attention heads, for weights without a config.")]
 Loops = Annotated[int | None, Option(help="Loops L, for weights without a config.")]
-Device = Annotated[str, Option(help="auto, cpu, cuda or mps.")]
-Dtype = Annotated[str, Option(help="float32, bfloat16 or float16.")]
+DEVICES, DTYPES = words("auto", "cpu", "cuda", "mps"), words("float32", "bfloat16", "float16")
+Device = Annotated[str, Option(help="auto, cpu, cuda or mps.", autocompletion=DEVICES)]
+Dtype = Annotated[str, Option(help="float32, bfloat16 or float16.", autocompletion=DTYPES)]
 BatchTokens = Annotated[int, Option(help="Tokens in a batch.")]
 
 # What it follows.
@@ -26,7 +29,9 @@ Trajectories = Annotated[
 ]
 
 # How it makes text.
-BudgetOption = Annotated[int | None, Option("--budget", help="Loops per token, 1 to L; L by default.")]
+BudgetOption = Annotated[
+    int | None, Option("--budget", help="Loops per token, 1 to L; L by default.", autocompletion=budgets)
+]
 TrajectoryOption = Annotated[str | None, Option("--trajectory", help="A schedule: 4-2-1-1, 1/2,1/4,1/4, cosine:4.")]
 CertaintyOption = Annotated[
     float | None,
@@ -45,7 +50,11 @@ FastOption = Annotated[
 ]
 DecodeDtype = Annotated[
     str | None,
-    Option("--dtype", help="float32, bfloat16 or float16; by default bfloat16 for fused kernels, else float32."),
+    Option(
+        "--dtype",
+        help="float32, bfloat16 or float16; by default bfloat16 for fused kernels, else float32.",
+        autocompletion=DTYPES,
+    ),
 ]
 
 # What it is measured on: text.

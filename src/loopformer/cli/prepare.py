@@ -24,7 +24,7 @@ def prepare(
     out: OutFolder = Path("data"),
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="gpt2, a tokenizer.json, or a folder with one or with encoder.json and vocab.bpe."),
+        typer.Option(help="gpt2, box, a tokenizer.json, or a folder with one or with encoder.json and vocab.bpe."),
     ] = None,
     train_tokenizer: Annotated[
         int | None, typer.Option(help="Train a byte-level BPE of this many ids on the sources.")

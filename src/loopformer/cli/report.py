@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from loopformer.cli.completion import models
 from loopformer.cli.options import TEXT, BatchTokens, Budgets, Device, Dtype, Examples, Field, MaxTokens, TaskData
 from loopformer.cli.output import output_folder, progress, stoppable
 
@@ -13,7 +14,8 @@ from loopformer.cli.output import output_folder, progress, stoppable
 @stoppable("what is finished is kept, the same command continues")
 def report(
     models: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Runs, model folders or published weights.")
+        list[str],
+        typer.Argument(metavar="RUN...", help="Runs, model folders or published weights.", autocompletion=models),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write, empty or an earlier report.")],
     text: Annotated[

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from loopformer.cli.completion import budgets
 from loopformer.cli.eval import load_tasks
 from loopformer.cli.options import (
     TEXT,
@@ -30,7 +31,7 @@ _SHOWN = 5  # schedules at each end of the table
 
 @stoppable("what is finished is kept, the same command continues")
 def search(
-    budget: Annotated[int, typer.Option(help="Loops M, 1 to L.")],
+    budget: Annotated[int, typer.Option(help="Loops M, 1 to L.", autocompletion=budgets)],
     model: Model = BOX,
     text: Annotated[str | None, typer.Option(help=f"{TEXT}. A run's own data by default.")] = None,
     tasks: Annotated[

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from loopformer.cli.completion import models
 from loopformer.cli.options import MODEL, Device
 from loopformer.cli.output import stoppable
 from loopformer.config.model import BOX
@@ -12,7 +13,7 @@ from loopformer.config.model import BOX
 
 @stoppable("nothing runs any more, the same command starts again")
 def serve(
-    model: Annotated[str, typer.Argument(help=f"{MODEL}.")] = BOX,
+    model: Annotated[str, typer.Argument(help=f"{MODEL}.", autocompletion=models)] = BOX,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for other machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
     rows: Annotated[int, typer.Option(min=1, help="Texts that are generated at once.")] = 16,

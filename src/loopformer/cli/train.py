@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from loopformer.cli.completion import presets
 from loopformer.cli.options import Json
 from loopformer.cli.output import duration, stoppable
 from loopformer.config import DEFAULT_PRESET
@@ -15,7 +16,10 @@ from loopformer.config import DEFAULT_PRESET
 @stoppable("what was saved is kept, the same command with --resume continues")
 def train(
     config: Annotated[
-        str | None, typer.Argument(help="A .yaml file or a preset's name (`loopformer info`); elastic by default.")
+        str | None,
+        typer.Argument(
+            help="A .yaml file or a preset's name (`loopformer info`); elastic by default.", autocompletion=presets
+        ),
     ] = None,
     settings: Annotated[list[str] | None, typer.Argument(help="key=value, as in training.steps=100.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/NAME by default.")] = None,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from loopformer.cli.completion import models
 from loopformer.cli.options import Json
 from loopformer.cli.output import stoppable
 
@@ -18,7 +19,10 @@ Checks = Iterator[tuple[str, Callable[[], None]]]  # what is looked at, and what
 @stoppable("nothing is written, the same command starts again")
 def verify(
     paths: Annotated[
-        list[str], typer.Argument(help="Prepared data, runs, checkpoints, model folders, weights, or box.")
+        list[str],
+        typer.Argument(
+            help="Prepared data, runs, checkpoints, model folders, weights, or box.", autocompletion=models
+        ),
     ],
     as_json: Json = False,
 ) -> None:

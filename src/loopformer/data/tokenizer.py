@@ -16,9 +16,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loopformer.config.model import BOX
 from loopformer.data.splits import cut
 from loopformer.errors import FileProblem, LoopformerError
 from loopformer.files import write_atomic
@@ -136,7 +138,7 @@ class Tokenizer:
 
     @classmethod
     def find(cls, place: str) -> Tokenizer:
-        """`gpt2` (from the Hub), a tokenizer.json, or a folder with one or with GPT-2's two files."""
+        """`gpt2` (from the Hub), `box`, a tokenizer.json, or a folder with one or with GPT-2's two files."""
         path = Path(place)
         if path.is_file():
             return cls.from_file(path)
@@ -149,7 +151,11 @@ class Tokenizer:
             raise FileProblem(f"{place} holds neither tokenizer.json nor encoder.json and vocab.bpe.")
         if place == "gpt2":
             return cls.from_hub("openai-community/gpt2")
-        raise FileProblem(f"There is no tokenizer {place}; give gpt2, a tokenizer.json or a folder that has one.")
+        if place == BOX:
+            return cls.load(str(resources.files("loopformer") / BOX))
+        raise FileProblem(
+            f"There is no tokenizer {place}; give gpt2, box, a tokenizer.json or a folder that has one."
+        )
 
     @classmethod
     def from_hub(cls, repository: str) -> Tokenizer:

@@ -241,6 +241,7 @@ def write_card(
     trust = ", trust_remote_code=True" if self_contained else ""
     register = "import loopformer.hf  # pip install 'loopformer[hf]'; makes the model known to Transformers\n"
     lm_eval = f":\n`lm_eval --model hf --model_args pretrained={name},trust_remote_code=True,budget=1`."
+    tokenizer_class = _tokenizer_class(self_contained)
     tools = lm_eval if self_contained else "."  # lm-eval does not import loopformer, so it needs the sources
     return f"""---
 library_name: transformers
@@ -275,10 +276,10 @@ cache keeps, in bfloat16. {_validation_note(measured, model.loops)}
 ## Use
 
 ```python
-{"" if self_contained else register}from transformers import AutoModelForCausalLM, AutoTokenizer
+{"" if self_contained else register}from transformers import AutoModelForCausalLM, {tokenizer_class}
 
 model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
-{_example(name, model, trust, has_tokenizer)}
+{_example(name, model, self_contained, has_tokenizer)}
 ```
 
 `from_pretrained(…, budget=1)` changes the default, which serves tools that only pass settings on{tools}
@@ -311,14 +312,20 @@ def _validation_note(measured: Measured | None, loops: int) -> str:
     return f"Loss and perplexity are per token, from the\nrun's own validation at step {measured.step}{left_out}."
 
 
-def _example(name: str, model: ModelConfig, trust: str, has_tokenizer: bool) -> str:
+def _tokenizer_class(self_contained: bool) -> str:
+    """What loads the tokenizer, which has no code of its own: before it looks at it, `AutoTokenizer` reads
+    config.json, and asks whether it may run the code that a self-contained one names."""
+    return "PreTrainedTokenizerFast" if self_contained else "AutoTokenizer"
+
+
+def _example(name: str, model: ModelConfig, self_contained: bool, has_tokenizer: bool) -> str:
     """How to generate, with a budget and a schedule that this model can follow."""
     schedule = model.loops > 2 and model.conditioning not in ("none", "index")
     call = f"max_new_tokens=32, budget={max(1, model.loops // 2)})"
     call += '  # or trajectory="2-1-1"' if schedule else ""
     if not has_tokenizer:
         return f"model.generate(ids, {call}"
-    return f"""tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
+    return f"""tokenizer = {_tokenizer_class(self_contained)}.from_pretrained("{name}")
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 ids = model.generate(**inputs, {call}
 print(tokenizer.decode(ids[0]))"""
