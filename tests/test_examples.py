@@ -1,0 +1,25 @@
+"""The walk through everything works from the first line to the last."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "examples" / "first_hour.sh"
+
+
+@pytest.mark.timeout(400)
+def test_the_first_hour(tmp_path: Path) -> None:
+    commands = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": commands, "FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", str(SCRIPT)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    made = tmp_path / "first-hour"
+    for file in ("report/report.html", "analysis/cka.png", "exported/config.json", "run/schedules.json"):
+        assert (made / file).is_file()
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["loopformer"]["budget"] == 2
+    assert answer["usage"]["completion_tokens"] == 8
