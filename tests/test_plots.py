@@ -64,6 +64,27 @@ def test_names_stand_above_the_highest_point_and_below_the_others() -> None:
     ]
 
 
+def test_names_neither_touch_nor_cross_the_frame() -> None:
+    near = Line("near", [1, 1.1, 1.2, 8], [1, 1.01, 1.02, 1.5], names=["M=1", "M=2", "M=3", "the last of them all"])
+    (axis,) = line_figure([Panel([near], falling=True)]).axes
+    shown = [text for text in axis.texts if text.get_visible()]
+    assert [text.get_text() for text in shown] == ["M=1", "the last of them all"]
+    assert all(text.get_window_extent().x1 <= axis.get_window_extent().x1 for text in shown)
+
+
+def test_a_panel_in_which_nothing_is_seen_is_left_out() -> None:
+    full, empty = Panel([Line("loss", [1, 2], [3.0, 2.0])], "full"), Panel([Line("loss", [1], [None])], "empty")
+    assert [axis.get_title() for axis in line_figure([empty, full]).axes] == ["full"]
+    assert [axis.get_title() for axis in line_figure([empty]).axes] == ["empty"]
+
+
+def test_a_map_of_eight_loops_has_its_numbers_and_a_scale_of_its_values() -> None:
+    values = [[1 - 0.04 * abs(row - column) for column in range(9)] for row in range(9)]
+    axis, _ = map_figure([HeatMap("eight", values)], label="CKA").axes
+    assert [text.get_text() for text in axis.texts[:3]] == ["1.00", ".96", ".92"]
+    assert axis.images[0].get_clim() == (0.6, 1)
+
+
 def test_one_legend_names_every_line_once_and_panels_may_have_their_own() -> None:
     panels = [Panel([Line("a", [1], [2])]), Panel([Line("a", [1], [2]), Line("b", [1], [2])])]
     together = line_figure(panels, legend="both")

@@ -28,6 +28,7 @@ from loopformer.files import write_atomic
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
 WIDTH = 7.0  # inches
 DPI = 200
@@ -60,7 +61,7 @@ _ALONE = 4.6  # inches of a figure with one panel
 _IN_ROW = 3  # panels or maps
 _MOST_MARKED = 40  # points of a line; the markers of more cover it
 _WIDE = 4.0  # the ratio of two values from which on an axis is better logarithmic
-_SMALLEST_LABELLED = 0.27  # inches of a cell that holds a number of 8 pt
+_SMALLEST_LARGE, _SMALLEST_LABELLED = 0.27, 0.17  # inches of a cell that holds a number of 8 pt, and of 6 pt
 _MOST_NAMED = 60  # schedules that still have room for their names
 _MARKS = (("o", "#0072B2", 9), ("D", "#D55E00", 6), ("s", "#000000", 6))  # the first is seen below the second
 
@@ -97,7 +98,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A square of values from 0 to 1."""
+    """A square of values of at most 1."""
 
     label: str
     values: Sequence[Sequence[float | None]]
@@ -119,12 +120,13 @@ def line_figure(
     xlabel: str = "",
     legend: str | None = "",
 ) -> Figure:
-    """Panels side by side, up to three in a row.
+    """Panels side by side, up to three in a row; those in which nothing would be seen are left out.
 
     height  of a row, in inches
     xlabel  said once for all panels
     legend  the title of the one above all panels; None gives every panel a legend of its own
     """
+    panels = [panel for panel in panels if any(_points(line, panel.log_y) for line in panel.lines)] or panels[:1]
     columns = min(_IN_ROW, len(panels))
     rows = math.ceil(len(panels) / columns)
     width = WIDTH if columns > 1 else _ALONE
@@ -143,6 +145,10 @@ def line_figure(
             for axis in axes.flat:
                 if axis.get_lines():
                     axis.legend(frameon=False)
+        if any(line.names for panel in panels for line in panel.lines):
+            figure.draw_without_rendering()  # from here on the places of all words are known
+            for axis in axes.flat:
+                _keep_names_apart(axis)
     return figure
 
 
@@ -175,13 +181,18 @@ def _draw_panel(axis: Axes, panel: Panel) -> None:
             _plain_ticks(axis.yaxis, *axis.get_ylim())
 
 
-def _draw_line(axis: Axes, line: Line, number: int, log: bool) -> None:
+def _points(line: Line, log: bool) -> list[tuple[float, float, float]]:
+    """Those that have a place: x, y and half the height of the band."""
     errors = line.errors or [None] * len(line.y)
-    points = [
+    return [
         (x, y, error or 0.0)
         for x, y, error in zip(line.x, line.y, errors, strict=True)
         if y is not None and not (log and y <= 0)
     ]
+
+
+def _draw_line(axis: Axes, line: Line, number: int, log: bool) -> None:
+    points = _points(line, log)
     if not points:
         return
     x, y, heights = zip(*points, strict=True)
@@ -228,6 +239,27 @@ def _name_points(axis: Axes, panel: Panel) -> None:
         )
 
 
+def _keep_names_apart(axis: Axes) -> None:
+    """Names that would cross the frame stand on the other side of their points; of two that touch the later is left
+    out, but the first and the last of a line come before those between."""
+    from matplotlib.text import Annotation
+
+    names = [one for one in axis.texts if isinstance(one, Annotation)]
+    frame = axis.get_window_extent()
+    kept: list[Bbox] = []
+    for name in sorted(names, key=lambda one: one not in (names[0], names[-1])):
+        box = name.get_window_extent()
+        if box.x1 > frame.x1 or box.x0 < frame.x0:
+            right, (x, y) = box.x0 < frame.x0, name.xyann
+            name.set(ha="left" if right else "right")
+            name.xyann = (abs(x) if right else -abs(x), y)
+            box = name.get_window_extent()
+        if any(box.overlaps(other) for other in kept):
+            name.set_visible(False)
+        else:
+            kept.append(box)
+
+
 def _plain_ticks(axis: Any, low: float, high: float) -> None:
     """Plain numbers at powers of ten of a log axis; at 1, 2 and 5 where there are few of those."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -266,39 +298,38 @@ def wide(values: Iterable[float | None]) -> bool:
 def map_figure(
     maps: Sequence[HeatMap], *, label: str, xlabel: str = "", ylabel: str = "", title: Sequence[str] = ()
 ) -> Figure:
-    """Heat maps on one scale of 0 to 1, up to three in a row; the parts of the title share a line if they fit."""
+    """Heat maps, up to three in a row, on one scale that begins where their values do and ends at 1; the parts of
+    the title share a line if they fit."""
     columns = min(_IN_ROW, len(maps))
     rows = math.ceil(len(maps) / columns)
     width = WIDTH if columns > 1 else WIDTH / 2
     side = (width - 0.9) / columns - 0.35  # inches of a map, beside the colour bar and its own tick labels
+    lowest = min((value for one in maps for row in one.values for value in row if value is not None), default=0.0)
+    lowest = min(0.9, max(0.0, math.floor(10 * lowest) / 10))
     with house_style():
         figure = new_figure(width, 0.65 + rows * (side + 0.55))
         axes = figure.subplots(rows, columns, squeeze=False)
         for axis in axes.flat[len(maps) :]:
             axis.set_visible(False)
         for axis, heat_map in zip(axes.flat, maps, strict=False):
-            image = _draw_map(axis, heat_map, side)
+            image = _draw_map(axis, heat_map, side, lowest)
         figure.supxlabel(xlabel, fontsize=8)
         figure.supylabel(ylabel, fontsize=8)
         figure.suptitle(("\n" if columns == 1 else ", ").join(title), fontsize=8)
-        figure.colorbar(image, ax=axes, label=label, ticks=[0, 0.25, 0.5, 0.75, 1], pad=0.02, fraction=0.05)
+        figure.colorbar(image, ax=axes, label=label, pad=0.02, fraction=0.05)
     return figure
 
 
-def _draw_map(axis: Axes, heat_map: HeatMap, side: float) -> Any:
+def _draw_map(axis: Axes, heat_map: HeatMap, side: float, lowest: float) -> Any:
     values = [[math.nan if value is None else value for value in row] for row in heat_map.values]
-    image = axis.imshow(values, vmin=0, vmax=1, cmap="viridis", origin="lower")
+    image = axis.imshow(values, vmin=lowest, vmax=1, cmap="viridis", origin="lower")
     size = len(values)
     step = math.ceil(size / 9)
     axis.set(xticks=range(0, size, step), yticks=range(0, size, step))
     axis.grid(False)
     axis.spines[:].set_visible(False)
     axis.tick_params(length=0)
-    if side / size >= _SMALLEST_LABELLED:
-        for y, row in enumerate(values):
-            for x, value in enumerate(row):
-                colour = "black" if value > 0.6 else "white"
-                axis.text(x, y, f"{value:.2f}", ha="center", va="center", color=colour)
+    _write_values(axis, values, side / size, lowest)
     most = int((side + 0.2) / _CHARACTER * 0.85)  # characters of a title, which are larger
     label = heat_map.label
     if len(label) > most:  # on two lines; a name that is still too long keeps its end
@@ -306,6 +337,18 @@ def _draw_map(axis: Axes, heat_map: HeatMap, side: float) -> Any:
         label = (name if len(name) <= most else "…" + name[1 - most :]) + f"\n({rest}"
     axis.set_title(label)
     return image
+
+
+def _write_values(axis: Axes, values: Sequence[Sequence[float]], cell: float, lowest: float) -> None:
+    """Two digits into every cell of so many inches, where there is room."""
+    if cell < _SMALLEST_LABELLED:
+        return
+    size = 8 if cell >= _SMALLEST_LARGE else 6
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            text = f"{value:.2f}" if size == 8 or value >= 0.995 else f"{value:.2f}".removeprefix("0")
+            colour = "black" if value - lowest > 0.6 * (1 - lowest) else "white"
+            axis.text(x, y, text, ha="center", va="center", color=colour, fontsize=size)
 
 
 def grid_figure(rows: Mapping[str, Sequence[float]], *, label: str, xlabel: str = "", title: str = "") -> Figure:
@@ -326,11 +369,7 @@ def grid_figure(rows: Mapping[str, Sequence[float]], *, label: str, xlabel: str 
         axis.grid(False)
         axis.spines[:].set_visible(False)
         axis.tick_params(length=0)
-        if cell >= _SMALLEST_LABELLED:
-            for y, row in enumerate(values):
-                for x, value in enumerate(row):
-                    colour = "black" if value > 0.6 else "white"
-                    axis.text(x, y, f"{value:.2f}", ha="center", va="center", color=colour)
+        _write_values(axis, values, min(cell, height), 0.0)
         figure.colorbar(image, ax=axis, label=label, ticks=[0, 0.25, 0.5, 0.75, 1], pad=0.02, fraction=0.05)
     return figure
 
