@@ -321,7 +321,7 @@ def test_plan_counts_what_the_paper_has(tmp_path: Path) -> None:
 def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: Path) -> None:
     launch("demo", small(training__steps=2), tmp_path / "run", quiet=True)
     cases: list[tuple[str | None, list[str], dict[str, bool], str]] = [
-        ("demo", small(), {}, "already holds a run; add --resume"),
+        ("demo", small(), {}, "already holds a run; go on with `loopformer train --resume --out"),
         ("demo", small(training__seed=1), {"resume": True}, "training.seed = 0, not 1"),
         ("demo", small(training__stesp=1), {}, r"Unknown setting training.stesp; did you mean steps\?"),
         ("demo", ["trainin.steps=1"], {}, "did you mean training.steps"),

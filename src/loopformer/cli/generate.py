@@ -307,7 +307,9 @@ def _compare(lm: "LM", text: str, compared: "list[Trajectory]", options: dict[st
 
     rows: list[dict[str, Any]] = []
     for trajectory in compared:
+        started = time.perf_counter()
         result = lm.generate(text, trajectory=trajectory, **options)
+        seconds = time.perf_counter() - started
         (scored,) = lm.score([text], trajectory=trajectory)
         milliseconds = milliseconds_per_token(lm.model, trajectory, lm.requests([text])[0].prompt)
         rows.append(
@@ -315,6 +317,7 @@ def _compare(lm: "LM", text: str, compared: "list[Trajectory]", options: dict[st
                 "budget": trajectory.budget,
                 "trajectory": str(trajectory),
                 "ms_per_token": milliseconds,
+                "seconds": seconds,
                 "prompt_perplexity": scored.perplexity,
                 "text": result.text,
             }
@@ -322,11 +325,12 @@ def _compare(lm: "LM", text: str, compared: "list[Trajectory]", options: dict[st
     if as_json:
         typer.echo(json.dumps(rows))
         return
-    columns = ["passes", "ms/token", "prompt perplexity", "continuation"]
+    columns = ["passes", "decode,\nms/token", "in all,\ns", "prompt\nperplexity", "continuation"]
     cells = [
         [
             row["trajectory"],
             f"{row['ms_per_token']:.2f}",
+            f"{row['seconds']:.2f}",
             number(row["prompt_perplexity"], ".2f", missing="-"),
             row["text"],
         ]

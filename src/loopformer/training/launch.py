@@ -97,7 +97,9 @@ def launch(
                     f"The data of this run, {run.data.path}, cannot be found; give its folder with data.path=…"
                 )
         elif checkpoints(out):
-            raise LoopformerError(f"{out} already holds a run; add --resume to go on, or choose another --out.")
+            raise LoopformerError(
+                f"{out} already holds a run; go on with `loopformer train --resume --out {out}`, or choose another."
+            )
         else:
             if ranks.main:
                 _prepare_if_asked(run, say)
