@@ -148,6 +148,11 @@ def is_prepared(folder: Path | str) -> bool:
     return (Path(folder) / INDEX_FILE).is_file()
 
 
+def is_begun(folder: Path | str) -> bool:
+    """Whether a folder was prepared, to the end or not."""
+    return is_prepared(folder) or (Path(folder) / STATE_FILE).is_file()
+
+
 class ShardedArray:
     """Several files read as one long array."""
 
@@ -228,6 +233,14 @@ class TokenData:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.folder)
+
+    def check_ids(self, ids: npt.NDArray[Any], source: str) -> None:
+        """Refuse tokens that the vocabulary does not have."""
+        if len(ids) and (highest := int(ids.max())) >= self.vocab_size:
+            raise FileProblem(
+                f"{self.folder} has a token {highest} of {source} where the vocabulary has {self.vocab_size}; "
+                "prepare it again."
+            )
 
     def verify(self, *, changed_only: bool = False, say: Callable[[str], None] | None = None) -> None:
         """Read every shard and compare it with the checksum of the index.
