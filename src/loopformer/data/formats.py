@@ -274,7 +274,7 @@ def _decompressor(packing: str) -> Callable[[], Any]:
     return lambda: zstd.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
 
 
-def _seekable(stream: io.BufferedReader) -> IO[bytes]:
+def _seekable(stream: io.BufferedIOBase) -> IO[bytes]:
     """A packed parquet file goes through a temporary file, because it is read from its end."""
     unpacked = tempfile.TemporaryFile()  # noqa: SIM115 (read_records closes it)
     with closing(stream):

@@ -37,13 +37,13 @@ from loopformer.data.shards import INDEX_FILE, STATE_FILE, Shard, ShardWriter, d
 from loopformer.data.splits import SPLITS, Split, Splitter, agree, check_fraction, documents, fits, survey
 from loopformer.data.supervised import Example, encode_examples, example_key, example_text, parse_example
 from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
-from loopformer.data.tokenizer import Tokenizer, check_vocab_size
+from loopformer.data.tokenizer import Tokenizer, check_vocab_size, training_pieces
 from loopformer.errors import FileProblem, LoopformerError
 from loopformer.files import check_writable, locked, sync_folder, write_atomic
 
 DEFAULT_VOCAB = 4096  # of the tokenizer trained on the spot when none is asked for
 _TOKENIZER_TEXT = 256 << 20  # characters a tokenizer is trained on, at most
-_TOKENIZER_WORDS = 384 << 20  # bytes that its training may take for the different words of the text, of which
+_TOKENIZER_WORDS = 320 << 20  # bytes that its training may take for the different words of the text, of which
 _WORD, _WORD_BYTE = 500, 110  # each takes so much, and so much for each of its bytes: measured
 _WORDS = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")  # about what byte-level BPE takes for a word
 _AT_ONCE = 2 << 20  # bytes tokenized at a time; each may become a token, which takes the library some 100 bytes
@@ -352,20 +352,19 @@ class _Reader:
         return survey(texts, source.val_fraction, source.given, whole=self.supervised)
 
     def training_texts(self, sources: Sequence[Source], states: Sequence[SourceState]) -> Iterator[str]:
-        """The training documents of each source, up to its share of what a tokenizer learns from."""
+        """Pieces of the training documents of each source, up to its share of what a tokenizer learns from."""
         for source, state in zip(sources, states, strict=True):
-            left, room = _TOKENIZER_TEXT // len(sources), _TOKENIZER_WORDS // len(sources)
-            words: set[str] = set()
-            for _, item in self.items(source, Position(), Meter()):
-                for split, part in self.split(state.splitter, item):
-                    if split == "train":
-                        left -= len(_text(part))
-                        new = {word for word in _WORDS.findall(_text(part)) if word not in words}
-                        room -= sum(_WORD + _WORD_BYTE * len(word.encode()) for word in new)
-                        words |= new
-                        yield _text(part)
-                if left <= 0 or room <= 0:
-                    break
+            yield from _of_few_words(self._training_pieces(source, state, len(sources)), len(sources))
+
+    def _training_pieces(self, source: Source, state: SourceState, shares: int) -> Iterator[str]:
+        left = _TOKENIZER_TEXT // shares
+        for _, item in self.items(source, Position(), Meter()):
+            for split, part in self.split(state.splitter, item):
+                if split == "train":
+                    left -= len(_text(part))
+                    yield from training_pieces(_text(part))
+            if left <= 0:
+                return
 
     def batches(self, source: Source, state: SourceState, meter: Meter, batch_chars: int) -> Iterator[_TextBatch]:
         """Batches of about `batch_chars` characters."""
@@ -383,6 +382,19 @@ class _Reader:
                 size += len(_text(item))
             batch = dataclasses.replace(batch, position=after, read=meter.read)
         yield batch
+
+
+def _of_few_words(texts: Iterator[str], shares: int) -> Iterator[str]:
+    """The texts until their words would take the training of a tokenizer more than one share of its memory."""
+    words: set[str] = set()
+    room = _TOKENIZER_WORDS // shares
+    for text in texts:
+        new = {word for word in _WORDS.findall(text) if word not in words}
+        room -= sum(_WORD + _WORD_BYTE * len(word.encode()) for word in new)
+        if room < 0:
+            return
+        words |= new
+        yield text
 
 
 class _Output:

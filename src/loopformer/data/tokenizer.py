@@ -194,11 +194,14 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Byte-level BPE, the end token included in `vocab_size`; the same text gives the same tokenizer."""
         check_vocab_size(vocab_size)
-        return cls(_train(texts, vocab_size), "the trained tokenizer")
+        return cls(
+            _train((piece for text in texts for piece in training_pieces(text)), vocab_size),
+            "the trained tokenizer",
+        )
 
     @classmethod
     def train_apart(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """The same in a process of its own: the library cannot be interrupted, a process can be left."""
+        """The same of `training_pieces` in a process of its own, which can be left where the library cannot."""
         check_vocab_size(vocab_size)
         code = "from loopformer.data.tokenizer import _train_from_stdin; _train_from_stdin()"
         process = subprocess.Popen(
@@ -245,7 +248,7 @@ def _train(texts: Iterable[str], vocab_size: int) -> str:
         initial_alphabet=sorted(ByteLevel.alphabet()),
         show_progress=False,
     )
-    library.train_from_iterator(_pieces(texts), trainer)
+    library.train_from_iterator(texts, trainer)
     return library.to_str()
 
 
@@ -283,10 +286,9 @@ def _byte_level(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return library
 
 
-def _pieces(texts: Iterable[str]) -> Iterator[str]:
-    """The trainer buffers some hundreds of items at a time; pieces keep that small."""
-    for text in texts:
-        yield from cut(text, 1 << 12, 1 << 16)
+def training_pieces(text: str) -> list[str]:
+    """A text as a tokenizer is trained on it; the trainer buffers some hundreds, and pieces keep that small."""
+    return cut(text, 1 << 12, 1 << 16)
 
 
 def _read(path: Path) -> str:
