@@ -200,7 +200,7 @@ def _largest_page(stream: IO[bytes], group: Any, columns: list[str]) -> int:
     largest = 0
     for number in range(group.num_columns):
         chunk = group.column(number)
-        if chunk.path_in_schema.partition(".")[0] in columns:
+        if any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns):
             place = chunk.dictionary_page_offset or chunk.data_page_offset
             end = place + chunk.total_compressed_size
             while place < end:
