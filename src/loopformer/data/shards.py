@@ -148,11 +148,6 @@ def is_prepared(folder: Path | str) -> bool:
     return (Path(folder) / INDEX_FILE).is_file()
 
 
-def is_begun(folder: Path | str) -> bool:
-    """Whether a folder was prepared, to the end or not."""
-    return is_prepared(folder) or (Path(folder) / STATE_FILE).is_file()
-
-
 class ShardedArray:
     """Several files read as one long array."""
 
