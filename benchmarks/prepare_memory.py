@@ -5,8 +5,8 @@ python benchmarks/prepare_memory.py --only newlines --seconds 60
 
 Each input is written to a temporary folder and prepared by a process of its own, which may take `--seconds` and an
 address space of `--gigabytes`. The peak is of its resident memory and that of its children, read from /proc ten
-times a second. The last line is JSON, which also goes to results/prepare_memory.json; what earlier versions took is
-kept there by hand. Random text is the same each time.
+times a second. The last line is JSON, which also goes to results/prepare_memory.json; what is there of an earlier
+version (`before`) stays. Random text is the same each time.
 """
 
 import argparse
@@ -182,6 +182,7 @@ def main() -> None:
         "found": found,
     }
     if not options.only:
+        result["before"] = json.loads(RESULT.read_text())["before"] if RESULT.exists() else None
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 

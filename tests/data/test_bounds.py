@@ -208,6 +208,23 @@ def test_bad_records_are_counted_once_wherever_it_stops(tmp_path: Path, prepared
         assert index["sources"] == whole["sources"]
 
 
+def test_bad_records_alone_take_little_memory_and_are_committed(tmp_path: Path, prepared: Path) -> None:
+    good = json.dumps({"text": document(1)})
+    (tmp_path / "a.jsonl").write_text(good + "\n" + f'{{"{"x" * 1000}"\n' * 5000)
+    batches: list[int] = []
+    index = prepare(
+        [str(tmp_path / "a.jsonl")],
+        tmp_path / "out",
+        tokenizer=str(prepared),
+        val_fraction=0,
+        on_bad="skip",
+        batch_chars=50_000,
+        report=lambda progress: batches.append(progress.tokens),
+    )
+    assert index["sources"][0]["bad"] == 5000
+    assert len(batches) > 5
+
+
 def test_a_stop_inside_a_long_record(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loopformer.data.splits.LONGEST", 10_000)
     text = "\n\n".join(document(number) for number in range(60))

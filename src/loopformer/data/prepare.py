@@ -283,7 +283,7 @@ class _TextBatch:
     """Documents to tokenize, what was wrong with records between them, and how far the source has been read."""
 
     documents: list[_Document]
-    bad: list[BadRecord]
+    bad: list[str]
     position: Position
     read: int  # bytes from disk
 
@@ -375,7 +375,8 @@ class _Reader:
                 yield batch
                 batch, size = _TextBatch([], [], batch.position, meter.read), 0
             if isinstance(item, BadRecord):
-                batch.bad.append(item)
+                batch.bad.append(str(item))  # the error itself holds on to the text of its line
+                size += len(batch.bad[-1])
             else:
                 pieces = self.split(state.splitter, item)
                 batch.documents.extend(_Document(split, piece, after) for split, piece in pieces)
@@ -471,13 +472,14 @@ def _tokenize(
             outputs[split] = stack.enter_context(closing(output))
         batches = stack.enter_context(closing(Prefetcher(reader.batches(source, state, meter, batch_chars))))
         for batch in batches:
-            bad = batch.bad
+            bad = list(batch.bad)
             for documents in _some(batch.documents):
                 wanted = [document for document in documents if not outputs[document.split].full]
                 encoded = _encode_named(tokenizer, wanted, source)
-                bad += [problem for problem in encoded if isinstance(problem, BadRecord)]
-                if bad and not reader.skip_bad:
-                    raise bad[0]
+                problems = [problem for problem in encoded if isinstance(problem, BadRecord)]
+                if problems and not reader.skip_bad:
+                    raise problems[0]
+                bad += map(str, problems)
                 for split, output in outputs.items():
                     own = [
                         (document.item, ids)
@@ -486,7 +488,7 @@ def _tokenize(
                     ]
                     output.append([item for item, _ in own], [ids for _, ids in own])
             state.bad += len(bad)
-            state.bad_first = [*state.bad_first, *map(str, bad)][:_BAD_LISTED]
+            state.bad_first = [*state.bad_first, *bad][:_BAD_LISTED]
             state.position = batch.position
             if report:
                 report(_progress(source, state, batch.read))
