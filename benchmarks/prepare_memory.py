@@ -174,7 +174,7 @@ def main() -> None:
             given = options.options.split()
             found[name] = measure(place, Path(folder) / "out", options.seconds, options.gigabytes, given)
         print(name, found[name], flush=True)
-    result = {
+    result: dict[str, object] = {
         "command": " ".join(["python", "benchmarks/prepare_memory.py", *sys.argv[1:]]),
         "hardware": f"{len(os.sched_getaffinity(0))} CPU cores",
         "versions": {"python": platform.python_version(), "tokenizers": tokenizers.__version__},
