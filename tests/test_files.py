@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 
 from loopformer import files
-from loopformer.errors import FileProblem
-from loopformer.files import DamagedFile, append, locked, opened_alone, read_json, read_yaml, write_atomic
+from loopformer.errors import FileProblem, remedy
+from loopformer.files import (
+    DamagedFile,
+    append,
+    locked,
+    opened_alone,
+    read_json,
+    read_yaml,
+    write_atomic,
+    writing,
+)
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
@@ -17,8 +26,26 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     write_atomic(tmp_path / "a.json", b'{"b": 1}')
     assert read_json(tmp_path / "a.json") == {"b": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
-    with pytest.raises(FileProblem, match=r"Cannot write .*nowhere.*make room and start again"):
+    with pytest.raises(FileProblem, match=r"Cannot write .*nowhere.*check the path and the disk and start again"):
         write_atomic(tmp_path / "nowhere" / "a.json", b"")
+
+
+@pytest.mark.parametrize(
+    ("error", "what_to_do"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "make room"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "make room"),
+        (PermissionError(errno.EACCES, "Permission denied"), "change its permissions"),
+        (OSError(errno.EROFS, "Read-only file system"), "change its permissions"),
+        (OSError(errno.EIO, "Input/output error"), "check the path and the disk"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "make room"),
+    ],
+)
+def test_no_room_and_no_permission_are_told_apart(tmp_path: Path, error: Exception, what_to_do: str) -> None:
+    assert remedy(error).startswith(what_to_do)
+    if isinstance(error, OSError):
+        with pytest.raises(FileProblem, match=f"{error.strerror}; .* so {what_to_do}"), writing(tmp_path):
+            raise error
 
 
 def test_work_that_fails_leaves_no_empty_folder(tmp_path: Path) -> None:

@@ -10,6 +10,11 @@ such as one with `nearest(…)`, is raised with `if`, since `require` builds it 
 from __future__ import annotations
 
 import difflib
+import errno
+import re
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class LoopformerError(ValueError):
@@ -39,3 +44,15 @@ def nearest(word: str, known: list[str], otherwise: str | None = None) -> str:
     """A hint for a misspelt word: the nearest valid one, else `otherwise` or all of them."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {close[0]}?" if close else otherwise or f"valid are {', '.join(known)}."
+
+
+def remedy(error: BaseException) -> str:
+    """What to do about a file that cannot be read or written: room and permission are told apart."""
+    number = getattr(error, "errno", None)
+    if number is None and (told := re.search(r"\(os error (\d+)\)", str(error))):  # libraries written in Rust
+        number = int(told[1])
+    if number in _NO_ROOM:
+        return "make room"
+    return (
+        "change its permissions or choose another place" if number in _FORBIDDEN else "check the path and the disk"
+    )

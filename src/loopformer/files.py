@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from loopformer.errors import FileProblem
+from loopformer.errors import FileProblem, remedy
 
 _BLOCK = 1 << 20
 _DEEPEST = 32  # of YAML
@@ -126,7 +126,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise FileProblem(
             f"Cannot write {path}: {error.strerror or error}; what was finished is safe, "
-            "so make room and start again."
+            f"so {remedy(error)} and start again."
         ) from error
 
 
@@ -149,6 +149,12 @@ def locked(folder: Path) -> Iterator[None]:
             raise
     finally:
         os.close(descriptor)
+
+
+def check_writable(folder: Path, option: str = "--out") -> None:
+    """Refuse a folder that cannot be written to before the work is done."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise FileProblem(f"The folder {folder} cannot be written to; choose another with {option}.")
 
 
 def _lock(descriptor: int, where: str) -> None:
@@ -218,7 +224,7 @@ def _read_mapping(
         with file.open("rb") as stream:
             content = stream.read(_LARGEST + 1)
     except OSError as error:
-        raise FileProblem(f"{name} cannot be read: {error.strerror or error}.") from error
+        raise FileProblem(f"{name} cannot be read: {error.strerror or error}; {remedy(error)}.") from error
     if len(content) > _LARGEST:
         raise DamagedFile(f"{name} is larger than {_LARGEST >> 20} MB, too large for settings or an index.")
     try:

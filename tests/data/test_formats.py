@@ -6,13 +6,15 @@ import json
 import lzma
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 
-from loopformer.data.formats import Meter, format_of, read_records
+from loopformer.data import formats
+from loopformer.data.formats import BadRecord, Meter, Record, format_of
 from loopformer.data.splits import LONGEST
 from loopformer.errors import FileProblem
 
@@ -23,6 +25,16 @@ PACK: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.compress,
     ".zst": zstandard.ZstdCompressor().compress,
 }
+
+
+def read_records(path: Path, field: str, skip: int = 0, **options: Any) -> list[Record]:
+    """The records; a bad one is raised."""
+    found = []
+    for record in formats.read_records(path, field, skip, **options):
+        if isinstance(record, BadRecord):
+            raise record
+        found.append(record)
+    return found
 
 
 def jsonl() -> bytes:
@@ -86,8 +98,8 @@ def test_damaged_archive(tmp_path: Path, packing: str, damage: str) -> None:
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl line 2 is not JSON"),
         ("a.jsonl", b"[1, 2]\n", "a.jsonl line 1 must be an object"),
-        ("a.txt", b"caf\xe9", "a.txt is not UTF-8"),
-        ("a.jsonl", b'{"text": "caf\xe9"}', "a.jsonl is not UTF-8"),
+        ("a.txt", b"a\ncaf\xe9", "a.txt line 2 is not UTF-8"),
+        ("a.jsonl", b'{"text": "caf\xe9"}', "a.jsonl line 1 is not UTF-8"),
         ("a.parquet", b"PAR1 no", "a.parquet is no readable parquet file"),
     ],
 )

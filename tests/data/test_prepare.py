@@ -318,6 +318,17 @@ def test_prepare_prints_what_it_made(tmp_path: Path, corpus: Path) -> None:
     assert told["sources"][0]["name"] == "news"
 
 
+def test_bad_records_are_told(tmp_path: Path, corpus: Path) -> None:
+    path = tmp_path / "news.jsonl"
+    path.write_bytes(corpus.read_bytes() + b"{\n" * 23)
+    words = [str(path), "--out", str(tmp_path / "out"), "--train-tokenizer", "300", "--on-bad"]
+    assert isinstance(CliRunner().invoke(app, [*words, "stop"]).exception, LoopformerError)
+    told = CliRunner().invoke(app, [*words, "skip"]).stdout
+    assert "news: 23 bad records left out" in told
+    assert f"{path} line 61 is not JSON" in told
+    assert "and 3 more" in told
+
+
 def test_a_mistake_is_our_error(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [str(tmp_path / "nothing.txt"), "--out", str(tmp_path)])
     assert isinstance(result.exception, LoopformerError)
@@ -338,7 +349,7 @@ def test_control_c_then_continue(tmp_path: Path, moment: str) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
     assert process.returncode == 130, errors
-    assert "the same command continues" in errors
+    assert ("starts from the beginning" if moment == "beginning" else "the same command continues") in errors
     assert "Traceback" not in errors
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "training and" in done.stdout

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import loopformer
 from loopformer import LoopedLM, LoopformerError, ModelConfig
@@ -197,6 +199,18 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(
     assert not list((tmp_path / "run" / "checkpoints").glob("*.part"))
     monkeypatch.setattr(checkpoint, "write_safetensors", whole)
     assert launch("demo", small(), tmp_path / "run", resume=True, quiet=True)["finished"]
+
+
+def test_a_full_disk_of_one_of_many_ranks_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*args: object, **options: object) -> None:
+        stack = traceback.extract_stack()
+        raise CheckpointException("save", {1: (OSError(28, "No space left on device"), stack)})
+
+    monkeypatch.setattr(checkpoint, "save", no_space)
+    with pytest.raises(LoopformerError, match=r"No space left.* no earlier one\. Make room and go on") as caught:
+        checkpoint.write_checkpoint(tmp_path, 1, lambda part: None, {}, Ranks(0, 1, torch.device("cpu")), True)
+    assert "Traceback" not in str(caught.value)
+    assert len(str(caught.value)) < 200
 
 
 def test_newer_damaged_checkpoints_do_not_push_out_good_ones(small: Small, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from loopformer.cli.search import search
 from loopformer.cli.serve import serve
 from loopformer.cli.train import train
 from loopformer.cli.verify import verify
-from loopformer.errors import LoopformerError
+from loopformer.errors import LoopformerError, remedy
 
 app = typer.Typer(
     name="loopformer",
@@ -77,5 +77,5 @@ def main() -> None:
         raise SystemExit(130) from None
     except OSError as error:
         problem = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-        print(f"loopformer: {problem}; check the path, its permissions and the disk.", file=sys.stderr)
+        print(f"loopformer: {problem}; {remedy(error)}.", file=sys.stderr)
         raise SystemExit(1) from None

@@ -6,7 +6,6 @@ print_table(["text", "loss"], [["news", "3.21"]], left=1)
 """
 
 import json
-import os
 import signal
 import sys
 import threading
@@ -133,14 +132,13 @@ def print_files(files: Iterable[Path]) -> None:
 def output_folder(out: Path, option: str = "--out") -> Iterator[None]:
     """Make a folder for what is written inside, and refuse one that cannot be written to."""
     from loopformer.errors import FileProblem
-    from loopformer.files import no_empty_folder
+    from loopformer.files import check_writable, no_empty_folder
 
     if out.exists() and not out.is_dir():
         raise FileProblem(f"{out} is a file; give a folder with {option}.")
     with no_empty_folder(out):
         out.mkdir(parents=True, exist_ok=True)
-        if not os.access(out, os.W_OK):
-            raise FileProblem(f"The folder {out} cannot be written to; choose another with {option}.")
+        check_writable(out, option)
         yield
 
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -10,7 +10,14 @@ from loopformer.cli.options import Field, Json, OutFolder
 from loopformer.cli.output import Display, progress, stoppable
 
 
-@stoppable("the same command continues where this one was")
+def _kept(**options: Any) -> str:
+    """What a stop leaves: nothing until the tokenizer is there. Nothing is imported here, which takes time."""
+    if any(options["out"].glob("*.json")):
+        return "the same command continues where this one was"
+    return "nothing was written yet, so the same command starts from the beginning"
+
+
+@stoppable(_kept)
 def prepare(
     sources: Annotated[
         list[str] | None,
@@ -42,6 +49,12 @@ def prepare(
     supervised: Annotated[
         bool, typer.Option("--supervised", help="Records are prompt and response, or chat messages.")
     ] = False,
+    on_bad: Annotated[
+        str,
+        typer.Option(
+            help="What to do about a record that cannot be used: stop, or skip it; skipped ones are told."
+        ),
+    ] = "stop",
     workers: Annotated[int | None, typer.Option(help="Cores for tokenizing; all of them by default.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -49,6 +62,7 @@ def prepare(
 
     Example: loopformer prepare 'books/*.txt=1' news.jsonl.zst=3 --out data/mix --train-tokenizer 8192
     """
+    from loopformer.data.prepare import OnBad
     from loopformer.data.prepare import prepare as run
 
     with progress("MB") as display:
@@ -62,6 +76,7 @@ def prepare(
             val_tokens=val_tokens,
             field=field,
             supervised=supervised,
+            on_bad=cast(OnBad, on_bad),
             workers=workers,
             report=lambda step: _report(display, step.source, step.phase, step.text_bytes / 1e6, step.fraction),
         )
@@ -93,3 +108,9 @@ def _show(out: Path, index: dict[str, Any]) -> None:
         counts = ", ".join(f"{split} {written['documents']:,} documents" for split, written in splits.items())
         weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
         typer.echo(f"  {source['name']}: {size / 1e6:.1f} MB, {counts}{weight}")
+        if bad := source.get("bad"):
+            typer.echo(f"  {source['name']}: {bad:,} bad records left out")
+            for sentence in source["bad_first"]:
+                typer.echo(f"    {sentence}")
+            if bad > len(source["bad_first"]):
+                typer.echo(f"    and {bad - len(source['bad_first']):,} more")

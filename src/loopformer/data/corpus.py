@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from loopformer.data.formats import FORMATS, PACKINGS, Meter, Record, format_of, need, read_records
+from loopformer.data.formats import FORMATS, PACKINGS, BadRecord, Meter, Record, format_of, need, read_records
 from loopformer.errors import FileProblem, LoopformerError
 
 T = TypeVar("T")
@@ -70,10 +70,11 @@ PRESETS = {
 
 
 class Position(NamedTuple):
-    """The next record to read: a part of the source and a record in it."""
+    """The next record to read: a part of the source, a record in it, and how many documents of it are done."""
 
     part: int = 0
     record: int = 0
+    piece: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class Part:
 
     name: str
     size: int | None  # bytes on disk, where known
-    read: Callable[[int, Meter], Iterator[Record]]
+    read: Callable[[int, Meter], Iterator[Record | BadRecord]]
+    changed: int | None = None  # when the file was last written to, in ns
 
 
 @dataclass(frozen=True)
@@ -104,29 +106,41 @@ class Source:
         sizes = [part.size for part in self.parts]
         return None if None in sizes else sum(size or 0 for size in sizes)
 
-    def records(self, start: Position, meter: Meter) -> Iterator[tuple[Position, Record]]:
+    def records(self, start: Position, meter: Meter) -> Iterator[tuple[Position, Record | BadRecord]]:
         """Each record from `start` on, with the position after it."""
         for number in range(start.part, len(self.parts)):
             skip = start.record if number == start.part else 0
             for record_number, record in enumerate(self.parts[number].read(skip, meter), skip + 1):
                 yield Position(number, record_number), record
 
-    def texts(self, field: str, start: Position, meter: Meter) -> Iterator[tuple[Position, str]]:
-        """The text of each record that has any, with the position after it."""
+    def read(self, field: str, start: Position, meter: Meter) -> Iterator[tuple[Position, str | BadRecord]]:
+        """The text of each record that has any, or what is wrong with it, with the position after it."""
         for position, record in self.records(start, meter):
-            if field not in record:
-                raise LoopformerError(
-                    f"{self.parts[position.part].name} record {position.record} has no field {field!r}; "
-                    f"choose one with --field: {', '.join(map(str, record)) or 'it is empty'}."
+            if isinstance(record, BadRecord):
+                yield position, record
+            elif field not in record:
+                known = ", ".join(map(str, itertools.islice(record, 20))) or "it is empty"
+                where = self.where(position)
+                yield (
+                    position,
+                    BadRecord(f"{where} has no field {field!r}; choose one with --field: {known[:500]}."),
                 )
-            text = record[field]
-            if text is not None and not isinstance(text, str):
-                raise LoopformerError(
-                    f"Field {field!r} of {self.parts[position.part].name} record {position.record} "
-                    "is not text; choose another with --field."
-                )
-            if text and not text.isspace():
+            elif (text := record[field]) is not None and not isinstance(text, str):
+                where = self.where(position)
+                yield position, BadRecord(f"Field {field!r} of {where} is not text; choose another with --field.")
+            elif text and not text.isspace():
                 yield position, clean(text)
+
+    def texts(self, field: str, start: Position, meter: Meter) -> Iterator[tuple[Position, str]]:
+        """The text of each record that has any, with the position after it; a bad record is raised."""
+        for position, text in self.read(field, start, meter):
+            if isinstance(text, BadRecord):
+                raise text
+            yield position, text
+
+    def where(self, after: Position) -> str:
+        """The name of the record before a position, or of the one that it is in."""
+        return f"{self.parts[after.part].name} record {after.record + (after.piece > 0)}"
 
 
 def clean(text: str) -> str:
@@ -174,18 +188,15 @@ def _source(place: str, spec: str, weight: float | None, field: str, supervised:
         remote = not Path(dataset).is_dir()
         return Source(_slug(dataset), spec, weight, (_dataset(dataset, config, split or "train"),), remote)
     root, paths = _files(place)
-    parts = tuple(
-        Part(
-            path.relative_to(root).as_posix(),
-            path.stat().st_size,
-            functools.partial(_read_file, path, field, supervised),
-        )
-        for path in paths
-    )
-    return Source(_slug(place), spec, weight, parts)
+    parts = []
+    for path in paths:
+        status = path.stat()
+        read_file = functools.partial(_read_file, path, field, supervised)
+        parts.append(Part(path.relative_to(root).as_posix(), status.st_size, read_file, status.st_mtime_ns))
+    return Source(_slug(place), spec, weight, tuple(parts))
 
 
-def _read_file(path: Path, field: str, supervised: bool, skip: int, meter: Meter) -> Iterator[Record]:
+def _read_file(path: Path, field: str, supervised: bool, skip: int, meter: Meter) -> Iterator[Record | BadRecord]:
     return read_records(path, field, skip, only_field=not supervised, meter=meter)
 
 
@@ -205,14 +216,33 @@ def _files(place: str) -> tuple[Path, list[Path]]:
     if path.is_dir():
         root, entries = path, list(path.rglob("*"))
     elif glob.has_magic(place):
-        entries = [Path(name) for name in glob.glob(place, recursive=True)]
+        entries = list(_matches(place))
         root = Path(os.path.commonpath([path.parent for path in entries])) if entries else Path()
     else:
         raise FileProblem(f"There is no file or folder {place}; named sources are stdlib, {', '.join(PRESETS)}.")
-    paths = sorted(path for path in entries if path.is_file() and format_of(path))
+    files = {os.path.realpath(path): path for path in sorted(entries, reverse=True) if format_of(path)}
+    paths = sorted(path for path in files.values() if path.is_file())
     if not paths:
         raise FileProblem(f"{place} holds no file that prepare reads; it reads {known}.")
     return root, paths
+
+
+def _matches(pattern: str) -> Iterator[Path]:
+    """What a glob stands for, each folder below a `**` looked into once, however many links lead to it."""
+    parts = Path(pattern).parts
+    if "**" not in parts:
+        yield from map(Path, glob.glob(pattern))
+        return
+    place = parts.index("**")
+    above, below = Path(*parts[:place]), parts[place + 1 :] or ("*",)
+    seen: set[str] = set()
+    for top in sorted(glob.glob(str(above))):
+        for folder, folders, _ in os.walk(top, followlinks=True):
+            real = os.path.realpath(folder)
+            folders[:] = sorted(name for name in folders if not name.startswith(".")) if real not in seen else []
+            if real not in seen:
+                yield from _matches(os.path.join(glob.escape(folder), *below))
+            seen.add(real)
 
 
 def _weight(spec: str) -> tuple[str, float | None]:
@@ -285,7 +315,17 @@ def _open(dataset: str, config: str, split: str, skip: int) -> Iterator[Record]:
         raise LoopformerError(f"There is no dataset {dataset!r} that you may read; check its id.") from error
     except (ValueError, KeyError, FileNotFoundError) as error:
         raise LoopformerError(f"hf:{dataset} cannot be opened: {_first_line(error)}") from error
-    yield from (stream.skip(skip) if skip else stream)
+    done = skip
+    try:
+        for record in stream.skip(skip) if skip else stream:
+            yield record
+            done += 1
+    except Exception as error:  # of the library, or of those that it reads files with
+        if _is_network(error):
+            raise
+        raise FileProblem(
+            f"hf:{dataset} cannot be read after record {done} ({_first_line(error)}); correct it or leave it out."
+        ) from error
 
 
 def _stream(datasets: Any, dataset: str, config: str, split: str) -> Any:

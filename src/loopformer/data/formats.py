@@ -2,13 +2,16 @@
 
     for record in read_records(Path("news.jsonl.zst"), field="text", skip=1000): record["text"]
 
-Everything streams: a text file of any size comes in documents of at most a million characters, cut at
-paragraph borders. A record is a mapping; `skip` leaves out the first records without parsing them.
+Everything streams within bounds that no file can move: a text file of any size comes in documents of at most a
+million characters, cut at paragraph borders; a line, a parquet page and what an archive needs to be unpacked have
+their limits. A record is a mapping; one that cannot be used comes as a `BadRecord`, which says what is wrong where
+and can be raised. Where a file cannot be read on, that is its last. `skip` leaves out the first records, bad ones
+counted, without parsing them.
 """
 
 from __future__ import annotations
 
-import gzip
+import codecs
 import io
 import itertools
 import json
@@ -16,7 +19,7 @@ import lzma
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,13 +27,21 @@ from pathlib import Path
 from typing import IO, Any
 
 from loopformer.data.splits import LONGEST, cut
-from loopformer.errors import FileProblem, LoopformerError
+from loopformer.errors import FileProblem, LoopformerError, remedy
 
 Record = dict[str, Any]
 FORMATS = (".txt", ".md", ".jsonl", ".parquet")
 PACKINGS = (".gz", ".xz", ".zst")
 _BUFFER = 1 << 20
-_ROWS = 256  # rows of a parquet file in memory at a time
+_LINE = 8 << 20  # bytes of a line; what JSON makes of it takes up to 25 times as much
+_PAGE = 64 << 20  # bytes of a parquet page, unpacked
+_WINDOW = 128 << 20  # bytes that unpacking may take; xz -9 takes half of it, zstd as much without --long
+_PACKED = 1 << 10  # bytes unpacked at a time: zstd makes at most 32 MB of them
+_ROWS, _ROWS_SIZE = 256, 16 << 20  # rows of a parquet file in memory at a time, and their bytes
+
+
+class BadRecord(FileProblem):
+    """A record that cannot be used, or a file that cannot be read on; other records can."""
 
 
 @dataclass
@@ -48,25 +59,39 @@ def format_of(path: Path) -> str | None:
 
 def read_records(
     path: Path, field: str, skip: int = 0, *, only_field: bool = True, meter: Meter | None = None
-) -> Iterator[Record]:
+) -> Iterator[Record | BadRecord]:
     """The records of one file, from number `skip` on; `only_field` spares parquet its other columns."""
+    column = field if only_field else None
+    return itertools.islice(_records(path, field, column, skip, meter or Meter()), skip, None)
+
+
+def _records(path: Path, field: str, column: str | None, skip: int, meter: Meter) -> Iterator[Record | BadRecord]:
+    """All records; the first `skip` are empty where that spares work."""
     try:
-        raw = io.BufferedReader(_Counted(path, meter or Meter()), _BUFFER)
+        raw = io.BufferedReader(_Counted(path, meter), _BUFFER)
         with closing(raw), closing(_unpacked(path, raw)) as stream:
             if format_of(path) == ".parquet":
-                yield from _parquet(path, stream, field if only_field else None, skip)
+                yield from _parquet(path, stream, column, skip)
             elif format_of(path) == ".jsonl":
                 yield from _jsonl(path, stream, skip)
             else:
-                yield from ({field: text} for text in itertools.islice(_texts(stream), skip, None))
-    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-        raise FileProblem(
-            f"{path} is damaged or cut short and cannot be unpacked; copy or download it again."
-        ) from error
+                yield from ({field: text} for text in _texts(stream))
+    except EOFError as error:
+        if "memory" in str(error).lower():
+            wrong = f"takes more than {_WINDOW >> 20} MB to unpack; pack it with a smaller window"
+        else:
+            wrong = "is damaged or cut short and cannot be unpacked; copy or download it again"
+        yield _caused(BadRecord(f"{path} {wrong}."), error)
     except UnicodeDecodeError as error:
-        raise FileProblem(f"{path} is not UTF-8 text; convert it or leave it out.") from error
+        where = f"{path} line {_wrong_line(path)}"
+        yield _caused(BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out."), error)
     except OSError as error:
-        raise FileProblem(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise FileProblem(f"{path} cannot be read: {error.strerror or error}; {remedy(error)}.") from error
+
+
+def _caused(problem: BadRecord, error: Exception) -> BadRecord:
+    problem.__cause__ = error
+    return problem
 
 
 def need(package: str, purpose: str) -> Any:
@@ -79,21 +104,40 @@ def need(package: str, purpose: str) -> Any:
         ) from error
 
 
-def _jsonl(path: Path, stream: IO[bytes], skip: int) -> Iterator[Record]:
-    number = 0
-    for line_number, line in enumerate(stream, 1):
-        if not line.strip():
-            continue
-        number += 1
-        if number <= skip:
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise FileProblem(f"{path} line {line_number} is not JSON; correct or remove it.") from error
-        if not isinstance(record, dict):
-            raise FileProblem(f'{path} line {line_number} must be an object such as {{"text": "…"}}.')
-        yield record
+def _jsonl(path: Path, stream: IO[bytes], skip: int) -> Iterator[Record | BadRecord]:
+    passed = 0
+    for number, line in enumerate(_lines(stream), 1):
+        if line is None or not line.isspace():
+            passed += 1
+            yield {} if passed <= skip else _parsed(f"{path} line {number}", line)
+
+
+def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
+    """The lines; None for one that is too long."""
+    while line := stream.readline(_LINE + 1):
+        yield line if len(line) <= _LINE else None
+        while len(line) > _LINE and not line.endswith(b"\n") and (rest := stream.readline(_LINE + 1)):
+            line = rest
+
+
+def _parsed(where: str, line: bytes | None) -> Record | BadRecord:
+    if line is None:
+        return BadRecord(f"{where} is longer than {_LINE >> 20} MB; cut its text into several records.")
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError as error:
+        return _caused(BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out."), error)
+    except RecursionError as error:
+        return _caused(BadRecord(f"{where} is not JSON that can be read: it is nested too deeply."), error)
+    except ValueError as error:  # no JSON, or a number of thousands of digits
+        return _caused(BadRecord(f"{where} is not JSON ({_first_words(error)}); correct or remove it."), error)
+    if not isinstance(record, dict):
+        return BadRecord(f'{where} must be an object such as {{"text": "…"}}.')
+    return record
+
+
+def _first_words(error: ValueError) -> str:
+    return str(error).partition(":")[0].partition(";")[0]
 
 
 def _texts(stream: IO[bytes]) -> Iterator[str]:
@@ -109,10 +153,23 @@ def _texts(stream: IO[bytes]) -> Iterator[str]:
         yield kept
 
 
-def _parquet(path: Path, stream: IO[bytes], column: str | None, skip: int) -> Iterator[Record]:
+def _wrong_line(path: Path) -> int:
+    """The first line of a file that is not UTF-8."""
+    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    with closing(io.BufferedReader(_Counted(path, Meter()))) as raw, closing(_unpacked(path, raw)) as stream:
+        try:
+            while block := stream.read(_BUFFER):
+                line += decoder.decode(block).count("\n")
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            line += error.object[: error.start].count(b"\n")
+    return line
+
+
+def _parquet(path: Path, stream: IO[bytes], column: str | None, skip: int) -> Iterator[Record | BadRecord]:
     arrow, parquet = need("pyarrow", "A parquet file"), need("pyarrow.parquet", "A parquet file")
     try:
-        file = parquet.ParquetFile(stream)
+        file = parquet.ParquetFile(stream, buffer_size=_BUFFER)
         columns = file.schema_arrow.names
         if column is not None:
             columns = [name for name in columns if name == column] or columns
@@ -120,27 +177,104 @@ def _parquet(path: Path, stream: IO[bytes], column: str | None, skip: int) -> It
             rows = file.metadata.row_group(group).num_rows
             if skip >= rows:
                 skip -= rows
+                yield from itertools.repeat({}, rows)
                 continue
-            for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=columns):
-                yield from itertools.islice(batch.to_pylist(), min(skip, len(batch)), None)
-                skip = max(0, skip - len(batch))
-    except arrow.ArrowException as error:
-        raise FileProblem(f"{path} is no readable parquet file; copy or download it again.") from error
+            page = _largest_page(stream, file.metadata.row_group(group), columns)
+            if page > _PAGE:
+                where = f"{path} row group {group + 1}"
+                yield BadRecord(f"{where} has a page of more than {_PAGE >> 20} MB; write it with smaller ones.")
+                return
+            at_once = max(1, min(_ROWS, _ROWS_SIZE // max(page, 1)))  # each row may be as long as its page
+            for batch in file.iter_batches(batch_size=at_once, row_groups=[group], columns=columns):
+                passed = min(skip, len(batch))
+                yield from itertools.repeat({}, passed)
+                yield from batch.slice(passed).to_pylist()
+                skip -= passed
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        problem = BadRecord(f"{path} is no readable parquet file; copy or download it again.")
+        yield _caused(problem, error)
+
+
+def _largest_page(stream: IO[bytes], group: Any, columns: list[str]) -> int:
+    """Bytes of the largest page of some columns when it is unpacked, as its header says; Arrow does not ask."""
+    largest = 0
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        if any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns):
+            place = chunk.dictionary_page_offset or chunk.data_page_offset
+            end = place + chunk.total_compressed_size
+            while place < end:
+                stream.seek(place)
+                header = _thrift_struct(stream)
+                largest = max(largest, header.get(2, 0))
+                place = stream.tell() + max(0, header.get(3, 0))
+    return largest
+
+
+def _thrift_struct(stream: IO[bytes]) -> dict[int, int]:
+    """The integers of a struct in thrift's compact protocol, by field; all else is passed over."""
+    fields: dict[int, int] = {}
+    field = 0
+    while head := _byte(stream):
+        field = field + (head >> 4) if head >> 4 else _zigzag(stream)
+        if (value := _thrift_value(stream, head & 15)) is not None:
+            fields[field] = value
+    return fields
+
+
+def _thrift_value(stream: IO[bytes], kind: int) -> int | None:
+    if kind in (1, 2):  # true, false
+        return None
+    if kind in (4, 5, 6):
+        return _zigzag(stream)
+    if kind in (3, 7, 8):  # a byte, a double, bytes
+        stream.seek({3: 1, 7: 8}.get(kind) or _varint(stream), io.SEEK_CUR)
+    elif kind == 12:
+        _thrift_struct(stream)
+    else:  # lists are in no page header
+        raise EOFError(f"a page header with a field of type {kind}")
+    return None
+
+
+def _zigzag(stream: IO[bytes]) -> int:
+    number = _varint(stream)
+    return (number >> 1) ^ -(number & 1)
+
+
+def _varint(stream: IO[bytes]) -> int:
+    number = 0
+    for shift in range(0, 70, 7):
+        byte = _byte(stream)
+        number |= (byte & 127) << shift
+        if byte < 128:
+            return number
+    raise EOFError("a number without end in a page header")
+
+
+def _byte(stream: IO[bytes]) -> int:
+    if not (byte := stream.read(1)):
+        raise EOFError("a page header is cut short")
+    return byte[0]
 
 
 def _unpacked(path: Path, raw: Any) -> Any:
     if path.suffix not in PACKINGS:
         return raw
-    if path.suffix == ".gz":
-        stream: Any = gzip.GzipFile(fileobj=raw)
-    elif path.suffix == ".xz":
-        stream = lzma.LZMAFile(raw)  # noqa: SIM115 (read_records closes it)
-    else:
-        stream = io.BufferedReader(_Zstd(raw), _BUFFER)
+    stream = io.BufferedReader(_Unpacking(raw, _decompressor(path.suffix)), _BUFFER)
     return _seekable(stream) if format_of(path) == ".parquet" else stream
 
 
-def _seekable(stream: IO[bytes]) -> IO[bytes]:
+def _decompressor(packing: str) -> Callable[[], Any]:
+    """What makes an object that unpacks one frame or member, within the window."""
+    if packing == ".gz":
+        return lambda: zlib.decompressobj(wbits=31)
+    if packing == ".xz":
+        return lambda: lzma.LZMADecompressor(memlimit=_WINDOW)
+    zstd = need("zstandard", "A .zst file")
+    return lambda: zstd.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
+
+
+def _seekable(stream: io.BufferedIOBase) -> IO[bytes]:
     """A packed parquet file goes through a temporary file, because it is read from its end."""
     unpacked = tempfile.TemporaryFile()  # noqa: SIM115 (read_records closes it)
     with closing(stream):
@@ -162,13 +296,12 @@ class _Counted(io.FileIO):
         return count
 
 
-class _Zstd(io.RawIOBase):
-    """A zstd stream that, unlike the package's own reader, notices when its end is missing."""
+class _Unpacking(io.RawIOBase):
+    """A packed stream a little at a time, frame after frame, which notices when the end of the last is missing."""
 
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._zstd = need("zstandard", "A .zst file")
-        self._raw = raw
-        self._frame = self._zstd.ZstdDecompressor().decompressobj()
+    def __init__(self, raw: IO[bytes], decompressor: Callable[[], Any]) -> None:
+        self._raw, self._decompressor = raw, decompressor
+        self._frame = decompressor()
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
@@ -177,16 +310,18 @@ class _Zstd(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
             packed = self._frame.unused_data if self._frame.eof else b""
-            packed = packed or self._raw.read(_BUFFER // 8)
+            packed = packed or self._raw.read(_PACKED)
+            while self._frame.eof and packed and not (packed := packed.lstrip(b"\0")):  # padding between frames
+                packed = self._raw.read(_PACKED)
             if not packed:
                 if self._frame.eof:
                     return 0
-                raise EOFError("the last zstd frame is incomplete")
+                raise EOFError("the last frame is incomplete")
             if self._frame.eof:
-                self._frame = self._zstd.ZstdDecompressor().decompressobj()
+                self._frame = self._decompressor()
             try:
                 self._ready = memoryview(self._frame.decompress(packed))
-            except self._zstd.ZstdError as error:
+            except Exception as error:  # each library has its own
                 raise EOFError(str(error)) from error
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]

@@ -99,6 +99,7 @@ class Windows:
         start = (number - self._starts[which]) * self._context
         source: SourceData = self._data.sources[which]
         ids = source.ids.read(start, start + self._context + 1).astype(np.int64)
+        self._data.check_ids(ids, source.name)  # a wrong one would be an index error in the model
         if source.flags is not None:
             return ids, source.flags.read(start, start + self._context + 1)
         return ids, np.where(ids == self._data.eot, LOSS | LAST, LOSS)

@@ -10,7 +10,8 @@ What is written depends only on the settings and the text. After a crash at any 
 the last commit and ends with the same bytes: the ledger on disk (`prepare.state.json`) is replaced whole, and
 only when what it describes is safe, so it is always true; whatever the shards hold beyond it is cut off when the
 work goes on. Reading and splitting run in a thread beside tokenizing, which the `tokenizers` library spreads over
-the cores; only a few batches of text are in memory.
+the cores; only a few batches of text are in memory, and of these only some megabytes are being tokenized. A record
+that cannot be used ends the work with one sentence, or with `on_bad="skip"` is counted and left out.
 """
 
 from __future__ import annotations
@@ -18,31 +19,38 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from loopformer.data.corpus import Position, Source, parse_sources
-from loopformer.data.formats import Meter, need
+from loopformer.data.formats import BadRecord, Meter, need
 from loopformer.data.loader import Prefetcher
 from loopformer.data.shards import INDEX_FILE, STATE_FILE, Shard, ShardWriter, damaged_folder, read_index
-from loopformer.data.splits import SPLITS, Split, Splitter, agree, documents, survey
+from loopformer.data.splits import SPLITS, Split, Splitter, agree, check_fraction, documents, fits, survey
 from loopformer.data.supervised import Example, encode_examples, example_key, example_text, parse_example
 from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
-from loopformer.data.tokenizer import Tokenizer
+from loopformer.data.tokenizer import Tokenizer, check_vocab_size, training_pieces
 from loopformer.errors import FileProblem, LoopformerError
-from loopformer.files import locked, sync_folder, write_atomic
+from loopformer.files import check_writable, locked, sync_folder, write_atomic
 
 DEFAULT_VOCAB = 4096  # of the tokenizer trained on the spot when none is asked for
 _TOKENIZER_TEXT = 256 << 20  # characters a tokenizer is trained on, at most
+_TOKENIZER_WORDS = 320 << 20  # bytes that its training may take for the different words of the text, of which
+_WORD, _WORD_BYTE = 500, 110  # each takes so much, and so much for each of its bytes: measured
+_WORDS = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")  # about what byte-level BPE takes for a word
+_AT_ONCE = 2 << 20  # bytes tokenized at a time; each may become a token, which takes the library some 100 bytes
+_BAD_LISTED = 20  # bad records that are told one by one
 
 Item = str | Example
+OnBad = Literal["stop", "skip"]
 Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]  # ids, and flags of supervised examples
 
 
@@ -68,6 +76,7 @@ def prepare(
     val_tokens: int | None = None,
     field: str = "text",
     supervised: bool = False,
+    on_bad: OnBad = "stop",
     shard_tokens: int = 1 << 27,
     workers: int | None = None,
     batch_chars: int = 4 << 20,
@@ -79,14 +88,21 @@ def prepare(
     The tokenizer is `tokenizer` (gpt2 or a path), or one trained on the sources with `train_tokenizer` ids;
     with neither, GPT-2's where text comes from the Hub and a trained one of 4096 ids elsewhere.
     `val_fraction`, `train_tokens` and `val_tokens` hold for each source and overrule its preset; a split ends
-    after exactly so many tokens. `workers` (cores for tokenizing), `batch_chars`, `commit_seconds` and
-    `report` do not influence the result.
+    after exactly so many tokens. With `on_bad="skip"` the index counts the records that cannot be used and names
+    the first of them, which otherwise end the work. `workers` (cores for tokenizing), `batch_chars`,
+    `commit_seconds` and `report` do not influence the result.
     """
     if tokenizer is not None and train_tokenizer is not None:
         raise LoopformerError("Choose --tokenizer or --train-tokenizer, not both.")
     for name, number in (("train-tokens", train_tokens), ("val-tokens", val_tokens), ("workers", workers)):
         if number is not None and number < 1:
             raise LoopformerError(f"--{name} must be 1 or more, got {number}.")
+    if on_bad not in get_args(OnBad):
+        raise LoopformerError(f"--on-bad is {' or '.join(get_args(OnBad))}, got {on_bad!r}.")
+    if val_fraction is not None:
+        check_fraction(val_fraction)
+    if train_tokenizer is not None:
+        check_vocab_size(train_tokenizer)
     if workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(workers)  # the library's only way; read when it first tokenizes
     limits = {"val_fraction": val_fraction, "train_tokens": train_tokens, "val_tokens": val_tokens}
@@ -107,16 +123,18 @@ def prepare(
         "shard_tokens": shard_tokens,
         "sources": [_describe(source) for source in parsed],
     }
-    reader = _Reader(field, supervised)
+    reader = _Reader(field, supervised, on_bad == "skip")
 
     def announce(name: str, phase: str) -> None:
         if report:
             report(PrepareProgress(name, 0, 0, None, phase))
 
     with locked(Path(out)):
-        ledger = Ledger(Path(out), settings)
+        changed = [{part.name: part.changed for part in source.parts} for source in parsed]
+        ledger = Ledger(Path(out), settings, changed)
         if (index := ledger.begin()) is not None:
             return index
+        check_writable(ledger.folder)
         if not ledger.sources:
             surveys = []
             for source in parsed:
@@ -127,7 +145,12 @@ def prepare(
             ready = Tokenizer.load(ledger.folder)
         elif ready is None:
             announce("tokenizer", f"training, {train_tokenizer} ids")
-            ready = Tokenizer.train(reader.training_texts(parsed, ledger.sources), train_tokenizer or 0)
+            wanted = train_tokenizer or 0
+            ready = Tokenizer.train_apart(reader.training_texts(parsed, ledger.sources), wanted)
+            if ready.vocab_size < wanted:
+                announce(
+                    "tokenizer", f"the text gave {ready.vocab_size} ids instead of {wanted}, it has no more pairs"
+                )
         # Only now, so that a wrong field or a missing file leaves no folder and not half a job.
         ledger.commit()
         ready.save(ledger.folder)
@@ -155,15 +178,18 @@ class SourceState:
     splitter: Splitter
     position: Position = field(default_factory=Position)
     done: bool = False
+    bad: int = 0  # records that could not be used
+    bad_first: list[str] = field(default_factory=list)  # what was wrong with the first of them
     splits: dict[Split, Written] = field(default_factory=lambda: {split: Written() for split in SPLITS})
 
 
 @dataclass
 class Ledger:
-    """The settings of a folder and the state of each source that was begun."""
+    """The settings of a folder, the times of its files, and the state of each source that was begun."""
 
     folder: Path
     settings: dict[str, Any]
+    changed: list[dict[str, int | None]]  # of each source: when each of its files was last written to
     sources: list[SourceState] = field(default_factory=list)
 
     def begin(self) -> dict[str, Any] | None:
@@ -178,8 +204,11 @@ class Ledger:
             unfinished = read_index(state)
             self._compare(unfinished.get("settings"))
             try:
+                self._compare_files(unfinished.get("changed", self.changed))
                 self.sources = [_source_state(source) for source in unfinished["sources"]]
-            except (KeyError, TypeError) as error:
+            except FileProblem:
+                raise
+            except (KeyError, TypeError, ValueError) as error:
                 raise damaged_folder(state) from error
             return None
         if any(path.name != f"{STATE_FILE}.tmp" for path in self.folder.iterdir()):
@@ -191,7 +220,8 @@ class Ledger:
     def commit(self) -> None:
         """Record how far the work has come; the shards must be on disk by now."""
         sources = [dataclasses.asdict(source) for source in self.sources]
-        write_atomic(self.folder / STATE_FILE, _json({"settings": self.settings, "sources": sources}))
+        state = {"settings": self.settings, "changed": self.changed, "sources": sources}
+        write_atomic(self.folder / STATE_FILE, _json(state))
 
     def finish(self, index: dict[str, Any]) -> dict[str, Any]:
         """Write the index, after which the folder can be used."""
@@ -210,6 +240,14 @@ class Ledger:
                 "use the same ones, choose another --out folder, or delete it."
             )
 
+    def _compare_files(self, earlier: list[dict[str, int | None]]) -> None:
+        for then, now in zip(earlier, self.changed, strict=True):
+            if differ := [name for name, changed in now.items() if then[name] != changed]:
+                raise FileProblem(
+                    f"{differ[0]} has changed since {self.folder} was begun with it; put the old file back, "
+                    f"or delete {self.folder} and start again."
+                )
+
 
 def _source_state(saved: dict[str, Any]) -> SourceState:
     splitter, splits = saved["splitter"], {}
@@ -221,6 +259,8 @@ def _source_state(saved: dict[str, Any]) -> SourceState:
         Splitter(splitter["fraction"], splitter["piece"], tuple(splitter["held"]), tuple(splitter["kept"])),
         Position(*saved["position"]),
         saved["done"],
+        saved.get("bad", 0),
+        saved.get("bad_first", []),
         splits,
     )
 
@@ -230,10 +270,20 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 @dataclass(frozen=True)
-class _TextBatch:
-    """Documents to tokenize, and how far the source has been read after them."""
+class _Document:
+    """A document or an example to tokenize, and the position after it."""
 
-    items: list[tuple[Split, Item]]
+    split: Split
+    item: Item
+    position: Position
+
+
+@dataclass(frozen=True)
+class _TextBatch:
+    """Documents to tokenize, what was wrong with records between them, and how far the source has been read."""
+
+    documents: list[_Document]
+    bad: list[str]
     position: Position
     read: int  # bytes from disk
 
@@ -244,17 +294,52 @@ class _Reader:
 
     field: str
     supervised: bool
+    skip_bad: bool = False
 
     def items(self, source: Source, start: Position, meter: Meter) -> Iterator[tuple[Position, Item]]:
-        """Each document, with the position after its record."""
-        if self.supervised:
-            for position, record in source.records(start, meter):
-                where = f"{source.parts[position.part].name} record {position.record}"
-                yield position, parse_example(record, where)
-        else:
-            for position, text in source.texts(self.field, start, meter):
-                for piece in documents(text):
-                    yield position, piece
+        """Each document that can be used, with the position after it."""
+        for position, item in self.all_items(source, start, meter):
+            if not isinstance(item, BadRecord):
+                yield position, item
+
+    def all_items(
+        self, source: Source, start: Position, meter: Meter
+    ) -> Iterator[tuple[Position, Item | BadRecord]]:
+        """The same, and what is wrong with a record in its place, or raised."""
+        read = self._examples if self.supervised else self._documents
+        for position, item in read(source, start, meter):
+            if isinstance(item, BadRecord) and not self.skip_bad:
+                raise item
+            yield position, item
+
+    def _documents(
+        self, source: Source, start: Position, meter: Meter
+    ) -> Iterator[tuple[Position, Item | BadRecord]]:
+        for after, text in source.read(self.field, start, meter):
+            pieces: Sequence[Item | BadRecord] = [text] if isinstance(text, BadRecord) else documents(text)
+            begun = (start.part, start.record + 1) == after[:2]  # the record that an earlier process was in
+            for number, piece in enumerate(pieces, 1):
+                if not begun or number > start.piece:
+                    inside = number < len(pieces)
+                    yield Position(after.part, after.record - 1, number) if inside else after, piece
+
+    def _examples(
+        self, source: Source, start: Position, meter: Meter
+    ) -> Iterator[tuple[Position, Item | BadRecord]]:
+        for position, record in source.records(start, meter):
+            if isinstance(record, BadRecord):
+                yield position, record
+                continue
+            where = source.where(position)
+            try:
+                example = parse_example(record, where)
+            except LoopformerError as error:
+                yield position, BadRecord(str(error))
+                continue
+            if fits(example_text(example)):
+                yield position, example
+            else:
+                yield position, BadRecord(f"{where} has more than a million characters, too many for one example.")
 
     def split(self, splitter: Splitter, item: Item) -> Sequence[tuple[Split, Item]]:
         return splitter.split(item) if isinstance(item, str) else [(splitter.choose(example_key(item)), item)]
@@ -267,29 +352,50 @@ class _Reader:
         return survey(texts, source.val_fraction, source.given, whole=self.supervised)
 
     def training_texts(self, sources: Sequence[Source], states: Sequence[SourceState]) -> Iterator[str]:
-        """The training documents of each source, up to its share of what a tokenizer learns from."""
+        """Pieces of the training documents of each source, up to its share of what a tokenizer learns from."""
         for source, state in zip(sources, states, strict=True):
-            left = _TOKENIZER_TEXT // len(sources)
-            for _, item in self.items(source, Position(), Meter()):
-                for split, part in self.split(state.splitter, item):
-                    if split == "train":
-                        left -= len(_text(part))
-                        yield _text(part)
-                if left <= 0:
-                    break
+            yield from _of_few_words(self._training_pieces(source, state, len(sources)), len(sources))
+
+    def _training_pieces(self, source: Source, state: SourceState, shares: int) -> Iterator[str]:
+        left = _TOKENIZER_TEXT // shares
+        for _, item in self.items(source, Position(), Meter()):
+            for split, part in self.split(state.splitter, item):
+                if split == "train":
+                    left -= len(_text(part))
+                    yield from training_pieces(_text(part))
+            if left <= 0:
+                return
 
     def batches(self, source: Source, state: SourceState, meter: Meter, batch_chars: int) -> Iterator[_TextBatch]:
-        """Batches of about `batch_chars` characters; a batch ends only where a record does."""
-        items: list[tuple[Split, Item]] = []
-        position, size = state.position, 0
-        for after, item in self.items(source, position, meter):
-            if size >= batch_chars and after != position:
-                yield _TextBatch(items, position, meter.read)
-                items, size = [], 0
-            items += self.split(state.splitter, item)
-            size += len(_text(item))
-            position = after
-        yield _TextBatch(items, position, meter.read)
+        """Batches of about `batch_chars` characters."""
+        batch = _TextBatch([], [], state.position, meter.read)
+        size = 0
+        for after, item in self.all_items(source, state.position, meter):
+            if size >= batch_chars:
+                yield batch
+                batch, size = _TextBatch([], [], batch.position, meter.read), 0
+            if isinstance(item, BadRecord):
+                batch.bad.append(str(item))  # the error itself holds on to the text of its line
+                size += len(batch.bad[-1])
+            else:
+                pieces = self.split(state.splitter, item)
+                batch.documents.extend(_Document(split, piece, after) for split, piece in pieces)
+                size += len(_text(item))
+            batch = dataclasses.replace(batch, position=after, read=meter.read)
+        yield batch
+
+
+def _of_few_words(texts: Iterator[str], shares: int) -> Iterator[str]:
+    """The texts until their words would take the training of a tokenizer more than one share of its memory."""
+    words: set[str] = set()
+    room = _TOKENIZER_WORDS // shares
+    for text in texts:
+        new = {word for word in _WORDS.findall(text) if word not in words}
+        room -= sum(_WORD + _WORD_BYTE * len(word.encode()) for word in new)
+        if room < 0:
+            return
+        words |= new
+        yield text
 
 
 class _Output:
@@ -366,11 +472,23 @@ def _tokenize(
             outputs[split] = stack.enter_context(closing(output))
         batches = stack.enter_context(closing(Prefetcher(reader.batches(source, state, meter, batch_chars))))
         for batch in batches:
-            wanted = [(split, item) for split, item in batch.items if not outputs[split].full]
-            encoded = _encode(tokenizer, [item for _, item in wanted])
-            for split, output in outputs.items():
-                own = [number for number, (chosen, _) in enumerate(wanted) if chosen == split]
-                output.append([wanted[number][1] for number in own], [encoded[number] for number in own])
+            bad = list(batch.bad)
+            for documents in _some(batch.documents):
+                wanted = [document for document in documents if not outputs[document.split].full]
+                encoded = _encode_named(tokenizer, wanted, source)
+                problems = [problem for problem in encoded if isinstance(problem, BadRecord)]
+                if problems and not reader.skip_bad:
+                    raise problems[0]
+                bad += map(str, problems)
+                for split, output in outputs.items():
+                    own = [
+                        (document.item, ids)
+                        for document, ids in zip(wanted, encoded, strict=True)
+                        if document.split == split and not isinstance(ids, BadRecord)
+                    ]
+                    output.append([item for item, _ in own], [ids for _, ids in own])
+            state.bad += len(bad)
+            state.bad_first = [*state.bad_first, *bad][:_BAD_LISTED]
             state.position = batch.position
             if report:
                 report(_progress(source, state, batch.read))
@@ -388,6 +506,31 @@ def _tokenize(
                 )
     state.done = True
     ledger.commit()
+
+
+def _some(documents: list[_Document]) -> Iterator[list[_Document]]:
+    """The documents, so many at a time as may be tokenized together."""
+    some: list[_Document] = []
+    size = 0
+    for document in documents:
+        more = len(_text(document.item).encode())
+        if some and size + more > _AT_ONCE:
+            yield some
+            some, size = [], 0
+        some.append(document)
+        size += more
+    if some:
+        yield some
+
+
+def _encode_named(tokenizer: Tokenizer, documents: list[_Document], source: Source) -> list[Encoded | BadRecord]:
+    """The ids of each document, or why the tokenizer cannot give them."""
+    try:
+        return list(_encode(tokenizer, [document.item for document in documents]))
+    except LoopformerError as error:
+        if len(documents) == 1:
+            return [BadRecord(f"{source.where(documents[0].position)} cannot be used: {error}")]
+        return [encoded for document in documents for encoded in _encode_named(tokenizer, [document], source)]
 
 
 def _encode(tokenizer: Tokenizer, items: list[Item]) -> list[Encoded]:
@@ -445,6 +588,7 @@ def _index(sources: Sequence[Source], states: Sequence[SourceState], tokenizer: 
                 "splits": {
                     split: dataclasses.asdict(state.splits[split]) for split in SPLITS if state.splits[split].tokens
                 },
+                **({"bad": state.bad, "bad_first": state.bad_first} if state.bad else {}),
             }
             for source, state in zip(sources, states, strict=True)
         ],

@@ -229,6 +229,14 @@ class TokenData:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.folder)
 
+    def check_ids(self, ids: npt.NDArray[Any], source: str) -> None:
+        """Refuse tokens that the vocabulary does not have."""
+        if len(ids) and (highest := int(ids.max())) >= self.vocab_size:
+            raise FileProblem(
+                f"{self.folder} has a token {highest} of {source} where the vocabulary has {self.vocab_size}; "
+                "prepare it again."
+            )
+
     def verify(self, *, changed_only: bool = False, say: Callable[[str], None] | None = None) -> None:
         """Read every shard and compare it with the checksum of the index.
 

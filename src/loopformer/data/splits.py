@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from loopformer.errors import LoopformerError
+from loopformer.errors import LoopformerError, require
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
 
 LONGEST = 1 << 20  # characters in a document; longer ones are cut, so that memory stays bounded
+_WIDEST = 2 << 20  # bytes in a document, likewise
 _FEW = 1000  # documents; below that, or below ten expected to be held out, a source is cut at paragraphs
 _PIECES = 2000  # how many pieces such a source is cut into, about
 _MARKS = ("\n\n", "\n", " ")  # what ends a paragraph, a line, a word
@@ -61,8 +62,7 @@ def survey(read: Callable[[], Iterator[str]], fraction: float, name: str, *, who
 
     `whole` forbids cutting (supervised examples).
     """
-    if not 0 <= fraction < 1:
-        raise LoopformerError(f"The validation fraction must be at least 0 and below 1, got {fraction}.")
+    check_fraction(fraction)
     few = max(_FEW, round(10 / fraction)) if fraction else 1
     count = size = 0
     for text in read():
@@ -84,6 +84,10 @@ def survey(read: Callable[[], Iterator[str]], fraction: float, name: str, *, who
     return Splitter(fraction, cutter.piece, (lowest,), (highest,))
 
 
+def check_fraction(fraction: float) -> None:
+    require(0 <= fraction < 1, f"The validation fraction must be at least 0 and below 1, got {fraction}.")
+
+
 def agree(splitters: Sequence[Splitter]) -> list[Splitter]:
     """The splitters of sources that are prepared together, so that what one holds out no other trains on."""
     fraction = max(splitter.fraction for splitter in splitters)
@@ -92,9 +96,18 @@ def agree(splitters: Sequence[Splitter]) -> list[Splitter]:
     return [Splitter(fraction, each.piece, tuple(sorted(held)), tuple(sorted(kept))) for each in splitters]
 
 
+def fits(text: str) -> bool:
+    """Whether a text can be one document."""
+    return len(text) <= LONGEST and len(text.encode()) <= _WIDEST
+
+
 def documents(text: str) -> list[str]:
-    """The text itself, or several documents where it is longer than LONGEST."""
-    return [text] if len(text) <= LONGEST else cut(text, LONGEST // 2, LONGEST)
+    """The text itself, or several documents where it is too long for one; none of white space alone."""
+    pieces = [text] if len(text) <= LONGEST else cut(text, LONGEST // 2, LONGEST)
+    fitting = (
+        part for piece in pieces for part in ([piece] if fits(piece) else cut(piece, LONGEST // 4, LONGEST // 2))
+    )
+    return [part for part in fitting if not part.isspace()]
 
 
 def cut(text: str, least: int, most: int) -> list[str]:
@@ -115,6 +128,9 @@ def cut(text: str, least: int, most: int) -> list[str]:
             end = _border(text, _MARKS, *window) or start + most
         pieces.append(text[start:end])
         start = end
+    while len(text) - start > most:  # white space at the end has no border
+        pieces.append(text[start : start + most])
+        start += most
     return [*pieces, text[start:]] if start < len(text) else pieces
 
 

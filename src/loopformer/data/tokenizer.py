@@ -2,7 +2,7 @@
 
     Tokenizer.find("gpt2")                      # GPT-2's BPE from the Hub
     Tokenizer.find("folder")                    # tokenizer.json, or GPT-2's encoder.json and vocab.bpe
-    Tokenizer.train(texts, vocab_size=4096)     # byte-level BPE, the same for the same text
+    Tokenizer.train(texts, vocab_size=4096)     # byte-level BPE, the same for the same text; also train_apart
     tokenizer.encode("Hello world"); tokenizer.decode([15496, 995])
 
 Text never encodes to a special token: a document that contains the characters `<|endoftext|>` stays text. Only what
@@ -14,7 +14,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -22,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from loopformer.config.model import BOX
 from loopformer.data.splits import cut
-from loopformer.errors import FileProblem, LoopformerError
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.files import write_atomic
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 FILE = "tokenizer.json"
 END = "<|endoftext|>"
 _END_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
+_LAST_LINE = b"\n"  # no text is written so
 _PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, and the Hub's
 
 
@@ -67,15 +72,14 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Each text on its own, in parallel."""
-        try:
+        with _encoding():
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # plain, where a vocabulary of words has none for unknown ones
-            raise LoopformerError(f"A text has words that the tokenizer does not know ({error}).") from error
         return [encoding.ids for encoding in encoded]
 
     def encode_template(self, text: str) -> list[int]:
         """The ids of what a chat template wrote, in which special tokens are meant as such."""
-        return self._reads_special.encode(text, add_special_tokens=False).ids
+        with _encoding():
+            return self._reads_special.encode(text, add_special_tokens=False).ids
 
     @cached_property
     def _reads_special(self) -> tokenizers.Tokenizer:
@@ -189,22 +193,88 @@ class Tokenizer:
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Byte-level BPE, the end token included in `vocab_size`; the same text gives the same tokenizer."""
-        from tokenizers import Tokenizer as Library
-        from tokenizers.models import BPE
-        from tokenizers.pre_tokenizers import ByteLevel
-        from tokenizers.trainers import BpeTrainer
-
-        if vocab_size < 257:
-            raise LoopformerError(f"A byte-level tokenizer needs 257 ids or more, got {vocab_size}.")
-        library = _byte_level(Library(BPE()))
-        trainer = BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[END],
-            initial_alphabet=sorted(ByteLevel.alphabet()),
-            show_progress=False,
+        check_vocab_size(vocab_size)
+        return cls(
+            _train((piece for text in texts for piece in training_pieces(text)), vocab_size),
+            "the trained tokenizer",
         )
-        library.train_from_iterator(_pieces(texts), trainer)
-        return cls(library.to_str(), "the trained tokenizer")
+
+    @classmethod
+    def train_apart(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """The same of `training_pieces` in a process of its own, which can be left where the library cannot."""
+        check_vocab_size(vocab_size)
+        code = "from loopformer.data.tokenizer import _train_from_stdin; _train_from_stdin()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(vocab_size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # Ctrl-C is for us, who end it
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with suppress(BrokenPipeError):  # it has died, which its exit code tells
+                for text in texts:
+                    process.stdin.write(json.dumps(text).encode() + b"\n")
+                process.stdin.write(_LAST_LINE)
+                process.stdin.close()
+            trained = process.stdout.read().decode()
+            if process.wait():
+                raise RunFailed("The tokenizer could not be trained; there may be too little memory.")
+            return cls(trained, "the trained tokenizer")
+        finally:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):
+                    pipe.close()
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    require(vocab_size >= 257, f"A byte-level tokenizer needs 257 ids or more, got {vocab_size}.")
+
+
+def _train(texts: Iterable[str], vocab_size: int) -> str:
+    from tokenizers import Tokenizer as Library
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+
+    library = _byte_level(Library(BPE()))
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer)
+    return library.to_str()
+
+
+def _train_from_stdin() -> None:
+    """What `train_apart` runs: a text on each line, the tokenizer to stdout, if the last line came."""
+
+    def texts() -> Iterator[str]:
+        for line in sys.stdin.buffer:
+            if line == _LAST_LINE:
+                return
+            yield json.loads(line)
+        raise SystemExit(1)
+
+    sys.stdout.buffer.write(_train(texts(), int(sys.argv[1])).encode())
+
+
+@contextmanager
+def _encoding() -> Iterator[None]:
+    """Whatever the library raises, one sentence; a fault in its compiled code is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        reason = " ".join(str(error).split())[:200]
+        raise LoopformerError(f"The tokenizer cannot turn a text into tokens ({reason}).") from error
 
 
 def _byte_level(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -216,10 +286,9 @@ def _byte_level(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return library
 
 
-def _pieces(texts: Iterable[str]) -> Iterator[str]:
-    """The trainer buffers some hundreds of items at a time; pieces keep that small."""
-    for text in texts:
-        yield from cut(text, 1 << 12, 1 << 16)
+def training_pieces(text: str) -> list[str]:
+    """A text as a tokenizer is trained on it; the trainer buffers some hundreds, and pieces keep that small."""
+    return cut(text, 1 << 12, 1 << 16)
 
 
 def _read(path: Path) -> str:

@@ -47,7 +47,7 @@ class Store:
             return None
         try:
             piece = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         value = piece.get("value") if isinstance(piece, dict) else None
         return value if isinstance(value, dict) else None

@@ -180,7 +180,7 @@ def _examples(path: Path, content: bytes, task: Task, name: str) -> list[TaskExa
             continue
         try:
             example = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FileProblem(f"Line {number} of {path} is no JSON; the file is damaged.") from error
         if not isinstance(example, dict):
             raise FileProblem(f"Line {number} of {path} is no JSON object; it should be an example of {name}.")
@@ -436,7 +436,7 @@ def _read(path: str | Path, expected: str, how: str) -> tuple[dict[str, Any], li
         raise FileProblem(f"{path} cannot be read; {how}.") from error
     try:
         head, *lines = [json.loads(line) for line in text.split("\n") if line]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path) from error
     if not isinstance(head, dict) or head.get("format") != expected:
         kind = "requests" if expected == REQUESTS else "answers"

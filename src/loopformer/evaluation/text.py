@@ -177,6 +177,7 @@ def _validation_split(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[str,
     for source in data.sources:
         require(source.flags is None, f"{folder} holds supervised examples; give the plain text to evaluate on.")
         stream = source.ids.read(0, len(source.ids)).astype(np.int64)
+        data.check_ids(stream, source.name)
         starts = [0, *(np.flatnonzero(stream == data.eot) + 1).tolist()]
         between = zip(starts, [*starts[1:], len(stream) + 1], strict=True)
         pieces = (stream[start : stop - 1] for start, stop in between if stop - 1 > start)

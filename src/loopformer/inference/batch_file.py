@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, remedy
 from loopformer.files import append, opened_alone, read_json, write_atomic, writing
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Event, Request, Result
@@ -89,7 +89,7 @@ def _opened(source: Path) -> IO[bytes]:
     try:
         return source.open("rb")
     except OSError as error:
-        raise FileProblem(f"{source} cannot be read: {error.strerror or error}.") from error
+        raise FileProblem(f"{source} cannot be read: {error.strerror or error}; {remedy(error)}.") from error
 
 
 # Prompts: a line each.

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from loopformer.errors import FileProblem
+from loopformer.errors import FileProblem, remedy
 from loopformer.files import sha256_of, sync_folder
 from loopformer.loading.folder import CHECKSUMS, FOLDER, checkpoints, step_of, write_safetensors
 from loopformer.training.distributed import Ranks
@@ -79,12 +79,21 @@ def write_checkpoint(
                     part.parent.rmdir()
             kept = checkpoints(run)
             last = f"the last good one is {kept[-1]}" if kept else "there is no earlier one"
-            reason = " ".join(str(trouble or "on another rank").split())
+            cause = _cause(trouble) if trouble is not None else None
+            reason = " ".join(str(cause or "on another rank").split())
+            what_to_do = remedy(cause) if cause is not None else "see what that rank says"
             raise FileProblem(
                 f"The checkpoint of step {step} could not be written ({reason}); {last}. "
-                "Free some space and go on with --resume."
+                f"{what_to_do.capitalize()} and go on with --resume."
             ) from trouble
     return place
+
+
+def _cause(trouble: BaseException) -> BaseException:
+    """What went wrong on the first rank that failed; the exception that gathers them prints their tracebacks."""
+    if isinstance(trouble, CheckpointException) and trouble.failures:
+        return trouble.failures[min(trouble.failures)][0]
+    return trouble
 
 
 def _seal(part: Path) -> None:

@@ -77,7 +77,7 @@ def _earlier_files(out: Path) -> list[Any] | None:
     """The files of the report that is in a folder; None where there is none."""
     try:
         plain = json.loads((out / REPORT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return (
         list(plain.get("files", [])) if isinstance(plain, dict) and plain.get("format") == REPORT_FORMAT else None
