@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.serving.admission import Admission, Admitted, Overloaded
@@ -168,6 +168,7 @@ class Service:
         self.engine, self.served, self.admission, self.settings = engine, served, admission, settings
         self.metrics = ServerMetrics(served.name)
         self.draining = False
+        self.metrics_text: Callable[[], Awaitable[bytes]] = self._own_metrics  # replicas give those of all
         engine.on_load = self._on_load
 
     def _on_load(self, load: EngineLoad) -> None:
@@ -175,6 +176,15 @@ class Service:
         ready = self.engine.ready
         self.metrics.load(load, 1 if ready is None else ready.memory)
         self.metrics.level(self.admission.level)
+
+    def collect_metrics(self) -> list[Metric]:
+        """All that is counted, as it stands now."""
+        self.metrics.engine(self.engine.state == "ready", self.engine.losses)
+        return list(self.metrics.registry.collect())
+
+    async def _own_metrics(self) -> bytes:
+        self.collect_metrics()
+        return generate_latest(self.metrics.registry)
 
     @contextmanager
     def _admitted(
@@ -338,6 +348,3 @@ class ServerMetrics:
         self._end.labels(self._model, budget).observe(whole)
         if new > 1:
             self._each.labels(self._model, budget).observe((whole - first) / (new - 1))
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
