@@ -113,7 +113,7 @@ class Replica:
             raise RunFailed("The engine is started again.")
 
     def ready(self) -> EngineReady:
-        return self._service.engine.ready or self._ready
+        return self._ready
 
     async def drain(self) -> int:
         """Take nothing new; how many texts are still under way."""
@@ -211,9 +211,10 @@ class _Told:
 
 @contextlib.contextmanager
 def _ray(count: ReplicaCount) -> Iterator[None]:
-    """Ray, started here or joined; what was started here ends."""
+    """Ray, started here or joined; what was started ends."""
     address = os.environ.get("RAY_ADDRESS", "local")
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0", RAY_COLOR_PREFIX="0")
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # or a thread of it that ends late starts it anew
     options: dict[str, Any] = {}
     if address == "local":
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # which on Linux, too, keeps it on loopback
@@ -233,11 +234,10 @@ def _ray(count: ReplicaCount) -> Iterator[None]:
         ray.init(address, namespace=APP, logging_level=logging.WARNING, **options)
     except (ConnectionError, RuntimeError) as error:
         raise RunFailed(f"Ray at {address} cannot be joined or started: {error}") from error
+    if address != "local" and serve.status().proxies:
+        ray.shutdown()
+        raise LoopformerError(f"Ray Serve is in use at {address}, and has one port; stop what it serves first.")
     try:
-        require(
-            address == "local" or not serve.status().proxies,
-            f"Ray Serve is in use at {address}, whose address and port would be shared; stop that one first.",
-        )
         yield
     finally:
         if address != "local":
@@ -294,9 +294,11 @@ def _ask_all(handle: Any, what: str) -> list[Any]:
 def _drain(handle: Any, seconds: float) -> None:
     """Until nothing is in flight, or the time is over."""
     from ray import serve
+    from ray.exceptions import RayActorError
 
     until = time.monotonic() + seconds
     while sum(_ask_all(handle, "drain")) and time.monotonic() < until:
         time.sleep(0.1)
     _ask_all(handle, "drop")
-    serve.delete(APP)
+    with contextlib.suppress(RayActorError):  # Serve itself is gone
+        serve.delete(APP)
