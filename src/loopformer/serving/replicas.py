@@ -127,7 +127,7 @@ class Replica:
     async def metrics(self) -> tuple[str, list[Metric]]:
         from ray import serve
 
-        return serve.get_replica_context().replica_id.unique_id, self._service.collect_metrics()
+        return serve.get_replica_context().replica_id.unique_id, list(self._service.counted().collect())
 
     async def _all_metrics(self) -> bytes:
         """Those of all replicas, whichever is asked."""

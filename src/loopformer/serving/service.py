@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.serving.admission import Admission, Admitted, Overloaded
@@ -177,14 +177,13 @@ class Service:
         self.metrics.load(load, 1 if ready is None else ready.memory)
         self.metrics.level(self.admission.level)
 
-    def collect_metrics(self) -> list[Metric]:
+    def counted(self) -> CollectorRegistry:
         """All that is counted, as it stands now."""
         self.metrics.engine(self.engine.state == "ready", self.engine.losses)
-        return list(self.metrics.registry.collect())
+        return self.metrics.registry
 
     async def _own_metrics(self) -> bytes:
-        self.collect_metrics()
-        return generate_latest(self.metrics.registry)
+        return generate_latest(self.counted())
 
     @contextmanager
     def _admitted(
