@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: install test test-browser chromium lint demo soak docs wheel clean
+.PHONY: install test test-browser test-ray chromium lint demo soak docs wheel clean
 
 install: $(VENV)/.installed
 
@@ -25,6 +25,11 @@ test: lint
 # The page that `loopformer serve` has at `/`, in a real browser; `make test` runs these tests, too, where there is one.
 test-browser: install chromium
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser
+
+# `loopformer serve --ray`: two replicas, killed and drained; some 500 MB more to install, a few minutes.
+test-ray: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,ray]'
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m ray -rA tests/serving
 
 chromium:
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core; }

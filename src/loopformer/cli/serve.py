@@ -41,6 +41,13 @@ def serve(
         float, typer.Option(help="Seconds to finish what runs after SIGTERM or Ctrl-C.")
     ] = 30.0,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log, too.")] = False,
+    ray: Annotated[
+        bool,
+        typer.Option("--ray", help="Serve by several replicas, each with all of the above, behind Ray's proxy."),
+    ] = False,
+    replicas: Annotated[
+        str | None, typer.Option(help="With --ray: how many, such as 2; or 1-4, more of them the longer they wait.")
+    ] = None,
     fast: Annotated[
         bool | None, typer.Option("--fast/--no-fast", help="Fused kernels; by default on a GPU.")
     ] = None,
@@ -55,10 +62,14 @@ def serve(
     Examples: loopformer serve
 
     loopformer serve runs/mine --rows 64 --queue 256 --degrade
-    """
-    from loopformer.errors import LoopformerError
 
+    loopformer serve runs/mine --ray --replicas 2
+    """
+    from loopformer.errors import LoopformerError, require
+
+    require(ray or replicas is None, "--replicas is for several servers behind one address; add --ray.")
     try:
+        from loopformer.serving.replicas import ReplicaCount, run_replicas
         from loopformer.serving.server import ServerSettings, run_server
         from loopformer.serving.service import ServiceSettings
         from loopformer.serving.worker import WorkerSettings
@@ -82,4 +93,7 @@ def serve(
         drain_seconds,
         ServiceSettings(timeout, log_prompts),
     )
-    run_server(settings, typer.echo)
+    if ray:
+        run_replicas(settings, ReplicaCount.parse(replicas or "1"), typer.echo)
+    else:
+        run_server(settings, typer.echo)

@@ -263,8 +263,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        service.metrics.engine(service.engine.state == "ready", service.engine.losses)
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await service.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     app.include_router(page_router())
     return app

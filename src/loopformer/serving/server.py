@@ -19,18 +19,20 @@ import json
 import logging
 import signal
 import socket
-from collections.abc import Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.inference.chat import ChatTemplate
@@ -70,12 +72,18 @@ class ServerSettings:
     drain_seconds: float = 30.0
     service: ServiceSettings = field(default_factory=ServiceSettings)
 
+    def __post_init__(self) -> None:
+        require(self.drain_seconds >= 0, "--drain-seconds is 0 or more.")
+        require(self.worker.step_seconds > 0, "--step-seconds is a number of seconds above 0.")
+        require(self.service.timeout > 0, "--timeout is a number of seconds above 0.")
+
+    def read_keys(self) -> tuple[bytes, ...]:
+        """The hashes of the keys that open the server; none where everybody may come in."""
+        return () if self.api_keys is None else read_keys(self.api_keys)
+
 
 def run_server(settings: ServerSettings, say: Callable[[str], object]) -> None:
     """Serve until told to stop."""
-    require(settings.drain_seconds >= 0, "--drain-seconds is 0 or more.")
-    require(settings.worker.step_seconds > 0, "--step-seconds is a number of seconds above 0.")
-    require(settings.service.timeout > 0, "--timeout is a number of seconds above 0.")
     log_as_json()
     with bound(settings.host, settings.port) as listener:
         asyncio.run(serve(settings, listener, say))
@@ -88,19 +96,46 @@ async def serve(
     stop: asyncio.Event | None = None,
 ) -> None:
     """The same on a socket that is bound, until `stop` is set or a signal comes."""
-    keys = () if settings.api_keys is None else read_keys(settings.api_keys)
-    model = settings.worker.model
-    config, folder = find_config(model)  # what is wrong with the path is said before anything starts
+    keys = settings.read_keys()
+    async with started_app(settings, keys) as (app, service, ready):
+        server = DrainingServer(app, service, settings.drain_seconds)
+        listener.listen()  # who reads the greeting may come at once
+        for sentence in greeting(settings, [ready], listener.getsockname(), bool(keys)):
+            say(sentence)
+        waiting = asyncio.create_task(server.drain_when(stop)) if stop is not None else None
+        await server.serve(sockets=[listener])
+        if waiting is not None:
+            waiting.cancel()
+
+
+class StartedApp(NamedTuple):
+    """The app, its gate included, and what is behind it."""
+
+    app: ASGIApp
+    service: Service
+    ready: EngineReady
+
+
+def find_chat(model: str) -> tuple[ModelConfig, ChatTemplate]:
+    """What is known of a model before it is loaded; what is wrong with it is said here."""
+    config, folder = find_config(model)
     if folder is None:
         raise LoopformerError("This model came without a tokenizer; put its tokenizer.json beside its weights.")
     chat = ChatTemplate.find(Tokenizer.load(folder), located(model), run_of(model))
     chat.encode([{"role": "user", "content": "?"}])  # a template that fails is said now
+    return config, chat
+
+
+@asynccontextmanager
+async def started_app(settings: ServerSettings, keys: tuple[bytes, ...]) -> AsyncIterator[StartedApp]:
+    """The app of a model whose engine runs; leaving ends the engine."""
+    config, chat = find_chat(settings.worker.model)
     engine = EngineProcess(settings.worker)
     try:
         ready = await engine.start()
         most = config.context
         served = Served(
-            _name(model),
+            _name(settings.worker.model),
             chat,
             ready.config,
             ready.default,
@@ -115,15 +150,7 @@ async def serve(
         app: ASGIApp = Gate(create_app(service), gate)
         if settings.cors:
             app = CORSMiddleware(app, settings.cors, allow_methods=["GET", "POST"], allow_headers=["*"])
-        server = DrainingServer(app, service, settings.drain_seconds)
-        listener.listen()  # who reads the greeting may come at once
-        say(_greeting(served, ready, listener, bool(keys)))
-        if not keys and not _is_loopback(settings.host):
-            say("Anybody who reaches this address may use it; --api-keys FILE asks for a key.")
-        waiting = asyncio.create_task(server.drain_when(stop)) if stop is not None else None
-        await server.serve(sockets=[listener])
-        if waiting is not None:
-            waiting.cancel()
+        yield StartedApp(app, service, ready)
     finally:
         await engine.stop()
 
@@ -227,16 +254,22 @@ def _name(model: str) -> str:
     return Path(model).resolve().name if Path(model).exists() else model.rstrip("/").rpartition("/")[2]
 
 
-def _greeting(served: Served, ready: EngineReady, listener: socket.socket, has_keys: bool) -> str:
-    """The address, for a browser, and a line to try it with."""
-    host, port = listener.getsockname()[:2]
+def greeting(
+    settings: ServerSettings, engines: Sequence[EngineReady], address: tuple[Any, ...], has_keys: bool
+) -> Iterator[str]:
+    """The address, for a browser, and a line to try it with; and who may, where that is anybody."""
+    host, port = address[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     key = '-H "Authorization: Bearer $API_KEY" ' if has_keys else ""
-    body = json.dumps({"prompt": "Once upon a time", "max_tokens": 32, "budget": served.default.budget})
-    what = f"{served.name} (1 to {served.config.loops} loops) on {ready.device}, engine process {ready.process}"
-    curl = f"curl {address}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'"
-    return f"{what}; open {address} in a browser, or ask it:\n{curl}"
+    first = engines[0]
+    body = json.dumps({"prompt": "Once upon a time", "max_tokens": 32, "budget": first.default.budget})
+    processes = f"engine process{'es' * (len(engines) > 1)} {', '.join(str(each.process) for each in engines)}"
+    what = f"{_name(settings.worker.model)} (1 to {first.config.loops} loops) on {first.device}, {processes}"
+    curl = f"curl {url}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'"
+    yield f"{what}; open {url} in a browser, or ask it:\n{curl}"
+    if not has_keys and not _is_loopback(settings.host):
+        yield "Anybody who reaches this address may use it; --api-keys FILE asks for a key."
 
 
 # What every request passes before the app sees it: host, key, size, patience.

@@ -168,6 +168,7 @@ class Service:
         self.engine, self.served, self.admission, self.settings = engine, served, admission, settings
         self.metrics = ServerMetrics(served.name)
         self.draining = False
+        self.metrics_text: Callable[[], Awaitable[bytes]] = self._own_metrics  # replicas give those of all
         engine.on_load = self._on_load
 
     def _on_load(self, load: EngineLoad) -> None:
@@ -175,6 +176,14 @@ class Service:
         ready = self.engine.ready
         self.metrics.load(load, 1 if ready is None else ready.memory)
         self.metrics.level(self.admission.level)
+
+    def counted(self) -> CollectorRegistry:
+        """All that is counted, as it stands now."""
+        self.metrics.engine(self.engine.state == "ready", self.engine.losses)
+        return self.metrics.registry
+
+    async def _own_metrics(self) -> bytes:
+        return generate_latest(self.counted())
 
     @contextmanager
     def _admitted(
@@ -338,6 +347,3 @@ class ServerMetrics:
         self._end.labels(self._model, budget).observe(whole)
         if new > 1:
             self._each.labels(self._model, budget).observe((whole - first) / (new - 1))
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
