@@ -374,7 +374,7 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("nope", [], {}, "There is no preset"),
         (
             None,
-            small(data__path=tmp_path / "none", training__batch=8),
+            small(data__path=tmp_path / "none", training__batch=16),
             {},
             "make the folder with loopformer prepare",
         ),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -323,7 +324,7 @@ class RunConfig:
             require(
                 int(batch // draws * entry.rows + 1e-9) >= 1,
                 f"objective.trajectories, budget {entry.label}: rows {entry.rows} (objective.short_fraction) of "
-                f"{batch // draws} rows is no row at all; raise it, or lower objective.route_draws.",
+                f"{batch // draws} rows is no row at all; raise it, or training.batch to {math.ceil(draws / entry.rows)}.",
             )
             require(
                 entry.sampler == "uniform"
