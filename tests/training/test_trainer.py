@@ -343,7 +343,7 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(training__threads=0), {}, "training.threads must be 1 or more"),
         ("demo", small(training__device="meta"), {}, "does not run on 'meta'"),
         ("demo", small(training__learning_rate="inf"), {}, "must be a finite number"),
-        ("demo", small(objective__short_fraction=0.1), {}, "is no row at all"),
+        ("demo", small(objective__short_fraction=0.1), {}, "is no row; raise it, or training.batch to 10"),
         ("demo", small(objective__short_weight=-1), {}, "objective.short_weight must be a number of 0 or more"),
         ("demo", small(objective__sampler="some"), {}, "objective.sampler must be one of compositions"),
         ("demo", small(objective__trajectories="[{budget: 9}]"), {}, "beyond the model's 4 loops"),

@@ -324,7 +324,7 @@ class RunConfig:
             require(
                 int(batch // draws * entry.rows + 1e-9) >= 1,
                 f"objective.trajectories, budget {entry.label}: rows {entry.rows} (objective.short_fraction) of "
-                f"{batch // draws} rows is no row at all; raise it, or training.batch to {math.ceil(draws / entry.rows)}.",
+                f"{batch // draws} rows is no row; raise it, or training.batch to {math.ceil(draws / entry.rows)}.",
             )
             require(
                 entry.sampler == "uniform"
