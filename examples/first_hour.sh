@@ -7,7 +7,6 @@
 # What it makes is in first-hour/: data, runs, pictures, a report, an export. Such a model has learned a few words and
 # their order; with more steps (STEPS=1500, some ten minutes) it writes in the manner of the text.
 set -euo pipefail
-cd "${FOLDER:-.}"
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 texts=("$@")
 [ $# -gt 0 ] || texts=("$here"/README.md "$here"/docs/*.md)

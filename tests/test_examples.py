@@ -14,8 +14,8 @@ SCRIPT = Path(__file__).parent.parent / "examples" / "first_hour.sh"
 @pytest.mark.timeout(400)
 def test_the_first_hour(tmp_path: Path) -> None:
     commands = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": commands, "FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(["bash", str(SCRIPT)], env=environment, capture_output=True, text=True)
+    environment = {**os.environ, "PATH": commands, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", str(SCRIPT)], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     made = tmp_path / "first-hour"
     for file in ("report/report.html", "analysis/cka.png", "exported/config.json", "run/schedules.json"):
