@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from loopformer.data.splits import LONGEST, cut
-from loopformer.errors import FileProblem, LoopformerError, remedy
+from loopformer.errors import FileProblem, LoopformerError, unreadable
 
 Record = dict[str, Any]
 FORMATS = (".txt", ".md", ".jsonl", ".parquet")
@@ -86,7 +86,7 @@ def _records(path: Path, field: str, column: str | None, skip: int, meter: Meter
         where = f"{path} line {_wrong_line(path)}"
         yield _caused(BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out."), error)
     except OSError as error:
-        raise FileProblem(f"{path} cannot be read: {error.strerror or error}; {remedy(error)}.") from error
+        raise unreadable(path, error) from error
 
 
 def _caused(problem: BadRecord, error: Exception) -> BadRecord:
