@@ -377,7 +377,7 @@ def test_words_that_never_come_twice_end_the_training_of_a_tokenizer(
         return Tokenizer.train(given, vocab_size)
 
     monkeypatch.setattr(Tokenizer, "train_apart", train)
-    monkeypatch.setattr("loopformer.data.prepare._TOKENIZER_WORDS", 1_000_000)
+    monkeypatch.setattr("loopformer.data.tokenizer._TRAINING_MEMORY", 1_000_000)
     write_jsonl(tmp_path / "same.jsonl", [{"text": document(0)} for _ in range(2000)])
     prepare([str(tmp_path / "same.jsonl")], tmp_path / "same", train_tokenizer=300, val_fraction=0)
     assert len(given) == 2000
