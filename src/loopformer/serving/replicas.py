@@ -35,7 +35,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.serving.engine_process import EngineProcess
-from loopformer.serving.server import IDLE_SECONDS, ServerSettings, bound, find_chat, greeting, started_app
+from loopformer.serving.server import IDLE_SECONDS, ServerSettings, bound, greeting, inspect_model, started_app
 from loopformer.serving.worker import EngineReady, log_as_json
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def run_replicas(settings: ServerSettings, count: ReplicaCount, say: Callable[[s
     """Serve until told to stop."""
     keys = settings.read_keys()
     model, device = settings.worker.model, settings.worker.device
-    find_chat(model)  # what is wrong with it is said before anything starts
+    inspect_model(model)  # what is wrong with it is said before anything starts
     require(":" not in device, f"With --ray every replica has a GPU of its own; say --device cuda, not {device}.")
     if Path(model).exists():
         settings = replace(settings, worker=replace(settings.worker, model=str(Path(model).resolve())))

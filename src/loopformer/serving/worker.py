@@ -258,7 +258,7 @@ class _Worker:
         self._running: dict[int, _Running] = {}  # by ticket
         self._news: list[News] = []
         self._quiet = False  # whether nothing has changed that the server does not know
-        self._sent = 0.0  # when it last heard
+        self._sent = 0.0  # when the server last heard
 
     def run(self) -> None:
         failures = 0
