@@ -23,20 +23,19 @@ import argparse
 import json
 import os
 import random
-import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import torch
+from serve_process import ServeProcess
 
 from loopformer.benchmark.decode import gpt2
 from loopformer.benchmark.engine import STOPS
@@ -186,32 +185,12 @@ def drive(engine: Engine, asked: Sequence[Sequence[Asked]], seconds: float) -> R
 # The server.
 
 
-class Server:
-    """`loopformer serve` on a free port of loopback."""
+class Server(ServeProcess):
+    """With a row for each client."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        options = ["--rows", str(settings.rows), "--queue", str(settings.rows), "--device", settings.device]
-        command = [sys.executable, "-m", "loopformer", "serve", settings.model, "--port", "0", *options]
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (until it ends)
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
-        assert self.process.stdout is not None
-        greeting = self.process.stdout.readline()
-        if not greeting:
-            self.log.seek(0)
-            raise SystemExit(f"The server did not start: {self.log.read()[-2000:]}")
-        self.port = int(re.findall(r"http://[\d.]+:(\d+)", greeting)[0])
-        self.engine = int(re.findall(r"engine process (\d+)", greeting)[0])
-        while json.loads(self.get("/ready"))["status"] != "ready":
-            time.sleep(0.05)
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
-            return str(answer.read().decode())
-
-    def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
-        lines = self.get("/metrics").splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"loopformer:{name}{{"))
+        rows = str(settings.rows)
+        super().__init__(settings.model, "--rows", rows, "--queue", rows, "--device", settings.device)
 
     def counts(self) -> tuple[float, float, float, float]:
         """The time, all tokens so far, and the CPU seconds of both processes."""
@@ -224,7 +203,7 @@ class Server:
         clients = []
         for number in range(processes):
             bodies = [[one.body(stream) for one in each] for each in asked[number::processes]]
-            task = json.dumps({"port": self.port, "until": until, "bodies": bodies})
+            task = json.dumps({"port": urlsplit(self.url).port, "until": until, "bodies": bodies})
             client = subprocess.Popen(
                 [sys.executable, str(CLIENTS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
@@ -238,8 +217,7 @@ class Server:
         time.sleep(seconds)
         after = self.counts()
         said = [json.loads(client.communicate()[0]) for client in clients]
-        while self.metric("num_requests_running") + self.metric("num_requests_waiting"):
-            time.sleep(0.02)
+        self.settle()
         failures = [failure for each in said for failure in each["failures"]]
         if failures:
             raise SystemExit(f"{len(failures)} requests failed: {failures[0]}")
@@ -253,14 +231,6 @@ class Server:
         if stream and answers:
             report["tokens_per_event"] = sum(answer[3] for answer in answers) / sum(answer[4] for answer in answers)
         return report
-
-    def close(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(30)
-        finally:
-            self.process.kill()
-            self.log.close()
 
 
 def cpu_seconds(process: int) -> float:
@@ -326,16 +296,6 @@ def transformers_rate(lm: LM, asked: Sequence[Sequence[Asked]], seconds: float) 
 
 
 # All of it.
-
-
-@contextmanager
-def serving(settings: WorkerSettings, warm: Callable[[Server], object]) -> Iterator[Server]:
-    server = Server(settings)
-    try:
-        warm(server)
-        yield server
-    finally:
-        server.close()
 
 
 def line(part: str, load: str, row: Report) -> str:
@@ -415,13 +375,10 @@ def main() -> None:
                 free_memory(device)
             if "server" in parts or "stream" in parts:
                 say("the server starts")
-
-                def warm_up(server: Server) -> None:
+                with Server(settings) as server:
                     say("the server is ready")
                     settle(lambda: server.measure(warm, False, WARM, asked.processes))
                     server.measure(warm, True, WARM, asked.processes)
-
-                with serving(settings, warm_up) as server:
                     say("the server is warm")
                     for part in (part for part in parts if part in ("server", "stream")):
                         for name, requests in loads.items():

@@ -21,25 +21,22 @@ import json
 import os
 import platform
 import random
-import re
 import shlex
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
 import numpy as np
 import torch
 from hostile import attack
+from serve_process import ServeProcess, wait_until
 
 import loopformer
 from loopformer.benchmark.machine import publish
@@ -52,43 +49,15 @@ MARGIN = 0.1  # share of its memory by which a process may be larger afterwards
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "stream": True}
 
 
-class Server:
-    """`loopformer serve` on a free port, its log in a file."""
+class Server(ServeProcess):
+    """With the model in the box, on the CPU."""
 
     def __init__(self, *options: str) -> None:
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (until it ends)
-        command = [sys.executable, "-m", "loopformer", "serve", "--port", "0", "--device", "cpu", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
-
-    def __enter__(self) -> "Server":
-        assert self.process.stdout is not None
-        greeting = self.process.stdout.readline()
-        self.url = re.findall(r"http://[\d.:]+", greeting)[0]
-        self.engine = int(re.findall(r"engine process (\d+)", greeting)[0])
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        finally:
-            self.process.kill()
-            self.log.close()
+        super().__init__("--device", "cpu", *options)
 
     def client(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
         return httpx.AsyncClient(base_url=self.url, timeout=300, limits=limits, verify=False)
-
-    def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=60, verify=False).text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"loopformer:{name}{{"))
-
-    def settle(self) -> None:
-        """Wait until nothing runs."""
-        wait_until(lambda: not self.metric("num_requests_running") + self.metric("num_requests_waiting"))
 
     def holdings(self) -> Report:
         """What the two processes hold while nothing runs."""
@@ -104,13 +73,6 @@ def holdings(process: int) -> Report:
     names = {"files": "fd", "threads": "task"}
     counts = {name: len(list((folder / entry).iterdir())) for name, entry in names.items()}
     return {"rss_mb": round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1), **counts}
-
-
-def wait_until(so: Callable[[], bool], seconds: float = 120.0) -> None:
-    until = time.monotonic() + seconds
-    while not so():
-        assert time.monotonic() < until, "it takes too long"
-        time.sleep(0.05)
 
 
 def is_alive(process: int) -> bool:

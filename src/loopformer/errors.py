@@ -46,6 +46,10 @@ def nearest(word: str, known: list[str], otherwise: str | None = None) -> str:
     return f"did you mean {close[0]}?" if close else otherwise or f"valid are {', '.join(known)}."
 
 
+def unreadable(name: object, error: OSError) -> FileProblem:
+    return FileProblem(f"{name} cannot be read: {error.strerror or error}; {remedy(error)}.")
+
+
 def remedy(error: BaseException) -> str:
     """What to do about a file that cannot be read or written: room and permission are told apart."""
     number = getattr(error, "errno", None)

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from loopformer.errors import FileProblem, remedy
+from loopformer.errors import FileProblem, remedy, unreadable
 
 _BLOCK = 1 << 20
 _DEEPEST = 32  # of YAML
@@ -224,7 +224,7 @@ def _read_mapping(
         with file.open("rb") as stream:
             content = stream.read(_LARGEST + 1)
     except OSError as error:
-        raise FileProblem(f"{name} cannot be read: {error.strerror or error}; {remedy(error)}.") from error
+        raise unreadable(name, error) from error
     if len(content) > _LARGEST:
         raise DamagedFile(f"{name} is larger than {_LARGEST >> 20} MB, too large for settings or an index.")
     try:

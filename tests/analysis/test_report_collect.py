@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli.models import seal
 
 from loopformer import LoopedLM, LoopformerError, ModelConfig
 from loopformer.analysis.report.collect import (
@@ -21,7 +22,6 @@ from loopformer.analysis.results import TextSource
 from loopformer.config import DataConfig, ObjectiveConfig, RunConfig, TrainingConfig, run_to_yaml
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
-from loopformer.files import sha256_of
 from loopformer.loading import save_model
 from loopformer.model.cost import Cost
 
@@ -56,8 +56,7 @@ def _run(folder: Path, config: ModelConfig, weight: float, tokenizer: Tokenizer)
     tokenizer.save(checkpoint)
     state = {"step": 10, "micro_batch": 4, "world": 1, "threads": 1, "data": "d"}
     (checkpoint / "state.json").write_text(json.dumps(state))
-    sums = {file.name: sha256_of(file) for file in checkpoint.iterdir()}
-    (checkpoint / "checksums.json").write_text(json.dumps(sums))
+    seal(checkpoint)
     objective = ObjectiveConfig(short_weight=weight, consistency_weight=weight, short_fraction=0.5)
     training = TrainingConfig(steps=10, batch=4, seed=7)
     run = RunConfig(config, DataConfig(path="nowhere"), objective, training)

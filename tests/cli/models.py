@@ -1,5 +1,6 @@
-"""A small model and its tokenizer as a folder, which the commands are given."""
+"""A small model and its tokenizer as a folder, which the commands are given; and the seal of a checkpoint."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from torch import nn
 
 from loopformer import LoopedLM, ModelConfig
 from loopformer.data.tokenizer import Tokenizer
+from loopformer.files import sha256_of
 from loopformer.loading import save_model
+from loopformer.loading.folder import CHECKSUMS
 
 SENTENCE = "every pass is told its time and its step"
 
@@ -39,3 +42,11 @@ def save_small(
     if with_tokenizer:
         _tokenizer().save(folder)
     return str(folder)
+
+
+def seal(checkpoint: Path) -> Path:
+    """Write the checksums of all files, as training does, or as it would of files that were changed since."""
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != CHECKSUMS]
+    sums = {str(path.relative_to(checkpoint)): sha256_of(path) for path in files}
+    (checkpoint / CHECKSUMS).write_text(json.dumps(sums))
+    return checkpoint

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: a process of its own."""
+"""The command line as a user meets it; a process of its own takes seconds, so only what needs one has one."""
 
 import json
 import os
@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from loopformer.cli import app
+from loopformer import LoopformerError
+from loopformer.cli import app, main
 from loopformer.config.model import setting_names
 from loopformer.config.run import SECTIONS
 
-from .process import run
+from .process import invoke, run
 
 REFERENCE = Path(__file__).parent.parent / "reference"
 
@@ -58,25 +59,25 @@ def test_a_shell_completes_what_can_be_named(tmp_path: Path, monkeypatch: pytest
 
 
 def test_info_of_a_preset_counts_what_the_paper_has() -> None:
-    report = json.loads(run("info", "--model", "paper/loopformer", "--json").stdout)
+    report = json.loads(invoke("info", "--model", "paper/loopformer", "--json").stdout)
     assert report["shape"] == "3⊗8"
     assert report["parameters"]["total"] == 278_169_600
     assert report["training_gflops_per_token"]["overhead"] == pytest.approx(1.55, abs=0.005)
     assert [row["budget"] for row in report["budgets"]] == list(range(1, 9))
-    assert "278,169,600" in run("info", "--model", "paper/loopformer").stdout
-    assert "small/tmlt" in run("info").stdout.split()
-    presets = {one["name"]: one for one in json.loads(run("info", "--json").stdout)}
+    assert "278,169,600" in invoke("info", "--model", "paper/loopformer").stdout
+    assert "small/tmlt" in invoke("info").stdout.split()
+    presets = {one["name"]: one for one in json.loads(invoke("info", "--json").stdout)}
     assert presets["paper/loopformer"]["parameters"] == 278_169_600
     assert all(one["about"] for one in presets.values())
 
 
 def test_info_lists_every_setting_with_its_default() -> None:
-    found = {one["name"]: one for one in json.loads(run("info", "--settings", "--json").stdout)}
+    found = {one["name"]: one for one in json.loads(invoke("info", "--settings", "--json").stdout)}
     kept = {"short_weight", "consistency_weight", "sampler", "short_fraction"}  # another way to write trajectories
     names = {f"{section}.{name}" for section, cls in SECTIONS.items() for name in setting_names(cls)}
     assert set(found) == names - {f"objective.{name}" for name in kept}
     assert found["model.inject"]["default"] == "none (none, gated, adapter)"
-    assert "training.optimizer" in run("info", "--settings").stdout
+    assert "training.optimizer" in invoke("info", "--settings").stdout
 
 
 def _weights(tmp_path: Path) -> Path:
@@ -90,31 +91,44 @@ def _weights(tmp_path: Path) -> Path:
 
 def test_import_then_info(tmp_path: Path) -> None:
     file, out = _weights(tmp_path), tmp_path / "model"
-    assert "2⊗8" in run("import", str(file), str(out), "--heads", "4", "--loops", "8").stdout
-    assert json.loads(run("info", "--model", str(out), "--json").stdout)["settings"]["loops"] == 8
-    assert (
-        json.loads(run("info", "--model", str(file), "--heads", "4", "--loops", "6", "--json").stdout)["settings"][
-            "loops"
-        ]
-        == 6
-    )
-    assert (
-        "already holds a model" in run("import", str(file), str(out), "--heads", "4", "--loops", "8", code=2).stderr
-    )
-    run("import", str(file), str(out), "--heads", "4", "--loops", "4", "--force")
+
+    def loops_of(model: Path, *given: str) -> int:
+        return int(json.loads(invoke("info", "--model", str(model), *given, "--json").stdout)["settings"]["loops"])
+
+    import_it = ("import", str(file), str(out), "--heads", "4", "--loops")
+    assert "2⊗8" in invoke(*import_it, "8").stdout
+    assert loops_of(out) == 8
+    assert loops_of(file, "--heads", "4", "--loops", "6") == 6
+    with pytest.raises(LoopformerError, match="already holds a model"):
+        invoke(*import_it, "4")
+    invoke(*import_it, "4", "--force")
+    assert loops_of(out) == 4
+
+
+def test_a_mistake_ends_the_process_with_one_sentence() -> None:
+    error = run("info", "--model", "paper/loopfromer", code=1).stderr
+    assert "did you mean paper/loopformer" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("info", "--model", "paper/loopfromer"), 1, "did you mean paper/loopformer"),
         (("info", "--model", "/no/such/place"), 1, "no file or folder"),
         (("info", "--model", "demo", "--context", "0"), 2, "--context must be 1 or more"),
         (("import", "/no/such/file.pt", "/tmp/out"), 1, "no file or folder"),
         (("inof",), 2, "No such command"),
     ],
 )
-def test_mistakes_are_one_sentence_and_no_traceback(words: tuple[str, ...], code: int, said: str) -> None:
-    error = run(*words, code=code).stderr
-    assert said in error
-    assert "Traceback" not in error
+def test_mistakes_have_exit_codes(
+    words: tuple[str, ...],
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["loopformer", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    assert said in capsys.readouterr().err

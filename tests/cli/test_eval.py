@@ -97,16 +97,16 @@ def test_direct_and_by_way_of_a_machine_without_the_harness(tmp_path: Path, wide
     pytest.importorskip("lm_eval")
     data = ["--data", str(write_local(tmp_path / "data"))]
     common = ["--model", wide, "--budgets", "1,4", "--device", "cpu"]
-    direct = run("eval", *common, "--tasks", "paper", *data, "--out", str(tmp_path / "direct.json"))
+    direct = invoke("eval", *common, "--tasks", "paper", *data, "--out", str(tmp_path / "direct.json"))
     assert "average of 10" in direct.stdout
     assert "ARC, mean of both" in direct.stdout
     assert "hellaswag is a stand-in: 2 examples instead of 10,042." in direct.stdout
     assert "race: 2 of 2 examples, race_high.test.jsonl sha256 " in direct.stdout
 
     requests, answers = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
-    run("eval", "--tasks", "paper", *data, "--export-requests", str(requests))
+    invoke("eval", "--tasks", "paper", *data, "--export-requests", str(requests))
     run("eval", *common, "--score-requests", str(requests), "--out", str(answers), bare=True)
-    collected = json.loads(run("eval", "--aggregate", str(answers), *data, "--json").stdout)
+    collected = json.loads(invoke("eval", "--aggregate", str(answers), *data, "--json").stdout)
     assert _numbers(collected) == _numbers(json.loads((tmp_path / "direct.json").read_text()))
 
 

@@ -14,7 +14,10 @@ from loopformer.cli import app
 from loopformer.data.prepare import prepare
 from loopformer.errors import LoopformerError
 from loopformer.files import sha256_of
-from loopformer.loading import save_model
+from loopformer.loading import folder, save_model
+from loopformer.loading.folder import FOLDER, SETTINGS
+
+from .models import save_small, seal
 
 
 def verify(*paths: Path) -> dict[str, str | None]:
@@ -54,6 +57,22 @@ def test_data_with_a_token_that_is_none(data: Path) -> None:
     assert "a token 9999 of some" in str(list(verify(data).values())[1])
 
 
+def test_a_checkpoint_is_read_once_for_its_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = seal(Path(save_small(tmp_path / FOLDER / "step-00000001", context=32)))
+    (tmp_path / SETTINGS).touch()
+    hashed: list[str] = []
+
+    def noted(path: Path) -> str:
+        hashed.append(path.name)
+        return sha256_of(path)
+
+    monkeypatch.setattr(folder, "sha256_of", noted)
+    assert verify(tmp_path) == {str(checkpoint): None}
+    assert sorted(hashed) == ["config.json", "model.safetensors", "tokenizer.json"]
+    (checkpoint / "tokenizer.json").write_text("{}")
+    assert verify(checkpoint) == {str(checkpoint): "tokenizer.json does not match its checksum"}
+
+
 def test_models(tiny: ModelConfig, tmp_path: Path) -> None:
     model = LoopedLM(replace(tiny, vocab=30, padded_vocab=None))
     save_model(model, tmp_path / "good")
@@ -63,5 +82,5 @@ def test_models(tiny: ModelConfig, tmp_path: Path) -> None:
     found = verify(tmp_path / "good", tmp_path / "bad", tmp_path / "none")
     good, bad, none = found.values()
     assert good is None
-    assert bad == "final_norm.weight has values that are no finite numbers"
+    assert "The tensor final_norm.weight has values that are no finite numbers" in str(bad)
     assert "There is no file or folder" in str(none)

@@ -26,7 +26,7 @@ from loopformer.data.splits import LONGEST, cut, documents
 from loopformer.data.tokenizer import END, Tokenizer, training_pieces
 from loopformer.errors import FileProblem, LoopformerError
 
-from .words import document, write_jsonl
+from .words import document, stopping_at, write_jsonl
 
 MOST = 500  # megabytes, what the docs promise
 PARAGRAPHS = "\n\n".join(document(number) for number in range(30))
@@ -183,28 +183,11 @@ def test_bad_records_are_counted_once_wherever_it_stops(tmp_path: Path, prepared
     assert whole["sources"][0]["bad"] == 60, "the last line is lost with the end, which is told in its place"
     assert len(whole["sources"][0]["bad_first"]) == 20
 
-    class Stop(Exception):
-        pass
-
     for stop in range(2, 30, 5):
-        left = stop
-
-        def report(progress: PrepareProgress) -> None:
-            nonlocal left
-            left -= progress.phase == "tokenizing"
-            if not left:
-                raise Stop
-
         out = tmp_path / f"stopped {stop}"
-        with pytest.raises(Stop):
-            prepare(
-                [str(tmp_path / "news.jsonl.gz")],
-                out,
-                batch_chars=1,
-                commit_seconds=0,
-                report=report,
-                **options,
-            )
+        often: dict[str, Any] = {"batch_chars": 1, "commit_seconds": 0, "report": stopping_at(stop)}
+        with pytest.raises(KeyboardInterrupt):
+            prepare([str(tmp_path / "news.jsonl.gz")], out, **often, **options)
         index = prepare([str(tmp_path / "news.jsonl.gz")], out, **options)
         assert index["sources"] == whole["sources"]
 
@@ -233,23 +216,9 @@ def test_a_stop_inside_a_long_record(tmp_path: Path, prepared: Path, monkeypatch
     write_jsonl(tmp_path / "long.jsonl", [{"text": text}, {"text": document(1)}])
     options: dict[str, Any] = {"tokenizer": str(prepared), "val_fraction": 0.1}
     whole = prepare([str(tmp_path / "long.jsonl")], tmp_path / "whole", **options)
-    left = 4
-
-    def report(progress: PrepareProgress) -> None:
-        nonlocal left
-        left -= progress.phase == "tokenizing"
-        if not left:
-            raise KeyboardInterrupt
-
+    often: dict[str, Any] = {"batch_chars": 1, "commit_seconds": 0, "report": stopping_at(4)}
     with pytest.raises(KeyboardInterrupt):
-        prepare(
-            [str(tmp_path / "long.jsonl")],
-            tmp_path / "out",
-            batch_chars=1,
-            commit_seconds=0,
-            report=report,
-            **options,
-        )
+        prepare([str(tmp_path / "long.jsonl")], tmp_path / "out", **often, **options)
     state = json.loads((tmp_path / "out" / "prepare.state.json").read_text())
     assert state["sources"][0]["position"][2] > 0
     assert prepare([str(tmp_path / "long.jsonl")], tmp_path / "out", **options) == whole
@@ -318,13 +287,8 @@ def test_links_that_lead_back_are_followed_once(tmp_path: Path) -> None:
 def test_a_source_that_changes_between_stop_and_continuation(tmp_path: Path, prepared: Path) -> None:
     path = write_jsonl(tmp_path / "news.jsonl", [{"text": document(number)} for number in range(30)])
     options: dict[str, Any] = {"tokenizer": str(prepared), "commit_seconds": 0, "batch_chars": 1}
-
-    def stop(progress: PrepareProgress) -> None:
-        if progress.tokens:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        prepare([str(path)], tmp_path / "out", report=stop, **options)
+        prepare([str(path)], tmp_path / "out", report=stopping_at(4), **options)
     status, content = path.stat(), path.read_bytes()
     path.write_bytes(content.replace(b"loop", b"pool"))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
@@ -377,7 +341,7 @@ def test_words_that_never_come_twice_end_the_training_of_a_tokenizer(
         return Tokenizer.train(given, vocab_size)
 
     monkeypatch.setattr(Tokenizer, "train_apart", train)
-    monkeypatch.setattr("loopformer.data.prepare._TOKENIZER_WORDS", 1_000_000)
+    monkeypatch.setattr("loopformer.data.tokenizer._TRAINING_MEMORY", 1_000_000)
     write_jsonl(tmp_path / "same.jsonl", [{"text": document(0)} for _ in range(2000)])
     prepare([str(tmp_path / "same.jsonl")], tmp_path / "same", train_tokenizer=300, val_fraction=0)
     assert len(given) == 2000

@@ -26,7 +26,7 @@ from loopformer.data.splits import Splitter
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError
 
-from .words import document, write_jsonl
+from .words import document, stopping_at, write_jsonl
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -113,16 +113,8 @@ def test_interrupted_anywhere_ends_the_same(
 ) -> None:
     out = tmp_path_factory.mktemp("stops") / "data"
     for stop in stops:
-        left = stop
-
-        def report(progress: PrepareProgress) -> None:
-            nonlocal left
-            left -= progress.phase == "tokenizing"
-            if not left:
-                raise KeyboardInterrupt
-
         try:
-            prepare(sources, out, batch_chars=3000, commit_seconds=0, report=report, **OPTIONS)
+            prepare(sources, out, batch_chars=3000, commit_seconds=0, report=stopping_at(stop), **OPTIONS)
         except KeyboardInterrupt:
             assert (out / STATE_FILE).exists()
             with pytest.raises(FileProblem, match="is not prepared to the end"):
@@ -262,12 +254,10 @@ def test_dataset_folder_as_a_source(tmp_path: Path, documents: list[str]) -> Non
         ('{"text": ""}\n{"text": null}\n', {}, "holds no text"),
         ('{"body": "x"}\n', {}, "has no field 'text'"),
         ('{"text": "short"}\n', {}, "has too little text"),
-        ('{"text": "short"}\n', {"val_fraction": 2}, "validation fraction"),
         ('{"text": "short"}\n', {"tokenizer": "x", "train_tokenizer": 300}, "not both"),
         ('{"text": "short"}\n', {"tokenizer": "nowhere"}, "There is no tokenizer nowhere"),
         ('{"text": "short"}\n', {"train_tokens": 0}, "--train-tokens must be 1 or more"),
         ('{"text": "short"}\n', {"workers": 0}, "--workers must be 1 or more"),
-        ('{"text": "short"}\n', {"train_tokenizer": 5, "val_fraction": 0}, "needs 257 ids or more"),
         ('{"text": "short"}\n', {"supervised": True}, "has neither prompt and response nor messages"),
     ],
 )

@@ -1,8 +1,11 @@
-"""Small made-up documents."""
+"""Small made-up documents, and a stop while they are prepared."""
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
+
+from loopformer.data.prepare import PrepareProgress
 
 WORDS = ["the", "loop", "runs", "again", "and", "time", "moves", "on", "while", "depth", "grows", "step"]
 
@@ -19,3 +22,16 @@ def document(number: int, paragraphs: int = 4) -> str:
 def write_jsonl(path: Path, records: list[dict[str, object]]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
+
+
+def stopping_at(batch: int) -> Callable[[PrepareProgress], None]:
+    """A `report` that interrupts the work when it is told of a batch of tokens for the so manieth time."""
+    left = batch
+
+    def report(progress: PrepareProgress) -> None:
+        nonlocal left
+        left -= progress.phase == "tokenizing"
+        if not left:
+            raise KeyboardInterrupt
+
+    return report

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import pytest
+from inference.models import spread
 
 from loopformer import LM, LoopedLM, ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.loading import save_model
-
-from .models import spread
 
 
 @pytest.fixture

@@ -2,45 +2,27 @@
 
 import copy
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from options import draw_options
+from inference.models import spread
+from options import draw_model
 from transformers import DynamicCache, StaticCache
 
-from loopformer import LoopedLM, LoopformerError, ModelConfig, Trajectory
-from loopformer.config import Conditioning
+from loopformer import LoopedLM, LoopformerError, ModelConfig
 from loopformer.hf import LoopFormerForCausalLM
-
-from .models import spread
 
 Case = tuple[ModelConfig, str, list[list[int]], bool, int]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    kind = draw(st.sampled_from(get_args(Conditioning)))
-    loops = draw(st.integers(1, 4))
-    config = ModelConfig(
-        conditioning=kind,
-        blocks=draw(st.integers(1, 2)),
-        loops=loops,
-        width=16,
-        heads=draw(st.sampled_from([1, 2, 4])),
-        ffn=24,
-        context=16,
-        vocab=50,
-        positions=draw(st.sampled_from(["learned", "rotary"])),
-        time_scale=30.0,
-        **draw_options(draw, kind),
-    )
-    grid = [trajectory for budget in range(1, loops + 1) for trajectory in Trajectory.enumerate(loops, budget)]
-    allowed = [trajectory for trajectory in grid if kind not in ("none", "index") or trajectory.is_uniform]
+    config, followed = draw_model(draw, context=16)
     rows = draw(st.lists(st.lists(st.integers(0, 49), min_size=1, max_size=9), min_size=1, max_size=4))
-    return config, str(draw(st.sampled_from(allowed))), rows, draw(st.booleans()), draw(st.integers(0, 10**6))
+    return config, draw(followed), rows, draw(st.booleans()), draw(st.integers(0, 10**6))
 
 
 @given(cases())

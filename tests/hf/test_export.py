@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli.models import seal
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 import loopformer.hf
 from loopformer import LM, LoopformerError, load
 from loopformer.cli import app
-from loopformer.files import sha256_of
 from loopformer.hf.export import CONFIGURATION, MODELING, export, flatten
 from loopformer.loading import save_model
 
@@ -43,8 +43,7 @@ def run(lm: LM, tmp_path: Path) -> Path:
         checkpoint = place / "checkpoints" / f"step-{step:08d}"
         save_model(lm.model, checkpoint, source={"run": "runs/mine", "step": step})
         lm.need_tokenizer().save(checkpoint)
-        sums = {path.name: sha256_of(path) for path in checkpoint.iterdir()}
-        (checkpoint / "checksums.json").write_text(json.dumps(sums))
+        seal(checkpoint)
     (place / "run.yaml").write_text("model: {}\n")
     records = [{"kind": "validation", "step": step, "loss_at_1": 60.0 / step, "loss_at_4": 5.5} for step in (5, 10)]
     (place / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))

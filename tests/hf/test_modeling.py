@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
+from inference.models import spread
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -19,8 +20,6 @@ from loopformer import LoopedLM, LoopformerError, ModelConfig
 from loopformer.config import Conditioning
 from loopformer.hf import LoopFormerConfig, LoopFormerForCausalLM
 from loopformer.loading import load_model, save_model
-
-from .models import spread
 
 
 def as_options(trajectory: str) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from cli.models import seal
 from safetensors import safe_open
 
 import loopformer
 from loopformer import LoopedLM, LoopformerError
 from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.files import sha256_of
 from loopformer.loading import load_model, save_model
 from loopformer.loading.folder import checkpoints
 from loopformer.training.checkpoint import rotate
@@ -60,12 +60,6 @@ def test_a_failed_save_leaves_the_old_model(tiny: ModelConfig, tmp_path: Path) -
     with pytest.raises(LoopformerError, match="could not be written"):
         save_model(LoopedLM(tiny), folder)
     assert (folder / "model.safetensors").read_bytes() == before
-
-
-def seal(checkpoint: Path) -> Path:
-    sums = {path.name: sha256_of(path) for path in checkpoint.iterdir()}
-    (checkpoint / SUMS).write_text(json.dumps(sums))
-    return checkpoint
 
 
 @pytest.fixture

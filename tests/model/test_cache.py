@@ -8,42 +8,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from options import draw_options
-from torch import nn
+from inference.models import spread
+from options import draw_model
 
-from loopformer import LoopedLM, LoopformerError, Trajectory
+from loopformer import LoopedLM, LoopformerError
 from loopformer.config import Conditioning, ModelConfig
-
-
-def spread(config: ModelConfig, seed: int = 0) -> LoopedLM:
-    torch.manual_seed(seed)
-    model = LoopedLM(config)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    return model.eval()
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[ModelConfig, list[str], list[list[int]], int]:
-    kind = draw(st.sampled_from(get_args(Conditioning)))
-    loops = draw(st.integers(1, 4))
-    config = ModelConfig(
-        conditioning=kind,
-        blocks=draw(st.integers(1, 2)),
-        loops=loops,
-        width=16,
-        heads=draw(st.sampled_from([1, 2, 4])),
-        ffn=24,
-        context=24,
-        vocab=50,
-        positions=draw(st.sampled_from(["learned", "rotary"])),
-        time_scale=30.0,
-        **draw_options(draw, kind),
-    )
+    config, followed = draw_model(draw, context=24)
     rows = draw(st.integers(1, 4))
-    grid = [trajectory for budget in range(1, loops + 1) for trajectory in Trajectory.enumerate(loops, budget)]
-    allowed = [trajectory for trajectory in grid if kind not in ("none", "index") or trajectory.is_uniform]
-    trajectories = [str(draw(st.sampled_from(allowed))) for _ in range(rows)]
+    trajectories = [draw(followed) for _ in range(rows)]
     prompts = [draw(st.lists(st.integers(0, 49), min_size=1, max_size=9)) for _ in range(rows)]
     return config, trajectories, prompts, draw(st.integers(0, 10**6))
 

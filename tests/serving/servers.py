@@ -1,7 +1,6 @@
 """A server on a free port of loopback, in a thread, with its engine in a process of its own."""
 
 import asyncio
-import json
 import os
 import shutil
 import threading
@@ -13,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from cli.models import save_small
+from cli.models import save_small, seal
 
-from loopformer.files import sha256_of
-from loopformer.loading.folder import CHECKSUMS, FOLDER, SETTINGS
+from loopformer.loading.folder import FOLDER, SETTINGS
 from loopformer.serving.server import ServerSettings, bound, serve
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the engine's process, beside other tests
@@ -32,10 +30,8 @@ def add_checkpoint(run: Path, step: int, std: float) -> Path:
     """A run of such models; the newest checkpoint is what one that loads it now gets."""
     checkpoint = run / FOLDER / f"step-{step:08d}"
     shutil.copytree(save_served(run / f"model-{step}", std), checkpoint)
-    sums = {file.name: sha256_of(file) for file in checkpoint.iterdir()}
-    (checkpoint / CHECKSUMS).write_text(json.dumps(sums))
     (run / SETTINGS).touch()
-    return checkpoint
+    return seal(checkpoint)
 
 
 @dataclass

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Receive, Scope, Send
 from typer.testing import CliRunner
 
 from loopformer import LoopformerError
 from loopformer.cli import app
-from loopformer.serving.replicas import PatientApp, ReplicaCount, metrics_text
+from loopformer.serving.replicas import ByReplica, PatientApp, ReplicaCount
 
 
 def test_a_number_is_fixed_and_a_range_follows_the_queues() -> None:
@@ -36,7 +36,7 @@ def test_metrics_of_all_replicas_are_one_text() -> None:
         Counter("loopformer:requests", "Requests.", ["budget"], registry=registry).labels("4").inc(requests)
         Histogram("loopformer:seconds", "Seconds.", registry=registry, buckets=(1.0,)).observe(0.5)
         counted[name] = list(registry.collect())
-    text = metrics_text(counted.items()).decode()
+    text = generate_latest(ByReplica(counted.items())).decode()
     assert text.count("# TYPE loopformer:requests_total counter") == 1
     samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
     found = {each.labels["replica"]: each.value for each in samples if each.name == "loopformer:requests_total"}

@@ -1,19 +1,19 @@
 """Starting and continuing a run: its settings, its data and its folder."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cli.models import seal
 
 import loopformer
 from loopformer import LoopformerError
 from loopformer.config import run_from_mapping
 from loopformer.data.prepare import prepare
 from loopformer.evaluation.text import default_text
-from loopformer.files import read_yaml, sha256_of
+from loopformer.files import read_yaml
 from loopformer.loading.folder import checkpoints
 from loopformer.training.launch import launch
 
@@ -112,13 +112,6 @@ def as_stored_by_version_0_1_0(run: Path) -> None:
         file.write_text(file.read_text().replace(path, "data/mine"))
 
 
-def reseal(run: Path) -> None:
-    for checkpoint in checkpoints(run):
-        files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "checksums.json"]
-        sums = {str(path.relative_to(checkpoint)): sha256_of(path) for path in files}
-        (checkpoint / "checksums.json").write_text(json.dumps(sums))
-
-
 @pytest.mark.parametrize(
     ("stored", "moved"),
     [
@@ -133,7 +126,8 @@ def test_a_run_finds_its_data_from_anywhere(project: Path, stored: str, moved: s
     run, data = project / "runs" / "mine", project / "data" / "mine"
     if stored == "relative":
         as_stored_by_version_0_1_0(run)
-        reseal(run)
+        for checkpoint in checkpoints(run):
+            seal(checkpoint)
     if moved == "run":
         run = run.rename(project.parent / "mine")
     elif moved == "both":

@@ -43,7 +43,7 @@ from loopformer.analysis.results import (
     metric_rows,
 )
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import FileProblem, LoopformerError, RunFailed, remedy, require
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, require, unreadable
 from loopformer.evaluation.store import weights_hash
 from loopformer.evaluation.text import Ids, Text, read_text
 from loopformer.files import write_together
@@ -242,7 +242,7 @@ def read_results(path: Path) -> list[Dynamics]:
         plain = json.loads(path.read_text(encoding="utf-8"))
         return [Dynamics.from_json(result) for result in plain["results"]]
     except OSError as error:
-        raise FileProblem(f"{path} cannot be read: {error.strerror or error}; {remedy(error)}.") from error
+        raise unreadable(path, error) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FileProblem(f"{path} is no result of loopformer analyze; make it again.") from error
 

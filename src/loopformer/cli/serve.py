@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from loopformer.cli.completion import models
-from loopformer.cli.options import MODEL, Device
+from loopformer.cli.options import MODEL, DecodeDtype, Device, FastOption
 from loopformer.cli.output import stoppable
 from loopformer.config.model import BOX
 
@@ -48,14 +48,9 @@ def serve(
     replicas: Annotated[
         str | None, typer.Option(help="With --ray: how many, such as 2; or 1-4, more of them the longer they wait.")
     ] = None,
-    fast: Annotated[
-        bool | None, typer.Option("--fast/--no-fast", help="Fused kernels; by default on a GPU.")
-    ] = None,
+    fast: FastOption = None,
     device: Device = "auto",
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16 or float16; by default bfloat16 for fused kernels, else float32."),
-    ] = None,
+    dtype: DecodeDtype = None,
 ) -> None:
     """Serve a model over HTTP as OpenAI does; `budget` or `trajectory` in a request say how deep to go.
 

@@ -76,18 +76,18 @@ def _check_data(folder: Path, split: str) -> None:
 
 def _check_model(path: str) -> None:
     """All files of a checkpoint are as they were written, every weight is a finite number, the tokenizer fits."""
-    import torch
-
     from loopformer.data.tokenizer import Tokenizer
     from loopformer.errors import FileProblem
-    from loopformer.loading import find_model
-    from loopformer.loading.folder import damage, is_checkpoint, located
+    from loopformer.loading import find_model, read_model
+    from loopformer.loading.folder import check_finite, damage, is_checkpoint, located
 
-    if is_checkpoint(located(path)) and (wrong := damage(located(path))) is not None:
-        raise FileProblem(wrong)
-    model, folder = find_model(path)
-    for name, tensor in model.state_dict().items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise FileProblem(f"{name} has values that are no finite numbers")
+    place = located(path)
+    if is_checkpoint(place):
+        if (wrong := damage(place)) is not None:
+            raise FileProblem(wrong)
+        model, folder = read_model(place)  # not found anew, which would compare its weights once more
+    else:
+        model, folder = find_model(path)
+    check_finite(model.state_dict())
     if folder is not None and (words := Tokenizer.load(folder).vocab_size) > model.config.vocab:
         raise FileProblem(f"its tokenizer has {words} tokens, the model {model.config.vocab}")

@@ -16,6 +16,7 @@ import io
 import itertools
 import json
 import lzma
+import re
 import shutil
 import tempfile
 import zlib
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from loopformer.data.splits import LONGEST, cut
-from loopformer.errors import FileProblem, LoopformerError, remedy
+from loopformer.errors import FileProblem, LoopformerError, unreadable
 
 Record = dict[str, Any]
 FORMATS = (".txt", ".md", ".jsonl", ".parquet")
@@ -37,6 +38,7 @@ _LINE = 8 << 20  # bytes of a line; what JSON makes of it takes up to 25 times a
 _PAGE = 64 << 20  # bytes of a parquet page, unpacked
 _WINDOW = 128 << 20  # bytes that unpacking may take; xz -9 takes half of it, zstd as much without --long
 _PACKED = 1 << 10  # bytes unpacked at a time: zstd makes at most 32 MB of them
+_UNPACKED_SIZE, _PACKED_SIZE = 2, 3  # fields of the thrift struct PageHeader
 _ROWS, _ROWS_SIZE = 256, 16 << 20  # rows of a parquet file in memory at a time, and their bytes
 
 
@@ -86,7 +88,7 @@ def _records(path: Path, field: str, column: str | None, skip: int, meter: Meter
         where = f"{path} line {_wrong_line(path)}"
         yield _caused(BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out."), error)
     except OSError as error:
-        raise FileProblem(f"{path} cannot be read: {error.strerror or error}; {remedy(error)}.") from error
+        raise unreadable(path, error) from error
 
 
 def _caused(problem: BadRecord, error: Exception) -> BadRecord:
@@ -130,14 +132,11 @@ def _parsed(where: str, line: bytes | None) -> Record | BadRecord:
     except RecursionError as error:
         return _caused(BadRecord(f"{where} is not JSON that can be read: it is nested too deeply."), error)
     except ValueError as error:  # no JSON, or a number of thousands of digits
-        return _caused(BadRecord(f"{where} is not JSON ({_first_words(error)}); correct or remove it."), error)
+        reason = re.split("[:;]", str(error))[0]
+        return _caused(BadRecord(f"{where} is not JSON ({reason}); correct or remove it."), error)
     if not isinstance(record, dict):
         return BadRecord(f'{where} must be an object such as {{"text": "…"}}.')
     return record
-
-
-def _first_words(error: ValueError) -> str:
-    return str(error).partition(":")[0].partition(";")[0]
 
 
 def _texts(stream: IO[bytes]) -> Iterator[str]:
@@ -206,8 +205,8 @@ def _largest_page(stream: IO[bytes], group: Any, columns: list[str]) -> int:
             while place < end:
                 stream.seek(place)
                 header = _thrift_struct(stream)
-                largest = max(largest, header.get(2, 0))
-                place = stream.tell() + max(0, header.get(3, 0))
+                largest = max(largest, header.get(_UNPACKED_SIZE, 0))
+                place = stream.tell() + max(0, header.get(_PACKED_SIZE, 0))
     return largest
 
 
@@ -276,7 +275,7 @@ def _decompressor(packing: str) -> Callable[[], Any]:
 
 def _seekable(stream: io.BufferedIOBase) -> IO[bytes]:
     """A packed parquet file goes through a temporary file, because it is read from its end."""
-    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 (read_records closes it)
+    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 (_records closes it)
     with closing(stream):
         shutil.copyfileobj(stream, unpacked, _BUFFER)
     unpacked.seek(0)

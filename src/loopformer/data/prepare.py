@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -37,15 +36,12 @@ from loopformer.data.shards import INDEX_FILE, STATE_FILE, Shard, ShardWriter, d
 from loopformer.data.splits import SPLITS, Split, Splitter, agree, check_fraction, documents, fits, survey
 from loopformer.data.supervised import Example, encode_examples, example_key, example_text, parse_example
 from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
-from loopformer.data.tokenizer import Tokenizer, check_vocab_size, training_pieces
+from loopformer.data.tokenizer import Tokenizer, check_vocab_size, training_pieces, within_memory
 from loopformer.errors import FileProblem, LoopformerError
 from loopformer.files import check_writable, locked, sync_folder, write_atomic
 
 DEFAULT_VOCAB = 4096  # of the tokenizer trained on the spot when none is asked for
 _TOKENIZER_TEXT = 256 << 20  # characters a tokenizer is trained on, at most
-_TOKENIZER_WORDS = 320 << 20  # bytes that its training may take for the different words of the text, of which
-_WORD, _WORD_BYTE = 500, 110  # each takes so much, and so much for each of its bytes: measured
-_WORDS = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")  # about what byte-level BPE takes for a word
 _AT_ONCE = 2 << 20  # bytes tokenized at a time; each may become a token, which takes the library some 100 bytes
 _BAD_LISTED = 20  # bad records that are told one by one
 
@@ -294,7 +290,7 @@ class _Reader:
 
     field: str
     supervised: bool
-    skip_bad: bool = False
+    skip_bad: bool
 
     def items(self, source: Source, start: Position, meter: Meter) -> Iterator[tuple[Position, Item]]:
         """Each document that can be used, with the position after it."""
@@ -354,7 +350,7 @@ class _Reader:
     def training_texts(self, sources: Sequence[Source], states: Sequence[SourceState]) -> Iterator[str]:
         """Pieces of the training documents of each source, up to its share of what a tokenizer learns from."""
         for source, state in zip(sources, states, strict=True):
-            yield from _of_few_words(self._training_pieces(source, state, len(sources)), len(sources))
+            yield from within_memory(self._training_pieces(source, state, len(sources)), len(sources))
 
     def _training_pieces(self, source: Source, state: SourceState, shares: int) -> Iterator[str]:
         left = _TOKENIZER_TEXT // shares
@@ -383,19 +379,6 @@ class _Reader:
                 size += len(_text(item))
             batch = dataclasses.replace(batch, position=after, read=meter.read)
         yield batch
-
-
-def _of_few_words(texts: Iterator[str], shares: int) -> Iterator[str]:
-    """The texts until their words would take the training of a tokenizer more than one share of its memory."""
-    words: set[str] = set()
-    room = _TOKENIZER_WORDS // shares
-    for text in texts:
-        new = {word for word in _WORDS.findall(text) if word not in words}
-        room -= sum(_WORD + _WORD_BYTE * len(word.encode()) for word in new)
-        if room < 0:
-            return
-        words |= new
-        yield text
 
 
 class _Output:
@@ -472,21 +455,10 @@ def _tokenize(
             outputs[split] = stack.enter_context(closing(output))
         batches = stack.enter_context(closing(Prefetcher(reader.batches(source, state, meter, batch_chars))))
         for batch in batches:
-            bad = list(batch.bad)
-            for documents in _some(batch.documents):
-                wanted = [document for document in documents if not outputs[document.split].full]
-                encoded = _encode_named(tokenizer, wanted, source)
-                problems = [problem for problem in encoded if isinstance(problem, BadRecord)]
-                if problems and not reader.skip_bad:
-                    raise problems[0]
-                bad += map(str, problems)
-                for split, output in outputs.items():
-                    own = [
-                        (document.item, ids)
-                        for document, ids in zip(wanted, encoded, strict=True)
-                        if document.split == split and not isinstance(ids, BadRecord)
-                    ]
-                    output.append([item for item, _ in own], [ids for _, ids in own])
+            problems = _write(batch.documents, source, tokenizer, outputs)
+            if problems and not reader.skip_bad:
+                raise problems[0]
+            bad = [*batch.bad, *map(str, problems)]
             state.bad += len(bad)
             state.bad_first = [*state.bad_first, *bad][:_BAD_LISTED]
             state.position = batch.position
@@ -508,19 +480,38 @@ def _tokenize(
     ledger.commit()
 
 
-def _some(documents: list[_Document]) -> Iterator[list[_Document]]:
-    """The documents, so many at a time as may be tokenized together."""
-    some: list[_Document] = []
+def _write(
+    documents: list[_Document], source: Source, tokenizer: Tokenizer, outputs: dict[Split, _Output]
+) -> list[BadRecord]:
+    """Tokenize documents into their splits that are not full; what the tokenizer could not use."""
+    problems: list[BadRecord] = []
+    for group in _groups(documents):
+        wanted = [document for document in group if not outputs[document.split].full]
+        encoded = _encode_named(tokenizer, wanted, source)
+        problems += [problem for problem in encoded if isinstance(problem, BadRecord)]
+        for split, output in outputs.items():
+            own = [
+                (document.item, ids)
+                for document, ids in zip(wanted, encoded, strict=True)
+                if document.split == split and not isinstance(ids, BadRecord)
+            ]
+            output.append([item for item, _ in own], [ids for _, ids in own])
+    return problems
+
+
+def _groups(documents: list[_Document]) -> Iterator[list[_Document]]:
+    """The documents, as many at a time as may be tokenized together."""
+    group: list[_Document] = []
     size = 0
     for document in documents:
         more = len(_text(document.item).encode())
-        if some and size + more > _AT_ONCE:
-            yield some
-            some, size = [], 0
-        some.append(document)
+        if group and size + more > _AT_ONCE:
+            yield group
+            group, size = [], 0
+        group.append(document)
         size += more
-    if some:
-        yield some
+    if group:
+        yield group
 
 
 def _encode_named(tokenizer: Tokenizer, documents: list[_Document], source: Source) -> list[Encoded | BadRecord]:

@@ -15,6 +15,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +37,9 @@ FILE = "tokenizer.json"
 END = "<|endoftext|>"
 _END_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 _LAST_LINE = b"\n"  # no text is written so
+_TRAINING_MEMORY = 320 << 20  # bytes that training may take for the different words of the text, of which
+_WORD_MEMORY, _BYTE_MEMORY = 500, 110  # each takes so much, and so much for each of its bytes: measured
+_WORD = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")  # about what byte-level BPE takes for a word
 _PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, and the Hub's
 
 
@@ -231,6 +235,24 @@ class Tokenizer:
                     pipe.close()
 
 
+def training_pieces(text: str) -> list[str]:
+    """A text as a tokenizer is trained on it; the trainer buffers some hundreds, and pieces keep that small."""
+    return cut(text, 1 << 12, 1 << 16)
+
+
+def within_memory(pieces: Iterable[str], shares: int) -> Iterator[str]:
+    """The pieces until their different words would take the trainer more than one of so many shares of memory."""
+    words: set[str] = set()
+    room = _TRAINING_MEMORY // shares
+    for piece in pieces:
+        new = {word for word in _WORD.findall(piece) if word not in words}
+        room -= sum(_WORD_MEMORY + _BYTE_MEMORY * len(word.encode()) for word in new)
+        if room < 0:
+            return
+        words |= new
+        yield piece
+
+
 def check_vocab_size(vocab_size: int) -> None:
     require(vocab_size >= 257, f"A byte-level tokenizer needs 257 ids or more, got {vocab_size}.")
 
@@ -284,11 +306,6 @@ def _byte_level(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([AddedToken(END, special=True, normalized=False)])
     return library
-
-
-def training_pieces(text: str) -> list[str]:
-    """A text as a tokenizer is trained on it; the trainer buffers some hundreds, and pieces keep that small."""
-    return cut(text, 1 << 12, 1 << 16)
 
 
 def _read(path: Path) -> str:

@@ -38,6 +38,7 @@ __all__ = [
     "load_model",
     "load_published",
     "model_folder",
+    "read_model",
     "save_model",
 ]
 
@@ -51,10 +52,16 @@ def find_model(
     """The model, in fp32 on the CPU, and the folder of its tokenizer where there is one."""
 
     def read(folder: Path) -> tuple[LoopedLM, Path | None]:
-        model = load_model(folder) if is_model_folder(folder) else load_published(source, heads, loops)
-        return model, _tokenizer_folder(folder)
+        if is_model_folder(folder):
+            return read_model(folder)
+        return load_published(source, heads, loops), _tokenizer_folder(folder)
 
     return from_model_folder(source, read)
+
+
+def read_model(folder: Path) -> tuple[LoopedLM, Path | None]:
+    """The same of one of our model folders, which is taken as it is: no checksum is looked at."""
+    return load_model(folder), _tokenizer_folder(folder)
 
 
 def find_config(

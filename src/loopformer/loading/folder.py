@@ -146,6 +146,13 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, settings
 
 
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights that no training leaves: a file that was damaged, or saved too late."""
+    for name, tensor in tensors.items():
+        if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
+            raise FileProblem(f"The tensor {name} has values that are no finite numbers; fetch or save it again.")
+
+
 def save_model(model: LoopedLM, folder: str | Path, source: dict[str, Any] | None = None) -> Path:
     """Write a model; `source` says where it comes from. Files appear whole or not at all."""
     return save_tensors(model.state_dict(), model.config, folder, source)

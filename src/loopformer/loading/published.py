@@ -23,7 +23,7 @@ from torch import Tensor
 from loopformer.config import Conditioning, ModelConfig
 from loopformer.errors import FileProblem, LoopformerError, nearest
 from loopformer.files import read_json
-from loopformer.loading.folder import CONFIG, build, read_safetensors
+from loopformer.loading.folder import CONFIG, build, check_finite, read_safetensors
 from loopformer.model import LoopedLM
 
 Tensors = dict[str, Tensor]
@@ -56,9 +56,7 @@ _IGNORED = re.compile(r"transformer\.h\.(?:blocks\.)?\d+\.attn\.bias")  # a caus
 def load_published(source: str | Path, heads: int | None = None, loops: int | None = None) -> LoopedLM:
     """Published weights from a file, a folder or a Hub id, in fp32."""
     tensors, settings = read_weights(source)
-    for name, tensor in tensors.items():
-        if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
-            raise FileProblem(f"The tensor {name} has values that are no finite numbers; fetch or save it again.")
+    check_finite(tensors)
     return from_state_dict(
         tensors,
         heads=_settle("heads", settings, HEAD_KEYS, heads),

@@ -2,7 +2,7 @@
 
     engine = EngineProcess(WorkerSettings("runs/mine", rows=16))
     ready = await engine.start()                        # what was loaded; what is wrong is one sentence
-    call = engine.submit([request, …], priority=0)      # texts of one client
+    call = engine.submit([request, …], 0, stream=True)  # texts of one client, and their priority
     for number, news in await call.take(): ...          # all that has come since: Started, TextPiece, Looked
     call.cancel()                                       # a client that goes away frees its slots
 
@@ -215,7 +215,7 @@ class EngineProcess:
             link, self._link = self._link, None
             await asyncio.to_thread(link.end)
 
-    def submit(self, requests: Sequence[Request], priority: int = 0, stream: bool = True) -> Call:
+    def submit(self, requests: Sequence[Request], priority: int, stream: bool) -> Call:
         """Run requests of one client, who may read along; what stands in the way is raised."""
         numbers = [next(self._numbers) for _ in requests]
         numbered = zip(numbers, requests, strict=True)

@@ -29,13 +29,13 @@ from types import FrameType
 from typing import Any
 
 import torch
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import Metric, generate_latest
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.serving.engine_process import EngineProcess
-from loopformer.serving.server import IDLE_SECONDS, ServerSettings, bound, find_chat, greeting, started_app
+from loopformer.serving.server import IDLE_SECONDS, ServerSettings, bound, greeting, inspect_model, started_app
 from loopformer.serving.worker import EngineReady, log_as_json
 
 logger = logging.getLogger(__name__)
@@ -135,27 +135,22 @@ class Replica:
 
         asked = serve.get_deployment_handle(APP, APP).broadcast("metrics")
         answers = await asked.results_async(timeout_s=ASK_SECONDS, return_exceptions=True)
-        return metrics_text(each for each in answers if not isinstance(each, BaseException))
+        return generate_latest(ByReplica(each for each in answers if not isinstance(each, BaseException)))
 
 
-class _ByReplica(Collector):
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
+class ByReplica(Collector):
+    """What several replicas count, by their names."""
+
+    def __init__(self, replicas: Iterable[tuple[str, list[Metric]]]) -> None:
+        self._families: dict[str, Metric] = {}
+        for name, metrics in replicas:
+            for metric in metrics:
+                new = Metric(metric.name, metric.documentation, metric.type)
+                family = self._families.setdefault(metric.name, new)
+                family.samples += [each._replace(labels=each.labels | {"replica": name}) for each in metric.samples]
 
     def collect(self) -> Iterable[Metric]:
-        return self._families
-
-
-def metrics_text(replicas: Iterable[tuple[str, list[Metric]]]) -> bytes:
-    """What several replicas count, by their names, for Prometheus."""
-    families: dict[str, Metric] = {}
-    for name, metrics in replicas:
-        for metric in metrics:
-            family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-            family.samples += [each._replace(labels={**each.labels, "replica": name}) for each in metric.samples]
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_ByReplica(families.values()))
-    return generate_latest(registry)
+        return self._families.values()
 
 
 # Starting, draining, stopping.
@@ -165,7 +160,7 @@ def run_replicas(settings: ServerSettings, count: ReplicaCount, say: Callable[[s
     """Serve until told to stop."""
     keys = settings.read_keys()
     model, device = settings.worker.model, settings.worker.device
-    find_chat(model)  # what is wrong with it is said before anything starts
+    inspect_model(model)  # what is wrong with it is said before anything starts
     require(":" not in device, f"With --ray every replica has a GPU of its own; say --device cuda, not {device}.")
     if Path(model).exists():
         settings = replace(settings, worker=replace(settings.worker, model=str(Path(model).resolve())))

@@ -116,7 +116,7 @@ class StartedApp(NamedTuple):
     ready: EngineReady
 
 
-def find_chat(model: str) -> tuple[ModelConfig, ChatTemplate]:
+def inspect_model(model: str) -> tuple[ModelConfig, ChatTemplate]:
     """What is known of a model before it is loaded; what is wrong with it is said here."""
     config, folder = find_config(model)
     if folder is None:
@@ -129,7 +129,7 @@ def find_chat(model: str) -> tuple[ModelConfig, ChatTemplate]:
 @asynccontextmanager
 async def started_app(settings: ServerSettings, keys: tuple[bytes, ...]) -> AsyncIterator[StartedApp]:
     """The app of a model whose engine runs; leaving ends the engine."""
-    config, chat = find_chat(settings.worker.model)
+    config, chat = inspect_model(settings.worker.model)
     engine = EngineProcess(settings.worker)
     try:
         ready = await engine.start()

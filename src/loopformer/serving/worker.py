@@ -240,11 +240,12 @@ class _Running:
     due: float = 0.0  # when the next piece is to be sent
 
     def piece(self, result: Result | None) -> TextPiece:
-        tokens, logprobs = tuple([one.token for one in self.choices]), tuple([one.logprob for one in self.choices])
+        """All of it, to be sent; with what a request that has ended came to."""
+        tokens = tuple([choice.token for choice in self.choices])
+        logprobs = tuple([choice.logprob for choice in self.choices])
         text, self.texts, self.choices = "".join(self.texts), [], []
-        if result is None:
-            return TextPiece(self.number, text, tokens, logprobs)
-        return TextPiece(self.number, text, tokens, logprobs, result.reason, result.error)
+        reason, error = (None, None) if result is None else (result.reason, result.error)
+        return TextPiece(self.number, text, tokens, logprobs, reason, error)
 
 
 class _Worker:
@@ -257,7 +258,7 @@ class _Worker:
         self._running: dict[int, _Running] = {}  # by ticket
         self._news: list[News] = []
         self._quiet = False  # whether nothing has changed that the server does not know
-        self._sent = 0.0  # when it last heard
+        self._sent = 0.0  # when the server last heard
 
     def run(self) -> None:
         failures = 0

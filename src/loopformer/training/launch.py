@@ -123,12 +123,15 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     """What `--dry-run` prints: the estimate, and the settings it is for."""
     run, written = _settings(source, overrides, Path(out), resume)
     run = with_expected_vocab(run, written)
-    tokens = 0
+    tokens, missing = 0, None
     if _has_data(run):
         data = open_data(run.data)
         run, tokens = _settle_run(run, written, data), data.tokens
-    elif run.init_from is not None:
-        run = replace(run, model=find_config(run.init_from)[0])
+    else:
+        prepared = f"training prepares it first, from {run.data.prepare}" if run.data.prepare is not None else None
+        missing = f"not there yet: {run.data.path}; {prepared or 'make it with `loopformer prepare`'}"
+        if run.init_from is not None:
+            run = replace(run, model=find_config(run.init_from)[0])
     ranks = Ranks.start(run.training.device)
     fused = fused_precision(run, ranks) is not None
     if isinstance(run.training.micro_batch, int):
@@ -138,12 +141,8 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     micro_batches(run.training.batch, micro, run.objective, world=ranks.world, in_step=run.training.sharded)
     made = make_plan(run, tokens, ranks.device, micro, ranks.world, fused).as_dict()
     ranks.close()
-    missing = None
     if not tokens:
         made["epochs"] = None
-    if not _has_data(run):
-        from_where = None if run.data.prepare is None else f"training prepares it first, from {run.data.prepare}"
-        missing = f"not there yet: {run.data.path}; {from_where or 'make it with `loopformer prepare`'}"
     return {"plan": made, "settings": run_to_mapping(run), "data_missing": missing}
 
 

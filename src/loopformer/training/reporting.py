@@ -25,7 +25,7 @@ import torch
 
 from loopformer.config import RunConfig
 from loopformer.device import peak_flops
-from loopformer.errors import FileProblem, LoopformerError, remedy
+from loopformer.errors import LoopformerError, unreadable
 from loopformer.files import write_atomic, writing
 from loopformer.plots import Line, Panel, available, line_figure, save, wide
 
@@ -209,7 +209,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise FileProblem(f"{path} cannot be read: {error.strerror or error}; {remedy(error)}.") from error
+        raise unreadable(path, error) from error
     return [record for line in lines if (record := _record(line)) is not None]
 
 
