@@ -3,6 +3,7 @@
 #
 #   pip install -c constraints.txt '.[plot,serve,hf]'
 #   bash examples/first_hour.sh [TEXT...]           # your .txt, .md or .jsonl files; without them these documents
+#   PROMPT='Once upon' bash examples/first_hour.sh tales/*.txt
 #
 # What it makes is in first-hour/: data, runs, pictures, a report, an export. Such a model has learned a few words and
 # their order; with more steps (STEPS=1500, some ten minutes) it writes in the manner of the text.
@@ -12,7 +13,7 @@ texts=("$@")
 [ $# -gt 0 ] || texts=("$here"/README.md "$here"/docs/*.md)
 say() { printf '\n\033[1m$ loopformer %s\033[0m\n' "$*" >&2; loopformer "$@"; }
 mkdir -p first-hour
-prompt="The model"
+prompt=${PROMPT:-The}
 
 # From text to tokens to a model that serves every budget.
 say prepare "${texts[@]}" --out first-hour/data --train-tokenizer 512

@@ -55,6 +55,7 @@ def test_lines_show_the_numbers_and_are_told_apart(results: list[Dynamics]) -> N
         "two (1⊗4, M = 4)",
     ]
     assert line_labels([results[0], results[2]]) == ["one (1⊗4)", "two (1⊗4)"]
+    assert line_labels([results[1]]) == ["one (1⊗4, 2-1-1)"]
 
 
 def test_changes_leave_out_what_has_no_value(results: list[Dynamics]) -> None:

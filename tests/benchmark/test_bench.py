@@ -63,7 +63,8 @@ def test_the_command_prints_lines_or_json_and_writes_it(tiny: ModelConfig, tmp_p
     [
         (["decode", "--budgets", "9"], "above the model's 4 loops"),
         (["decode", "--budgets", "two"], "such as 1,2,4"),
-        (["decode", "--contexts", "32"], "do not fit the context of 32"),
+        (["decode", "--contexts", "32"], "do not fit the context of 32; ask for fewer with --contexts or --tokens"),
+        (["engine", "--context", "32"], "lower --tokens, "),
         (["decode", "--dtype", "int3"], "Unknown dtype"),
         (
             ["decode", "--tokens", "2", "--paths", "plane"],

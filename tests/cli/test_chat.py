@@ -24,7 +24,9 @@ from .models import save_small
 # Tests that run in the background inherit a SIGINT that is ignored; a user at a terminal does not.
 START = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
 START += "from loopformer.cli import main; main()"
-TOOK = re.compile(r"\[(\d+) tokens, [\d.]+ ms each, prompt included; ([\d.]+) passes each; the limit of new tokens")
+TOOK = re.compile(
+    r"\[(\d+) tokens, [\d.]+ ms each, prompt included; ([\d.]+) pass(?:es)? each; the limit of new tokens"
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def test_commands_change_the_next_answer(model: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("/budgt 2", "There is no /budgt; did you mean budget? A space before it makes it text."),
+        ("/budgt 2", "There is no /budgt; did you mean /budget? A space before it makes it text."),
         ("/budget", "Write it as /budget 2."),
         ("/budget two", "'two' is no number of loops; write it as /budget 2."),
         ("/budget 9", "Budget 9 is above the model's 4 loops; choose 1 to 4."),

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from loopformer import LoopedLM, ModelConfig
 from loopformer.cli import app
 from loopformer.data.prepare import prepare
+from loopformer.data.shards import STATE_FILE
 from loopformer.errors import LoopformerError
 from loopformer.files import sha256_of
 from loopformer.loading import folder, save_model
@@ -71,6 +72,15 @@ def test_a_checkpoint_is_read_once_for_its_checksums(tmp_path: Path, monkeypatch
     assert sorted(hashed) == ["config.json", "model.safetensors", "tokenizer.json"]
     (checkpoint / "tokenizer.json").write_text("{}")
     assert verify(checkpoint) == {str(checkpoint): "tokenizer.json does not match its checksum"}
+
+
+def test_folders_with_nothing_to_look_at(data: Path, tmp_path: Path) -> None:
+    (run := tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (run.parent / "run.yaml").touch()
+    for empty in (tmp_path, run.parent):
+        assert "neither prepared data nor a checkpoint nor weights" in str(verify(empty)[str(empty)])
+    (data / "index.json").rename(data / STATE_FILE)
+    assert "not prepared to the end" in str(verify(data)[str(data)])
 
 
 def test_models(tiny: ModelConfig, tmp_path: Path) -> None:

@@ -270,6 +270,14 @@ def test_wrong_input(tmp_path: Path, content: str, options: dict[str, Any], sent
     assert not (tmp_path / "out").exists(), "the mistake can be corrected"
 
 
+def test_who_meets_a_bad_record_is_told_how_to_leave_it_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x"}\nno JSON\n')
+    done = CliRunner().invoke(app, [str(path), "--out", str(tmp_path / "out")])
+    assert isinstance(done.exception, FileProblem)
+    assert str(done.exception).endswith("correct or remove it. Or leave such records out, with --on-bad skip.")
+
+
 def test_two_at_once(tmp_path: Path, corpus: Path) -> None:
     def report(progress: PrepareProgress) -> None:
         with pytest.raises(FileProblem, match="Another process is at work in"):

@@ -10,7 +10,7 @@ from cli.models import seal
 
 import loopformer
 from loopformer import LoopformerError
-from loopformer.config import run_from_mapping
+from loopformer.config import load_run, run_from_mapping
 from loopformer.data.prepare import prepare
 from loopformer.evaluation.text import default_text
 from loopformer.files import read_yaml
@@ -41,6 +41,16 @@ def test_a_refused_start_leaves_no_folder(small: Small, tmp_path: Path) -> None:
         with pytest.raises(LoopformerError):
             launch("demo", overrides, tmp_path / "runs" / "mine", quiet=True, say=lambda _: None)
         assert not list(tmp_path.iterdir())
+
+
+def test_a_misspelt_data_path_is_not_filled_with_what_the_preset_prepares(tmp_path: Path) -> None:
+    with pytest.raises(
+        LoopformerError, match=r"frist.index.json is missing; make the folder with loopformer prepare"
+    ):
+        launch("demo", [f"data.path={tmp_path / 'frist'}"], tmp_path / "run", quiet=True, say=lambda _: None)
+    assert not list(tmp_path.iterdir())
+    own = [f"data.path={tmp_path / 'own'}", "data.prepare=stdlib"]
+    assert load_run("demo", own)[0].data.prepare == load_run("demo")[0].data.prepare == "stdlib"
 
 
 def test_damaged_checkpoints_are_set_aside_and_never_deleted(

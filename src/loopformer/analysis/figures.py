@@ -105,11 +105,9 @@ def search_figure(search: SearchResults) -> Figure:
 
 
 def line_labels(results: Sequence[Dynamics]) -> list[str]:
-    """A name for each line: the model, and its trajectory where one model has several."""
-    several = len({result.trajectory for result in results}) > 1
-    return [
-        f"{result.model} ({result.shape}{', ' + result.trajectory_name if several else ''})" for result in results
-    ]
+    """A name for each line: the model, and its trajectory unless all lines are of full budgets."""
+    full = all(result.shape.endswith(f"⊗{result.trajectory}") for result in results)
+    return [f"{result.model} ({result.shape}{'' if full else ', ' + result.trajectory_name})" for result in results]
 
 
 def _state_lines(results: Sequence[Dynamics], metric: MetricPanel, bands: bool) -> list[Line]:

@@ -79,7 +79,8 @@ def decode(
         lm.resolve(budget)
     require(
         max(lengths) + tokens <= config.context,
-        f"{max(lengths)} tokens and {tokens} new ones do not fit the context of {config.context}; ask for fewer.",
+        f"{max(lengths)} tokens and {tokens} new ones do not fit the context of {config.context}; "
+        "ask for fewer with --contexts or --tokens.",
     )
     ways = [path.strip() for path in paths.split(",")] if paths is not None else list(CHOICES)
     line = partial(typer.echo, err=as_json)
@@ -135,7 +136,8 @@ def engine(
         lm.resolve(budget)
     require(
         longest + 2 * tokens <= lm.config.context,
-        f"{longest} tokens and {2 * tokens} new ones do not fit the context of {lm.config.context}; ask for fewer.",
+        f"{longest} tokens and {2 * tokens} new ones do not fit the context of {lm.config.context}; "
+        f"lower --tokens, {tokens}, of which there are twice as many here, or --context.",
     )
     with output_file(out):
         line = partial(typer.echo, err=as_json)

@@ -131,9 +131,8 @@ class _Chat:
         value = value.strip()
         known = {"budget": "2", "trajectory": "4-2-1-1", "temperature": "0.7", "reset": "", "help": "", "quit": ""}
         if command not in known:
-            raise LoopformerError(
-                f"There is no /{command}; {nearest(command, list(known))} A space before it makes it text."
-            )
+            advice = nearest(f"/{command}", [f"/{name}" for name in known])
+            raise LoopformerError(f"There is no /{command}; {advice} A space before it makes it text.")
         if bool(value) != bool(known[command]):
             raise LoopformerError(f"Write it as /{command} {known[command]}".rstrip() + ".")
         if command == "quit":
@@ -196,7 +195,11 @@ class _Chat:
         if result is not None and result.error is not None:
             raise RunFailed(result.error)
         seconds, tokens = time.perf_counter() - started, self.engine.counts.new_tokens - tokens
-        passes = "" if result is None else f"; {result.mean_passes:.3g} passes each"
+        passes = (
+            ""
+            if result is None
+            else f"; {result.mean_passes:.3g} {'pass' if result.mean_passes == 1 else 'passes'} each"
+        )
         reason = "stopped" if result is None else REASONS[result.reason]
         _say(f"{tokens} tokens, {seconds / max(1, tokens) * 1e3:.1f} ms each, prompt included{passes}; {reason}")
 

@@ -57,7 +57,7 @@ def export(
     tokenizer = "" if "tokenizer.json" in done.files else "; no tokenizer came with the weights"
     typer.echo(
         f"{out}: {config.blocks}⊗{config.loops}, {parameters:,} parameters, "
-        f"{len(done.files)} files; {default} by default{tokenizer}"
+        f"{len(done.files)} files; follows {default} where a call names no budget{tokenizer}"
     )
     trust = ", trust_remote_code=True" if self_contained else ""
     first = "" if self_contained else "import loopformer.hf; "

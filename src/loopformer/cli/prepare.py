@@ -62,24 +62,29 @@ def prepare(
 
     Example: loopformer prepare 'books/*.txt=1' news.jsonl.zst=3 --out data/mix --train-tokenizer 8192
     """
+    from loopformer.data.formats import BadRecord
     from loopformer.data.prepare import OnBad
     from loopformer.data.prepare import prepare as run
+    from loopformer.errors import FileProblem
 
-    with progress("MB") as display:
-        index = run(
-            sources or ["stdlib"],
-            out,
-            tokenizer=tokenizer,
-            train_tokenizer=train_tokenizer,
-            val_fraction=val_fraction,
-            train_tokens=train_tokens,
-            val_tokens=val_tokens,
-            field=field,
-            supervised=supervised,
-            on_bad=cast(OnBad, on_bad),
-            workers=workers,
-            report=lambda step: _report(display, step.source, step.phase, step.text_bytes / 1e6, step.fraction),
-        )
+    try:
+        with progress("MB") as display:
+            index = run(
+                sources or ["stdlib"],
+                out,
+                tokenizer=tokenizer,
+                train_tokenizer=train_tokenizer,
+                val_fraction=val_fraction,
+                train_tokens=train_tokens,
+                val_tokens=val_tokens,
+                field=field,
+                supervised=supervised,
+                on_bad=cast(OnBad, on_bad),
+                workers=workers,
+                report=lambda step: _report(display, step.source, step.phase, step.text_bytes / 1e6, step.fraction),
+            )
+    except BadRecord as error:
+        raise FileProblem(f"{error} Or leave such records out, with --on-bad skip.") from error
     if as_json:
         summary = {key: index[key] for key in ("tokens", "tokenizer", "dtype", "sources")}
         typer.echo(json.dumps({"out": str(out), **summary}))

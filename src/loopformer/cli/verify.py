@@ -50,17 +50,31 @@ def verify(
 
 
 def _checks(path: str) -> Checks:
-    from loopformer.data.shards import is_prepared
+    from loopformer.data.shards import STATE_FILE, is_prepared
     from loopformer.loading.folder import checkpoints, is_run_folder
 
-    if is_prepared(Path(path)):
+    folder = Path(path)
+    if is_prepared(folder):
         for split in ("train", "val"):
-            yield f"{path}, {split} split", partial(_check_data, Path(path), split)
-    elif is_run_folder(path):
-        for checkpoint in checkpoints(Path(path)):
+            yield f"{path}, {split} split", partial(_check_data, folder, split)
+    elif (folder / STATE_FILE).is_file():
+        yield path, partial(_fail, "it is not prepared to the end; the same `loopformer prepare` goes on with it")
+    elif is_run_folder(path) and checkpoints(folder):
+        for checkpoint in checkpoints(folder):
             yield str(checkpoint), partial(_check_model, str(checkpoint))
+    elif folder.is_dir() and not any((*folder.glob("*.safetensors"), *folder.glob("*.pt"))) and path != "box":
+        yield (
+            path,
+            partial(_fail, "it holds neither prepared data nor a checkpoint nor weights; name a folder that does"),
+        )
     else:
         yield path, partial(_check_model, path)
+
+
+def _fail(sentence: str) -> None:
+    from loopformer.errors import FileProblem
+
+    raise FileProblem(sentence)
 
 
 def _check_data(folder: Path, split: str) -> None:

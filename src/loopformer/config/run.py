@@ -360,6 +360,8 @@ def load_run(source: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConf
         keys |= {f"{name}.{key}" for name, section in sections.items() for key in section}
     elif str(source) in preset_names() or not path.exists():
         settings = load_preset(str(source))
+        if "data.path" in keys and "prepare" in settings.get("data", {}):  # it belongs into the preset's own folder
+            del settings["data"]["prepare"]
     else:
         raise LoopformerError(f"{source} is neither a preset nor a .yaml file.")
     for override in overrides:
