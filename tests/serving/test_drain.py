@@ -43,12 +43,20 @@ def serve(talk: Callable[[DrainingServer, tuple[str, int]], Awaitable[None]], dr
     asyncio.run(run())
 
 
+async def begin_and_drain(
+    draining: DrainingServer, address: tuple[str, int]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """The connection of a request that had begun when the signal came."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(GET + b"\r\n")
+    await reader.readuntil(b"begun")
+    draining.handle_exit(signal.SIGTERM, None)
+    return reader, writer
+
+
 def test_after_the_time_to_drain_the_rest_is_dropped() -> None:
     async def talk(draining: DrainingServer, address: tuple[str, int]) -> None:
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(GET + b"\r\n")
-        await reader.readuntil(b"begun")
-        draining.handle_exit(signal.SIGTERM, None)
+        reader, writer = await begin_and_drain(draining, address)
         assert b"dropped" in await reader.read()
         writer.close()
 
@@ -57,10 +65,7 @@ def test_after_the_time_to_drain_the_rest_is_dropped() -> None:
 
 def test_a_second_signal_stops_at_once() -> None:
     async def talk(draining: DrainingServer, address: tuple[str, int]) -> None:
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(GET + b"\r\n")
-        await reader.readuntil(b"begun")
-        draining.handle_exit(signal.SIGTERM, None)
+        _connection = await begin_and_drain(draining, address)  # which stays open
         await asyncio.sleep(0)
         assert not draining.should_exit
         draining.handle_exit(signal.SIGINT, None)  # nobody waits for what runs

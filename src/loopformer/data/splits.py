@@ -98,6 +98,8 @@ def agree(splitters: Sequence[Splitter]) -> list[Splitter]:
 
 def fits(text: str) -> bool:
     """Whether a text can be one document."""
+    if 4 * len(text) <= _WIDEST:  # no character has more bytes, so most texts need not be encoded for this
+        return True
     return len(text) <= LONGEST and len(text.encode()) <= _WIDEST
 
 
