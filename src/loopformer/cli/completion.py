@@ -8,14 +8,13 @@ Where nothing fits, the shell completes file names as usual.
 
 from collections.abc import Callable, Iterator
 from glob import escape, iglob
-from importlib import resources
 from itertools import islice
 from pathlib import Path
 
 from typer import Context
 
 from loopformer.config import load_run
-from loopformer.config.model import BOX
+from loopformer.config.model import BOX, box_folder
 from loopformer.config.run import preset_summaries
 from loopformer.errors import LoopformerError
 from loopformer.files import read_json, read_yaml
@@ -66,7 +65,7 @@ def _folders(typed: str) -> Iterator[str]:
 
 
 def _loops(model: str) -> int:
-    folder = Path(str(resources.files("loopformer"))) / BOX if model == BOX else Path(model)
+    folder = box_folder() if model == BOX else Path(model)
     if (folder / RUN).is_file():
         settings = read_yaml(folder / RUN)
     elif (folder / MODEL).is_file():

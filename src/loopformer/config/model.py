@@ -15,6 +15,8 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from loopformer.errors import LoopformerError, nearest, require
@@ -32,6 +34,11 @@ MOST = {  # far above any model; what a damaged file asks for must not be built
     "context": 1 << 22,
     "vocab": 1 << 24,
 }
+
+
+def box_folder() -> Path:
+    """Where the model that comes with the package is."""
+    return Path(str(resources.files("loopformer") / BOX))
 
 
 def on_trial(default: Any) -> Any:

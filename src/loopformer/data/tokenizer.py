@@ -21,11 +21,10 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopformer.config.model import BOX
+from loopformer.config.model import BOX, box_folder
 from loopformer.data.splits import cut
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.files import write_atomic
@@ -160,7 +159,7 @@ class Tokenizer:
         if place == "gpt2":
             return cls.from_hub("openai-community/gpt2")
         if place == BOX:
-            return cls.load(str(resources.files("loopformer") / BOX))
+            return cls.load(box_folder())
         raise FileProblem(
             f"There is no tokenizer {place}; give gpt2, box, a tokenizer.json or a folder that has one."
         )

@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loopformer.config import ModelConfig, from_mapping
-from loopformer.config.model import BOX, FORMAT, VERSION
+from loopformer.config.model import BOX, FORMAT, VERSION, box_folder
 from loopformer.data.shards import INDEX_FILE, is_prepared
 from loopformer.errors import FileProblem
 from loopformer.files import DamagedFile, read_json, sha256_of
@@ -45,7 +44,7 @@ def located(source: str | Path) -> Path:
     """Where a model is said to be: the model in the box by its name, anything else by its path, also that of its
     weights."""
     if str(source) == BOX:
-        return Path(str(resources.files("loopformer") / BOX))
+        return box_folder()
     path = Path(source)
     return path.parent if path.name == WEIGHTS and path.is_file() and is_model_folder(path.parent) else path
 
