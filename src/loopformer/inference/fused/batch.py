@@ -199,7 +199,7 @@ class SharedBatch:
         """The same; then the most likely token [1] comes next, which has this log-probability [1]."""
         row = self._left_alone(slot, budget)
         row.replay("follow")
-        return row.ids, row.logprobs
+        return row.ids.clone(), row.logprobs.clone()  # the next token is written over them
 
     def _left_alone(self, slot: int, budget: int) -> LoneRow:
         if self._alone is None or self._alone[0] != slot:

@@ -389,9 +389,8 @@ class Decoder(Launches):
 
 
 @lru_cache
-def _warm_up_stream(device: int) -> torch.cuda.Stream:
-    """A warm-up must not run on the stream that a graph is recorded from; one is enough, as libraries keep memory
-    for each."""
+def side_stream(device: int, purpose: str) -> torch.cuda.Stream:
+    """A stream beside the one that decodes; one for each purpose is enough, as libraries keep memory for each."""
     make: Any = torch.cuda.Stream
     stream: torch.cuda.Stream = make(device)
     return stream
@@ -400,10 +399,11 @@ def _warm_up_stream(device: int) -> torch.cuda.Stream:
 def record(launch: Callable[[], None], state: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
     """A graph of launches, which are compiled by running them once.
 
-    `state` is put back afterwards; keys that were written lie beyond the valid length.
+    `state` is put back afterwards; keys that were written lie beyond the valid length. They must not run on the
+    stream that a graph is recorded from.
     """
     before = [tensor.clone() for tensor in state]
-    stream = _warm_up_stream(torch.cuda.current_device())
+    stream = side_stream(torch.cuda.current_device(), "warm-up")
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         launch()

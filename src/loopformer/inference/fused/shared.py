@@ -32,6 +32,7 @@ from loopformer.errors import LoopformerError
 from loopformer.inference.decode import PromptBackend, prefill
 from loopformer.inference.fused.backend import NO_CERTAINTY
 from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
+from loopformer.inference.fused.decoder import side_stream
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import Choice, Draw, Sampling, choose
 from loopformer.model.cache import Cache, RowKeys
@@ -310,13 +311,18 @@ def _draw(row: RowState, tokens: int, given: Mapping[int, list[Choice]]) -> Draw
 
 
 def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
-    """Both on the host, once the event has come; nobody waits here."""
+    """Both on the host, once the event has come. Nobody waits here, nor do the passes that follow: copying has a
+    stream of its own."""
     if tokens.device.type != "cuda":
         return tokens.clone(), logprobs.clone(), None
     there = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in (tokens, logprobs)]
-    for host, device in zip(there, (tokens, logprobs), strict=True):
-        host.copy_(device, non_blocking=True)
-    make: Any = torch.cuda.Event
-    arrived: torch.cuda.Event = make()
-    arrived.record()
+    stream = side_stream(torch.cuda.current_device(), "copies")
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for host, device in zip(there, (tokens, logprobs), strict=True):
+            host.copy_(device, non_blocking=True)
+            device.record_stream(stream)  # so that its memory is not given away before
+        make: Any = torch.cuda.Event
+        arrived: torch.cuda.Event = make()
+        arrived.record()
     return there[0], there[1], arrived
