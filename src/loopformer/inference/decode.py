@@ -291,6 +291,16 @@ class PrefixCache:
         return [prefix for prefix in self._kept if prefix.request.depth == request.depth]
 
 
+class RunPrompts(NamedTuple):
+    """Prompts that were run together: what their next tokens are chosen from, and the keys they leave."""
+
+    rows: tuple[RowState, ...]
+    counts: list[int]  # tokens that were run
+    cache: Cache
+    logits: Tensor  # [B, V]
+    certainty: Certainty | None
+
+
 class PromptBackend(ABC):
     """The half of a backend that runs prompts: which of them together, what they share, long ones in pieces.
 
@@ -356,35 +366,46 @@ class PromptBackend(ABC):
 
     @torch.no_grad()
     def prefill(self, rows: Sequence[RowState]) -> list[Choice | None]:
-        trajectories = [row.trajectory for row in rows]
+        run = self._run(rows)
+        if run is None:
+            return [None]
+        choices = sample(run.logits, [row.draw() for row in rows])
+        if run.certainty is not None:
+            choices = with_passes(choices, ends(run.certainty.passes, run.counts))
+        self._admit_run(run, choices)
+        return [*choices]
+
+    def _run(self, rows: Sequence[RowState]) -> RunPrompts | None:
+        """Run prompts; None if only a piece of a long one was."""
         shared = [self._known(row) for row in rows]
         left = len(rows[0].request.prompt) - shared[0][1]
         if len(rows) == 1 and left > self.piece and rows[0].request.certainty is None:
             self._run_a_piece(rows[0], *shared[0])
-            return [None]
+            return None
         ids, counts = padded(self.model, [row.request.prompt[n:] for row, (_, n) in zip(rows, shared, strict=True)])
         capacity = max(count for _, count in shared) + max(counts)
-        cache = self.model.cache(trajectories, len(rows), capacity)
+        cache = self.model.cache([row.trajectory for row in rows], len(rows), capacity)
         for number, (keys, count) in enumerate(shared):
             cache.write(number, keys, count)
         certainty = certainty_of(rows)
         hidden = ends(self._extend(ids, cache, counts, certainty), counts)
-        choices = sample(self._logits(hidden), [row.draw() for row in rows])
-        if certainty is not None:
-            choices = with_passes(choices, ends(certainty.passes, counts))
-        for number, (row, choice) in enumerate(zip(rows, choices, strict=True)):
-            if math.isnan(choice.logprob):
-                continue  # it has ended, and its keys must not come near the others'
-            keys = cache.read(number)
-            self._prefixes.remember(row.request, keys)
-            self.admit(row, keys)
+        logits = self._logits(hidden)
         self.prompt_tokens += sum(counts)
         others = [count for row, (_, count) in zip(rows, shared, strict=True) if row.ticket not in self._begun]
         self.shared_tokens += sum(others)
         tickets = {row.ticket for row in rows}
         self._begun = {ticket: cache for ticket, cache in self._begun.items() if ticket not in tickets}
         self.draft_report.verifications += len(rows)
-        return [*choices]
+        return RunPrompts(tuple(rows), counts, cache, logits, certainty)
+
+    def _admit_run(self, run: RunPrompts, choices: Sequence[Choice | None]) -> None:
+        """Give rows whose prompts were run their slots; None stands for one that has gone meanwhile."""
+        for number, (row, choice) in enumerate(zip(run.rows, choices, strict=True)):
+            if choice is None or math.isnan(choice.logprob):
+                continue  # it has ended, and its keys must not come near the others'
+            keys = run.cache.read(number)
+            self._prefixes.remember(row.request, keys)
+            self.admit(row, keys)
 
     def _known(self, row: RowState) -> tuple[RowKeys, int]:
         """The keys that a prompt need not run, and of how many tokens: of its own pieces, or of another prompt."""

@@ -79,7 +79,7 @@ class SharedBatch:
         self._weights, self._tuning = weights or plain(model), tuning
         require(not self._weights.int8 or slots == 1, "int8 weights serve one row at a time.")
         self._made_for = fingerprint(model)
-        self._device = like.device
+        self.device = like.device
         self._blocks = config.blocks
         assert model.final_norm.weight is not None
         self._final = model.final_norm.weight.detach()
@@ -132,7 +132,7 @@ class SharedBatch:
         budget = len(keys.pairs)
         if self._alone is not None and self._alone[0] == slot:
             self._alone = None
-        taken = sent(pages, self._device, torch.int32).view(budget, -1)
+        taken = sent(pages, self.device, torch.int32).view(budget, -1)
         self._pages[slot].fill_(self.page_count)
         self._pages[slot, :budget, : taken.shape[1]] = taken
         self._table[slot, :budget] = self._modulation(condition, budget)
@@ -160,8 +160,8 @@ class SharedBatch:
     def start(self, tokens: Mapping[int, tuple[int, int]]) -> None:
         """Slots whose next pass is their first one: the token of each, and its place."""
         self._rejoin()
-        slots = sent(list(tokens), self._device)
-        state = sent(list(tokens.values()), self._device)  # [B, 2]
+        slots = sent(list(tokens), self.device)
+        state = sent(list(tokens.values()), self.device)  # [B, 2]
         self._ids[slots], self._lengths[slots], self._loops[slots] = state[:, 0], state[:, 1], 0
 
     # Launches.
@@ -226,7 +226,7 @@ class SharedBatch:
         if self._written.get(name) != tuple(numbers):
             self._written.pop(name, None)  # not known while it is being written
             filled = [*numbers, *[fill] * (count - len(numbers))]
-            self._numbers[name][:count] = sent(filled, self._device)
+            self._numbers[name][:count] = sent(filled, self.device)
             self._written[name] = tuple(numbers)
         return count
 
@@ -307,7 +307,7 @@ class SharedBatch:
         self._logits[:rows].copy_(torch.mm(ended, self._weights.head.values.t()))
 
     def _replay(self, name: str, rows: int, launch: Callable[[], None]) -> None:
-        if self._device.type != "cuda":  # Triton's interpreter
+        if self.device.type != "cuda":  # Triton's interpreter
             launch()
             return
         if (name, rows) not in self._graphs:

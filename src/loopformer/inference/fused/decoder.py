@@ -396,20 +396,22 @@ def side_stream(device: int, purpose: str) -> torch.cuda.Stream:
     return stream
 
 
-def record(launch: Callable[[], None], state: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
+def record(launch: Callable[[], None], state: Sequence[Tensor], of: str = "passes") -> torch.cuda.CUDAGraph:
     """A graph of launches, which are compiled by running them once.
 
-    `state` is put back afterwards; keys that were written lie beyond the valid length. They must not run on the
-    stream that a graph is recorded from.
+    `state` is put back afterwards; keys that were written lie beyond the valid length. What runs beside other
+    graphs is recorded `of` something else: libraries have memory of their own for each stream, and graphs use that
+    of the stream they were recorded from.
     """
     before = [tensor.clone() for tensor in state]
-    stream = side_stream(torch.cuda.current_device(), "warm-up")
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    device = torch.cuda.current_device()
+    warm_up = side_stream(device, "warm-up")
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
         launch()
-    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.current_stream().wait_stream(warm_up)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side_stream(device, f"recording of {of}")):
         launch()
     for tensor, value in zip(state, before, strict=True):
         tensor.copy_(value)

@@ -111,6 +111,6 @@ class PromptGraphs:
             def launch() -> None:
                 hidden.copy_(self.model.extend(ids, cache, check=False))
 
-            replay = record(launch, []).replay if ids.device.type == "cuda" else launch
+            replay = record(launch, [], of="prompts").replay if ids.device.type == "cuda" else launch
             self._recorded[budget, tokens] = PromptGraph(ids, cache.passes.conditions, hidden, replay)
         return self._recorded[budget, tokens]

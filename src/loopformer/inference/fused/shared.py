@@ -4,8 +4,9 @@ backend = SharedBackend(SharedBatch(model, slots=64))  # backend.obstacle(model)
 engine = Engine(model, tokenizer, backend=backend)
 
 Prompts run one after the other, each as one graph (prompts.py), many short ones together as on the plain path
-(decode.py); tokens go through batch.py. A row needs pages for all it may come to, prompt and new tokens, in each of
-its loops; whoever does not fit waits.
+(decode.py), on a stream of their own beside the passes of those that run: nobody waits for them, and a row comes in
+when its first token is there. Tokens go through batch.py. A row needs pages for all it may come to, prompt and new
+tokens, in each of its loops; whoever does not fit waits.
 
 The device runs ahead of the host: while the engine makes text of one token, the passes of the next are under way.
 What comes next is known without looking at a token, since it is chosen on the device and a budget says when it is
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -29,7 +31,7 @@ import torch
 from torch import Tensor
 
 from loopformer.errors import LoopformerError
-from loopformer.inference.decode import PromptBackend, prefill
+from loopformer.inference.decode import PromptBackend, RunPrompts, prefill
 from loopformer.inference.fused.backend import NO_CERTAINTY
 from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
 from loopformer.inference.fused.decoder import side_stream
@@ -39,6 +41,7 @@ from loopformer.model.cache import Cache, RowKeys
 from loopformer.model.looped import Certainty
 
 MOST_APART = 4  # prompts that came at once and are run one after the other
+MOST_UNDER_WAY = 4  # prompts; more would only wait for each other
 AHEAD, AHEAD_PASSES = 2, 8  # at least so many tokens of some row, and passes, are under way at a time
 NOBODY = -1  # a ticket
 NOTHING = -1  # new tokens of a row that the device has nothing of
@@ -87,6 +90,13 @@ class Pending(NamedTuple):
         if self.arrived is not None:
             self.arrived.synchronize()
         return zip(self.tickets, map(Choice, self.tokens.tolist(), self.logprobs.tolist()), strict=True)
+
+
+class PromptsUnderWay(NamedTuple):
+    """Prompts on the device, and their first tokens on their way to the host."""
+
+    run: RunPrompts
+    first: Pending
 
 
 @dataclass(frozen=True)
@@ -141,6 +151,7 @@ class SharedBackend(PromptBackend):
         self._batch = batch
         self._empty = DeviceState(tuple(range(batch.slots)), tuple(range(batch.page_count)))
         self._device: DeviceState | None = self._empty
+        self._under_way: tuple[PromptsUnderWay, ...] = ()
 
     def check(self, request: Request) -> None:
         """Refuse what this backend can never run."""
@@ -161,14 +172,32 @@ class SharedBackend(PromptBackend):
 
     def fits(self, rows: Sequence[RowState]) -> bool:
         device = self._device or self._empty
+        rows = [*(row for one in self._under_way for row in one.run.rows), *rows]
         needed = sum(self._needed(row.request) for row in rows)
         return len(rows) <= len(device.free_slots) and needed <= len(device.free_pages)
 
     def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
-        groups = super().plan(waiting, tokens)
-        return [
-            part for group in groups for part in ([[row] for row in group] if len(group) <= MOST_APART else [group])
-        ]
+        """Those whose first tokens are there, or are waited for as nobody runs; else prompts to run."""
+        still = {row.ticket: row for row in waiting}
+        # What was run for requests that have gone is kept until it is done: its memory is in use.
+        self._under_way = tuple(
+            one for one in self._under_way if not one.first.here() or not still.keys().isdisjoint(one.first.tickets)
+        )
+        if here := [one.first.tickets for one in self._under_way if one.first.here()]:
+            return [[still[ticket] for ticket in tickets if ticket in still] for tickets in here]
+        begun = {ticket for one in self._under_way for ticket in one.first.tickets}
+        if len(begun) < MOST_UNDER_WAY:
+            groups = super().plan([row for row in waiting if row.ticket not in begun], tokens)
+            if groups:
+                return [
+                    part
+                    for group in groups
+                    for part in ([[row] for row in group] if len(group) <= MOST_APART else [group])
+                ]
+        if self._device is not None and self._device.rows:
+            return []
+        awaited = ([still[ticket] for ticket in one.first.tickets if ticket in still] for one in self._under_way)
+        return [rows for rows in awaited if rows][:1]
 
     def keep(self, rows: Sequence[RowState]) -> None:
         device = self._device
@@ -179,12 +208,36 @@ class SharedBackend(PromptBackend):
     def prefill(self, rows: Sequence[RowState]) -> list[Choice | None]:
         batch = self._batch.renewed()
         if batch is not self._batch:
+            for one in self._under_way:  # their memory is in use until then
+                list(one.first.choices())
+            self._under_way = ()
             self.forget()
             self._batch, device = batch, self._device
             if device is not None:  # rows that run keep their places, and are run again with the new weights
                 lost = {ticket: row._replace(tokens=NOTHING) for ticket, row in device.rows.items()}
                 self._device = replace(device, rows=lost, pending=(), given={})
-        return super().prefill(rows)
+        tickets = {row.ticket for row in rows}
+        for one in self._under_way:
+            if tickets <= set(one.first.tickets):
+                return self._came(one, rows)
+        with _prompt_stream(self._batch.device):
+            run = self._run(rows)
+            if run is None:
+                return [None]
+            chosen = choose(run.logits, [row.draw() for row in rows])
+            first = Pending(0, tuple([row.ticket for row in rows]), *_to_host(*chosen))
+        self._under_way = (*self._under_way, PromptsUnderWay(run, first))
+        return [None] * len(rows)
+
+    def _came(self, prompts: PromptsUnderWay, rows: Sequence[RowState]) -> list[Choice | None]:
+        """The first tokens of prompts, which are waited for; those of the rows that have not gone come in."""
+        choices = dict(prompts.first.choices())
+        self._under_way = tuple(one for one in self._under_way if one is not prompts)
+        still = {row.ticket for row in rows}
+        self._admit_run(
+            prompts.run, [choices[row.ticket] if row.ticket in still else None for row in prompts.run.rows]
+        )
+        return [choices[row.ticket] for row in rows]
 
     def _extend(
         self, ids: Tensor, cache: Cache, counts: Sequence[int], certainty: Certainty | None = None
@@ -308,6 +361,18 @@ def _draw(row: RowState, tokens: int, given: Mapping[int, list[Choice]]) -> Draw
     if sampling.repetition_penalty != 1:
         history = (*row.history, *[one.token for one in given[row.ticket]])
     return Draw(sampling, row.seed, len(row.request.prompt) + tokens, history)
+
+
+@contextmanager
+def _prompt_stream(device: torch.device) -> Iterator[None]:
+    """Where prompts run: beside what decodes, after what it has begun, whose memory they may be given."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = side_stream(torch.cuda.current_device(), "prompts")
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
 
 
 def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
