@@ -396,12 +396,14 @@ def side_stream(device: int, purpose: str) -> torch.cuda.Stream:
     return stream
 
 
-def record(launch: Callable[[], None], state: Sequence[Tensor], of: str = "passes") -> torch.cuda.CUDAGraph:
+def record(
+    launch: Callable[[], None], state: Sequence[Tensor], of: str = "passes", pool: Any = None
+) -> torch.cuda.CUDAGraph:
     """A graph of launches, which are compiled by running them once.
 
     `state` is put back afterwards; keys that were written lie beyond the valid length. What runs beside other
     graphs is recorded `of` something else: libraries have memory of their own for each stream, and graphs use that
-    of the stream they were recorded from.
+    of the stream they were recorded from. Graphs that never run at once may share a `pool` of memory.
     """
     before = [tensor.clone() for tensor in state]
     device = torch.cuda.current_device()
@@ -411,7 +413,7 @@ def record(launch: Callable[[], None], state: Sequence[Tensor], of: str = "passe
         launch()
     torch.cuda.current_stream().wait_stream(warm_up)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side_stream(device, f"recording of {of}")):
+    with torch.cuda.graph(graph, pool, side_stream(device, f"recording of {of}")):
         launch()
     for tensor, value in zip(state, before, strict=True):
         tensor.copy_(value)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -71,6 +72,7 @@ class PromptGraphs:
         self._keys = like.new_zeros(config.loops, config.blocks, 2, 1, config.heads, places, config.head_width)
         self._start, self._count = (torch.zeros((), dtype=torch.int64, device=like.device) for _ in range(2))
         self._recorded: dict[tuple[int, int], PromptGraph] = {}
+        self._pool: Any = None  # the memory that all of them compute in, one at a time
 
     @torch.no_grad()
     def extend(self, ids: Tensor, cache: Cache) -> Tensor:
@@ -111,6 +113,9 @@ class PromptGraphs:
             def launch() -> None:
                 hidden.copy_(self.model.extend(ids, cache, check=False))
 
-            replay = record(launch, [], of="prompts").replay if ids.device.type == "cuda" else launch
+            replay = launch
+            if ids.device.type == "cuda":
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                replay = record(launch, [], "prompts", self._pool).replay
             self._recorded[budget, tokens] = PromptGraph(ids, cache.passes.conditions, hidden, replay)
         return self._recorded[budget, tokens]
