@@ -225,7 +225,7 @@ class SharedBackend(PromptBackend):
             if run is None:
                 return [None]
             chosen = choose(run.logits, [row.draw() for row in rows])
-            first = Pending(0, tuple([row.ticket for row in rows]), *_to_host(*chosen))
+            first = Pending(0, tuple([row.ticket for row in rows]), *_to_host(*chosen, of="prompts"))
         self._under_way = (*self._under_way, PromptsUnderWay(run, first))
         return [None] * len(rows)
 
@@ -375,13 +375,15 @@ def _prompt_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
-    """Both on the host, once the event has come. Nobody waits here, nor do the passes that follow: copying has a
-    stream of its own."""
+def _to_host(
+    tokens: Tensor, logprobs: Tensor, of: str = "passes"
+) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
+    """Both on the host, once the event has come. Nobody waits here, nor do the passes that follow: copies have a
+    stream of their own, those of prompts another, as they come later."""
     if tokens.device.type != "cuda":
         return tokens.clone(), logprobs.clone(), None
     there = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in (tokens, logprobs)]
-    stream = side_stream(torch.cuda.current_device(), "copies")
+    stream = side_stream(torch.cuda.current_device(), f"copies of {of}")
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for host, device in zip(there, (tokens, logprobs), strict=True):
