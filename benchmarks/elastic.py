@@ -283,7 +283,13 @@ SUITES: dict[str, dict[str, Settings]] = {
     },
     "large": {  # 102 M parameters
         "elastic": {**ELASTIC, **LARGE, "training.steps": 1800},
-        "paper": {**LARGE, "training.learning_rate": 6e-4, "training.steps": 880},
+        "paper": {
+            **LARGE,
+            "training.learning_rate": 6e-4,
+            "training.steps": 880,
+            "objective.route_draws": 4,
+            "training.micro_batch": 32,
+        },
     },
 }
 ELSEWHERE = {  # seed 0 of the same
