@@ -160,11 +160,11 @@ def drive(engine: Engine, asked: Sequence[Sequence[Asked]], seconds: float) -> R
     clients = [iter(list(each) * 100) for each in asked]
     owners = {engine.submit(next(client).request()): client for client in clients}
     sent, first, times = dict.fromkeys(owners, time.monotonic()), dict[int, float](), list[Times]()
-    since, until = time.monotonic() + RAMP, time.monotonic() + RAMP + seconds
+    since = time.monotonic() + RAMP
     before: tuple[float, int, float] | None = None
-    while (now := time.monotonic()) < until:
-        if before is None and now >= since:
-            before = now, engine.counts.new_tokens, time.process_time()
+    while before is None or time.monotonic() < before[0] + seconds:
+        if before is None and time.monotonic() >= since:
+            before = time.monotonic(), engine.counts.new_tokens, time.process_time()
         for event in engine.step():
             now = time.monotonic()
             first.setdefault(event.ticket, now)
@@ -177,7 +177,6 @@ def drive(engine: Engine, asked: Sequence[Sequence[Asked]], seconds: float) -> R
     for ticket in owners:
         engine.cancel(ticket)
     list(engine.run())
-    assert before is not None
     took, tokens, cpu = (now - then for now, then in zip(after, before, strict=True))
     return {**summary(tokens, took, times, before[0], after[0]), "cpu_seconds": {"engine": cpu}}
 

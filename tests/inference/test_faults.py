@@ -65,17 +65,18 @@ def fused(small: LM) -> LM:
     return LM(copy.deepcopy(small.model), small.tokenizer).to("cpu" if INTERPRETED else "cuda")
 
 
-def engine_of(lm: LM, kind: str = "plain", rows: int = 3) -> Engine:
+def engine_of(lm: LM, kind: str = "plain", rows: int = 3, pool: FusedPool | None = None) -> Engine:
     if kind != "fused":
         return lm.engine(rows, fast=False, draft=Draft(Trajectory.uniform(1), 2) if kind == "draft" else None)
     from loopformer.inference.fused.shared import SharedBackend
 
-    with pool_of(lm.model).batch(rows) as batch:  # its graphs are used again
+    with (pool or pool_of(lm.model)).batch(rows) as batch:
         return Engine(lm.model, lm.need_tokenizer(), backend=SharedBackend(batch))
 
 
 @cache
 def pool_of(model: LoopedLM) -> FusedPool:
+    """Its graphs are used again."""
     return FusedPool(model)
 
 
@@ -184,6 +185,8 @@ def test_a_fault_at_any_call_harms_nobody(small: LM, fused: LM, kind: str, raise
 def test_real_signals_at_random_moments_harm_nobody(small: LM, fused: LM, kind: str) -> None:
     lm, many = fused if kind == "fused" else small, 400 if EVERYWHERE else 40
     expected = right_texts(small, "plain")
+    if kind == "fused":
+        list(submitted(lm, kind).run())  # what is imported at first use is not struck
     rng, armed, struck = random.Random(1), [False], [0]
 
     def strike(*_: object) -> None:
@@ -269,7 +272,7 @@ def test_one_fused_request_that_is_not_a_number_ends_alone(
     prompts = ["every pass is told its time and its step", "its", "told", "step", "and"]
     expected = small.generate(prompts, budget=2, max_tokens=6, fast=False)
     bad = Request((3, 5), Trajectory.uniform(2), max_tokens=9)
-    engine = engine_of(fused, kind, rows=2)
+    engine = engine_of(fused, kind, 2, FusedPool(fused.model))  # graphs that are recorded here keep the poison
     good = fused.requests(prompts, budget=2, max_tokens=6)
     tickets = [engine.submit(request) for request in (good[0], bad, *good[1:])]
     untyped: Any = engine.backend
