@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from loopformer.device import sent
 from loopformer.inference.draft import HOPED_RATE, LONGEST, Draft, DraftReport, best_length, updated_rate
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import Choice, sample
@@ -83,13 +84,13 @@ def padded(model: LoopedLM, rows: Sequence[Sequence[int]]) -> tuple[Tensor, list
     """ids [B, longest] on the model's device, padded at the end, and how many tokens of each row count."""
     counts = [len(row) for row in rows]
     filled = [[*row, *[0] * (max(counts) - len(row))] for row in rows]
-    return torch.tensor(filled, dtype=torch.long, device=model.tokens.weight.device), counts
+    return sent(filled, model.tokens.weight.device), counts
 
 
 def ends(hidden: Tensor, counts: Sequence[int]) -> Tensor:
     """Of padded rows [B, T, …] the last one that counts, each [B, …]."""
     rows = torch.arange(len(counts), device=hidden.device)
-    return hidden[rows, torch.tensor(counts, device=hidden.device) - 1]
+    return hidden[rows, sent([count - 1 for count in counts], hidden.device)]
 
 
 def certainty_of(rows: Sequence[RowState]) -> Certainty | None:
@@ -137,7 +138,7 @@ class SlotPool(Cache):
         """`reach`: the most tokens that a step writes beyond those that count."""
         super().__init__(model.config, [], Passes([], [], []), model.config.context, model.tokens.weight)
         self._slots, self._reach = slots, reach
-        self._order = torch.arange(slots, device=model.tokens.weight.device)
+        self._order = list(range(slots))
         self._conditions: list[Condition] = []  # of each loop, for every slot
         self.layout: tuple[BatchSlot | None, ...] = (None,) * slots
 
@@ -384,7 +385,8 @@ class PromptBackend(ABC):
             return None
         ids, counts = padded(self.model, [row.request.prompt[n:] for row, (_, n) in zip(rows, shared, strict=True)])
         capacity = max(count for _, count in shared) + max(counts)
-        cache = self.model.cache([row.trajectory for row in rows], len(rows), capacity)
+        trajectories = [row.trajectory for row in rows]
+        cache = self.model.cache(trajectories, len(rows), capacity, condition=self._table)
         for number, (keys, count) in enumerate(shared):
             cache.write(number, keys, count)
         certainty = certainty_of(rows)
@@ -418,7 +420,7 @@ class PromptBackend(ABC):
         """Run one more piece of a long prompt."""
         prompt, cache = row.request.prompt, self._begun.get(row.ticket)
         if cache is None:
-            cache = self.model.cache(row.trajectory, 1, len(prompt))
+            cache = self.model.cache(row.trajectory, 1, len(prompt), condition=self._table)
             cache.write(0, keys, known)
             self.shared_tokens += known
         ids, counts = padded(self.model, [prompt[known : known + self.piece]])

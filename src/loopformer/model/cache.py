@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from loopformer.config import ModelConfig
+from loopformer.device import sent
 from loopformer.errors import LoopformerError
 from loopformer.model.conditioning import Condition
 from loopformer.trajectory import Trajectory
@@ -30,7 +31,9 @@ class RowKeys:
 
     def copy(self) -> "RowKeys":
         """The same in memory of its own."""
-        return RowKeys(self.trajectory, [[(k.clone(), v.clone()) for k, v in loop] for loop in self.pairs])
+        every = [one for loop in self.pairs for pair in loop for one in pair]
+        copies = iter(torch.stack(every)) if every else iter(())  # at once: many small copies take long to launch
+        return RowKeys(self.trajectory, [[(next(copies), next(copies)) for _ in loop] for loop in self.pairs])
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,7 @@ class Cache:
             raise LoopformerError(f"A cache holds 1 to {config.context} tokens (the context), not {capacity}.")
         self.trajectories, self.passes, self.capacity, self._weight = tuple(trajectories), passes, capacity, weight
         self.lengths = [0] * len(trajectories)
-        order = range(len(trajectories)) if passes.order is None else passes.order
-        self._order = torch.tensor(list(order), dtype=torch.long, device=weight.device)
+        self._order = list(range(len(trajectories))) if passes.order is None else passes.order
         self._blocks, self._shape = config.blocks, (config.heads, capacity, config.head_width)
         self._kept = [self._empty_loop(rows) for rows in passes.rows]
         self._positions = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
@@ -114,13 +116,13 @@ class Cache:
         """Where `count` new tokens go [B or 1, T], and who may look at whom [B or 1, 1, T, end]; None: plain."""
         self.need_room(count)
         self._end = max(self.lengths) + count
-        new = torch.arange(count, device=self._order.device)
+        new = torch.arange(count, device=self._weight.device)
         if len(set(self.lengths)) == 1:
             self._start = self.lengths[0]
             positions = (new + self._start)[None]
         else:
             self._start = None
-            positions = torch.tensor(self.lengths, device=new.device)[:, None] + new
+            positions = sent(self.lengths, new.device)[:, None] + new
         self._positions = positions
         if self._start is not None and (count == 1 or self._start == 0):
             return positions, None
@@ -131,7 +133,9 @@ class Cache:
         """The slots of a loop's blocks, for the tokens that were placed last."""
         rows, positions = self.passes.rows[loop], self._positions
         if len(positions) > 1:
-            positions = positions[self._order[:rows]]
+            first = self._order[:rows]
+            in_order = first == list(range(rows))
+            positions = positions[:rows] if in_order else positions[sent(first, positions.device)]
         return [Place(k[:rows], v[:rows], positions, self._start, self._end) for k, v in self._kept[loop]]
 
     def tensors(self, loop: int, block: int) -> tuple[Tensor, Tensor]:
@@ -153,40 +157,39 @@ class Cache:
                 "make a new cache for it."
             )
         place = self._place_of(row)
-        for loop, others in zip(self._kept, kept.pairs, strict=False):
-            for mine, theirs in zip(loop, others, strict=True):
-                for tensor, other in zip(mine, theirs, strict=True):
-                    tensor[place, :, :length] = other[:, :length]
+        theirs = [tensor[:, :length] for loop in kept.pairs for pair in loop for tensor in pair]
+        mine = [tensor[place, :, :length] for loop in self._kept for pair in loop for tensor in pair]
+        if theirs:
+            torch._foreach_copy_(mine[: len(theirs)], theirs)
         self.lengths[row] = length
 
     def _empty_loop(self, rows: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of one loop."""
         # Zeros, as a masked place is still multiplied: what lies there must be finite.
-        like, shape = self._weight.detach(), (rows, *self._shape)
-        return [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(self._blocks)]
+        blocks = self._weight.detach().new_zeros(self._blocks, 2, rows, *self._shape)
+        return [(block[0], block[1]) for block in blocks]
 
     def _place_of(self, row: int) -> int:
         """Where a row lies in the tensors: longest trajectories first."""
-        return int((self._order == row).nonzero())
+        return self._order.index(row)
 
     def select(self, rows: Sequence[int]) -> "Cache":
         """A cache of some of the rows, in this order; the rest is let go."""
         chosen = copy(self)
         chosen.trajectories = tuple(self.trajectories[row] for row in rows)
         chosen.lengths = [self.lengths[row] for row in rows]
-        places = {int(row): place for place, row in enumerate(self._order)}  # where a row lies in the tensors
         plain = self.passes.order is None
-        kept = [(places[row], new) for new, row in enumerate(rows)]
+        kept = [(self._place_of(row), new) for new, row in enumerate(rows)]
         kept = kept if plain else sorted(kept)  # longest trajectories first
-        chosen._order = torch.tensor([new for _, new in kept], device=self._order.device)
-        index = torch.tensor([place for place, _ in kept], device=self._order.device)
+        chosen._order = [new for _, new in kept]
+        index = sent([place for place, _ in kept], self._weight.device)
         deepest = max(trajectory.budget for trajectory in chosen.trajectories)
-        counts = [int((index < count).sum()) for count in self.passes.rows[:deepest]]
+        counts = [sum(place < count for place, _ in kept) for count in self.passes.rows[:deepest]]
         conditions = [
             condition if plain else condition.at(index[:count])
             for condition, count in zip(self.passes.conditions, counts, strict=False)
         ]
-        chosen.passes = Passes(counts, conditions, None if plain else [new for _, new in kept])
+        chosen.passes = Passes(counts, conditions, None if plain else chosen._order)
         chosen._kept = [
             [(keys[index[:count]], values[index[:count]]) for keys, values in loop]
             for loop, count in zip(self._kept, counts, strict=False)

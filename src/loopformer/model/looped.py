@@ -247,15 +247,17 @@ class LoopedLM(nn.Module):
         rows: int,
         capacity: int | None = None,
         passes: int | None = None,
+        condition: Callable[[Trajectory], Condition] | None = None,
     ) -> Cache:
         """An empty cache for `rows` sequences along one trajectory, or one each, of at most `capacity` tokens.
 
-        With `passes`, every row stops after so many passes of its trajectory.
+        With `passes`, every row stops after so many passes of its trajectory. `condition` is a `condition` that
+        keeps what it has computed.
         """
         trajectories = self.trajectories(trajectory, rows)
         each = [trajectories] * rows if isinstance(trajectories, Trajectory) else trajectories
         with torch.no_grad():
-            followed = self.passes(trajectories, rows).first(passes)
+            followed = self.passes(trajectories, rows, condition).first(passes)
         return Cache(self.config, each, followed, capacity or self.config.context, self.tokens.weight)
 
     @_not_compiled
@@ -313,13 +315,19 @@ class LoopedLM(nn.Module):
         return condition
 
     @_not_compiled
-    def passes(self, trajectories: Trajectory | list[Trajectory], rows: int) -> Passes:
-        """Which rows take part in each pass, and what they are told."""
+    def passes(
+        self,
+        trajectories: Trajectory | list[Trajectory],
+        rows: int,
+        condition: Callable[[Trajectory], Condition] | None = None,
+    ) -> Passes:
+        """Which rows take part in each pass, and what they are told, by `condition` or the model's own."""
+        condition = condition or self.condition
         if isinstance(trajectories, Trajectory):
-            condition, budget = self.condition(trajectories), trajectories.budget
-            shared = [condition.at(slice(step, step + 1)) for step in range(budget)]
+            table, budget = condition(trajectories), trajectories.budget
+            shared = [table.at(slice(step, step + 1)) for step in range(budget)]
             return Passes([rows] * budget, shared, None)
-        tables = {trajectory: self.condition(trajectory) for trajectory in set(trajectories)}
+        tables = {trajectory: condition(trajectory) for trajectory in set(trajectories)}
         order = sorted(range(rows), key=lambda row: -trajectories[row].budget)
         counts, conditions = [], []
         for step in range(trajectories[order[0]].budget):

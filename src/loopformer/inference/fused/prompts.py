@@ -3,14 +3,15 @@
 prompts = PromptGraphs(model)
 hidden = prompts.extend(ids, cache)                # as model.extend does, for a cache of one row
 
-A graph is recorded for each budget and each power of two of tokens. What differs from prompt to prompt lies on the
-device: where the tokens go, how many of them count, and what the passes are told. Those that fill up a graph write
-their keys to a place that nobody looks at.
+A graph is recorded for each budget and each power of two of tokens, one for those that begin a text and one for those
+that follow others. What differs from prompt to prompt lies on the device: what the passes are told, and of tokens that
+follow others where they go and how many count. Those that fill up a graph come last, or write their keys to a place
+that nobody looks at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +34,11 @@ SPARE = (
 class PlacedOnDevice(Cache):
     """A cache of one row whose new tokens go where numbers on the device say."""
 
-    def __init__(self, model: LoopedLM, trajectory: Trajectory, keys: Tensor, start: Tensor, count: Tensor) -> None:
-        """`keys` [L, K, 2, 1, H, context and spare, D/H]; tokens from `start` [] on, of which `count` [] count."""
+    def __init__(
+        self, model: LoopedLM, trajectory: Trajectory, keys: Tensor, start: Tensor | None, count: Tensor
+    ) -> None:
+        """`keys` [L, K, 2, 1, H, context and spare, D/H]; tokens from `start` [] on, of which `count` [] count.
+        Without `start` they begin a text: attention that is only causal is much faster than with a mask."""
         super().__init__(
             model.config, [trajectory], Passes([], [], None), model.config.context, model.tokens.weight
         )
@@ -44,12 +48,17 @@ class PlacedOnDevice(Cache):
         self._from, self._count = start, count
 
     def place(self, count: int) -> tuple[Tensor, Tensor | None]:
+        if self._from is None:
+            return super().place(count)
         new = torch.arange(count, device=self._from.device)
         positions = torch.where(new < self._count, self._from + new, self.capacity)[None]
         self._start, self._end, self._positions = None, self.capacity + SPARE, positions
         looked_at = torch.arange(self._end, device=new.device)
         # Those that count for nothing have a place in the table of positions, too.
         return positions.clamp(max=self.capacity - 1), looked_at <= positions[:, None, :, None]
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """It is as long as the device says."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ class PromptGraphs:
         places = config.context + SPARE
         self._keys = like.new_zeros(config.loops, config.blocks, 2, 1, config.heads, places, config.head_width)
         self._start, self._count = (torch.zeros((), dtype=torch.int64, device=like.device) for _ in range(2))
-        self._recorded: dict[tuple[int, int], PromptGraph] = {}
+        self._recorded: dict[tuple[int, int, bool], PromptGraph] = {}
         self._pool: Any = None  # the memory that all of them compute in, one at a time
 
     @torch.no_grad()
@@ -81,14 +90,16 @@ class PromptGraphs:
         (trajectory,), (start,), count = cache.trajectories, cache.lengths, ids.shape[1]
         cache.need_room(count)
         budget, end = trajectory.budget, start + count
-        graph = self._graph(budget, min(self.model.config.context, max(FEWEST, triton.next_power_of_2(count))))
+        tokens = min(self.model.config.context, max(FEWEST, triton.next_power_of_2(count)))
+        graph = self._graph(budget, tokens, begins=start == 0)
         graph.ids[:, :count] = ids
         graph.ids[:, count:] = ids[:, :1]
-        self._start.fill_(start)
-        self._count.fill_(count)
-        for mine, theirs in zip(graph.conditions, cache.passes.conditions, strict=True):
-            for told, telling in zip(mine.tensors, theirs.tensors, strict=True):
-                told.copy_(telling)
+        told, telling = (
+            [tensor for condition in conditions for tensor in condition.tensors]
+            for conditions in (graph.conditions, cache.passes.conditions)
+        )
+        if told:
+            torch._foreach_copy_(told, telling)
         here = list(self._keys[:budget].flatten(0, 2))  # [1, H, places, D/H] each
         there = [
             tensor
@@ -96,17 +107,20 @@ class PromptGraphs:
             for block in range(self.model.config.blocks)
             for tensor in cache.tensors(loop, block)
         ]
-        self._keys[:budget] = 0  # what lies beyond the prompt is multiplied by 0, and must be finite
         if start:
+            self._start.fill_(start)
+            self._count.fill_(count)
+            self._keys[:budget] = 0  # what lies beyond the prompt is multiplied by 0, and must be finite
             torch._foreach_copy_([one[:, :, :start] for one in here], [one[:, :, :start] for one in there])
         graph.replay()
         torch._foreach_copy_([one[:, :, start:end] for one in there], [one[:, :, start:end] for one in here])
         cache.advance([count])
         return graph.hidden[:, :count]
 
-    def _graph(self, budget: int, tokens: int) -> PromptGraph:
-        if (budget, tokens) not in self._recorded:
-            cache = PlacedOnDevice(self.model, Trajectory.uniform(budget), self._keys, self._start, self._count)
+    def _graph(self, budget: int, tokens: int, begins: bool) -> PromptGraph:
+        if (budget, tokens, begins) not in self._recorded:
+            start = None if begins else self._start
+            cache = PlacedOnDevice(self.model, Trajectory.uniform(budget), self._keys, start, self._count)
             ids = self._start.new_zeros(1, tokens)
             hidden = self._keys.new_zeros(1, tokens, self.model.config.width)
 
@@ -117,5 +131,5 @@ class PromptGraphs:
             if ids.device.type == "cuda":
                 self._pool = self._pool or torch.cuda.graph_pool_handle()
                 replay = record(launch, [], "prompts", self._pool).replay
-            self._recorded[budget, tokens] = PromptGraph(ids, cache.passes.conditions, hidden, replay)
-        return self._recorded[budget, tokens]
+            self._recorded[budget, tokens, begins] = PromptGraph(ids, cache.passes.conditions, hidden, replay)
+        return self._recorded[budget, tokens, begins]
