@@ -442,14 +442,14 @@ def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Figure"
         return statistics.fmean(perplexities(one)[str(budget)] for one in found[run])
 
     def line(label: str, points: Mapping[int, float], dash: int = 0) -> Line:
-        names = [f"M={budget}" if label == LABELS["elastic"] else "" for budget in points]
+        names = [f"M={budget}" if dash else "" for budget in points]  # below the lowest line there is room
         return Line(label, [mflops[budget] for budget in points], list(points.values()), names=names, dash=dash)
 
     lines = [line(label, {m: at(run, m) for m in mflops}) for run, label in LABELS.items() if run in found]
     own = {m: at(f"specialist-{m}-twice", m) for m in mflops if f"specialist-{m}-twice" in found}
     lines.append(line("specialists, each at its own budget", own, dash=1))
     panel = Panel(lines, xlabel="MFLOP per token (forward)", ylabel="held-out perplexity", log_y=True, falling=True)
-    return line_figure([panel], height=3.4, legend=None)
+    return line_figure([panel], height=3.4)
 
 
 if __name__ == "__main__":
