@@ -280,10 +280,8 @@ def test_one_fused_request_that_is_not_a_number_ends_alone(
 
     def admit(row: Any, keys: Any) -> None:  # its keys are no numbers: what it looks at, then
         if row.ticket == tickets[1] and while_decoding:
-            for pairs in keys.pairs:
-                for one, other in pairs:
-                    one.fill_(float("nan"))
-                    other.fill_(float("nan"))
+            for loop in keys.loops:
+                loop.fill_(float("nan"))
             placed.append(row.ticket)
         choose_keys(row, keys)
 

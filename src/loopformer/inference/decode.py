@@ -149,7 +149,7 @@ class SlotPool(Cache):
     @property
     def bytes_per_loop(self) -> int:
         """Memory of one row's keys and values in one loop."""
-        return sum(tensor[0].nbytes for pair in self._kept[0] for tensor in pair) if self._kept else 0
+        return self._kept[0][:, :, 0].nbytes if self._kept else 0
 
     def keep(self, lengths: dict[int, int]) -> None:
         """Only these tickets, with so many tokens each, still have slots; the rest are cleared and free, and rows
@@ -178,10 +178,7 @@ class SlotPool(Cache):
             first = next(at for at, slot in enumerate(self.layout) if slot is not None and slot.budget == other)
             self._move(first, place)
             place = first
-        for loop, others in zip(self._kept[:budget], keys.pairs, strict=False):
-            for mine, theirs in zip(loop, others, strict=True):
-                for tensor, other_tensor in zip(mine, theirs, strict=True):
-                    tensor[place, :, :length] = other_tensor[:, :length]
+        self._fill(place, keys, length)
         for loop_number, condition in enumerate(self._conditions[:budget]):
             for part, of_row in zip(condition.tensors, table.tensors, strict=True):
                 part[place] = of_row[loop_number]
@@ -210,9 +207,7 @@ class SlotPool(Cache):
         assert self.layout[target] is None
         end = slot.length + self._reach  # a step may have been run since the length was noted
         for loop, condition in zip(self._kept[: slot.budget], self._conditions, strict=False):
-            for pair in loop:
-                for tensor in pair:
-                    tensor[target, :, :end] = tensor[source, :, :end]
+            loop[:, :, target, :, :end] = loop[:, :, source, :, :end]
             for part in condition.tensors:
                 part[target] = part[source]
         self._publish({target: slot, source: slot._replace(ticket=NOBODY)})
@@ -223,9 +218,7 @@ class SlotPool(Cache):
         slot = self.layout[place]
         assert slot is not None
         for loop in self._kept[: slot.budget]:
-            for pair in loop:
-                for tensor in pair:
-                    tensor[place, :, : slot.length + self._reach] = 0
+            loop[:, :, place, :, : slot.length + self._reach] = 0
         self._publish({place: None})
 
     def _publish(self, changes: dict[int, BatchSlot | None]) -> None:
@@ -236,9 +229,9 @@ class SlotPool(Cache):
 
     def _take_a_loop(self, table: Condition) -> None:
         condition = table.map(lambda part: part.new_zeros((self._slots, *part.shape[1:])))
-        pairs = self._empty_loop(self._slots)
+        loop = self._empty_loop(self._slots)
         self._conditions = [*self._conditions[: len(self._kept)], condition]
-        self._kept = [*self._kept, pairs]
+        self._kept = [*self._kept, loop]
 
 
 @dataclass(frozen=True)

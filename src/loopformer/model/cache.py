@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens: one preallocated tensor per (loop, block), each row bound to its trajectory.
+"""Keys and values of earlier tokens: one preallocated tensor for each loop, each row bound to its trajectory.
 
 cache = model.cache("4-2-1-1", rows=2)                # or a trajectory for each row
 hidden = model.extend(prompts, cache, counts=[5, 9])  # prompts padded at the end; hidden [B, T, D]
@@ -24,16 +24,14 @@ from loopformer.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class RowKeys:
-    """What is kept of one row along its trajectory: keys and values [H, T, D/H] by loop and block."""
+    """What is kept of one row along its trajectory: keys and values of each loop."""
 
     trajectory: Trajectory
-    pairs: list[list[tuple[Tensor, Tensor]]]
+    loops: list[Tensor]  # [k, 2, H, T, D/H] each; few tensors, as many small launches take long
 
     def copy(self) -> "RowKeys":
         """The same in memory of its own."""
-        every = [one for loop in self.pairs for pair in loop for one in pair]
-        copies = iter(torch.stack(every)) if every else iter(())  # at once: many small copies take long to launch
-        return RowKeys(self.trajectory, [[(next(copies), next(copies)) for _ in loop] for loop in self.pairs])
+        return RowKeys(self.trajectory, list(torch.stack(self.loops)) if self.loops else [])
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Cache:
     @property
     def bytes(self) -> int:
         """Memory of all keys and values."""
-        return sum(tensor.nbytes for loop in self._kept for pair in loop for tensor in pair)
+        return sum(loop.nbytes for loop in self._kept)
 
     def require_model(self, weight: Tensor) -> None:
         """Refuse another model than the cache was made for, known by its token embedding."""
@@ -140,14 +138,14 @@ class Cache:
 
     def tensors(self, loop: int, block: int) -> tuple[Tensor, Tensor]:
         """The keys and values of a (loop, block), each [rows, H, capacity, D/H]."""
-        return self._kept[loop][block]
+        keys, values = self._kept[loop][block]
+        return keys, values
 
     def read(self, row: int) -> RowKeys:
         """What is kept of a row, not copied."""
         place, length = self._place_of(row), self.lengths[row]
         loops = self._kept[: self.trajectories[row].budget]
-        pairs = [[(keys[place, :, :length], values[place, :, :length]) for keys, values in loop] for loop in loops]
-        return RowKeys(self.trajectories[row], pairs)
+        return RowKeys(self.trajectories[row], [loop[:, :, place, :, :length] for loop in loops])
 
     def write(self, row: int, kept: RowKeys, length: int) -> None:
         """Let a row begin with the first `length` tokens of another one along the same trajectory."""
@@ -156,18 +154,18 @@ class Cache:
                 f"Row {row} of this cache follows {self.trajectories[row]}, not {kept.trajectory}; "
                 "make a new cache for it."
             )
-        place = self._place_of(row)
-        theirs = [tensor[:, :length] for loop in kept.pairs for pair in loop for tensor in pair]
-        mine = [tensor[place, :, :length] for loop in self._kept for pair in loop for tensor in pair]
-        if theirs:
-            torch._foreach_copy_(mine[: len(theirs)], theirs)
+        self._fill(self._place_of(row), kept, length)
         self.lengths[row] = length
 
-    def _empty_loop(self, rows: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of one loop."""
+    def _fill(self, place: int, kept: RowKeys, length: int) -> None:
+        mine = [loop[:, :, place, :, :length] for loop in self._kept[: len(kept.loops)]]
+        if mine:
+            torch._foreach_copy_(mine, [loop[:, :, :, :length] for loop in kept.loops])
+
+    def _empty_loop(self, rows: int) -> Tensor:
+        """Keys and values of one loop [k, 2, rows, H, capacity, D/H]."""
         # Zeros, as a masked place is still multiplied: what lies there must be finite.
-        blocks = self._weight.detach().new_zeros(self._blocks, 2, rows, *self._shape)
-        return [(block[0], block[1]) for block in blocks]
+        return self._weight.detach().new_zeros(self._blocks, 2, rows, *self._shape)
 
     def _place_of(self, row: int) -> int:
         """Where a row lies in the tensors: longest trajectories first."""
@@ -190,10 +188,7 @@ class Cache:
             for condition, count in zip(self.passes.conditions, counts, strict=False)
         ]
         chosen.passes = Passes(counts, conditions, None if plain else chosen._order)
-        chosen._kept = [
-            [(keys[index[:count]], values[index[:count]]) for keys, values in loop]
-            for loop, count in zip(self._kept, counts, strict=False)
-        ]
+        chosen._kept = [loop[:, :, index[:count]] for loop, count in zip(self._kept, counts, strict=False)]
         return chosen
 
     def advance(self, counts: Sequence[int]) -> None:

@@ -261,6 +261,35 @@ def test_a_row_alone_runs_whole_tokens_and_goes_on_among_others(model: LoopedLM)
     assert 2 < alone < step
 
 
+def test_rows_of_a_budget_choose_their_tokens_together_whenever_they_came(model: LoopedLM) -> None:
+    requests = [Request((4, 5, 6 + number), Trajectory.uniform(3), max_tokens=9) for number in range(2)]
+    other = Request((9, 8), Trajectory.uniform(1), max_tokens=30)  # after each of its passes others could begin
+    expected = finished(Engine(model, Letters(), backend=PlainBackend(model, 3)), [*requests, other])
+    backend = backend_of(model)
+    engine = Engine(model, Letters(), backend=backend)
+    tickets, results, chosen = [engine.submit(other), engine.submit(requests[0])], dict[int, Result](), []
+    untyped: Any = backend
+    launched = untyped._launched
+
+    def noted(*args: Any) -> Any:
+        chosen.append(launched(*args))
+        return chosen[-1]
+
+    untyped._launched = noted
+    while not engine.idle:
+        results |= {event.ticket: event.result for event in engine.step() if event.result is not None}
+        if len(tickets) == 2 and len(chosen) > 3:
+            tickets.append(engine.submit(requests[1]))
+    same([results[ticket] for ticket in (*tickets[1:], tickets[0])], expected)
+    first, second = (
+        [number for number, one in enumerate(chosen) if one and ticket in one.tickets] for ticket in tickets[1:]
+    )
+    assert second[0] > first[0]
+    shared = [number for number in second if number <= first[-1]]
+    assert shared
+    assert set(shared) <= set(first)
+
+
 def test_other_weights_need_other_graphs(model: LoopedLM) -> None:
     changed = copy.deepcopy(model)
     engine = Engine(changed, Letters(), backend=backend_of(changed))

@@ -80,7 +80,6 @@ class SharedBatch:
         require(not self._weights.int8 or slots == 1, "int8 weights serve one row at a time.")
         self._made_for = fingerprint(model)
         self.device = like.device
-        self._blocks = config.blocks
         assert model.final_norm.weight is not None
         self._final = model.final_norm.weight.detach()
 
@@ -129,7 +128,7 @@ class SharedBatch:
     def fill(self, slot: int, pages: Sequence[int], keys: RowKeys, length: int, condition: Condition) -> None:
         """Give a slot the keys of `length` tokens, what its passes are told, and pages for all it may write:
         as many for each loop."""
-        budget = len(keys.pairs)
+        budget = len(keys.loops)
         if self._alone is not None and self._alone[0] == slot:
             self._alone = None
         taken = sent(pages, self.device, torch.int32).view(budget, -1)
@@ -139,10 +138,9 @@ class SharedBatch:
         if condition.injection is not None:
             self._injection[slot, :budget] = condition.injection
         used = -(-length // PAGE)
-        # All loops at once: many small launches would hold up those that run.
-        every = torch.stack([one[:, :length] for blocks in keys.pairs for pair in blocks for one in pair])
-        every = torch.nn.functional.pad(every, (0, 0, 0, used * PAGE - length))  # [M · K · 2, H, tokens, W]
-        cut = every.view(budget, self._blocks, 2, every.shape[1], used, PAGE, -1)
+        every = torch.stack([loop[:, :, :, :length] for loop in keys.loops])
+        every = torch.nn.functional.pad(every, (0, 0, 0, used * PAGE - length))  # [M, K, 2, H, tokens, W]
+        cut = every.view(*every.shape[:4], used, PAGE, -1)
         self._pool[taken[:, :used].long()] = cut.permute(0, 4, 1, 2, 3, 5, 6).to(self._pool.dtype)
 
     def _modulation(self, condition: Condition, budget: int) -> Tensor:
@@ -231,7 +229,7 @@ class SharedBatch:
         return count
 
     def _pass(self, rows: int) -> None:
-        config, blocks = self.model.config, self._blocks
+        config, blocks = self.model.config, self.model.config.blocks
         sizes = {"D": config.width, "L": config.loops, "K": blocks}
         widest = {"BLOCK_D": triton.next_power_of_2(config.width), "EPSILON": EPSILON}
         places = self.model.places

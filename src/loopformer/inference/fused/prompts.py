@@ -3,10 +3,10 @@
 prompts = PromptGraphs(model)
 hidden = prompts.extend(ids, cache)                # as model.extend does, for a cache of one row
 
-A graph is recorded for each budget and each power of two of tokens, one for those that begin a text and one for those
-that follow others. What differs from prompt to prompt lies on the device: what the passes are told, and of tokens that
-follow others where they go and how many count. Those that fill up a graph come last, or write their keys to a place
-that nobody looks at.
+A graph is recorded for each budget and each power of two of tokens, one for those that begin a text and one for
+those that follow others. What differs from prompt to prompt lies on the device: what the passes are told, and where
+tokens that follow others go and how many count. Those that fill up a graph come last, or write their keys where
+nobody looks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from loopformer.inference.fused.decoder import record
 from loopformer.model import LoopedLM
-from loopformer.model.cache import Cache, Passes
+from loopformer.model.cache import Cache, Passes, RowKeys
 from loopformer.model.conditioning import Condition
 from loopformer.trajectory import Trajectory
 
@@ -44,7 +44,7 @@ class PlacedOnDevice(Cache):
         )
         passes = model.passes(trajectory, 1)
         self.passes = Passes(passes.rows, [one.map(torch.clone) for one in passes.conditions], None)
-        self._kept = [[(block[0], block[1]) for block in loop] for loop in keys[: trajectory.budget]]
+        self._kept = list(keys[: trajectory.budget])
         self._from, self._count = start, count
 
     def place(self, count: int) -> tuple[Tensor, Tensor | None]:
@@ -89,7 +89,7 @@ class PromptGraphs:
         valid until the next call."""
         (trajectory,), (start,), count = cache.trajectories, cache.lengths, ids.shape[1]
         cache.need_room(count)
-        budget, end = trajectory.budget, start + count
+        budget = trajectory.budget
         tokens = min(self.model.config.context, max(FEWEST, triton.next_power_of_2(count)))
         graph = self._graph(budget, tokens, begins=start == 0)
         graph.ids[:, :count] = ids
@@ -100,21 +100,14 @@ class PromptGraphs:
         )
         if told:
             torch._foreach_copy_(told, telling)
-        here = list(self._keys[:budget].flatten(0, 2))  # [1, H, places, D/H] each
-        there = [
-            tensor
-            for loop in range(budget)
-            for block in range(self.model.config.blocks)
-            for tensor in cache.tensors(loop, block)
-        ]
+        keys = self._keys[:budget, :, :, 0]  # [M, k, 2, H, places, D/H]
         if start:
             self._start.fill_(start)
             self._count.fill_(count)
-            self._keys[:budget] = 0  # what lies beyond the prompt is multiplied by 0, and must be finite
-            torch._foreach_copy_([one[:, :, :start] for one in here], [one[:, :, :start] for one in there])
+            keys.zero_()  # what lies beyond the prompt is multiplied by 0, and must be finite
+            torch._foreach_copy_(list(keys[..., :start, :]), cache.read(0).loops)
         graph.replay()
-        torch._foreach_copy_([one[:, :, start:end] for one in there], [one[:, :, start:end] for one in here])
-        cache.advance([count])
+        cache.write(0, RowKeys(trajectory, list(keys)), start + count)
         return graph.hidden[:, :count]
 
     def _graph(self, budget: int, tokens: int, begins: bool) -> PromptGraph:

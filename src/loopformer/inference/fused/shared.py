@@ -59,6 +59,10 @@ class DeviceRow(NamedTuple):
     loop: int = 0  # passes that the next one is through by then
     started: bool = False  # whether the device has the row's last token
 
+    @property
+    def goes_on(self) -> bool:
+        return self.started and self.tokens < self.most
+
     def after(self, passes: int) -> DeviceRow:
         """So many passes later; they end with those of a token at the latest."""
         slot, pages, budget, most, tokens, loop, started = self
@@ -254,7 +258,9 @@ class SharedBackend(PromptBackend):
     @torch.no_grad()
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
         device, self._device = self._device or self._empty, None
-        device = self._ready(device, rows)
+        for row in device.astray(rows):  # by running all its tokens but the last again
+            cache, _ = prefill(self.model, [row.history[:-1]], [row.trajectory])
+            device = self._placed(device.without({row.ticket}), row, cache.read(0), row.length - 1, len(row.ids))
         given, pending = {row.ticket: _untaken(device, row) for row in rows}, list(device.pending)
         while pending and pending[0].here():
             _give(pending.pop(0), given)
@@ -270,24 +276,31 @@ class SharedBackend(PromptBackend):
         self._device = replace(device, rows={**device.rows, **standing}, pending=tuple(pending), given=given)
         return list(given.values())
 
-    def _ready(self, device: DeviceState, rows: Sequence[RowState]) -> DeviceState:
-        """Every row has its slot, and the device has its last token."""
-        for row in device.astray(rows):  # by running all its tokens but the last again
-            cache, _ = prefill(self.model, [row.history[:-1]], [row.trajectory])
-            device = self._placed(device.without({row.ticket}), row, cache.read(0), row.length - 1, len(row.ids))
-        new = {row.ticket: row for row in rows if not device.rows[row.ticket].started}
+    def _start(self, rows: Sequence[RowState], standing: dict[int, DeviceRow]) -> None:
+        """Let rows that have come in begin, each when others of its budget begin a token: rows that end theirs in
+        the same pass choose the next ones together. A budget that nobody else has begins with any other."""
+        new = [row for row in rows if not standing[row.ticket].started]
         if not new:
-            return device
-        self._batch.start({device.rows[ticket].slot: (row.ids[-1], row.cached) for ticket, row in new.items()})
-        started = {ticket: device.rows[ticket]._replace(started=True) for ticket in new}
-        return replace(device, rows={**device.rows, **started})
+            return
+        running = [row for row in standing.values() if row.goes_on]
+        present, beginning = {row.budget for row in running}, {row.budget for row in running if row.loop == 0}
+        budgets = {budget for row in new if (budget := row.trajectory.budget) not in present}
+        begin = beginning | (budgets if beginning or not running else set())
+        if tokens := {
+            standing[row.ticket].slot: (row.ids[-1], row.cached) for row in new if row.trajectory.budget in begin
+        }:
+            self._batch.start(tokens)
+        for row in new:
+            if row.trajectory.budget in begin:
+                standing[row.ticket] = standing[row.ticket]._replace(started=True)
 
     def _launched(
         self, rows: Sequence[RowState], standing: dict[int, DeviceRow], given: Mapping[int, list[Choice]]
     ) -> Pending | None:
         """Passes of all rows that go on until some have run their last one, and the next tokens of those. None: no
         row goes on."""
-        going = [row for row in rows if (mine := standing[row.ticket]).tokens < mine.most]
+        self._start(rows, standing)
+        going = [row for row in rows if standing[row.ticket].goes_on]
         if not going:
             return None
         before = [standing[row.ticket] for row in going]
