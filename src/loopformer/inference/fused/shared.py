@@ -108,7 +108,7 @@ class DeviceState:
     """What the device holds, and what has come from it that its rows have not taken yet."""
 
     free_slots: tuple[int, ...]
-    free_pages: tuple[int, ...]
+    free_pages: tuple[Sequence[int], ...]  # in bunches, as rows gave them back: there may be ten thousands
     rows: Mapping[int, DeviceRow] = field(default_factory=dict)  # by ticket
     pending: tuple[Pending, ...] = ()
     given: Mapping[int, list[Choice]] = field(
@@ -139,7 +139,7 @@ class DeviceState:
         pending = [one.without(tickets) for one in self.pending]
         return DeviceState(
             (*self.free_slots, *(row.slot for row in gone)),
-            (*self.free_pages, *(page for row in gone for page in row.pages)),
+            (*self.free_pages, *(row.pages for row in gone)),
             {ticket: row for ticket, row in self.rows.items() if ticket not in tickets},
             tuple([one for one in pending if set(one.tickets) != {NOBODY}]),
             {ticket: given for ticket, given in self.given.items() if ticket not in tickets},
@@ -153,7 +153,7 @@ class SharedBackend(PromptBackend):
         """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default."""
         super().__init__(batch.model, remember)
         self._batch = batch
-        self._empty = DeviceState(tuple(range(batch.slots)), tuple(range(batch.page_count)))
+        self._empty = DeviceState(tuple(range(batch.slots)), (range(batch.page_count),))
         self._device: DeviceState | None = self._empty
         self._under_way: tuple[PromptsUnderWay, ...] = ()
 
@@ -178,7 +178,7 @@ class SharedBackend(PromptBackend):
         device = self._device or self._empty
         rows = [*(row for one in self._under_way for row in one.run.rows), *rows]
         needed = sum(self._needed(row.request) for row in rows)
-        return len(rows) <= len(device.free_slots) and needed <= len(device.free_pages)
+        return len(rows) <= len(device.free_slots) and needed <= sum(map(len, device.free_pages))
 
     def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
         """Those whose first tokens are there, or are waited for as nobody runs; else prompts to run."""
@@ -328,13 +328,13 @@ class SharedBackend(PromptBackend):
         """A row takes a slot and pages, with the keys of `length` tokens and so many new tokens chosen."""
         count, request = self._needed(row.request), row.request
         most = min(request.max_tokens, row.context - len(request.prompt) + 1)  # the last one needs no place
-        placed = DeviceRow(device.free_slots[0], device.free_pages[:count], row.trajectory.budget, most, tokens)
-        assert len(placed.pages) == count, "a row was admitted that does not fit"
+        pages, left = _taken(device.free_pages, count)
+        placed = DeviceRow(device.free_slots[0], pages, row.trajectory.budget, most, tokens)
         self._batch.fill(placed.slot, placed.pages, keys, length, self._table(row.trajectory))
         return replace(
             device,
             free_slots=device.free_slots[1:],
-            free_pages=device.free_pages[count:],
+            free_pages=left,
             rows={**device.rows, row.ticket: placed},
         )
 
@@ -344,6 +344,19 @@ class SharedBackend(PromptBackend):
 
     def _needed(self, request: Request) -> int:
         return pages_of(self._tokens(request), request.trajectory.budget)
+
+
+def _taken(free: Sequence[Sequence[int]], count: int) -> tuple[tuple[int, ...], tuple[Sequence[int], ...]]:
+    """So many pages of the last bunches, and what is left."""
+    pages: list[int] = []
+    left = list(free)
+    while len(pages) < count:
+        assert left, "a row was admitted that does not fit"
+        last, wanted = left.pop(), count - len(pages)
+        pages += last[:wanted]
+        if len(last) > wanted:
+            left.append(last[wanted:])
+    return tuple(pages), tuple(left)
 
 
 def _more_under_way(pending: Sequence[Pending], waits: bool) -> bool:
