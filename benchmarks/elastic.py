@@ -281,7 +281,7 @@ SUITES: dict[str, dict[str, Settings]] = {
         "specialist-1-muon-0.01": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.01},
         "specialist-1-muon-0.04": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.04},
     },
-    "large": {  # 102 M parameters
+    "large": {  # 106 M parameters
         "elastic": {**ELASTIC, **LARGE, "training.steps": 1800},
         "paper": {
             **LARGE,

@@ -60,6 +60,7 @@ class Tokenizer:
         if not ends:
             raise FileProblem(f"{name} has no end token; add {END} to it.")
         self.eot = ends[0]
+        self._alone: dict[int, str] = {}  # the text of single ids
 
     @cached_property
     def vocab_size(self) -> int:
@@ -109,7 +110,12 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of the ids; the end token shows only with `special`."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
+        if special or len(ids) != 1:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
+        (number,) = ids  # texts that stream ask for one at every token
+        if number not in self._alone:
+            self._alone[number] = self._tokenizer.decode([number])
+        return self._alone[number]
 
     def byte_count(self, ids: Iterable[int]) -> int:
         """UTF-8 bytes of the text that ids stand for; byte-level tokenizers count also parts of a character."""
