@@ -15,6 +15,7 @@ from loopformer.errors import RunFailed
 from loopformer.serving import worker
 from loopformer.serving.service import error_of, form_of
 from loopformer.serving.worker import (
+    EngineLoad,
     Started,
     Submit,
     TextPiece,
@@ -24,6 +25,7 @@ from loopformer.serving.worker import (
     lens,
     load_served,
     ranked,
+    warm_up,
 )
 
 from .servers import add_checkpoint, save_served
@@ -91,6 +93,20 @@ def test_the_end_of_an_answer_is_the_chat_templates(lm: LM, tmp_path: Path) -> N
     assert last.result is not None
     assert last.result.reason == "end"
     assert last.result.ids == whole.ids[: whole.ids.index(end) + 1]
+
+
+def test_what_warms_up_leaves_nothing_behind(lm: LM) -> None:
+    engine = lm.engine(rows=5, fast=False)
+    warm_up(engine, lm.model.config)
+    assert engine.idle
+    assert engine.counts.new_tokens > 5
+    ours, theirs = multiprocessing.Pipe()
+    _Worker(lm, engine, theirs, beat_seconds=1)._send()
+    assert ours.recv().load == EngineLoad()
+    engine.submit(*lm.requests([PROMPT], budget=2, max_tokens=12))
+    *_, last = engine.run()
+    assert last.result is not None
+    assert last.result.ids == lm.generate(PROMPT, budget=2, max_tokens=12).ids
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,8 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
     try:
         lm, source = load_served(settings)
         engine = lm.engine(settings.rows, queue=settings.rows, fast=settings.fast, memory=settings.memory)
+        if lm.model.tokens.weight.is_cuda:
+            warm_up(engine, lm.model.config)
     except Exception as error:
         if not isinstance(error, LoopformerError):
             logger.exception("The model could not be loaded.")
@@ -222,6 +224,18 @@ def load_served(settings: WorkerSettings) -> tuple[LM, str]:
     return lm, source
 
 
+def warm_up(engine: Engine, config: ModelConfig) -> None:
+    """Run prompts of every length, and any number of rows as one after the other ends: on a GPU kernels are
+    compiled and graphs recorded at first use, which takes seconds that the first clients would wait."""
+    sizes = [2**power for power in range(5, 11) if 2**power < config.context // 2] or [1]
+    for number in range(engine.rows):
+        prompt = (number % config.vocab,) * sizes[number % len(sizes)]  # no two begin alike
+        most = min(1 + number, config.context - len(prompt))
+        with contextlib.suppress(LoopformerError):  # one that can never fit into the memory that was given
+            engine.submit(Request(prompt, Trajectory.uniform(config.loops), max_tokens=most))
+    list(engine.run())
+
+
 def _leave_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -253,6 +267,7 @@ class _Worker:
 
     def __init__(self, lm: LM, engine: Engine, connection: Connection, beat_seconds: float) -> None:
         self._lm, self._engine, self._pipe, self._beat_seconds = lm, engine, connection, beat_seconds
+        self._before = engine.counts  # what was run to warm up
         self._queue: list[tuple[int, Submit]] = []  # a heap: by priority, then as they came
         self._looks: list[Look] = []
         self._running: dict[int, _Running] = {}  # by ticket
@@ -346,8 +361,8 @@ class _Worker:
             engine.running,
             len(self._queue) + engine.waiting,
             engine.used_bytes,
-            counts.prompt_tokens,
-            counts.shared_tokens,
+            counts.prompt_tokens - self._before.prompt_tokens,
+            counts.shared_tokens - self._before.shared_tokens,
         )
         self._pipe.send(NewsBatch(self._news, load))
         self._news, self._quiet, self._sent = [], True, time.monotonic()
