@@ -427,6 +427,8 @@ def main() -> None:
         print(part, file=sys.stderr)
         report[part] = facts | PARTS[part](asked)
         print(json.dumps(report[part]["broken"]), file=sys.stderr)
+        if asked.out:
+            asked.out.write_text(json.dumps(report, indent=1), "utf-8")  # another may fail
     publish(report, asked.out)
     sys.exit(any(report[part]["broken"] for part in asked.parts or PARTS))
 

@@ -68,6 +68,8 @@ def test_damaged_checkpoints_are_set_aside_and_never_deleted(
     for name, content in contents.items():
         assert (run / "checkpoints" / name / "optimizer" / "optimizer.safetensors").read_bytes() == content
     assert checkpoints(run)[-1].name == "step-00000006"
+    launch(None, ["training.steps=5"], run, resume=True)
+    assert "nothing is left to train: step 6 of training.steps=5" in capsys.readouterr().err
 
 
 def test_an_unreadable_checkpoint_stops_a_resume(small: Small, tmp_path: Path) -> None:

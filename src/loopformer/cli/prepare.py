@@ -112,7 +112,8 @@ def _show(out: Path, index: dict[str, Any]) -> None:
         size = sum(written["text_bytes"] for written in splits.values())
         counts = ", ".join(f"{split} {written['documents']:,} documents" for split, written in splits.items())
         weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
-        typer.echo(f"  {source['name']}: {size / 1e6:.1f} MB, {counts}{weight}")
+        told = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} KB"
+        typer.echo(f"  {source['name']}: {told}, {counts}{weight}")
         if bad := source.get("bad"):
             typer.echo(f"  {source['name']}: {bad:,} bad records left out")
             for sentence in source["bad_first"]:

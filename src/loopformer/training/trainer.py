@@ -107,6 +107,8 @@ class Trainer:
                 self.reporter.say(f"It is kept as {aside}.")
         if resume:
             self.reporter.say(f"going on from {checkpoint}" if checkpoint else "no checkpoint yet; starting anew")
+            if (step := self.state.step) >= training.steps:
+                self.reporter.say(f"nothing is left to train: step {step} of training.steps={training.steps}")
 
         model = load_model(checkpoint) if checkpoint else make_model(run)
         objective = Objective(model.to(ranks.device), run.objective, training.checkpoint_loops, fused)
