@@ -112,7 +112,7 @@ class Tokenizer:
         """The text of the ids; the end token shows only with `special`."""
         if special or len(ids) != 1:
             return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
-        (number,) = ids  # texts that stream ask for one at every token
+        number = int(ids[0])  # texts that stream ask for one at every token
         if number not in self._alone:
             self._alone[number] = self._tokenizer.decode([number])
         return self._alone[number]

@@ -9,6 +9,7 @@ from loopformer.device import synchronise
 from loopformer.errors import require
 from loopformer.inference.decode import PlainBackend
 from loopformer.inference.request import Request, RowState
+from loopformer.inference.sampling import Choice
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -49,8 +50,8 @@ def milliseconds_per_token(
     beginning = tuple(prompt)[-max(1, room) :]
     request = Request(beginning, trajectory, max_tokens=tokens + 1)
     backend, row = PlainBackend(model, 1, remember=0), RowState.start(0, request, _NoText(), model.config)
-    first = None
-    while first is None:  # a long prompt is run in pieces
+    first: Choice | int = 0
+    while not isinstance(first, Choice):  # a long prompt is run in pieces
         (first,) = backend.prefill([row])
     row, _ = row.take([first])
     times = []

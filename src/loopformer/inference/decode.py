@@ -56,9 +56,9 @@ class Backend(Protocol):
         no more once their prompts exceed so many tokens."""
         ...
 
-    def prefill(self, rows: Sequence[RowState]) -> list[Choice | None]:
-        """Run the prompts of rows of one group, which then have slots: the first token of each. None where a long
-        prompt was run in part: the row waits, and is prefilled again."""
+    def prefill(self, rows: Sequence[RowState]) -> list[Choice | int]:
+        """Run the prompts of rows of one group, which then have slots: the first token of each. A number where the
+        row waits and is prefilled again: tokens of a long prompt that were run, or 0 if all of it is under way."""
         ...
 
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
@@ -329,6 +329,7 @@ class PromptBackend(ABC):
         """The next that can run together, prompts of about the same length in a group, so that little is padded;
         one that shares its beginning with another waits for it."""
         chosen: list[tuple[int, int, RowState]] = []  # tokens to run, tokens shared
+        under_way = self._under_way_rows()
         self._begun = {row.ticket: self._begun[row.ticket] for row in waiting if row.ticket in self._begun}
         for row in waiting:
             if not self.fits([*(other for _, _, other in chosen), row]):
@@ -337,7 +338,7 @@ class PromptBackend(ABC):
             shared = self._known(row)[1]
             beside = (
                 common_prefix(other.request.prompt, prompt)
-                for _, _, other in chosen
+                for other in (*under_way, *(other for _, _, other in chosen))
                 if other.request.depth == row.request.depth
             )
             if self._prefixes.most_tokens and max(beside, default=0) >= shared + WORTH_WAITING:
@@ -358,24 +359,27 @@ class PromptBackend(ABC):
                 longest = rest
         return groups
 
+    def _under_way_rows(self) -> Sequence[RowState]:
+        """Rows whose prompts will be known soon."""
+        return ()
+
     @torch.no_grad()
-    def prefill(self, rows: Sequence[RowState]) -> list[Choice | None]:
+    def prefill(self, rows: Sequence[RowState]) -> list[Choice | int]:
         run = self._run(rows)
-        if run is None:
-            return [None]
+        if isinstance(run, int):
+            return [run]
         choices = sample(run.logits, [row.draw() for row in rows])
         if run.certainty is not None:
             choices = with_passes(choices, ends(run.certainty.passes, run.counts))
         self._admit_run(run, choices)
         return [*choices]
 
-    def _run(self, rows: Sequence[RowState]) -> RunPrompts | None:
-        """Run prompts; None if only a piece of a long one was."""
+    def _run(self, rows: Sequence[RowState]) -> RunPrompts | int:
+        """Run prompts; or one more piece of a long one: how many tokens of it were run by now."""
         shared = [self._known(row) for row in rows]
         left = len(rows[0].request.prompt) - shared[0][1]
         if len(rows) == 1 and left > self.piece and rows[0].request.certainty is None:
-            self._run_a_piece(rows[0], *shared[0])
-            return None
+            return self._run_a_piece(rows[0], *shared[0])
         ids, counts = padded(self.model, [row.request.prompt[n:] for row, (_, n) in zip(rows, shared, strict=True)])
         capacity = max(count for _, count in shared) + max(counts)
         trajectories = [row.trajectory for row in rows]
@@ -409,8 +413,7 @@ class PromptBackend(ABC):
             return cache.read(0), cache.lengths[0]
         return self._prefixes.find(row.request)
 
-    def _run_a_piece(self, row: RowState, keys: RowKeys, known: int) -> None:
-        """Run one more piece of a long prompt."""
+    def _run_a_piece(self, row: RowState, keys: RowKeys, known: int) -> int:
         prompt, cache = row.request.prompt, self._begun.get(row.ticket)
         if cache is None:
             cache = self.model.cache(row.trajectory, 1, len(prompt), condition=self._table)
@@ -420,6 +423,7 @@ class PromptBackend(ABC):
         self._extend(ids, cache, counts)
         self.prompt_tokens += self.piece
         self._begun = {**self._begun, row.ticket: cache}
+        return known + self.piece
 
     def _extend(
         self, ids: Tensor, cache: Cache, counts: Sequence[int], certainty: Certainty | None = None

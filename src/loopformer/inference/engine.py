@@ -18,8 +18,8 @@ twice in a row ends with a result that says so. On the plain fp32 path a request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import Lock
 
@@ -57,6 +57,7 @@ class _State:
     waiting: tuple[RowState, ...] = ()
     running: tuple[RowState, ...] = ()  # those that have slots
     faults: frozenset[int] = frozenset()  # requests whose own work failed the last time
+    run_in_part: Mapping[int, int] = field(default_factory=dict)  # most tokens of a prompt, by ticket
     events: tuple[Event, ...] = ()
     first_event: int = 0  # the number of the first of these, counted from the engine's beginning
 
@@ -198,11 +199,20 @@ class Engine:
         except Exception as error:
             failure = error.with_traceback(None)  # whose frames hold the memory of what failed
         if failure is None:
-            run = [(row, [choice]) for row, choice in zip(group, choices, strict=True) if choice is not None]
-            self._take([row for row, _ in run], [chosen for _, chosen in run])
-            if len(run) < len(group):  # a piece of a prompt, which counts as work that did not fail
-                worked = {row.ticket for row in group}
-                self._publish(lambda state: replace(state, faults=state.faults - worked))
+            run = [(row, found) for row, found in zip(group, choices, strict=True) if isinstance(found, Choice)]
+            self._take([row for row, _ in run], [[choice] for _, choice in run])
+            known = self._state.run_in_part
+            further = {
+                row.ticket: found
+                for row, found in zip(group, choices, strict=True)
+                if not isinstance(found, Choice) and found > known.get(row.ticket, 0)
+            }
+            if further:  # a piece that was never run before is work that did not fail
+                self._publish(
+                    lambda state: replace(
+                        state, faults=state.faults - further.keys(), run_in_part={**state.run_in_part, **further}
+                    )
+                )
             return
         self.backend.keep(self._state.running)  # some of the group may have got slots
         if len(group) == 1:
@@ -235,6 +245,7 @@ class Engine:
                 waiting=tuple(row for row in state.waiting if row.ticket not in after),
                 running=tuple(row for row in running if row.ticket not in ended),
                 faults=state.faults - after.keys(),
+                run_in_part={one: count for one, count in state.run_in_part.items() if one not in after},
                 events=(*state.events, *(event for event in events if event.ticket in present)),
             )
 
@@ -270,6 +281,7 @@ def _without(state: _State, ticket: int) -> _State:
         waiting=tuple(row for row in state.waiting if row.ticket != ticket),
         running=tuple(row for row in state.running if row.ticket != ticket),
         faults=state.faults - {ticket},
+        run_in_part={one: count for one, count in state.run_in_part.items() if one != ticket},
     )
 
 

@@ -20,6 +20,7 @@ from loopformer.inference.draft import Draft
 from loopformer.inference.engine import generate, speculate
 from loopformer.inference.fused.backend import MOST_KEPT, DraftBackend, FusedPool, LendingPool, obstacle
 from loopformer.inference.request import Event, Request, Result, RowState
+from loopformer.inference.sampling import Choice
 
 from ..models import spread
 
@@ -140,7 +141,7 @@ def test_a_draft_that_was_interrupted_is_run_again(model: LoopedLM, tokenizer: T
     backend = DraftBackend(pool, Draft(Trajectory.uniform(1), 2))
     row = RowState.start(0, asked(1, 5)[0], tokenizer, model.config)
     (first,) = backend.prefill([row])
-    assert first is not None
+    assert isinstance(first, Choice)
     row, event = row.take([first])
     while event.result is None:
         backend._rounds = None  # as a fault inside a step leaves it

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -122,6 +123,97 @@ def same(results: list[Result], expected: list[Result]) -> None:
 @pytest.fixture(scope="module")
 def expected(model: LoopedLM) -> list[Result]:
     return finished(Engine(model, Letters(), backend=PlainBackend(model, 3)), asked(model))
+
+
+class Late:
+    """An event that is not there the first times it is asked."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def query(self) -> bool:
+        self.times -= 1
+        return self.times < 0
+
+    def synchronize(self) -> None:
+        self.times = 0
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens come to the host some time after they were chosen, as on a busy GPU."""
+    times, to_host = random.Random(0), shared._to_host
+
+    def later(*args: Any, **options: Any) -> Any:
+        tokens, logprobs, arrived = to_host(*args, **options)
+        if arrived is not None:
+            arrived.synchronize()
+        return tokens, logprobs, Late(times.randrange(5))
+
+    monkeypatch.setattr(shared, "_to_host", later)
+
+
+@pytest.mark.usefixtures("late")
+def test_texts_are_the_same_when_tokens_come_late(model: LoopedLM, expected: list[Result]) -> None:
+    same(finished(Engine(model, Letters(), backend=backend_of(model)), asked(model)), expected)
+
+
+@pytest.mark.usefixtures("late")
+def test_prompts_wait_for_one_under_way_that_begins_as_they_do(model: LoopedLM) -> None:
+    requests = [Request((*range(1, 20), 20 + number), Trajectory.uniform(2), max_tokens=2) for number in range(3)]
+    expected = finished(Engine(model, Letters(), backend=PlainBackend(model, 3)), requests)
+    backend = backend_of(model)
+    same(finished(Engine(model, Letters(), backend=backend), requests), expected)
+    assert (backend.prompt_tokens, backend.shared_tokens) == (22, 38)
+
+
+@pytest.mark.usefixtures("late")
+def test_a_request_cancelled_while_its_prompt_is_under_way_takes_nothing_with_it(
+    model: LoopedLM, expected: list[Result]
+) -> None:
+    backend = backend_of(model)
+    engine = Engine(model, Letters(), backend=backend)
+    for length in (2, 30):
+        gone = engine.submit(Request((1,) * length, Trajectory.uniform(3), max_tokens=5))
+        backend.plan(engine._state.waiting, 100)
+        backend.prefill(engine._state.waiting)  # it is under way
+        engine.cancel(gone)
+    same(finished(engine, asked(model)), expected)
+    assert backend._device is not None
+    assert len(backend._device.free_slots) == 3
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("length", [3, 20])
+def test_a_request_that_can_never_come_in_ends_with_the_reason(
+    model: LoopedLM, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setattr(SharedBackend, "piece", 8)  # the longer one is run in pieces
+    backend = backend_of(model)
+    engine = Engine(model, Letters(), backend=backend)
+    fill: Any = backend._batch.fill
+
+    def failing(slot: int, pages: Any, keys: Any, count: int, condition: Any) -> None:
+        if count == length:
+            raise ValueError("it does not go in")
+        fill(slot, pages, keys, count, condition)
+
+    untyped: Any = backend._batch
+    untyped.fill = failing
+    good = Request((4, 5), Trajectory.uniform(2), max_tokens=9)
+    kept, bad = engine.submit(good), engine.submit(Request((7,) * length, Trajectory.uniform(2), max_tokens=4))
+    results: dict[int, Result] = {}
+    raised = 0
+    for _ in range(200):
+        try:
+            results |= {event.ticket: event.result for event in engine.step() if event.result is not None}
+        except ValueError:
+            raised += 1
+        if engine.idle:
+            break
+    assert raised == 1
+    assert results[bad].error == "it does not go in"
+    same([results[kept]], finished(Engine(model, Letters(), backend=PlainBackend(model, 1)), [good]))
 
 
 @pytest.mark.parametrize("pages", [200, 9])  # nine: only one of the longest at a time

@@ -174,7 +174,7 @@ class DraftBackend:
         return [] if self._busy or not waiting else [[waiting[0]]]
 
     @torch.no_grad()
-    def prefill(self, rows: Sequence[RowState]) -> list[Choice | None]:
+    def prefill(self, rows: Sequence[RowState]) -> list[Choice | int]:
         (row,) = rows
         self.prompt_tokens += len(row.request.prompt)
         self._busy = True

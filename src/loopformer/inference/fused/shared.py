@@ -176,22 +176,24 @@ class SharedBackend(PromptBackend):
 
     def fits(self, rows: Sequence[RowState]) -> bool:
         device = self._device or self._empty
-        rows = [*(row for one in self._under_way for row in one.run.rows), *rows]
+        rows = [*self._under_way_rows(), *rows]
         needed = sum(self._needed(row.request) for row in rows)
         return len(rows) <= len(device.free_slots) and needed <= sum(map(len, device.free_pages))
 
     def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
         """Those whose first tokens are there, or are waited for as nobody runs; else prompts to run."""
         still = {row.ticket: row for row in waiting}
-        # What was run for requests that have gone is kept until it is done: its memory is in use.
+        # Of requests that have gone it is kept until it is done, so that no more is under way than MOST_UNDER_WAY.
+        came = [(one, one.first.here()) for one in self._under_way]
         self._under_way = tuple(
-            one for one in self._under_way if not one.first.here() or not still.keys().isdisjoint(one.first.tickets)
+            one for one, here in came if not here or not still.keys().isdisjoint(one.first.tickets)
         )
-        if here := [one.first.tickets for one in self._under_way if one.first.here()]:
-            return [[still[ticket] for ticket in tickets if ticket in still] for tickets in here]
-        begun = {ticket for one in self._under_way for ticket in one.first.tickets}
-        if len(begun) < MOST_UNDER_WAY:
-            groups = super().plan([row for row in waiting if row.ticket not in begun], tokens)
+        first = [[still[ticket] for ticket in one.first.tickets if ticket in still] for one, here in came if here]
+        if groups := [rows for rows in first if rows]:
+            return groups
+        under_way = {row.ticket for row in self._under_way_rows()}
+        if len(under_way) < MOST_UNDER_WAY:
+            groups = super().plan([row for row in waiting if row.ticket not in under_way], tokens)
             if groups:
                 return [
                     part
@@ -203,37 +205,39 @@ class SharedBackend(PromptBackend):
         awaited = ([still[ticket] for ticket in one.first.tickets if ticket in still] for one in self._under_way)
         return [rows for rows in awaited if rows][:1]
 
+    def _under_way_rows(self) -> list[RowState]:
+        return [row for one in self._under_way for row in one.run.rows]
+
     def keep(self, rows: Sequence[RowState]) -> None:
         device = self._device
         if device is not None and (gone := set(device.rows) - {row.ticket for row in rows}):
             self._device = device.without(gone)
 
     @torch.no_grad()
-    def prefill(self, rows: Sequence[RowState]) -> list[Choice | None]:
+    def prefill(self, rows: Sequence[RowState]) -> list[Choice | int]:
         batch = self._batch.renewed()
         if batch is not self._batch:
-            for one in self._under_way:  # their memory is in use until then
-                list(one.first.choices())
+            _after_prompts(self._batch.device)  # they use its memory until then
             self._under_way = ()
             self.forget()
-            self._batch, device = batch, self._device
-            if device is not None:  # rows that run keep their places, and are run again with the new weights
-                lost = {ticket: row._replace(tokens=NOTHING) for ticket, row in device.rows.items()}
-                self._device = replace(device, rows=lost, pending=(), given={})
+            if self._device is not None:  # rows that run keep their places, and are run again with the new weights
+                lost = {ticket: row._replace(tokens=NOTHING) for ticket, row in self._device.rows.items()}
+                self._device = replace(self._device, rows=lost, pending=(), given={})
+            self._batch = batch  # last: Ctrl-C before it begins this again
         tickets = {row.ticket for row in rows}
         for one in self._under_way:
             if tickets <= set(one.first.tickets):
                 return self._came(one, rows)
         with _prompt_stream(self._batch.device):
             run = self._run(rows)
-            if run is None:
-                return [None]
+            if isinstance(run, int):
+                return [run]
             chosen = choose(run.logits, [row.draw() for row in rows])
             first = Pending(0, tuple([row.ticket for row in rows]), *_to_host(*chosen, of="prompts"))
         self._under_way = (*self._under_way, PromptsUnderWay(run, first))
-        return [None] * len(rows)
+        return [0] * len(rows)
 
-    def _came(self, prompts: PromptsUnderWay, rows: Sequence[RowState]) -> list[Choice | None]:
+    def _came(self, prompts: PromptsUnderWay, rows: Sequence[RowState]) -> list[Choice | int]:
         """The first tokens of prompts, which are waited for; those of the rows that have not gone come in."""
         choices = dict(prompts.first.choices())
         self._under_way = tuple(one for one in self._under_way if one is not prompts)
@@ -241,7 +245,16 @@ class SharedBackend(PromptBackend):
         self._admit_run(
             prompts.run, [choices[row.ticket] if row.ticket in still else None for row in prompts.run.rows]
         )
+        with _prompt_stream(self._batch.device):  # whose memory was read, and is now free for other prompts
+            pass
         return [choices[row.ticket] for row in rows]
+
+    def _known(self, row: RowState) -> tuple[RowKeys, int]:
+        keys, count = super()._known(row)
+        if keys.loops and keys.loops[0].is_cuda:
+            # Forgotten while decoding, its memory would be given away there, though prompts are yet to read it.
+            keys.loops[0].record_stream(torch.cuda.current_stream())
+        return keys, count
 
     def _extend(
         self, ids: Tensor, cache: Cache, counts: Sequence[int], certainty: Certainty | None = None
@@ -258,7 +271,10 @@ class SharedBackend(PromptBackend):
     @torch.no_grad()
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
         device, self._device = self._device or self._empty, None
-        for row in device.astray(rows):  # by running all its tokens but the last again
+        astray = device.astray(rows)
+        if astray:
+            _after_prompts(self._batch.device)  # what they compute may be used here, too
+        for row in astray:  # by running all its tokens but the last again
             cache, _ = prefill(self.model, [row.history[:-1]], [row.trajectory])
             device = self._placed(device.without({row.ticket}), row, cache.read(0), row.length - 1, len(row.ids))
         given, pending = {row.ticket: _untaken(device, row) for row in rows}, list(device.pending)
@@ -399,6 +415,12 @@ def _prompt_stream(device: torch.device) -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
+
+
+def _after_prompts(device: torch.device) -> None:
+    """Let what decodes wait for the prompts that are under way."""
+    if device.type == "cuda":
+        torch.cuda.current_stream().wait_stream(side_stream(torch.cuda.current_device(), "prompts"))
 
 
 def _to_host(
