@@ -230,7 +230,7 @@ def warm_up(engine: Engine, config: ModelConfig) -> None:
     sizes = [2**power for power in range(5, 11) if 2**power < config.context // 2] or [1]
     for number in range(engine.rows):
         prompt = (number % config.vocab,) * sizes[number % len(sizes)]  # no two begin alike
-        most = min(1 + number, config.context - len(prompt))
+        most = min(4 + number, config.context - len(prompt))
         with contextlib.suppress(LoopformerError):  # one that can never fit into the memory that was given
             engine.submit(Request(prompt, Trajectory.uniform(config.loops), max_tokens=most))
     list(engine.run())
