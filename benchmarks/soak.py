@@ -423,13 +423,13 @@ def main() -> None:
         "model": BOX,
     }
     facts = {"command": shlex.join(["python", *sys.argv]), "seed": asked.seed}
-    for part in asked.parts or PARTS:
-        print(part, file=sys.stderr)
-        report[part] = facts | PARTS[part](asked)
-        print(json.dumps(report[part]["broken"]), file=sys.stderr)
-        if asked.out:
-            asked.out.write_text(json.dumps(report, indent=1), "utf-8")  # another may fail
-    publish(report, asked.out)
+    try:
+        for part in asked.parts or PARTS:
+            print(part, file=sys.stderr)
+            report[part] = facts | PARTS[part](asked)
+            print(json.dumps(report[part]["broken"]), file=sys.stderr)
+    finally:  # what was measured stays measured
+        publish(report, asked.out)
     sys.exit(any(report[part]["broken"] for part in asked.parts or PARTS))
 
 

@@ -199,14 +199,15 @@ class Engine:
         except Exception as error:
             failure = error.with_traceback(None)  # whose frames hold the memory of what failed
         if failure is None:
-            run = [(row, found) for row, found in zip(group, choices, strict=True) if isinstance(found, Choice)]
-            self._take([row for row, _ in run], [[choice] for _, choice in run])
-            known = self._state.run_in_part
-            further = {
-                row.ticket: found
-                for row, found in zip(group, choices, strict=True)
-                if not isinstance(found, Choice) and found > known.get(row.ticket, 0)
-            }
+            run: list[tuple[RowState, Choice]] = []
+            further: dict[int, int] = {}
+            for row, found in zip(group, choices, strict=True):
+                if isinstance(found, Choice):
+                    run.append((row, found))
+                elif found > self._state.run_in_part.get(row.ticket, 0):
+                    further[row.ticket] = found
+            if run:
+                self._take([row for row, _ in run], [[choice] for _, choice in run])
             if further:  # a piece that was never run before is work that did not fail
                 self._publish(
                     lambda state: replace(

@@ -6,14 +6,14 @@
     connection.recv()                                   # a NewsBatch: Started, TextPiece, Looked, Refused
 
 It takes what is in the pipe, gives free slots to whoever waits (lower priority numbers first), steps the engine,
-and sends what came of it as one message; with nothing to say it says now and then that it lives. It ends with its
+and sends what came of it in one message; with nothing to say it says now and then that it lives. It ends with its
 parent. The other end of the pipe is engine_process.py.
 
 A piece of text costs the server far more than a token costs the engine, most of it in the kernel. So where many
 texts stream fast, a piece is several tokens: all streams together get at most PIECES a second, 64 of them one each
-16 ms, one alone every token. The first token of a text and its last go at once. Of an answer that is sent whole
-nobody reads pieces; some come all the same, for the metrics. A message costs the engine a third of a millisecond,
-so with 64 requests there is one each 4 ms at most, with one after every step.
+16 ms, one alone every token. The first token of a text and its last go with the next message. Of an answer that is
+sent whole nobody reads pieces; some come all the same, for the metrics. A message costs the engine a third of a
+millisecond, so with 64 requests there is one each 4 ms at most, with one after every step.
 """
 
 from __future__ import annotations
@@ -297,10 +297,9 @@ class _Worker:
                 logger.exception("A step of the engine failed.")
                 if failures == MOST_FAILURES:
                     raise
-            told = self._sent + (
-                len(self._running) / MESSAGES if self._news or not self._quiet else self._beat_seconds
-            )
-            if time.monotonic() >= told:
+            changed = bool(self._news) or not self._quiet
+            pause = len(self._running) / MESSAGES if changed else self._beat_seconds
+            if time.monotonic() >= self._sent + pause:
                 self._send()
 
     def _take(self, message: Submit | Look | Cancel) -> None:

@@ -245,8 +245,7 @@ class SharedBackend(PromptBackend):
         self._admit_run(
             prompts.run, [choices[row.ticket] if row.ticket in still else None for row in prompts.run.rows]
         )
-        with _prompt_stream(self._batch.device):  # whose memory was read, and is now free for other prompts
-            pass
+        _before_prompts(self._batch.device)  # others may be given the memory that was just read
         return [choices[row.ticket] for row in rows]
 
     def _known(self, row: RowState) -> tuple[RowKeys, int]:
@@ -299,16 +298,15 @@ class SharedBackend(PromptBackend):
         if not new:
             return
         running = [row for row in standing.values() if row.goes_on]
-        present, beginning = {row.budget for row in running}, {row.budget for row in running if row.loop == 0}
-        budgets = {budget for row in new if (budget := row.trajectory.budget) not in present}
-        begin = beginning | (budgets if beginning or not running else set())
-        if tokens := {
-            standing[row.ticket].slot: (row.ids[-1], row.cached) for row in new if row.trajectory.budget in begin
-        }:
-            self._batch.start(tokens)
-        for row in new:
-            if row.trajectory.budget in begin:
-                standing[row.ticket] = standing[row.ticket]._replace(started=True)
+        beginning = {row.budget for row in running if row.loop == 0}
+        if running and not beginning:
+            return
+        waited_for = {row.budget for row in running} - beginning
+        starting = [row for row in new if row.trajectory.budget not in waited_for]
+        if starting:
+            self._batch.start({standing[row.ticket].slot: (row.ids[-1], row.cached) for row in starting})
+        for row in starting:
+            standing[row.ticket] = standing[row.ticket]._replace(started=True)
 
     def _launched(
         self, rows: Sequence[RowState], standing: dict[int, DeviceRow], given: Mapping[int, list[Choice]]
@@ -411,10 +409,15 @@ def _prompt_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = side_stream(torch.cuda.current_device(), "prompts")
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    _before_prompts(device)
+    with torch.cuda.stream(side_stream(torch.cuda.current_device(), "prompts")):
         yield
+
+
+def _before_prompts(device: torch.device) -> None:
+    """Let prompts that come next wait for what decodes."""
+    if device.type == "cuda":
+        side_stream(torch.cuda.current_device(), "prompts").wait_stream(torch.cuda.current_stream())
 
 
 def _after_prompts(device: torch.device) -> None:
