@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from loopformer import LoopedLM, LoopformerError, ModelConfig, Trajectory, load
+from loopformer.device import synchronise
 from loopformer.inference.decode import PlainBackend
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Request, Result
@@ -371,6 +372,7 @@ def test_rows_of_a_budget_choose_their_tokens_together_whenever_they_came(model:
 
     untyped._launched = noted
     while not engine.idle:
+        synchronise(next(model.parameters()).device)  # a prompt is there at the next step, however busy the GPU is
         results |= {event.ticket: event.result for event in engine.step() if event.result is not None}
         if len(tickets) == 2 and len(chosen) > 3:
             tickets.append(engine.submit(requests[1]))

@@ -7,7 +7,7 @@ batch.run([3, 5, 9])                                # one pass of each slot, whi
 logits = batch.logits([1])                          # of those whose last pass it was: the second, slot 5
 batch.begin([5], tokens)                            # their next tokens
 logits = batch.token(3, budget=8)                   # or a whole token of a slot that runs alone
-token, logprob = batch.follow(3, budget=8)          # and the most likely one after it, which comes next
+token, logprob = batch.follow(3, budget=8, place=20)  # and the most likely one after it, which comes next
 
 The weights of all passes are the same, so a pass over rows at different loops reads them once: a mixture of budgets
 costs what its passes cost, and rows come and go between passes. What differs from row to row lies on the device and
@@ -193,11 +193,12 @@ class SharedBatch:
         row.replay("advance")
         return row.logits[:, : self.model.config.vocab]
 
-    def follow(self, slot: int, budget: int) -> tuple[Tensor, Tensor]:
-        """The same; then the most likely token [1] comes next, which has this log-probability [1]."""
+    def follow(self, slot: int, budget: int, place: int) -> tuple[Tensor, Tensor]:
+        """The same of a token at this place; then the most likely one [1] comes next, with this log-probability
+        [1]. What follows does not write over them."""
         row = self._left_alone(slot, budget)
         row.replay("follow")
-        return row.ids.clone(), row.logprobs.clone()  # the next token is written over them
+        return row.chosen[place], row.logprobs[place]
 
     def _left_alone(self, slot: int, budget: int) -> LoneRow:
         if self._alone is None or self._alone[0] != slot:

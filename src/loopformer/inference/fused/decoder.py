@@ -108,7 +108,7 @@ class Launches(ABC):
         self._arrived = torch.zeros(rows * heads, dtype=torch.int32, device=like.device)
         programs = triton.cdiv(config.vocab_rows, self._tuning.rows["head"]) if self._few else 1
         self.best, self.where = floats(rows, programs), integers(rows, programs)
-        self.mass, self.logprobs = torch.ones_like(self.best), floats(rows)  # of few rows
+        self.mass, self.logprobs = torch.ones_like(self.best), torch.zeros_like(self.chosen, dtype=torch.float32)
         positions = torch.arange(config.context, device=like.device)[None]
         self._cos, self._sin = (
             angle[0, 0].contiguous() for angle in rotary_angles(positions, config.head_width, torch.float32)

@@ -354,7 +354,7 @@ def advance_kernel(
     best,  # [B, programs]
     where,
     mass,
-    logprobs,  # [B], of the tokens that follow
+    logprobs,  # [capacity + 1, B], of the tokens that follow
     ids,  # [B]
     lengths,
     chosen,  # [capacity + 1, B]
@@ -377,7 +377,9 @@ def advance_kernel(
         top = tl.max(values)
         parts = tl.load(mass + row * programs + n, mask=n < programs, other=0)
         # A part that is all padding has no largest output; its sum is 0.
-        tl.store(logprobs + row, -tl.log(tl.sum(tl.where(parts == 0, 0.0, parts * tl.exp(values - top)))))
+        tl.store(
+            logprobs + length * rows + row, -tl.log(tl.sum(tl.where(parts == 0, 0.0, parts * tl.exp(values - top))))
+        )
     tl.store(lengths + row, length + 1)
 
 

@@ -43,6 +43,7 @@ from loopformer.model.looped import Certainty
 MOST_APART = 4  # prompts that came at once and are run one after the other
 MOST_UNDER_WAY = 4  # prompts; more would only wait for each other
 AHEAD, AHEAD_PASSES = 2, 8  # at least so many tokens of some row, and passes, are under way at a time
+COPIES = "copies of passes"  # a stream
 NOBODY = -1  # a ticket
 NOTHING = -1  # new tokens of a row that the device has nothing of
 GREEDY = Draw(Sampling())
@@ -217,7 +218,7 @@ class SharedBackend(PromptBackend):
     def prefill(self, rows: Sequence[RowState]) -> list[Choice | int]:
         batch = self._batch.renewed()
         if batch is not self._batch:
-            _after_prompts(self._batch.device)  # they use its memory until then
+            _wait_for("prompts", self._batch.device)  # they use its memory until then
             self._under_way = ()
             self.forget()
             if self._device is not None:  # rows that run keep their places, and are run again with the new weights
@@ -233,7 +234,7 @@ class SharedBackend(PromptBackend):
             if isinstance(run, int):
                 return [run]
             chosen = choose(run.logits, [row.draw() for row in rows])
-            first = Pending(0, tuple([row.ticket for row in rows]), *_to_host(*chosen, of="prompts"))
+            first = Pending(0, tuple([row.ticket for row in rows]), *_to_host(*chosen, "copies of prompts"))
         self._under_way = (*self._under_way, PromptsUnderWay(run, first))
         return [0] * len(rows)
 
@@ -272,7 +273,7 @@ class SharedBackend(PromptBackend):
         device, self._device = self._device or self._empty, None
         astray = device.astray(rows)
         if astray:
-            _after_prompts(self._batch.device)  # what they compute may be used here, too
+            _wait_for("prompts", self._batch.device)  # what they compute may be used here, too
         for row in astray:  # by running all its tokens but the last again
             cache, _ = prefill(self.model, [row.history[:-1]], [row.trajectory])
             device = self._placed(device.without({row.ticket}), row, cache.read(0), row.length - 1, len(row.ids))
@@ -323,7 +324,8 @@ class SharedBackend(PromptBackend):
         ended = [number for number, row in enumerate(before) if row.loop + passes == row.budget]
         alone = len(going) == 1 and passes == before[0].budget
         if alone and going[0].request.sampling.most_likely:
-            tokens, logprobs = self._batch.follow(slots[0], passes)
+            place = len(going[0].request.prompt) + before[0].tokens - 1
+            tokens, logprobs = self._batch.follow(slots[0], passes, place)
         else:
             if alone:
                 logits = self._batch.token(slots[0], passes)
@@ -344,6 +346,7 @@ class SharedBackend(PromptBackend):
         most = min(request.max_tokens, row.context - len(request.prompt) + 1)  # the last one needs no place
         pages, left = _taken(device.free_pages, count)
         placed = DeviceRow(device.free_slots[0], pages, row.trajectory.budget, most, tokens)
+        _wait_for(COPIES, self._batch.device)  # alone, it writes its tokens where those of an earlier row were
         self._batch.fill(placed.slot, placed.pages, keys, length, self._table(row.trajectory))
         return replace(
             device,
@@ -420,21 +423,21 @@ def _before_prompts(device: torch.device) -> None:
         side_stream(torch.cuda.current_device(), "prompts").wait_stream(torch.cuda.current_stream())
 
 
-def _after_prompts(device: torch.device) -> None:
-    """Let what decodes wait for the prompts that are under way."""
+def _wait_for(purpose: str, device: torch.device) -> None:
+    """Let what decodes wait for what is under way on the stream of some purpose."""
     if device.type == "cuda":
-        torch.cuda.current_stream().wait_stream(side_stream(torch.cuda.current_device(), "prompts"))
+        torch.cuda.current_stream().wait_stream(side_stream(torch.cuda.current_device(), purpose))
 
 
 def _to_host(
-    tokens: Tensor, logprobs: Tensor, of: str = "passes"
+    tokens: Tensor, logprobs: Tensor, purpose: str = COPIES
 ) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
     """Both on the host, once the event has come. Nobody waits here, nor do the passes that follow: copies have a
     stream of their own, those of prompts another, as they come later."""
     if tokens.device.type != "cuda":
         return tokens.clone(), logprobs.clone(), None
     there = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in (tokens, logprobs)]
-    stream = side_stream(torch.cuda.current_device(), f"copies of {of}")
+    stream = side_stream(torch.cuda.current_device(), purpose)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for host, device in zip(there, (tokens, logprobs), strict=True):
