@@ -96,6 +96,9 @@ def _is_finite(value: object) -> bool:
         return False
 
 
+GREEDY = Draw(Sampling())
+
+
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Choice]:
     """The next token of each row of logits [B, V]. Where logits are not numbers, nor is the log-probability."""
     tokens, logprobs = choose(logits, draws)

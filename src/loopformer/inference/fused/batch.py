@@ -34,6 +34,7 @@ from loopformer.inference.fused import kernels, pass_kernels
 from loopformer.inference.fused.decoder import Launches, Tuning, record
 from loopformer.inference.fused.prompts import PromptGraphs
 from loopformer.inference.fused.quantise import Weights, fingerprint, plain, quantised
+from loopformer.inference.sampling import GREEDY, choose
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
 from loopformer.model.cache import RowKeys
@@ -100,7 +101,7 @@ class SharedBatch:
         most = triton.next_power_of_2(slots)
         self._numbers = {name: integers(most) for name in ("order", "done", "ended")}
         self._written: dict[str, tuple[int, ...]] = {}
-        self._chosen = integers(most)
+        self._chosen, self._logprobs = integers(most), torch.zeros(most, device=like.device)
         width, heads = config.width, config.heads
         self._qkv, self._mixed = like.new_zeros(most, 3 * width), like.new_zeros(most, width)
         self._wide = like.new_zeros(most, config.ffn)
@@ -183,9 +184,15 @@ class SharedBatch:
             return
         count = self._put("ended", slots, self.slots)
         self._chosen[: len(slots)] = tokens
-        pass_kernels.begin_kernel[(count,)](
-            self._numbers["ended"], self._chosen, self._ids, self._lengths, self._loops, self.slots
-        )
+        self._begin(count)
+
+    def most_likely(self, rows: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """`logits` of rows, in whose slots the most likely tokens [B] come next: those, and their log-probabilities
+        [B]. All of it is one graph."""
+        count = self._put("done", rows, 0)
+        self._put("ended", slots, self.slots)
+        self._replay("choice", count, lambda: self._choice(count))
+        return self._chosen[: len(rows)].clone(), self._logprobs[: len(rows)].clone()
 
     def token(self, slot: int, budget: int) -> Tensor:
         """All passes of the next token of a slot, if no other runs: logits [1, V]."""
@@ -305,12 +312,24 @@ class SharedBatch:
         ended = self._normed[self._numbers["done"][:rows]]
         self._logits[:rows].copy_(torch.mm(ended, self._weights.head.values.t()))
 
+    def _choice(self, rows: int) -> None:
+        self._head(rows)
+        tokens, logprobs = choose(self._logits[:rows, : self.model.config.vocab], [GREEDY] * rows)
+        self._chosen[:rows].copy_(tokens)
+        self._logprobs[:rows].copy_(logprobs)
+        self._begin(rows)
+
+    def _begin(self, rows: int) -> None:
+        pass_kernels.begin_kernel[(rows,)](
+            self._numbers["ended"], self._chosen, self._ids, self._lengths, self._loops, self.slots
+        )
+
     def _replay(self, name: str, rows: int, launch: Callable[[], None]) -> None:
         if self.device.type != "cuda":  # Triton's interpreter
             launch()
             return
         if (name, rows) not in self._graphs:
-            self._graphs[name, rows] = record(launch, [self._x, self._loops])
+            self._graphs[name, rows] = record(launch, [self._x, self._loops, self._ids, self._lengths])
         self._graphs[name, rows].replay()
 
 

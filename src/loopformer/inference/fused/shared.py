@@ -36,7 +36,7 @@ from loopformer.inference.fused.backend import NO_CERTAINTY
 from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
 from loopformer.inference.fused.decoder import side_stream
 from loopformer.inference.request import Request, RowState
-from loopformer.inference.sampling import Choice, Draw, Sampling, choose
+from loopformer.inference.sampling import GREEDY, Choice, Draw, choose
 from loopformer.model.cache import Cache, RowKeys
 from loopformer.model.looped import Certainty
 
@@ -46,7 +46,6 @@ AHEAD, AHEAD_PASSES = 2, 8  # at least so many tokens of some row, and passes, a
 COPIES = "copies of passes"  # a stream
 NOBODY = -1  # a ticket
 NOTHING = -1  # new tokens of a row that the device has nothing of
-GREEDY = Draw(Sampling())
 
 
 class DeviceRow(NamedTuple):
@@ -327,15 +326,17 @@ class SharedBackend(PromptBackend):
             place = len(going[0].request.prompt) + before[0].tokens - 1
             tokens, logprobs = self._batch.follow(slots[0], passes, place)
         else:
-            if alone:
-                logits = self._batch.token(slots[0], passes)
-            else:
+            next_slots = [slots[number] for number in ended]
+            if not alone:
                 for _ in range(passes):
                     self._batch.run(slots)
-                logits = self._batch.logits(ended)
-            draws = [_draw(going[number], before[number].tokens, given) for number in ended]
-            tokens, logprobs = choose(logits, draws)
-            self._batch.begin([slots[number] for number in ended], tokens)
+            if not alone and all(going[number].request.sampling.most_likely for number in ended):
+                tokens, logprobs = self._batch.most_likely(ended, next_slots)
+            else:
+                logits = self._batch.token(slots[0], passes) if alone else self._batch.logits(ended)
+                draws = [_draw(going[number], before[number].tokens, given) for number in ended]
+                tokens, logprobs = choose(logits, draws)
+                self._batch.begin(next_slots, tokens)
         for row, mine in zip(going, before, strict=True):
             standing[row.ticket] = mine.after(passes)
         return Pending(passes, tuple([going[number].ticket for number in ended]), *_to_host(tokens, logprobs))
