@@ -281,6 +281,17 @@ SUITES: dict[str, dict[str, Settings]] = {
         "specialist-1-muon-0.01": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.01},
         "specialist-1-muon-0.04": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.04},
     },
+    "recurrent": {  # does what makes Recurrent Depth strong in the paper's table help here, too?
+        "elastic-sandwich": {**ELASTIC, "model.norms": "sandwich"},
+        "elastic-adapter": {**ELASTIC, "model.inject": "adapter"},
+        "elastic-sandwich-adapter": {**ELASTIC, "model.norms": "sandwich", "model.inject": "adapter"},
+        "elastic-random-start": {
+            **ELASTIC,
+            "model.norms": "sandwich",
+            "model.inject": "adapter",
+            "model.start": "random",
+        },
+    },
     "large": {  # 106 M parameters
         "elastic": {**ELASTIC, **LARGE, "training.steps": 1800},
         "paper": {

@@ -1,7 +1,7 @@
 """What a server costs: its throughput over that of its engine, on one device.
 
-    python benchmarks/serving_throughput.py [--model paper/loopformer-3x8] [--loads full,mixed] [--seconds 3]
-                                            [--parts engine,server,stream,transformers] [--out FILE]
+    python benchmarks/serving_throughput.py [--model paper/loopformer-3x8] [--loads full,mixed] [--seconds 2]
+                                            [--rounds 3] [--parts engine,server,stream,transformers] [--out FILE]
 
 engine        the engine alone in this process, as the server makes it; text and stop strings included
 server        `loopformer serve` on loopback, a client for each row, whole answers; aimed at: 0.85 of the engine
@@ -12,6 +12,8 @@ All run the same requests: random prompts of 64 to 256 tokens, 64 to 192 new one
 as many clients as rows; each sends its next request when it has its answer. Loads: `full` has all requests at the
 largest budget, `mixed` has a third each at L, L/2 and L/4; Transformers has one depth and so the full load alone.
 After rounds that warm up through the same paths, tokens are counted for `--seconds` while all rows are busy.
+Engine, server and streams take turns, `--rounds` times: what a host can do changes within seconds, so a share is of
+the engine as it was beside it. Shares of single rounds are kept, too.
 
 A preset gets random weights (seed 0) and a vocabulary of words of its size; `box` is the model in the box. The
 clients have processes of their own (http_clients.py), whose CPU seconds, of all their time, stand beside those of
@@ -24,11 +26,14 @@ import json
 import os
 import random
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,6 +90,21 @@ class Times(NamedTuple):
     last: float
 
 
+class Window(NamedTuple):
+    """What was counted between two times: tokens, requests, CPU seconds by process."""
+
+    since: float
+    until: float
+    tokens: float
+    times: Sequence[Times]
+    cpu: dict[str, float]
+    events: tuple[int, int] = (0, 0)  # tokens of streams, and events that brought them
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / (self.until - self.since)
+
+
 def draw(vocab: int, budgets: Sequence[int], clients: int, seed: int) -> list[list[Asked]]:
     """What each client asks for, in its order."""
     rng = random.Random(seed)
@@ -96,28 +116,41 @@ def draw(vocab: int, budgets: Sequence[int], clients: int, seed: int) -> list[li
     return [[one(client + number) for number in range(EACH)] for client in range(clients)]
 
 
-def summary(tokens: float, seconds: float, times: Sequence[Times], since: float, until: float) -> Report:
-    """Tokens a second, and the milliseconds of those that were sent, and those that ended, meanwhile."""
+def summary(windows: Sequence[Window], engine: Sequence[Window] = ()) -> Report:
+    """Tokens a second, the share of an engine's beside them, and the milliseconds of requests that were sent, or
+    ended, meanwhile."""
 
     def percentiles(values: Sequence[float]) -> Report:
         ordered = sorted(1e3 * value for value in values)
         return {f"p{p}": round(ordered[p * (len(ordered) - 1) // 100], 2) for p in (50, 95)} if ordered else {}
 
-    return {
+    sent = [one for each in windows for one in each.times if each.since <= one.sent < each.until]
+    ended = [one for each in windows for one in each.times if each.since <= one.last < each.until]
+    tokens, seconds = sum(one.tokens for one in windows), sum(one.until - one.since for one in windows)
+    shares = [one.rate / other.rate for one, other in zip(windows, engine, strict=False)]
+    report: Report = {
         "tokens_per_second": tokens / seconds,
         "tokens": tokens,
         "seconds": seconds,
-        "ended": sum(since <= one.last < until for one in times),
-        "first_token_ms": percentiles([one.first - one.sent for one in times if since <= one.sent < until]),
-        "whole_ms": percentiles([one.last - one.sent for one in times if since <= one.last < until]),
+        "share": statistics.median(shares) if shares else None,
+        "shares": shares,
+        "ended": len(ended),
+        "first_token_ms": percentiles([one.first - one.sent for one in sent]),
+        "whole_ms": percentiles([one.last - one.sent for one in ended]),
+        "cpu_seconds": {name: sum(one.cpu[name] for one in windows) for name in windows[0].cpu},
     }
+    if "server" in windows[0].cpu:
+        report["server_us_per_token"] = 1e6 * report["cpu_seconds"]["server"] / max(1, tokens)
+    if events := sum(one.events[1] for one in windows):
+        report["tokens_per_event"] = sum(one.events[0] for one in windows) / events
+    return report
 
 
-def settle(measure: Callable[[], Report]) -> None:
+def settle(measure: Callable[[], Window]) -> None:
     """Run rounds that do not count until two are alike: kernels are compiled and graphs recorded at first use."""
     before = 0.0
     for _ in range(ROUNDS):
-        rate = measure()["tokens_per_second"]
+        rate = measure().rate
         if abs(rate - before) <= ALIKE * rate:
             return
         before = rate
@@ -155,7 +188,7 @@ def vocabulary(size: int) -> Tokenizer:
 # The engine.
 
 
-def drive(engine: Engine, asked: Sequence[Sequence[Asked]], seconds: float) -> Report:
+def drive(engine: Engine, asked: Sequence[Sequence[Asked]], seconds: float) -> Window:
     """Clients in this process: each submits its next request when its last has ended."""
     clients = [iter(list(each) * 100) for each in asked]
     owners = {engine.submit(next(client).request()): client for client in clients}
@@ -177,8 +210,7 @@ def drive(engine: Engine, asked: Sequence[Sequence[Asked]], seconds: float) -> R
     for ticket in owners:
         engine.cancel(ticket)
     list(engine.run())
-    took, tokens, cpu = (now - then for now, then in zip(after, before, strict=True))
-    return {**summary(tokens, took, times, before[0], after[0]), "cpu_seconds": {"engine": cpu}}
+    return Window(before[0], after[0], after[1] - before[1], times, {"engine": after[2] - before[2]})
 
 
 # The server.
@@ -196,7 +228,7 @@ class Server(ServeProcess):
         tokens = self.metric("generation_tokens_total")
         return time.monotonic(), tokens, cpu_seconds(self.process.pid), cpu_seconds(self.engine)
 
-    def measure(self, asked: Sequence[Sequence[Asked]], stream: bool, seconds: float, processes: int) -> Report:
+    def measure(self, stream: bool, processes: int, asked: Sequence[Sequence[Asked]], seconds: float) -> Window:
         """Tokens that the server gives out while all clients are there, and their own times."""
         until = time.monotonic() + RAMP + seconds + 0.5
         clients = []
@@ -220,16 +252,11 @@ class Server(ServeProcess):
         failures = [failure for each in said for failure in each["failures"]]
         if failures:
             raise SystemExit(f"{len(failures)} requests failed: {failures[0]}")
-        took, tokens, front, engine = (now - then for now, then in zip(after, before, strict=True))
+        _, tokens, front, engine = (now - then for now, then in zip(after, before, strict=True))
+        cpu = {"server": front, "engine": engine, "clients": sum(each["cpu"] for each in said)}
         answers = [answer for each in said for answer in each["answers"]]
-        report = summary(tokens, took, [Times(*answer[:3]) for answer in answers], before[0], after[0])
-        if not stream:
-            report["first_token_ms"] = None  # nobody sees it
-        report["cpu_seconds"] = {"server": front, "engine": engine, "clients": sum(each["cpu"] for each in said)}
-        report["server_us_per_token"] = 1e6 * front / max(1, tokens)
-        if stream and answers:
-            report["tokens_per_event"] = sum(answer[3] for answer in answers) / sum(answer[4] for answer in answers)
-        return report
+        events = (sum(answer[3] for answer in answers), sum(answer[4] for answer in answers)) if stream else (0, 0)
+        return Window(before[0], after[0], tokens, [Times(*answer[:3]) for answer in answers], cpu, events)
 
 
 def cpu_seconds(process: int) -> float:
@@ -290,8 +317,7 @@ def transformers_rate(lm: LM, asked: Sequence[Sequence[Asked]], seconds: float) 
         implementation = model.config._attn_implementation
     tokens = sum(since <= when < until for output in outputs for when in output.timestamps)
     times = [Times(output.created_time, output.timestamps[0], output.timestamps[-1]) for output in outputs]
-    report = summary(tokens, seconds, times, since, until)
-    return {**report, "cpu_seconds": {"engine": cpu}, "attention": implementation}
+    return {**summary([Window(since, until, tokens, times, {"engine": cpu})]), "attention": implementation}
 
 
 # All of it.
@@ -299,8 +325,8 @@ def transformers_rate(lm: LM, asked: Sequence[Sequence[Asked]], seconds: float) 
 
 def line(part: str, load: str, row: Report) -> str:
     words = [f"{part:12} {load:5} {row['tokens_per_second']:9,.0f} tokens/s"]
-    if row.get("share") is not None:
-        words.append(f"{row['share']:.2f} of the engine")
+    if row["share"] is not None:
+        words.append(f"{row['share']:.2f} of the engine ({min(row['shares']):.2f} to {max(row['shares']):.2f})")
     for name, label in (("first_token_ms", "first token"), ("whole_ms", "whole")):
         if row[name]:
             words.append(f"{label} {row[name]['p50']:.0f} ms (p95 {row[name]['p95']:.0f})")
@@ -314,7 +340,8 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--loads", default="full,mixed")
     parser.add_argument("--rows", type=int, default=64, help="of the engine, and clients")
-    parser.add_argument("--seconds", type=float, default=3.0, help="that tokens are counted, of each part and load")
+    parser.add_argument("--seconds", type=float, default=2.0, help="that tokens are counted, of each part and load")
+    parser.add_argument("--rounds", type=int, default=3, help="of all parts")
     parser.add_argument(
         "--processes", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 3)), help="of clients"
     )
@@ -327,13 +354,11 @@ def main() -> None:
 
     began = time.monotonic()
     rows: list[Report] = []
-    rates: dict[str, float] = {}
 
     def note(part: str, load: str, found: Report) -> None:
-        if part == "engine":
-            rates[load] = found["tokens_per_second"]
-        share = found["tokens_per_second"] / rates[load] if load in rates else None
-        rows.append({"part": part, "load": load, **found, "share": share})
+        if part == "server":
+            found["first_token_ms"] = None  # nobody sees it
+        rows.append({"part": part, "load": load, **found})
         print(line(part, load, rows[-1]), flush=True)
 
     def say(what: str) -> None:
@@ -361,28 +386,35 @@ def main() -> None:
             "prompt_tokens": PROMPT,
             "new_tokens": NEW,
             "client_processes": asked.processes,
+            "rounds": asked.rounds,
         }
         try:
-            if "engine" in parts:
-                engine = lm.engine(asked.rows, queue=asked.rows)
-                settle(lambda: drive(engine, warm, WARM))
-                say("the engine is warm")
-                for name, requests in loads.items():
-                    note("engine", name, drive(engine, requests, asked.seconds))
-                del engine
-                synchronise(device)
-                free_memory(device)
-            if "server" in parts or "stream" in parts:
-                say("the server starts")
-                with Server(settings) as server:
+            with ExitStack() as stack:
+                measures: dict[str, Callable[[Sequence[Sequence[Asked]], float], Window]] = {}
+                if "engine" in parts:
+                    measures["engine"] = partial(drive, lm.engine(asked.rows, queue=asked.rows))
+                if "server" in parts or "stream" in parts:
+                    say("the server starts")
+                    server = stack.enter_context(Server(settings))
                     say("the server is ready")
-                    settle(lambda: server.measure(warm, False, WARM, asked.processes))
-                    server.measure(warm, True, WARM, asked.processes)
-                    say("the server is warm")
-                    for part in (part for part in parts if part in ("server", "stream")):
-                        for name, requests in loads.items():
-                            found = server.measure(requests, part == "stream", asked.seconds, asked.processes)
-                            note(part, name, found)
+                    measures |= {
+                        part: partial(server.measure, part == "stream", asked.processes)
+                        for part in ("server", "stream")
+                        if part in parts
+                    }
+                for part, measure in measures.items():
+                    settle(partial(measure, warm, WARM))
+                    say(f"{part}: warm")
+                for name, requests in loads.items():
+                    found: dict[str, list[Window]] = {part: [] for part in measures}
+                    for _ in range(asked.rounds):
+                        for part, measure in measures.items():
+                            found[part].append(measure(requests, asked.seconds))
+                    for part, windows in found.items():
+                        note(part, name, summary(windows, found.get("engine", ())))
+            measures.clear()
+            synchronise(device)
+            free_memory(device)
             if "transformers" in parts and "full" in loads:
                 say("Transformers starts")
                 note("transformers", "full", transformers_rate(lm, loads["full"], asked.seconds))

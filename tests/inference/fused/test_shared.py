@@ -357,8 +357,8 @@ def test_a_row_alone_runs_whole_tokens_and_goes_on_among_others(model: LoopedLM)
 
 
 def test_rows_of_a_budget_choose_their_tokens_together_whenever_they_came(model: LoopedLM) -> None:
-    requests = [Request((4, 5, 6 + number), Trajectory.uniform(3), max_tokens=9) for number in range(2)]
-    other = Request((9, 8), Trajectory.uniform(1), max_tokens=30)  # after each of its passes others could begin
+    requests = [Request((4, 5, 6 + number), Trajectory.uniform(3), max_tokens=24) for number in range(2)]
+    other = Request((9, 8), Trajectory.uniform(1), max_tokens=40)  # after each of its passes others could begin
     expected = finished(Engine(model, Letters(), backend=PlainBackend(model, 3)), [*requests, other])
     backend = backend_of(model)
     engine = Engine(model, Letters(), backend=backend)
