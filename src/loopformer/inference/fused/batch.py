@@ -31,7 +31,7 @@ from loopformer.config import ModelConfig
 from loopformer.device import available_bytes, sent
 from loopformer.errors import require
 from loopformer.inference.fused import kernels, pass_kernels
-from loopformer.inference.fused.decoder import Launches, Tuning, record
+from loopformer.inference.fused.decoder import Launches, Tuning, record, wait_for
 from loopformer.inference.fused.prompts import PromptGraphs
 from loopformer.inference.fused.quantise import Weights, fingerprint, plain, quantised
 from loopformer.inference.sampling import GREEDY, choose
@@ -45,6 +45,7 @@ PAGE = 64  # tokens
 SHARE = 0.8  # of the memory that is free, for keys and values at most
 SPLITS = 32  # of the keys of one head, where there are few rows
 ATTENTION_WARPS = 1
+COPIES = "copies of passes"  # the stream on which tokens go to the host
 
 
 def page_bytes(model: LoopedLM) -> int:
@@ -202,7 +203,7 @@ class SharedBatch:
 
     def follow(self, slot: int, budget: int, place: int) -> tuple[Tensor, Tensor]:
         """The same of a token at this place; then the most likely one [1] comes next, with this log-probability
-        [1]. What follows does not write over them."""
+        [1]. The row does not write over them; another that comes to be alone waits for the stream COPIES."""
         row = self._left_alone(slot, budget)
         row.replay("follow")
         return row.chosen[place], row.logprobs[place]
@@ -213,6 +214,7 @@ class SharedBatch:
             if budget not in self._lone_rows:
                 self._lone_rows[budget] = LoneRow(self.model, budget, self._weights, self._tuning, self._pool)
             row = self._lone_rows[budget]
+            wait_for(COPIES, self.device)  # it writes its tokens where those of an earlier one were
             row.enter(
                 self._ids[slot], self._lengths[slot], self._pages[slot], self._table[slot], self._injection[slot]
             )

@@ -396,6 +396,12 @@ def side_stream(device: int, purpose: str) -> torch.cuda.Stream:
     return stream
 
 
+def wait_for(purpose: str, device: torch.device) -> None:
+    """Let what decodes wait for what is under way on the stream of some purpose."""
+    if device.type == "cuda":
+        torch.cuda.current_stream().wait_stream(side_stream(torch.cuda.current_device(), purpose))
+
+
 def record(
     launch: Callable[[], None], state: Sequence[Tensor], of: str = "passes", pool: Any = None
 ) -> torch.cuda.CUDAGraph:

@@ -33,8 +33,8 @@ from torch import Tensor
 from loopformer.errors import LoopformerError
 from loopformer.inference.decode import PromptBackend, RunPrompts, prefill
 from loopformer.inference.fused.backend import NO_CERTAINTY
-from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
-from loopformer.inference.fused.decoder import side_stream
+from loopformer.inference.fused.batch import COPIES, SharedBatch, page_bytes, pages_of
+from loopformer.inference.fused.decoder import side_stream, wait_for
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import GREEDY, Choice, Draw, choose
 from loopformer.model.cache import Cache, RowKeys
@@ -43,7 +43,6 @@ from loopformer.model.looped import Certainty
 MOST_APART = 4  # prompts that came at once and are run one after the other
 MOST_UNDER_WAY = 4  # prompts; more would only wait for each other
 AHEAD, AHEAD_PASSES = 2, 8  # at least so many tokens of some row, and passes, are under way at a time
-COPIES = "copies of passes"  # a stream
 NOBODY = -1  # a ticket
 NOTHING = -1  # new tokens of a row that the device has nothing of
 
@@ -217,7 +216,7 @@ class SharedBackend(PromptBackend):
     def prefill(self, rows: Sequence[RowState]) -> list[Choice | int]:
         batch = self._batch.renewed()
         if batch is not self._batch:
-            _wait_for("prompts", self._batch.device)  # they use its memory until then
+            wait_for("prompts", self._batch.device)  # they use its memory until then
             self._under_way = ()
             self.forget()
             if self._device is not None:  # rows that run keep their places, and are run again with the new weights
@@ -272,7 +271,7 @@ class SharedBackend(PromptBackend):
         device, self._device = self._device or self._empty, None
         astray = device.astray(rows)
         if astray:
-            _wait_for("prompts", self._batch.device)  # what they compute may be used here, too
+            wait_for("prompts", self._batch.device)  # what they compute may be used here, too
         for row in astray:  # by running all its tokens but the last again
             cache, _ = prefill(self.model, [row.history[:-1]], [row.trajectory])
             device = self._placed(device.without({row.ticket}), row, cache.read(0), row.length - 1, len(row.ids))
@@ -347,7 +346,6 @@ class SharedBackend(PromptBackend):
         most = min(request.max_tokens, row.context - len(request.prompt) + 1)  # the last one needs no place
         pages, left = _taken(device.free_pages, count)
         placed = DeviceRow(device.free_slots[0], pages, row.trajectory.budget, most, tokens)
-        _wait_for(COPIES, self._batch.device)  # alone, it writes its tokens where those of an earlier row were
         self._batch.fill(placed.slot, placed.pages, keys, length, self._table(row.trajectory))
         return replace(
             device,
@@ -422,12 +420,6 @@ def _before_prompts(device: torch.device) -> None:
     """Let prompts that come next wait for what decodes."""
     if device.type == "cuda":
         side_stream(torch.cuda.current_device(), "prompts").wait_stream(torch.cuda.current_stream())
-
-
-def _wait_for(purpose: str, device: torch.device) -> None:
-    """Let what decodes wait for what is under way on the stream of some purpose."""
-    if device.type == "cuda":
-        torch.cuda.current_stream().wait_stream(side_stream(torch.cuda.current_device(), purpose))
 
 
 def _to_host(
