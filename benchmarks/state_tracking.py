@@ -282,7 +282,7 @@ def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]], suite: Stat
     best, loops = suite.shown, suite.loops
 
     def line(label: str, points: Mapping[float, Sequence[float]], dash: int = 0) -> Line:
-        known = {passes: 100 * fmean(values) for passes, values in sorted(points.items()) if values}
+        known = {passes: 100 * fmean(values) for passes, values in points.items() if values}
         return Line(label, list(known), list(known.values()), dash=dash)
 
     def at(model: str, budgets: Iterable[int]) -> dict[float, list[float]]:
@@ -304,14 +304,14 @@ def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]], suite: Stat
             fmean(one[threshold]["mean_passes"] for one in settled): [
                 one[threshold]["mean_accuracy"] for one in settled
             ]
-            for threshold in settled[0]
+            for threshold in sorted(settled[0])
         }
         lines.append(line("the same, by certainty", means))
     lines.append(line("specialists, each at its own budget", special, dash=1))
     if "elastic-paper" in found:
         lines.append(line("the paper's recipe", at("elastic-paper", range(1, loops + 1))))
     panel = Panel(lines, xlabel="passes per place", ylabel="accuracy, %")
-    return line_figure([panel], height=3.4, legend=None)
+    return line_figure([panel], height=3.4)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A wheel builds, holds presets, the templates of a report and the page, and works away from the source tree."""
+"""A wheel builds, holds presets, the model in the box, the templates of a report and the page, and works away from
+the source tree."""
 
 import json
 import subprocess
@@ -33,10 +34,10 @@ def test_a_wheel_works_on_its_own(tmp_path: Path) -> None:
     )
     file, presets, html, markdown = json.loads(done.stdout)
     assert file.startswith(str(target))
-    page = Path("loopformer", "serving", "page")
-    assert {file.name for file in (ROOT / "src" / page).iterdir() if file.is_file()} == {
-        file.name for file in (target / page).iterdir() if file.is_file()
-    }
+    for folder in (Path("loopformer", "serving", "page"), Path("loopformer", "box")):
+        assert {file.name: file.stat().st_size for file in (ROOT / "src" / folder).iterdir() if file.is_file()} == {
+            file.name: file.stat().st_size for file in (target / folder).iterdir() if file.is_file()
+        }
     assert {"demo", "paper/loopformer-3x8", "small/tmlt"} <= set(presets)
     assert "<h1>All of it</h1>" in html
     assert markdown.startswith("# All of it\n\nOne sentence.\n")

@@ -542,9 +542,9 @@ def test_what_is_refused_leaves_nothing_behind(small: Small, tmp_path: Path) -> 
     assert launch("demo", small(), tmp_path / "run", quiet=True)["finished"]
 
 
-def precision_on(device: str, world: int = 1, *overrides: str) -> object:
+def precision_on(device: str, world: int = 1, *overrides: str, said: list[str] | None = None) -> object:
     ranks = Ranks(0, world, torch.device(device))
-    return fused_precision(load_run("demo", list(overrides))[0], ranks)
+    return fused_precision(load_run("demo", list(overrides))[0], ranks, ([] if said is None else said).append)
 
 
 def test_auto_is_for_gpus_and_what_cannot_be_is_said() -> None:
@@ -560,6 +560,19 @@ def test_auto_is_for_gpus_and_what_cannot_be_is_said() -> None:
         precision_on("cpu", 2, "training.fused=true", "training.strategy=fsdp")
     with pytest.raises(LoopformerError, match="not on mps"):
         precision_on("mps", 1, "training.fused=true")
+
+
+def test_auto_names_what_keeps_passes_from_being_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loopformer.training.fused.passes.find_spec", lambda name: name)
+    said: list[str] = []
+    settings = ("training.dtype=bfloat16", "model.norms=sandwich")
+    assert precision_on("cuda", 1, *settings, said=said) is None
+    assert said == [
+        "training without fused passes: its kernels have no norms after a sum; leave model.norms at pre"
+    ]
+    assert precision_on("cpu", 1, *settings, said=said) is None
+    assert precision_on("cuda", 1, *settings, "training.fused=false", said=said) is None
+    assert len(said) == 1  # nobody asked for it there
 
 
 def test_a_key_of_the_pair_changes_a_stored_list_that_is_one(small: Small, tmp_path: Path) -> None:

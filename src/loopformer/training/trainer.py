@@ -83,7 +83,8 @@ class Trainer:
         self.run, self.out, self.ranks = run, out, ranks
         training = run.training
         self.stop_signal: int | None = None
-        fused = fused_precision(run, ranks)  # refused before anything is written
+        asides: list[str] = []
+        fused = fused_precision(run, ranks, asides.append)  # refused before anything is written
         if training.threads is not None:
             torch.set_num_threads(training.threads)
         torch.set_float32_matmul_precision("highest" if training.dtype == "float32" else "high")
@@ -100,7 +101,7 @@ class Trainer:
             )
         self.state = self._restore_state(checkpoint, data) if checkpoint else TrainingState(data=data.index_hash)
         self.reporter = Reporter(run, out, ranks.main, self.state.step, quiet)
-        for note in notes:
+        for note in (*asides, *notes):
             self.reporter.say(note)
         if checkpoint and ranks.main:
             for aside in set_aside_newer(out, self.state.step):
@@ -357,8 +358,9 @@ def make_model(run: RunConfig) -> LoopedLM:
     return LoopedLM(run.model)
 
 
-def fused_precision(run: RunConfig, ranks: Ranks) -> Precision | None:
-    """What the matmuls of fused passes run in; None where passes are not fused."""
+def fused_precision(run: RunConfig, ranks: Ranks, say: Callable[[str], None] = lambda _: None) -> Precision | None:
+    """What the matmuls of fused passes run in; None where passes are not fused. Where they would be, but for
+    something that stands in the way, `say` names it."""
     training, kind = run.training, ranks.device.type
     fp8 = training.dtype == "float8"
     precision = Precision(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
@@ -370,6 +372,8 @@ def fused_precision(run: RunConfig, ranks: Ranks) -> Precision | None:
         require(why is None, f"{'float8' if fp8 else 'training.fused'} cannot be used: {why}.")
         return precision
     wanted = training.fused == "auto" and kind == "cuda" and training.dtype != "float32"
+    if wanted and why is not None:
+        say(f"training without fused passes: {why}")
     return precision if wanted and why is None else None
 
 
