@@ -4,6 +4,7 @@
     python benchmarks/paper_claims.py run --inputs data/claims --runs runs/claims    # train and measure, on a GPU
     python benchmarks/paper_claims.py collect EVAL --runs runs/claims                # into results/paper_claims
     python benchmarks/paper_claims.py judge docs/paper-claims.md                     # its tables, from these
+    python benchmarks/paper_claims.py report                                         # pages and pictures, too
 
 `prepare` and `collect` need lm-evaluation-harness, `run` does not. QUEUE is what `run` works through, `--workers`
 models at a time, or only the models named; a model that is done is left out, one that was stopped goes on from its
@@ -18,15 +19,23 @@ import argparse
 import io
 import json
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from paper_judge import Results, fill
+from paper_judge import TEXTS as TITLES_OF_TEXTS
+from paper_judge import TITLES, Results, fill
 from queueing import RAW, rounded, trained, work_through
 
 from loopformer.analysis.dynamics import analyze, read_prompts
+from loopformer.analysis.report.collect import VERSION, facts_of_run, size_facts
+from loopformer.analysis.report.page import write_report
+from loopformer.analysis.results import REPORT_FORMAT
 from loopformer.config import load_run
 from loopformer.data.prepare import prepare as prepare_data
 from loopformer.evaluation.benchmarks import LoadedModel, ask, collect, model_facts
@@ -124,6 +133,9 @@ def main() -> None:
     one = verbs.add_parser("judge", help="fill the tables of Markdown files")
     one.add_argument("documents", type=Path, nargs="+")
     one.add_argument("--results", type=Path, default=RESULTS)
+    one = verbs.add_parser("report", help="write what `loopformer report` would of the models themselves")
+    one.add_argument("--results", type=Path, default=RESULTS)
+    one.add_argument("--out", type=Path, default=RESULTS / "report")
     asked = parser.parse_args()
     if asked.verb == "prepare":
         prepare(asked.corpus, asked.eval, asked.inputs)
@@ -139,6 +151,8 @@ def main() -> None:
     elif asked.verb == "judge":
         for document in asked.documents:
             fill(document, Results(asked.results))
+    elif asked.verb == "report":
+        print(write_report(reported(Results(asked.results)), asked.out)[0])
     else:
         suite = tasks_of(asked.eval)
         asked.out.mkdir(parents=True, exist_ok=True)
@@ -232,6 +246,78 @@ def publish(run: Path, suite: "Suite", out: Path) -> None:
     found["training"] = table(found["training"])
     (out / f"{found['model']}.json").write_text(rounded(found) + "\n", encoding="utf-8")
     print(f"{found['model']}: {out / found['model']}.json")
+
+
+def reported(results: Results) -> dict[str, Any]:
+    """The stored results of each model of the whole training, of its first seed, as a report.json has them."""
+    runs = {title: results.runs(name)[0] for name, title in TITLES.items() if name != "loopformer-34k"}
+    first = next(iter(runs.values()))
+    return {
+        "format": REPORT_FORMAT,
+        "version": VERSION,
+        "made": {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": first["plan"]["device"],
+            "machine": "one GPU, several runs at a time",
+            "dtype": first["evaluated_in"],
+            "python": "3.12",
+            "loopformer": f"commits {', '.join(sorted({run['commit'] for run in results.files.values()}))}",
+            "torch": first["torch"],
+            "lm_eval": first["tasks"]["harness"],
+            "matplotlib": version("matplotlib"),
+            "command": "python benchmarks/paper_claims.py report",
+        },
+        "asked": {
+            "texts": [
+                {"name": name, "source": source} for name, source in zip(TITLES_OF_TEXTS, TEXTS, strict=True)
+            ],
+            "tasks": "paper",
+            "data": "data/eval",
+            "limit": None,
+            "budgets": [1, 2, 4, 8],
+            "search": 4,
+            "search_tasks": False,
+            "prompts": PROMPTS,
+            "skip": [],
+            "max_tokens": SCORED,
+            "field": "text",
+            "device": "cuda",
+            "dtype": "float32",
+        },
+        "tasks": {name: first["tasks"][name] for name in ("harness", "limit", "tasks", "notes")},
+        "models": [reported_model(title, run) for title, run in runs.items()],
+    }
+
+
+def reported_model(title: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {str(Path("data/claims", text)): name for text, name in zip(TEXTS, TITLES_OF_TEXTS, strict=True)}
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Path(folder, "run.yaml")
+        settings.write_text(json.dumps(found["settings"]))  # JSON is YAML
+        run, _ = load_run(str(settings))
+    records, searches = found["training"]["train"], found.get("schedules", [])
+    missing = {} if searches else {"search": "Only models that are told their steps were searched."}
+    states = found["analysis"][0] if run.model.loops > 1 else None
+    if states is None:
+        missing["analysis"] = "A plain stack has one pass."
+    training = facts_of_run(run, found["plan"]["steps"], records["tokens_per_second"], found["plan"])
+    return {
+        "name": title,
+        "source": found["tasks"]["model"]["path"],
+        "weights": found["weights"],
+        "tokenizer": found["tasks"]["model"]["tokenizer"],
+        "dtype": "float32",
+        "device": "cuda",
+        **size_facts(run.model),
+        "training": asdict(training),
+        "perplexity": [{**row, "text": texts[row["text"]]} for row in found["perplexity"]],
+        "tasks": found["tasks"]["runs"],
+        "search": {**searches[0], "text": {**searches[0]["text"], "text": TITLES_OF_TEXTS[0]}}
+        if searches
+        else None,
+        "analysis": states and {**states, "model": title, "text": texts[states["text"]]},
+        "missing": missing,
+    }
 
 
 def outcomes(suite: "Suite", task: str, values: Sequence[Any]) -> str:

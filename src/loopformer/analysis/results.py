@@ -361,6 +361,7 @@ class ReportMachine:
     torch: str | None
     lm_eval: str | None
     matplotlib: str | None
+    command: str | None = None  # that made it, where it was not `loopformer report`
 
 
 @dataclass(frozen=True)

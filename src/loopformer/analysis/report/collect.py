@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from loopformer.analysis.dynamics import Prompts, analyze, read_prompts
 from loopformer.analysis.results import REPORT_FORMAT, TextSource, TrainingFacts, model_names, short_path
-from loopformer.config import ModelConfig, load_run, whole_numbers
+from loopformer.config import ModelConfig, RunConfig, load_run, whole_numbers
 from loopformer.config.run import validation_budgets
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import DTYPES, choose_device, device_name
@@ -391,17 +391,24 @@ class _Collector:
 
 def _facts(loaded: LoadedModel, name: str) -> Piece:
     """What the model is and costs."""
-    config, cost = loaded.model.config, loaded.model.cost
-    parameters = cost.parameters
     return {
         "name": name,
         "source": short_path(loaded.source),
-        "shape": f"{config.blocks}⊗{config.loops}",
-        "settings": config.plain(),
         "weights": loaded.weights,
         "tokenizer": loaded.lm.tokenizer and loaded.lm.tokenizer.hash,
         "dtype": loaded.model.dtype_name,
         "device": loaded.model.tokens.weight.device.type,
+        **size_facts(loaded.model.config),
+    }
+
+
+def size_facts(config: ModelConfig) -> Piece:
+    """What a model of these settings has and costs."""
+    cost = Cost(config)
+    parameters = cost.parameters
+    return {
+        "shape": f"{config.blocks}⊗{config.loops}",
+        "settings": config.plain(),
         "parameters": {
             "total": parameters.total,
             "embeddings": parameters.embeddings,
@@ -423,13 +430,18 @@ def training_facts(source: str | Path) -> TrainingFacts | None:
     run, _ = load_run(str(folder / SETTINGS))
     checkpoint = newest_model(folder, lambda _: None)
     state = read_json(checkpoint / STATE) if (checkpoint / STATE).is_file() else {}
-    step, per_token = step_of(checkpoint), training_flops_per_token(run)
-    tokens = step * run.training.batch * run.model.context
     speeds = [
         record["tokens_per_second"]
         for record in read_metrics(folder)
         if record.get("kind") == "train" and record.get("tokens_per_second")
     ]
+    return facts_of_run(run, step_of(checkpoint), speeds, state)
+
+
+def facts_of_run(run: RunConfig, step: int, speeds: Sequence[float], state: Mapping[str, Any]) -> TrainingFacts:
+    """The same from its settings, the steps it took, and the tokens per second and the state that it recorded."""
+    per_token = training_flops_per_token(run)
+    tokens = step * run.training.batch * run.model.context
     return TrainingFacts(
         elastic=run.objective.elastic,
         short_fraction=max((one.rows for one in run.objective.trajectories if one.budget != "full"), default=0.0),

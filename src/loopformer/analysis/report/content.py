@@ -398,7 +398,7 @@ def _provenance(results: ReportResults) -> list[PageBlock]:
     blocks: list[PageBlock] = [
         "The first command made this report, the others repeat its numbers for the first model. Files that lay "
         "elsewhere are shown by their names.",
-        Commands([_report_command(results), *_repeating_commands(results)]),
+        Commands([results.made.command or _report_command(results), *_repeating_commands(results)]),
         _environment(results),
         Heading("Models"),
         model_table(results),
