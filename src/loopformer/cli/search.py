@@ -108,7 +108,9 @@ def search(
             saved = f"saved in {path}; use it with --schedule best" if better is None else f"not saved: {better}"
             typer.echo(f"best schedule {saved}", err=True)
         else:
-            typer.echo(f"best schedule not saved: {model} is no folder that can be written", err=True)
+            typer.echo(
+                f"best schedule not saved, as {model} cannot be written to; use it with --trajectory", err=True
+            )
         if figure is not None:
             typer.echo(f"drawn: {save(search_figure(SearchResults.from_json(found)), figure)}", err=True)
 

@@ -76,13 +76,13 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Each text on its own, in parallel."""
-        with _encoding():
+        with _encoding(self._tokenizer):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
     def encode_template(self, text: str) -> list[int]:
         """The ids of what a chat template wrote, in which special tokens are meant as such."""
-        with _encoding():
+        with _encoding(self._tokenizer):
             return self._reads_special.encode(text, add_special_tokens=False).ids
 
     @cached_property
@@ -293,7 +293,7 @@ def _train_from_stdin() -> None:
 
 
 @contextmanager
-def _encoding() -> Iterator[None]:
+def _encoding(tokenizer: tokenizers.Tokenizer) -> Iterator[None]:
     """Whatever the library raises, one sentence; a fault in its compiled code is no Exception."""
     try:
         yield
@@ -301,6 +301,10 @@ def _encoding() -> Iterator[None]:
         raise
     except BaseException as error:
         reason = " ".join(str(error).split())[:200]
+        if "[UNK]" in reason:
+            vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+            known = sorted(vocabulary, key=vocabulary.__getitem__)[:4]
+            reason = f"it knows nothing but words such as {' '.join(known)}"
         raise LoopformerError(f"The tokenizer cannot turn a text into tokens ({reason}).") from error
 
 
