@@ -84,9 +84,9 @@ def grid(weight: float, match: float = 0.0) -> Settings:
     return following(FULL, *(f"{{budget: {budget}, weight: {weight}, match: {match}}}" for budget in (4, 2, 1)))
 
 
-def strata(weight: float, match: float = 0.0, start: float = 0.0) -> list[str]:
-    """Short budgets of three kinds, each in every step from `start` of training on."""
-    rest = f"weight: {weight}, match: {match}, during: [{start}, 1]"
+def strata(weight: float, match: float = 0.0, start: float = 0.0, end: float = 1.0) -> list[str]:
+    """Short budgets of three kinds, each in every step from `start` of training on, to its `end`."""
+    rest = f"weight: {weight}, match: {match}, during: [{start}, {end:g}]"
     return [f"{{budget: {budget}, {rest}}}" for budget in ("[4, 7]", "[2, 3]", "1")]
 
 
@@ -281,7 +281,7 @@ SUITES: dict[str, dict[str, Settings]] = {
         "specialist-1-muon-0.01": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.01},
         "specialist-1-muon-0.04": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.04},
     },
-    "recurrent": {  # does what makes Recurrent Depth strong in the paper's table help here, too?
+    "rest": {  # what makes Recurrent Depth strong in the paper's table; other orders; two blocks; rates
         "elastic-sandwich": {**ELASTIC, "model.norms": "sandwich"},
         "elastic-adapter": {**ELASTIC, "model.inject": "adapter"},
         "elastic-sandwich-adapter": {**ELASTIC, "model.norms": "sandwich", "model.inject": "adapter"},
@@ -290,6 +290,34 @@ SUITES: dict[str, dict[str, Settings]] = {
             "model.norms": "sandwich",
             "model.inject": "adapter",
             "model.start": "random",
+        },
+        "random-then-matched": {
+            **OURS,
+            **following(
+                "{budget: any, during: [0, 0.3]}", "{budget: full, during: [0.3, 1]}", *strata(0.1, 0.3, 0.3)
+            ),
+        },
+        "learned-then-matched": {**OURS, **following(FULL, *strata(0.3, 0, 0.2, 0.6), *strata(0.1, 0.3, 0.6))},
+        "sandwich-shorter": {
+            **OURS,
+            **following(FULL, SHORT, ONE),
+            "training.steps": 770,
+        },  # the FLOPs of `elastic`
+        "elastic-two-blocks": {**ELASTIC, "model.blocks": 2},
+        "specialist-8-two-blocks": {**OURS, **following("{budget: 8}"), "model.blocks": 2},
+        "specialist-1-two-blocks": {**OURS, **following("{budget: 1}"), "model.blocks": 2},
+        **{
+            f"specialist-{m}-muon-{rate}": {
+                **OURS,
+                **following(f"{{budget: {m}}}"),
+                "training.matrix_learning_rate": rate,
+            }
+            for m, rate in ((8, 0.04), (4, 0.01), (4, 0.04), (2, 0.01), (2, 0.04))
+        },
+        "paper-adamw-4e-3": {
+            "training.learning_rate": 4e-3,
+            "objective.route_draws": 4,
+            "training.micro_batch": 32,
         },
     },
     "large": {  # 106 M parameters
