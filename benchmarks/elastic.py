@@ -121,7 +121,6 @@ ELASTIC: Settings = {  # the preset
     ),
 }
 ANY = following("{budget: any}")
-HALF = following("{budget: full, chance: 0.5}", "{budget: short, chance: 0.5}")
 LARGE: Settings = {"model.width": 2048, "model.heads": 32, "model.ffn": 6144}
 WIDE: Settings = {"model.ffn": 4096}  # more room in one pass, no more of them: is it room that budgets contend for?
 SUITES: dict[str, dict[str, Settings]] = {
@@ -176,9 +175,6 @@ SUITES: dict[str, dict[str, Settings]] = {
             ),
         },
         "deep-0.3": {**OURS, **following("{budget: [3, 8]}", "{budget: [1, 2], weight: 0.3}")},
-        "half-full": {**OURS, **HALF},
-        "half-full-parts-4": {**OURS, **HALF, "objective.route_draws": 4, "training.micro_batch": 32},
-        "mostly-deep": {**OURS, **following("{budget: [4, 8], chance: 0.6}", "{budget: [1, 3], chance: 0.4}")},
         "wide-specialist-1": {**OURS, **following("{budget: 1}"), **WIDE},
         "deep-0.1": {**OURS, **following("{budget: [3, 8]}", "{budget: [1, 2], weight: 0.1}")},
         "paper-one": {**OURS, **following(*PAIR, "{budget: 1, weight: 0.1}"), "objective.consistency": "hidden"},

@@ -84,19 +84,10 @@ def test_budgets_of_a_list() -> None:
     assert [one is None for one in followed[3]] == [True] * 100 + [False] * 100
 
 
-def test_one_of_those_with_a_chance_is_drawn() -> None:
-    objective = ObjectiveConfig(
-        trajectories=(TrainedTrajectory("full", chance=0.5), TrainedTrajectory(2), TrainedTrajectory(1, chance=0.5))
-    )
-    followed = drawn(objective, steps=100)
-    assert all((full is None) != (one is None) and two is not None for full, two, one in followed)
-    assert 200 < sum(full is not None for full, _, _ in followed) < 300
-
-
-def test_the_costliest_step_has_one_of_those_with_a_chance() -> None:
+def test_the_costliest_step_has_the_longest_of_those_that_are_followed_together() -> None:
     entries = (
-        TrainedTrajectory("any", chance=0.5),
-        TrainedTrajectory(6, chance=0.5),
+        TrainedTrajectory("any", during=(0, 0.9)),
+        TrainedTrajectory(6, during=(0.9, 1)),
         TrainedTrajectory(2),
         TrainedTrajectory("full", during=(0.5, 0.7), rows=0.25),
     )
@@ -132,13 +123,12 @@ def test_shares_of_the_rows_lie_side_by_side(size: int, shares: list[float]) -> 
 
 
 def test_shares_are_of_those_that_are_followed_together() -> None:
-    """Two phases that lie between each other in the list, and one that comes by chance."""
+    """Two phases that lie between each other in the list."""
     entries = (
         TrainedTrajectory("full", rows=0.7, during=(0, 0.5)),
         TrainedTrajectory("full", rows=0.5, during=(0.5, 1)),
         TrainedTrajectory(1, rows=0.3, during=(0, 0.5)),
         TrainedTrajectory(2, rows=0.5, during=(0.5, 1)),
-        TrainedTrajectory("any", rows=0.25, chance=0.5),
     )
     rows = followers(100, ObjectiveConfig(trajectories=entries))
     assert rows[0] | rows[2] == rows[1] | rows[3] == set(range(100))
@@ -156,5 +146,5 @@ def test_shares_that_add_up_to_all_rows_train_all_of_them() -> None:
     halves = (TrainedTrajectory("full", rows=0.5), TrainedTrajectory("short", rows=0.5))
     (only,) = micro_batches(8, 8, ObjectiveConfig(trajectories=halves))
     assert sorted(only.rows[0] + only.rows[1]) == list(range(8))
-    with pytest.raises(LoopformerError, match="do not train all rows"):
+    with pytest.raises(LoopformerError, match="not all rows are trained"):
         ObjectiveConfig(trajectories=(TrainedTrajectory("full", rows=0.5), TrainedTrajectory("short", rows=0.25)))

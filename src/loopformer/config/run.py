@@ -60,7 +60,6 @@ class TrainedTrajectory:
     weight: float = 1.0  # of its cross-entropy
     match: float = 0.0  # of its match to the full trajectory, which gets no gradient from it
     rows: float = 1.0  # share of the rows that follow it; shares lie side by side
-    chance: float = 1.0  # below 1: one of those with a chance is drawn, for every step and part of the batch
     during: tuple[float, ...] = (0.0, 1.0)  # the part of training in which it is followed
 
     def __post_init__(self) -> None:
@@ -79,8 +78,7 @@ class TrainedTrajectory:
         require(self.budget != "full" or self.match == 0, f"{where}: it is what the others are matched with.")
         for name in ("weight", "match"):
             require(getattr(self, name) >= 0, f"{where}: {name} must be 0 or more, got {getattr(self, name)}.")
-        for name in ("rows", "chance"):
-            require(0 < getattr(self, name) <= 1, f"{where}: {name} must lie in (0, 1], got {getattr(self, name)}.")
+        require(0 < self.rows <= 1, f"{where}: rows must lie in (0, 1], got {self.rows}.")
         spanned = [as_number(bound) for bound in self.during]
         numbers = [bound for bound in spanned if bound is not None]
         require(
@@ -104,13 +102,12 @@ class TrainedTrajectory:
 
     def covers(self, other: TrainedTrajectory) -> bool:
         """Whether it is followed wherever and whenever another one is."""
-        always = self.rows == 1 and self.chance == 1
-        return always and self.during[0] <= other.during[0] and other.during[1] <= self.during[1]
+        return self.rows == 1 and self.during[0] <= other.during[0] and other.during[1] <= self.during[1]
 
     def shares_with(self, other: TrainedTrajectory) -> bool:
         """Whether the rows of each step are shared out between the two."""
-        both = self.rows < 1 > other.rows and self.chance == 1 == other.chance
-        return both and max(self.during[0], other.during[0]) < min(self.during[1], other.during[1])
+        at_once = max(self.during[0], other.during[0]) < min(self.during[1], other.during[1])
+        return self.rows < 1 > other.rows and at_once
 
     def active(self, progress: float) -> bool:
         """Whether it is followed when this share of training is behind."""
@@ -167,15 +164,11 @@ class ObjectiveConfig:
         borders = sorted({0.0, 1.0, *(bound for entry in entries for bound in entry.during)})
         for start in borders[:-1]:
             weighty = [entry for entry in entries if entry.active(start) and entry.weight > 0]
-            trained = [entry for entry in weighty if entry.rows == 1]
-            shared = sum(entry.rows for entry in weighty if entry.rows < 1 and entry.chance == 1)  # side by side
-            drawn = sum(entry.chance for entry in entries if entry.active(start) and entry.chance < 1)
-            require(drawn <= 1 + 1e-9, f"objective.trajectories: the chances add up to {drawn:g}, more than 1.")
+            shared = sum(entry.rows for entry in weighty if entry.rows < 1)  # side by side
             require(
-                any(entry.chance == 1 for entry in trained)
-                or max(shared, sum(entry.chance for entry in trained)) > 1 - 1e-9,
-                f"objective.trajectories: from {start:g} of training on some steps do not train all rows; "
-                "leave chance or rows out of one of them, or let them add up to 1.",
+                any(entry.rows == 1 for entry in weighty) or shared > 1 - 1e-9,
+                f"objective.trajectories: from {start:g} of training on not all rows are trained; "
+                "leave rows out of one of them, or let them add up to 1.",
             )
 
     @property

@@ -31,14 +31,9 @@ def draw_trajectories(run: RunConfig, step: int, part: int) -> list[Trajectory |
     """The objective's trajectories for a part at a step, counted from 1; None for one that is not followed then."""
     rng, loops = random.Random(f"{run.training.seed}/{step}/{part}"), run.model.loops
     entries, progress = run.objective.trajectories, (step - 1) / run.training.steps
-    point = rng.random() if any(entry.chance < 1 for entry in entries) else 0.0
     drawn: list[Trajectory | None] = []
     for entry in entries:
-        followed = entry.active(progress)
-        # The chances lie side by side in [0, 1), and one point falls on one of them.
-        if followed and entry.chance < 1:
-            followed, point = 0 <= point < entry.chance, point - entry.chance
-        if not followed:
+        if not entry.active(progress):
             drawn.append(None)
             continue
         low, high = entry.budgets(loops)
@@ -56,13 +51,7 @@ def costliest_step(run: RunConfig) -> list[Trajectory | None]:
     longest = [Trajectory.uniform(entry.budgets(loops)[1]) for entry in entries]
     costs = [entry.rows * each.budget for entry, each in zip(entries, longest, strict=True)]
 
-    def together(start: float) -> set[int]:
-        active = [place for place, entry in enumerate(entries) if entry.active(start)]
-        drawn = [place for place in active if entries[place].chance < 1]
-        one = {max(drawn, key=costs.__getitem__)} if drawn else set()
-        return {place for place in active if entries[place].chance == 1} | one
-
-    steps = [together(entry.during[0]) for entry in entries]
+    steps = [{place for place, other in enumerate(entries) if other.active(entry.during[0])} for entry in entries]
     costliest = max(steps, key=lambda places: sum(costs[place] for place in places))
     return [each if place in costliest else None for place, each in enumerate(longest)]
 

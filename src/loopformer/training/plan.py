@@ -77,7 +77,7 @@ def training_flops_per_token(run: RunConfig, followed: Sequence[Trajectory | Non
     for place, entry in enumerate(run.objective.trajectories):
         if followed is None:
             budget = sum(entry.budgets(run.model.loops)) / 2
-            share = entry.chance * (entry.during[1] - entry.during[0])
+            share = entry.during[1] - entry.during[0]
         else:
             drawn = followed[place]
             budget, share = (0.0, 0.0) if drawn is None else (drawn.budget, 1.0)
