@@ -11,7 +11,8 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 texts=("$@")
 [ $# -gt 0 ] || texts=("$here"/README.md "$here"/docs/*.md)
-say() { printf '\n\033[1m$ loopformer %s\033[0m\n' "$*" >&2; loopformer "$@"; }
+show() { printf '\n\033[1m$ loopformer %s\033[0m\n' "$*" >&2; }
+say() { show "$@"; loopformer "$@"; }
 mkdir -p first-hour
 prompt=${PROMPT:-The}
 
@@ -36,7 +37,8 @@ say report first-hour/run --max-tokens 2000 --prompts 4 --out first-hour/report
 
 # Out into the world: Transformers, and a server that speaks OpenAI's API.
 say export first-hour/run first-hour/exported
-say serve first-hour/run --port 0 > first-hour/server.txt 2> first-hour/server.log &
+show serve first-hour/run --port 0
+loopformer serve first-hour/run --port 0 > first-hour/server.txt 2> first-hour/server.log &  # `say` would be a shell
 server=$!
 trap 'kill "$server" 2> /dev/null || true' EXIT
 until grep -qo 'http://[0-9.:]*' first-hour/server.txt; do

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,9 @@ def test_the_first_hour(tmp_path: Path) -> None:
     made = tmp_path / "first-hour"
     for file in ("report/report.html", "analysis/cka.png", "exported/config.json", "run/schedules.json"):
         assert (made / file).is_file()
+    (engine,) = re.findall(r"engine process (\d+)", (made / "server.txt").read_text())
+    with pytest.raises(ProcessLookupError):  # nothing is left running
+        os.kill(int(engine), 0)
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["loopformer"]["budget"] == 2
     assert answer["usage"]["completion_tokens"] == 8

@@ -16,6 +16,7 @@ from .servers import LONG, RunningServer
 PROMPTS = ["every pass is told", "its", "time and its step", "told its time", "naïve café"]
 DEPTHS: list[dict[str, Any]] = [{"budget": 1}, {"budget": 2}, {"budget": 4}, {"trajectory": "2-1-1"}, {}]
 CHAT: list[Any] = [{"role": "user", "content": "its time"}]
+LISTS = ("tokens", "text_offset")  # of log-probabilities
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +55,14 @@ def test_the_openai_client_streams(client: openai.OpenAI, lm: LM) -> None:
             stream_options={"include_usage": True},
         )
     )
+    assert chunks[0].model_extra is not None
+    assert chunks[0].model_extra["loopformer"]["degraded"] is False
+    assert all(len(chunk.choices) == 1 for chunk in chunks[:-1])  # clients take the first
     choices = [choice for chunk in chunks for choice in chunk.choices]
     assert "".join(choice.text for choice in choices) == expected.text
     assert len(choices) > 3
+    parts = [choice.logprobs for choice in choices if choice.logprobs]
+    check_offsets(expected.text, *([x for part in parts for x in getattr(part, name)] for name in LISTS))
     assert [choice.finish_reason for choice in choices][-1] == "length"
     logprobs = [value for c in choices if c.logprobs for value in c.logprobs.token_logprobs or []]
     assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
@@ -102,10 +108,19 @@ def test_a_text_in_company_is_the_text_alone(server: RunningServer, lm: LM) -> N
         assert text == lm.generate(prompt, max_tokens=most, **depth).text
 
 
+def check_offsets(text: str, tokens: list[str], offsets: list[int]) -> None:
+    """A token is found where it is said to begin, unless it is half a character."""
+    assert offsets == sorted(offsets)
+    whole = [(token, offset) for token, offset in zip(tokens, offsets, strict=True) if "\ufffd" not in token]
+    assert whole
+    assert all(text[offset:].startswith(token) for token, offset in whole)
+
+
 def test_echo_and_logprobs_are_what_the_scorer_says(server: RunningServer, lm: LM) -> None:
     body = {"prompt": PROMPTS[0], "max_tokens": 0, "echo": True, "logprobs": 1, "budget": 2}
     (choice,) = server.post("/v1/completions", **body).json()["choices"]
     assert choice["text"] == PROMPTS[0]
+    assert choice["finish_reason"] == "length"
     first, *values = choice["logprobs"]["token_logprobs"]
     assert first is None
     (score,) = lm.score([PROMPTS[0]], budget=2)
@@ -118,6 +133,36 @@ def test_echo_and_logprobs_are_what_the_scorer_says(server: RunningServer, lm: L
     lengths = {len(lists[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
     assert lengths == {len(score.ids) + 4}
     assert len(lists["top_logprobs"][-1]) <= 3
+    check_offsets(choice["text"], *(lists[name] for name in LISTS))
+
+
+def test_offsets_count_characters_and_not_their_halves(server: RunningServer) -> None:
+    body = {"prompt": "héllo 日本 😀!", "max_tokens": 0, "echo": True, "logprobs": 0}
+    (choice,) = server.post("/v1/completions", **body).json()["choices"]
+    assert choice["text"] == body["prompt"]
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets == sorted(offsets)
+    assert offsets[-1] == len(choice["text"]) - 1
+
+
+def test_probes_may_ask_for_the_head_alone(server: RunningServer) -> None:
+    assert [server.client.head(path).status_code for path in ("/health", "/ready")] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"prompt": [-1]}, "prompt: It is a text, a list of texts"),
+        ({"stop": ["x"] * 17}, "stop: It is a text, or a list of at most 16"),
+        ({"prompt": "\ud800"}, "half of a surrogate pair"),
+    ],
+    ids=lambda value: str(value)[:20].encode("ascii", "replace").decode(),
+)
+def test_a_field_of_several_forms_is_explained(server: RunningServer, fields: dict[str, Any], said: str) -> None:
+    content = json.dumps({"prompt": "its", "max_tokens": 1, **fields})  # with escapes
+    answer = server.client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
 
 
 def test_seeds_stops_and_many_texts(server: RunningServer) -> None:

@@ -60,7 +60,10 @@ def ask(settings: GateSettings, pieces: list[bytes], headers: dict[str, str] | N
             sent.append(message)
 
         raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-        await Gate(app, settings)({"type": "http", "path": "/", "headers": raw}, receive, send)
+        refused: list[int] = []
+        gate = Gate(app, settings, refused.append)
+        await gate({"type": "http", "path": "/", "headers": raw}, receive, send)
+        assert refused == [message["status"] for message in sent[:1] if message["status"] != 200]
         return sent
 
     start, body = asyncio.run(talk())

@@ -79,6 +79,7 @@ def test_what_is_no_value_is_refused(fields: dict[str, Any]) -> None:
     [
         {"budget": 5},
         {"min_budget": 9},
+        {"budget": 2, "min_budget": 3},
         {"budget": 2, "trajectory": "1-1"},
         {"trajectory": "cosine:99999999999"},
         {"trajectory": "9" * 200},

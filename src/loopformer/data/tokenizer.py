@@ -305,6 +305,8 @@ def _encoding(tokenizer: tokenizers.Tokenizer) -> Iterator[None]:
             vocabulary = tokenizer.get_vocab(with_added_tokens=False)
             known = sorted(vocabulary, key=vocabulary.__getitem__)[:4]
             reason = f"it knows nothing but words such as {' '.join(known)}"
+        elif "TextEncodeInput" in reason:  # what it says of a str that is no Unicode text
+            reason = "it holds half of a surrogate pair, which is no character"
         raise LoopformerError(f"The tokenizer cannot turn a text into tokens ({reason}).") from error
 
 

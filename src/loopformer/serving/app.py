@@ -36,6 +36,11 @@ from loopformer.serving.protocol import (
 from loopformer.serving.service import CLIENT_GONE, ClientGone, Service, form_of
 
 LONG_TEXT = 4096  # bytes of a body whose tokens are made beside the event loop
+FORMS = {  # fields that take several, of which a sentence about one would mislead
+    "prompt": "It is a text, a list of texts, a list of token ids, or a list of such lists; ids are 0 or more.",
+    "stop": "It is a text, or a list of at most 16, each of 1 to 256 characters.",
+    "messages": "Each has a role and a content, which is a text or a list of parts of type text.",
+}
 T = TypeVar("T")
 
 
@@ -68,6 +73,8 @@ def _validation_content(error: RequestValidationError) -> dict[str, Any]:
         return error_answer("The body is not JSON.")
     if not names:
         return error_answer("The body is a JSON object, sent with 'Content-Type: application/json'.")
+    if len(names) > 1 and names[0] in FORMS:
+        return error_answer(f"{names[0]}: {FORMS[names[0]]}", param=param)
     return error_answer(f"{'.'.join(names)}: {first['msg']}"[:300], param=param)
 
 
@@ -155,7 +162,7 @@ async def _events(
         async with service.run(job, path, stream=True) as run:
             answer = form(service.served, job, run.place)
             async for parts in run.parts():
-                chunks = [] if begun else answer.opening()
+                chunks = [] if begun else [answer.opening()]
                 shown = [each for each in parts if each[1].text or each[1].reason or job.alternatives is not None]
                 chunks += [answer.chunk(number, part) for number, part in shown]
                 begun = True
@@ -247,11 +254,13 @@ def create_app(service: Service) -> FastAPI:
         rows = await _unless_gone(http, service.lens(ids, trajectory, body.top))
         return lens_answer(served, trajectory, rows)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         state = service.engine.state
         return JSONResponse({"status": "ok" if state == "ready" else f"engine {state}"}, _up(state == "ready"))
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
         state = "draining" if service.draining else service.engine.state

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -66,6 +66,7 @@ _CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 _FAMILY = re.compile(r"\s*[a-z-]+\s*:\s*(\d+)\s*")
+HALF = "\ufffd"  # what is decoded of part of a character
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM says this
 MOST_ALTERNATIVES = 20
 FINISH: dict[Reason, str] = {"stop": "stop", "end": "stop", "length": "length", "context": "length"}
@@ -148,6 +149,10 @@ class GenerationBody(DepthBody):
         trajectory = self.followed(served)
         least = self.min_budget or (1 if self.trajectory is None else trajectory.budget)
         resolve(least, served.config.loops)
+        require(
+            least <= trajectory.budget,
+            f"'min_budget' is {least}, more than the {trajectory.budget} loops that are asked for; lower it.",
+        )
         for prompt in prompts:
             served.check_prompt(prompt)
         served.check_output(max_tokens)
@@ -409,6 +414,7 @@ class AnswerForm(ABC):
     prefix: str
     kind: str
     chunk_kind: str
+    _empty: ClassVar[dict[str, Any]]  # a choice of a chunk without text
 
     def __init__(self, served: Served, job: Job, place: Admitted) -> None:
         self._served, self._job, self._place = served, job, place
@@ -434,21 +440,26 @@ class AnswerForm(ABC):
             {
                 "index": index,
                 **self._content(text),
-                "logprobs": self._logprobs(text),
-                "finish_reason": None if text.reason is None else FINISH[text.reason],
+                "logprobs": self._logprobs(index, text),
+                "finish_reason": FINISH[text.reason or "length"],  # no reason: none was asked for
             }
             for index, text in enumerate(texts)
         ]
         return {**self._head(self.kind), "choices": choices, "usage": used, "loopformer": self.followed}
 
-    @abstractmethod
-    def opening(self) -> list[dict[str, Any]]:
-        """The chunks that come before any text."""
+    def opening(self) -> dict[str, Any]:
+        """The chunk that comes before any text; clients look at the first choice of every chunk."""
+        choices = [
+            {"index": index, **self._empty, "logprobs": None, "finish_reason": None}
+            for index in range(self._job.count)
+        ]
+        return {**self._head(self.chunk_kind), "choices": choices, "loopformer": self.followed}
 
     def chunk(self, index: int, part: TextSoFar) -> dict[str, Any]:
         """What has come of one text since the last chunk."""
         finish = None if part.reason is None else FINISH[part.reason]
-        choice = {"index": index, **self._delta(part), "logprobs": self._logprobs(part), "finish_reason": finish}
+        logprobs = self._logprobs(index, part)
+        choice = {"index": index, **self._delta(part), "logprobs": logprobs, "finish_reason": finish}
         return {**self._head(self.chunk_kind), "choices": [choice]}
 
     def closing(self, used: dict[str, float]) -> dict[str, Any]:
@@ -464,15 +475,19 @@ class AnswerForm(ABC):
         """The text in a chunk."""
 
     @abstractmethod
-    def _logprobs(self, text: TextSoFar) -> dict[str, Any] | None:
-        """Its tokens with their log-probabilities, where they were asked for."""
+    def _logprobs(self, index: int, text: TextSoFar) -> dict[str, Any] | None:
+        """The tokens of a text, or of its next part, with their log-probabilities, where they were asked for."""
 
 
 class CompletionAnswer(AnswerForm):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def opening(self) -> list[dict[str, Any]]:
-        return [{**self._head(self.chunk_kind), "choices": [], "loopformer": self.followed}]
+    _empty: ClassVar[dict[str, Any]] = {"text": ""}
+
+    def __init__(self, served: Served, job: Job, place: Admitted) -> None:
+        super().__init__(served, job, place)
+        # Of each text its whole characters so far, and the tokens of the one that is not whole yet.
+        self._read: dict[int, tuple[int, list[int]]] = {}
 
     def _content(self, text: TextSoFar) -> dict[str, Any]:
         prompt = self._served.tokenizer.decode(text.prompt) if self._job.echo else ""
@@ -481,7 +496,7 @@ class CompletionAnswer(AnswerForm):
     def _delta(self, part: TextSoFar) -> dict[str, Any]:
         return {"text": part.text}
 
-    def _logprobs(self, text: TextSoFar) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, text: TextSoFar) -> dict[str, Any] | None:
         if self._job.alternatives is None:
             return None
         ids: list[int] = [*text.tokens]
@@ -491,18 +506,28 @@ class CompletionAnswer(AnswerForm):
             ids = [*text.prompt, *ids]
             values = [*(row.logprob for row in text.ranked[: len(text.prompt)]), *values]
             named = [row.alternatives for row in text.ranked]
-        tokens = [self._served.token_text(token) for token in ids]
-        offsets, place = [], 0
-        for token in tokens:
-            offsets.append(place)
-            place += len(token)
         return {
-            "tokens": tokens,
+            "tokens": [self._served.token_text(token) for token in ids],
             "token_ids": ids,
             "token_logprobs": [None if value is None else _finite(value) for value in values],
             "top_logprobs": [self._named(row) for row in named] if self._job.alternatives else None,
-            "text_offset": offsets,
+            "text_offset": self._offsets(index, ids),
         }
+
+    def _offsets(self, index: int, ids: Sequence[int]) -> list[int]:
+        """Where each token begins in its text; one that goes on with a character begins where that does."""
+        place, waiting = self._read.get(index, (0, []))
+        offsets = []
+        for token in ids:
+            waiting.append(token)
+            text, own = (self._served.tokenizer.decode(some) for some in (waiting, [token]))
+            goes_on = own.startswith(HALF) or not text.endswith(own)
+            offsets.append(place if goes_on else place + len(text) - len(own))
+            if not text.endswith(HALF):
+                place += len(text)
+                waiting = []
+        self._read[index] = place, waiting
+        return offsets
 
     def _named(self, alternatives: Alternatives) -> dict[str, float] | None:
         best = {self._served.token_text(token): _finite(value) for token, value in reversed(alternatives)}
@@ -512,13 +537,7 @@ class CompletionAnswer(AnswerForm):
 class ChatAnswer(AnswerForm):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
-        choices = [
-            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            for index in range(self._job.count)
-        ]
-        return [{**self._head(self.chunk_kind), "choices": choices, "loopformer": self.followed}]
+    _empty: ClassVar[dict[str, Any]] = {"delta": {"role": "assistant", "content": ""}}
 
     def _content(self, text: TextSoFar) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text.text, "refusal": None}}
@@ -526,7 +545,7 @@ class ChatAnswer(AnswerForm):
     def _delta(self, part: TextSoFar) -> dict[str, Any]:
         return {"delta": {"content": part.text} if part.text or part.reason is None else {}}
 
-    def _logprobs(self, text: TextSoFar) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, text: TextSoFar) -> dict[str, Any] | None:
         if self._job.alternatives is None:
             return None
         named = [row.alternatives for row in text.ranked[len(text.prompt) :]] or [()] * len(text.tokens)

@@ -147,7 +147,7 @@ async def started_app(settings: ServerSettings, keys: tuple[bytes, ...]) -> Asyn
         service = Service(engine, served, admission, settings.service)
         hosts = LOOPBACK | {settings.host} if _is_loopback(settings.host) else None
         gate = GateSettings(keys, hosts, settings.max_body)
-        app: ASGIApp = Gate(create_app(service), gate)
+        app: ASGIApp = Gate(create_app(service), gate, service.metrics.refused)
         if settings.cors:
             app = CORSMiddleware(app, settings.cors, allow_methods=["GET", "POST"], allow_headers=["*"])
         yield StartedApp(app, service, ready)
@@ -263,7 +263,8 @@ def greeting(
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     key = '-H "Authorization: Bearer $API_KEY" ' if has_keys else ""
     first = engines[0]
-    body = json.dumps({"prompt": "Once upon a time", "max_tokens": 32, "budget": first.default.budget})
+    most = min(32, settings.max_output or 32)
+    body = json.dumps({"prompt": "Once upon a time", "max_tokens": most, "budget": first.default.budget})
     processes = f"engine process{'es' * (len(engines) > 1)} {', '.join(str(each.process) for each in engines)}"
     what = f"{_name(settings.worker.model)} (1 to {first.config.loops} loops) on {first.device}, {processes}"
     curl = f"curl {url}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'"
@@ -326,8 +327,11 @@ class _Refusal(Exception):
 class Gate:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, settings: GateSettings) -> None:
-        self._app, self._settings = app, settings
+    def __init__(
+        self, app: ASGIApp, settings: GateSettings, refused: Callable[[int], object] = lambda status: None
+    ) -> None:
+        """`refused` is told the status of each request that is not let in."""
+        self._app, self._settings, self._refused = app, settings, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -338,6 +342,7 @@ class Gate:
             self._check(scope["path"], headers)
             body = await self._body(headers, receive)
         except _Refusal as refusal:
+            self._refused(refusal.status)
             await _refuse(refusal, send)
             return
         if body is None:
