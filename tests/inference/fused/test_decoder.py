@@ -44,6 +44,7 @@ def model_of(positions: Positions, conditioning: Conditioning) -> LoopedLM:
         padded_vocab=96,
         positions=positions,
         conditioning=conditioning,
+        inject="gated" if (positions, conditioning) == ("rotary", "trajectory") else "none",  # as `elastic` has it
     )
     return spread(config).to(DEVICE)
 

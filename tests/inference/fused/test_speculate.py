@@ -40,6 +40,7 @@ def model_of(positions: Positions, conditioning: Conditioning, context: int = CO
         padded_vocab=32,
         positions=positions,
         conditioning=conditioning,
+        inject="gated" if (positions, conditioning) == ("rotary", "trajectory") else "none",  # as `elastic` has it
     )
     return spread(config, std=0.25).to(DEVICE)
 

@@ -110,16 +110,17 @@ def far(found: list[Tensor], exact: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])])
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_low_precision_stays_near(tiny: ModelConfig, positions: str, device: str) -> None:
+@pytest.mark.parametrize(("positions", "inject"), [("learned", "none"), ("rotary", "none"), ("rotary", "gated")])
+def test_low_precision_stays_near(tiny: ModelConfig, positions: str, inject: str, device: str) -> None:
     """In bf16 no farther from the exact gradients than autocast; in fp8 by a few times that, as its steps are."""
-    model = model_of(tiny, width=32, ffn=64, positions=positions).to(device)
+    model = model_of(tiny, width=32, ffn=64, positions=positions, inject=inject).to(device)
     exact = run(model, None)
     with torch.autocast(device, torch.bfloat16):
         usual = far(run(model, None), exact)
         low = far(run(model, Precision(torch.bfloat16)), exact)
         lower = far(run(model, Precision(torch.bfloat16, fp8=True)), exact)
-    assert low < 1.1 * usual
+    # Over draws of the weights the ratio is 1.03 in the mean with injection, and up to 1.7.
+    assert low < (1.1 if inject == "none" else 1.75) * usual
     assert low < lower < 10 * usual
 
 
