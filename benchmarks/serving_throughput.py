@@ -1,14 +1,16 @@
 """What a server costs: its throughput over that of its engine, on one device.
 
     python benchmarks/serving_throughput.py [--model paper/loopformer-3x8] [--loads full,mixed] [--seconds 2]
-                                            [--rounds 3] [--parts engine,server,stream,transformers] [--out FILE]
+                                            [--rounds 3] [--parts engine,server,stream,transformers]
+                                            [--temperature 0] [--out FILE]
 
 engine        the engine alone in this process, as the server makes it; text and stop strings included
 server        `loopformer serve` on loopback, a client for each row, whole answers; aimed at: 0.85 of the engine
 stream        the same with server-sent events; aimed at: 0.6
 transformers  Transformers' continuous batching of a GPT-2 of the same compute (k·L blocks), without making text
 
-All run the same requests: random prompts of 64 to 256 tokens, 64 to 192 new ones, greedy, a stop string. There are
+All run the same requests: random prompts of 64 to 256 tokens, 64 to 192 new ones, greedy unless there is a
+temperature (which Transformers is not given), a stop string. There are
 as many clients as rows; each sends its next request when it has its answer. Loads: `full` has all requests at the
 largest budget, `mixed` has a third each at L, L/2 and L/4; Transformers has one depth and so the full load alone.
 After rounds that warm up through the same paths, tokens are counted for `--seconds` while all rows are busy.
@@ -51,6 +53,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import choose_device, synchronise
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Request
+from loopformer.inference.sampling import Sampling
 from loopformer.lm import LM
 from loopformer.loading.folder import located, save_model
 from loopformer.model import LoopedLM
@@ -72,14 +75,21 @@ class Asked(NamedTuple):
     prompt: list[int]
     budget: int
     tokens: int
+    temperature: float
 
     def body(self, stream: bool) -> Report:
-        body = {"prompt": self.prompt, "budget": self.budget, "max_tokens": self.tokens, "temperature": 0}
+        body = {
+            "prompt": self.prompt,
+            "budget": self.budget,
+            "max_tokens": self.tokens,
+            "temperature": self.temperature,
+        }
         options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
         return {**body, "stop": list(STOPS), **options}
 
     def request(self) -> Request:
-        return Request(tuple(self.prompt), Trajectory.uniform(self.budget), max_tokens=self.tokens, stops=STOPS)
+        trajectory, sampling = Trajectory.uniform(self.budget), Sampling(self.temperature)
+        return Request(tuple(self.prompt), trajectory, sampling, self.tokens, STOPS)
 
 
 class Times(NamedTuple):
@@ -105,13 +115,13 @@ class Window(NamedTuple):
         return self.tokens / (self.until - self.since)
 
 
-def draw(vocab: int, budgets: Sequence[int], clients: int, seed: int) -> list[list[Asked]]:
+def draw(vocab: int, budgets: Sequence[int], clients: int, temperature: float, seed: int) -> list[list[Asked]]:
     """What each client asks for, in its order."""
     rng = random.Random(seed)
 
     def one(number: int) -> Asked:
         prompt = rng.choices(range(1, vocab), k=rng.randint(*PROMPT))  # 0 ends a text
-        return Asked(prompt, budgets[number % len(budgets)], rng.randint(*NEW))
+        return Asked(prompt, budgets[number % len(budgets)], rng.randint(*NEW), temperature)
 
     return [[one(client + number) for number in range(EACH)] for client in range(clients)]
 
@@ -345,6 +355,7 @@ def main() -> None:
     parser.add_argument(
         "--processes", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 3)), help="of clients"
     )
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the texts; 0: the most likely tokens")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -372,8 +383,9 @@ def main() -> None:
         say(f"the model is there, {lm.model.dtype_name} on {device}")
         loops = config.loops
         budgets = {"full": [loops], "mixed": sorted({loops, max(1, loops // 2), max(1, loops // 4)})}
-        loads = {name: draw(config.vocab, budgets[name], asked.rows, seed=0) for name in names}
-        warm = draw(config.vocab, budgets["mixed" if "mixed" in names else "full"], asked.rows, seed=1)
+        loads = {name: draw(config.vocab, budgets[name], asked.rows, asked.temperature, 0) for name in names}
+        warmest = budgets["mixed" if "mixed" in names else "full"]
+        warm = draw(config.vocab, warmest, asked.rows, asked.temperature, 1)
         report: Report = {
             "benchmark": "serving_throughput",
             "command": shlex.join(["python", *sys.argv]),
@@ -387,6 +399,7 @@ def main() -> None:
             "new_tokens": NEW,
             "client_processes": asked.processes,
             "rounds": asked.rounds,
+            "temperature": asked.temperature,
         }
         try:
             with ExitStack() as stack:
