@@ -278,6 +278,7 @@ SUITES: dict[str, dict[str, Settings]] = {
         "specialist-1-muon-0.04": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.04},
     },
     "rest": {  # what makes Recurrent Depth strong in the paper's table; other orders; two blocks; rates
+        "elastic-normed": {**ELASTIC, "model.start": "normed"},
         "elastic-sandwich": {**ELASTIC, "model.norms": "sandwich"},
         "elastic-adapter": {**ELASTIC, "model.inject": "adapter"},
         "elastic-sandwich-adapter": {**ELASTIC, "model.norms": "sandwich", "model.inject": "adapter"},
@@ -300,6 +301,8 @@ SUITES: dict[str, dict[str, Settings]] = {
             "training.steps": 770,
         },  # the FLOPs of `elastic`
         "elastic-two-blocks": {**ELASTIC, "model.blocks": 2},
+        "specialist-8-normed": {**OURS, **following("{budget: 8}"), "model.start": "normed"},
+        "specialist-1-normed": {**OURS, **following("{budget: 1}"), "model.start": "normed"},
         "specialist-8-two-blocks": {**OURS, **following("{budget: 8}"), "model.blocks": 2},
         "specialist-1-two-blocks": {**OURS, **following("{budget: 1}"), "model.blocks": 2},
         **{

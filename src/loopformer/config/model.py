@@ -64,7 +64,7 @@ class ModelConfig:
     time_scale: float = 1.0  # multiplies t and Δ before their Fourier features
     residual_init: Literal["blocks", "depth"] = "blocks"  # residual projections start at 0.02/√(2k) or /√(2kL)
     inject: Literal["none", "gated", "adapter"] = on_trial("none")  # how passes get the embedding again
-    start: Literal["embedding", "random"] = on_trial("embedding")  # the state before the first pass
+    start: Literal["embedding", "normed", "random"] = on_trial("embedding")  # the state before the first pass
     norms: Literal["pre", "sandwich"] = on_trial("pre")  # sandwich: a learned norm also after each sum
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class ModelConfig:
             "model.inject gated follows what a pass is told; give model.conditioning another value than none.",
         )
         require(
-            self.start == "embedding" or self.inject == "adapter",
+            self.start != "random" or self.inject == "adapter",
             "With model.start random the tokens are met in the injection alone; set model.inject to adapter.",
         )
         require(

@@ -274,9 +274,14 @@ class LoopedLM(nn.Module):
 
     def place(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Rotary | None]:
         """Embedded tokens x [B, T, D] at positions [B or 1, T] → states and rotary angles, if any."""
+        rotary = None
         if self.places is not None:
-            return x + self.places(positions), None
-        return x, rotary_angles(positions, self.config.head_width, x.dtype)
+            x = x + self.places(positions)
+        else:
+            rotary = rotary_angles(positions, self.config.head_width, x.dtype)
+        if self.config.start == "normed":
+            x = F.rms_norm(x, x.shape[-1:], None, EPSILON)
+        return x, rotary
 
     @_not_compiled
     def random_start(self, positions: Tensor, ids: Tensor | None = None) -> Tensor | None:
@@ -285,7 +290,7 @@ class LoopedLM(nn.Module):
         It follows from the position alone, so that cached equals uncached, and where gradients are wanted from
         all ids [B, T] of the row too: another one for every sample, the same one after a resume.
         """
-        if self.config.start == "embedding":
+        if self.config.start != "random":
             return None
         keys = positions.new_zeros(1)
         if ids is not None and self.training and torch.is_grad_enabled():
