@@ -58,6 +58,7 @@ def test_the_openai_client_streams(client: openai.OpenAI, lm: LM) -> None:
     assert chunks[0].model_extra is not None
     assert chunks[0].model_extra["loopformer"]["degraded"] is False
     assert all(len(chunk.choices) == 1 for chunk in chunks[:-1])  # clients take the first
+    assert all(choice.logprobs is not None for chunk in chunks for choice in chunk.choices)  # as they asked
     choices = [choice for chunk in chunks for choice in chunk.choices]
     assert "".join(choice.text for choice in choices) == expected.text
     assert len(choices) > 3

@@ -450,7 +450,7 @@ class AnswerForm(ABC):
     def opening(self) -> dict[str, Any]:
         """The chunk that comes before any text; clients look at the first choice of every chunk."""
         choices = [
-            {"index": index, **self._empty, "logprobs": None, "finish_reason": None}
+            {"index": index, **self._empty, "logprobs": self._logprobs(index, TextSoFar(())), "finish_reason": None}
             for index in range(self._job.count)
         ]
         return {**self._head(self.chunk_kind), "choices": choices, "loopformer": self.followed}
