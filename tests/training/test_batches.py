@@ -1,4 +1,5 @@
 import random
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -93,6 +94,13 @@ def test_the_costliest_step_has_the_longest_of_those_that_are_followed_together(
     )
     run = RunConfig(ModelConfig(), objective=ObjectiveConfig(trajectories=entries))
     assert [one and one.budget for one in costliest_step(run)] == [8, None, 2, 8]
+
+
+def test_runs_that_were_stored_with_a_chance_of_one_are_read() -> None:
+    stored: Any = [{"budget": "any", "chance": 1.0}]
+    assert ObjectiveConfig(trajectories=stored).trajectories == (TrainedTrajectory("any"),)
+    with pytest.raises(LoopformerError, match="chance"):
+        ObjectiveConfig(trajectories=[{"budget": "any", "chance": 0.5}])  # type: ignore[arg-type]
 
 
 def test_sharded_ranks_follow_the_same_trajectories_at_the_same_time() -> None:

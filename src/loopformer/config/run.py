@@ -184,6 +184,10 @@ PAIR = ("short_weight", "consistency_weight", "sampler", "short_fraction")  # th
 def _trajectory(entry: Any) -> TrainedTrajectory:
     if isinstance(entry, TrainedTrajectory):
         return entry
+    if (
+        isinstance(entry, Mapping) and entry.get("chance") == 1
+    ):  # a setting that is gone; files of runs still say it
+        entry = {key: value for key, value in entry.items() if key != "chance"}
     return from_mapping(TrainedTrajectory, entry, "each of objective.trajectories")
 
 
