@@ -107,6 +107,11 @@ def rows_from(start: float, entries: Sequence[tuple[str, float, float, str]]) ->
     return following(*written, training__steps=2000)
 
 
+def specialist(budget: int, **more: Any) -> Settings:
+    """Trained on so many equal steps alone, with our optimizer and start."""
+    return {**OURS, **following(f"{{budget: {budget}}}", **more)}
+
+
 HOW = ("equal", "compositions")
 ELASTIC: Settings = {  # the preset
     **OURS,
@@ -121,20 +126,21 @@ ELASTIC: Settings = {  # the preset
     ),
 }
 ANY = following("{budget: any}")
+FOUR_DRAWS: Settings = {"objective.route_draws": 4, "training.micro_batch": 32}  # one for each quarter of the rows
 LARGE: Settings = {"model.width": 2048, "model.heads": 32, "model.ffn": 6144}
 WIDE: Settings = {"model.ffn": 4096}  # more room in one pass, no more of them: is it room that budgets contend for?
 SUITES: dict[str, dict[str, Settings]] = {
     "parts": {  # the most telling first
         "ours-any": {**OURS, **ANY},
-        "specialist-8": {**OURS, **following("{budget: 8}")},
-        "specialist-1": {**OURS, **following("{budget: 1}")},
-        "specialist-4": {**OURS, **following("{budget: 4}")},
-        "specialist-2": {**OURS, **following("{budget: 2}")},
+        "specialist-8": specialist(8),
+        "specialist-1": specialist(1),
+        "specialist-4": specialist(4),
+        "specialist-2": specialist(2),
         "paper": {},
         "paper-ours": {**OURS},  # the paper's objective with our optimizer, positions and start
         "sandwich": {**OURS, **following(FULL, SHORT, ONE)},
         "any-twice": {**OURS, **ANY, "training.steps": 2000},
-        "any-parts-4": {**OURS, **ANY, "objective.route_draws": 4, "training.micro_batch": 32},
+        "any-parts-4": {**OURS, **ANY, **FOUR_DRAWS},
         "any-any": {**OURS, **following("{budget: any}", "{budget: any}")},
         "any-one": {**OURS, **following("{budget: any}", "{budget: 1, weight: 0.2}")},
         "any-full": {**OURS, **following("{budget: any}", "{budget: full, weight: 0.5}")},
@@ -165,7 +171,7 @@ SUITES: dict[str, dict[str, Settings]] = {
         "wide-grid-0.3": {**OURS, **grid(0.3), **WIDE},
         "grid-0.3": {**OURS, **grid(0.3)},
         "grid-0.1": {**OURS, **grid(0.1)},
-        "wide-specialist-8": {**OURS, **following("{budget: 8}"), **WIDE},
+        "wide-specialist-8": {**specialist(8), **WIDE},
         "deep-first": {
             **OURS,
             **following(
@@ -175,7 +181,7 @@ SUITES: dict[str, dict[str, Settings]] = {
             ),
         },
         "deep-0.3": {**OURS, **following("{budget: [3, 8]}", "{budget: [1, 2], weight: 0.3}")},
-        "wide-specialist-1": {**OURS, **following("{budget: 1}"), **WIDE},
+        "wide-specialist-1": {**specialist(1), **WIDE},
         "deep-0.1": {**OURS, **following("{budget: [3, 8]}", "{budget: [1, 2], weight: 0.1}")},
         "paper-one": {**OURS, **following(*PAIR, "{budget: 1, weight: 0.1}"), "objective.consistency": "hidden"},
     },
@@ -253,29 +259,24 @@ SUITES: dict[str, dict[str, Settings]] = {
     "final": {  # with seeds; `elastic` has the tokens of `…-twice`, and no more FLOPs than `paper…` or `early-exit`
         "elastic": ELASTIC,
         "elastic-matched": {**OURS, **following(FULL, *strata(0.1, match=0.3, start=0.2))},
-        **{f"specialist-{m}": {**OURS, **following(f"{{budget: {m}}}")} for m in (8, 4, 2, 1)},
-        **{
-            f"specialist-{m}-twice": {**OURS, **following(f"{{budget: {m}}}"), "training.steps": 2000}
-            for m in (8, 4, 2, 1)
-        },
-        "paper-ours": {**OURS, "objective.route_draws": 4, "training.micro_batch": 32},
-        "paper": {"objective.route_draws": 4, "training.micro_batch": 32},
+        **{f"specialist-{m}": specialist(m) for m in (8, 4, 2, 1)},
+        **{f"specialist-{m}-twice": specialist(m, training__steps=2000) for m in (8, 4, 2, 1)},
+        "paper-ours": {**OURS, **FOUR_DRAWS},
+        "paper": {**FOUR_DRAWS},
         "paper-adamw-2e-3": {
             "training.learning_rate": 2e-3,
-            "objective.route_draws": 4,
-            "training.micro_batch": 32,
+            **FOUR_DRAWS,
         },
         "early-exit": {  # naive: passes are told nothing, and short trajectories are trained beside the full one
             **MUON,
             **following(FULL, "{budget: short, weight: 0.1}"),
             "model.conditioning": "none",
             "model.positions": "rotary",
-            "objective.route_draws": 4,
-            "training.micro_batch": 32,
+            **FOUR_DRAWS,
         },
-        "specialist-8-muon-0.01": {**OURS, **following("{budget: 8}"), "training.matrix_learning_rate": 0.01},
-        "specialist-1-muon-0.01": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.01},
-        "specialist-1-muon-0.04": {**OURS, **following("{budget: 1}"), "training.matrix_learning_rate": 0.04},
+        "specialist-8-muon-0.01": specialist(8, training__matrix_learning_rate=0.01),
+        "specialist-1-muon-0.01": specialist(1, training__matrix_learning_rate=0.01),
+        "specialist-1-muon-0.04": specialist(1, training__matrix_learning_rate=0.04),
     },
     "rest": {  # what makes Recurrent Depth strong in the paper's table; other orders; two blocks; rates
         "elastic-normed": {**ELASTIC, "model.start": "normed"},
@@ -295,28 +296,20 @@ SUITES: dict[str, dict[str, Settings]] = {
             ),
         },
         "learned-then-matched": {**OURS, **following(FULL, *strata(0.3, 0, 0.2, 0.6), *strata(0.1, 0.3, 0.6))},
-        "sandwich-shorter": {
-            **OURS,
-            **following(FULL, SHORT, ONE),
-            "training.steps": 770,
-        },  # the FLOPs of `elastic`
+        # With the FLOPs of `elastic`.
+        "sandwich-shorter": {**OURS, **following(FULL, SHORT, ONE, training__steps=770)},
         "elastic-two-blocks": {**ELASTIC, "model.blocks": 2},
-        "specialist-8-normed": {**OURS, **following("{budget: 8}"), "model.start": "normed"},
-        "specialist-1-normed": {**OURS, **following("{budget: 1}"), "model.start": "normed"},
-        "specialist-8-two-blocks": {**OURS, **following("{budget: 8}"), "model.blocks": 2},
-        "specialist-1-two-blocks": {**OURS, **following("{budget: 1}"), "model.blocks": 2},
+        "specialist-8-normed": specialist(8, model__start="normed"),
+        "specialist-1-normed": specialist(1, model__start="normed"),
+        "specialist-8-two-blocks": specialist(8, model__blocks=2),
+        "specialist-1-two-blocks": specialist(1, model__blocks=2),
         **{
-            f"specialist-{m}-muon-{rate}": {
-                **OURS,
-                **following(f"{{budget: {m}}}"),
-                "training.matrix_learning_rate": rate,
-            }
+            f"specialist-{m}-muon-{rate}": specialist(m, training__matrix_learning_rate=rate)
             for m, rate in ((8, 0.04), (4, 0.01), (4, 0.04), (2, 0.01), (2, 0.04))
         },
         "paper-adamw-4e-3": {
             "training.learning_rate": 4e-3,
-            "objective.route_draws": 4,
-            "training.micro_batch": 32,
+            **FOUR_DRAWS,
         },
     },
     "large": {  # 106 M parameters
@@ -325,8 +318,7 @@ SUITES: dict[str, dict[str, Settings]] = {
             **LARGE,
             "training.learning_rate": 6e-4,
             "training.steps": 880,
-            "objective.route_draws": 4,
-            "training.micro_batch": 32,
+            **FOUR_DRAWS,
         },
     },
 }

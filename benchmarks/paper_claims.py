@@ -19,7 +19,6 @@ import argparse
 import io
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -33,10 +32,11 @@ from paper_judge import TITLES, Results, fill
 from queueing import RAW, rounded, trained, work_through
 
 from loopformer.analysis.dynamics import analyze, read_prompts
-from loopformer.analysis.report.collect import VERSION, facts_of_run, size_facts
+from loopformer.analysis.report.collect import VERSION, ReportRequest, facts_of_run, size_facts
 from loopformer.analysis.report.page import write_report
-from loopformer.analysis.results import REPORT_FORMAT
+from loopformer.analysis.results import REPORT_FORMAT, TextSource
 from loopformer.config import load_run
+from loopformer.config.run import run_from_mapping
 from loopformer.data.prepare import prepare as prepare_data
 from loopformer.evaluation.benchmarks import LoadedModel, ask, collect, model_facts
 from loopformer.evaluation.schedules import search
@@ -267,23 +267,16 @@ def reported(results: Results) -> dict[str, Any]:
             "matplotlib": version("matplotlib"),
             "command": "python benchmarks/paper_claims.py report",
         },
-        "asked": {
-            "texts": [
-                {"name": name, "source": source} for name, source in zip(TITLES_OF_TEXTS, TEXTS, strict=True)
-            ],
-            "tasks": "paper",
-            "data": "data/eval",
-            "limit": None,
-            "budgets": [1, 2, 4, 8],
-            "search": 4,
-            "search_tasks": False,
-            "prompts": PROMPTS,
-            "skip": [],
-            "max_tokens": SCORED,
-            "field": "text",
-            "device": "cuda",
-            "dtype": "float32",
-        },
+        "asked": ReportRequest(
+            tuple(run["tasks"]["model"]["path"] for run in runs.values()),
+            tuple(map(TextSource, TITLES_OF_TEXTS, TEXTS)),
+            data=Path("data/eval"),
+            budgets=(1, 2, 4, 8),
+            search=4,
+            prompts=PROMPTS,
+            max_tokens=SCORED,
+            device="cuda",
+        ).to_json(),
         "tasks": {name: first["tasks"][name] for name in ("harness", "limit", "tasks", "notes")},
         "models": [reported_model(title, run) for title, run in runs.items()],
     }
@@ -291,10 +284,7 @@ def reported(results: Results) -> dict[str, Any]:
 
 def reported_model(title: str, found: Mapping[str, Any]) -> dict[str, Any]:
     texts = {str(Path("data/claims", text)): name for text, name in zip(TEXTS, TITLES_OF_TEXTS, strict=True)}
-    with tempfile.TemporaryDirectory() as folder:
-        settings = Path(folder, "run.yaml")
-        settings.write_text(json.dumps(found["settings"]))  # JSON is YAML
-        run, _ = load_run(str(settings))
+    run = run_from_mapping(found["settings"])
     records, searches = found["training"]["train"], found.get("schedules", [])
     missing = {} if searches else {"search": "Only models that are told their steps were searched."}
     states = found["analysis"][0] if run.model.loops > 1 else None

@@ -27,7 +27,7 @@ from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, nearest, require
 from loopformer.inference.chat import ChatTemplate, Message
-from loopformer.inference.request import Reason, Request
+from loopformer.inference.request import BROKEN, Reason, Request
 from loopformer.inference.sampling import Sampling
 from loopformer.model.cost import Cost
 from loopformer.serving.admission import Admitted
@@ -66,7 +66,6 @@ _CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 _FAMILY = re.compile(r"\s*[a-z-]+\s*:\s*(\d+)\s*")
-HALF = "\ufffd"  # what is decoded of part of a character
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM says this
 MOST_ALTERNATIVES = 20
 FINISH: dict[Reason, str] = {"stop": "stop", "end": "stop", "length": "length", "context": "length"}
@@ -521,9 +520,9 @@ class CompletionAnswer(AnswerForm):
         for token in ids:
             waiting.append(token)
             text, own = (self._served.tokenizer.decode(some) for some in (waiting, [token]))
-            goes_on = own.startswith(HALF) or not text.endswith(own)
+            goes_on = own.startswith(BROKEN) or not text.endswith(own)
             offsets.append(place if goes_on else place + len(text) - len(own))
-            if not text.endswith(HALF):
+            if not text.endswith(BROKEN):
                 place += len(text)
                 waiting = []
         self._read[index] = place, waiting
