@@ -278,8 +278,20 @@ SUITES: dict[str, dict[str, Settings]] = {
         "specialist-1-muon-0.01": specialist(1, training__matrix_learning_rate=0.01),
         "specialist-1-muon-0.04": specialist(1, training__matrix_learning_rate=0.04),
     },
+    "normed": {  # the same from an embedding that is normalised
+        name: {**settings, "model.start": "normed"}
+        for name, settings in {
+            "elastic": ELASTIC,
+            "specialist-8": specialist(8),
+            "specialist-1": specialist(1),
+            "elastic-matched": {**OURS, **following(FULL, *strata(0.1, match=0.3, start=0.2))},
+            "specialist-4": specialist(4),
+            "specialist-2": specialist(2),
+            **{f"specialist-{m}-twice": specialist(m, training__steps=2000) for m in (8, 4, 2, 1)},
+            "paper-ours": {**OURS, **FOUR_DRAWS},
+        }.items()
+    },
     "rest": {  # what makes Recurrent Depth strong in the paper's table; other orders; two blocks; rates
-        "elastic-normed": {**ELASTIC, "model.start": "normed"},
         "elastic-sandwich": {**ELASTIC, "model.norms": "sandwich"},
         "elastic-adapter": {**ELASTIC, "model.inject": "adapter"},
         "elastic-sandwich-adapter": {**ELASTIC, "model.norms": "sandwich", "model.inject": "adapter"},
@@ -299,8 +311,6 @@ SUITES: dict[str, dict[str, Settings]] = {
         # With the FLOPs of `elastic`.
         "sandwich-shorter": {**OURS, **following(FULL, SHORT, ONE, training__steps=770)},
         "elastic-two-blocks": {**ELASTIC, "model.blocks": 2},
-        "specialist-8-normed": specialist(8, model__start="normed"),
-        "specialist-1-normed": specialist(1, model__start="normed"),
         "specialist-8-two-blocks": specialist(8, model__blocks=2),
         "specialist-1-two-blocks": specialist(1, model__blocks=2),
         **{

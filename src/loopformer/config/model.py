@@ -113,8 +113,8 @@ class ModelConfig:
     @property
     def plain_only(self) -> str | None:
         """The setting that keeps a model from the fused kernels of decoding; None where there is none."""
-        fused = ("inject",) if self.inject == "gated" else ()
-        return next((name for name in self.trials if name not in fused), None)
+        fused = {"inject": self.inject == "gated", "start": self.start == "normed" and self.positions == "rotary"}
+        return next((name for name in self.trials if not fused.get(name)), None)
 
     @property
     def vocab_rows(self) -> int:

@@ -45,6 +45,7 @@ def model_of(positions: Positions, conditioning: Conditioning) -> LoopedLM:
         positions=positions,
         conditioning=conditioning,
         inject="gated" if (positions, conditioning) == ("rotary", "trajectory") else "none",  # as `elastic` has it
+        start="normed" if (positions, conditioning) == ("rotary", "trajectory") else "embedding",
     )
     return spread(config).to(DEVICE)
 

@@ -34,6 +34,7 @@ BASE = ModelConfig(
 )
 KINDS: list[dict[str, Any]] = [
     {"inject": "gated"},
+    {"inject": "gated", "start": "normed"},
     {"positions": "learned", "conditioning": "none", "modulator_start": "zero"},
     {"conditioning": "index"},
 ]
@@ -61,7 +62,13 @@ class Letters:
         return "".join(chr(97 + number % 26) for number in ids)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["injected", "unconditioned", "index"])
+class EndlessLetters(Letters):
+    """The same; no text ends before it has all tokens that it may have."""
+
+    eot = -1
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["injected", "normed", "unconditioned", "index"])
 def test_a_pass_of_rows_at_different_loops_is_each_ones_own(kind: dict[str, Any]) -> None:
     model = spread(replace(BASE, **kind)).to(DEVICE)
     along = [Trajectory.uniform(3), Trajectory.uniform(1), Trajectory.uniform(2)]
@@ -359,9 +366,9 @@ def test_a_row_alone_runs_whole_tokens_and_goes_on_among_others(model: LoopedLM)
 def test_rows_of_a_budget_choose_their_tokens_together_whenever_they_came(model: LoopedLM) -> None:
     requests = [Request((4, 5, 6 + number), Trajectory.uniform(3), max_tokens=24) for number in range(2)]
     other = Request((9, 8), Trajectory.uniform(1), max_tokens=40)  # after each of its passes others could begin
-    expected = finished(Engine(model, Letters(), backend=PlainBackend(model, 3)), [*requests, other])
+    expected = finished(Engine(model, EndlessLetters(), backend=PlainBackend(model, 3)), [*requests, other])
     backend = backend_of(model)
-    engine = Engine(model, Letters(), backend=backend)
+    engine = Engine(model, EndlessLetters(), backend=backend)
     tickets, results, chosen = [engine.submit(other), engine.submit(requests[0])], dict[int, Result](), []
     untyped: Any = backend
     launched = untyped._launched

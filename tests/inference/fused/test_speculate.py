@@ -41,6 +41,7 @@ def model_of(positions: Positions, conditioning: Conditioning, context: int = CO
         positions=positions,
         conditioning=conditioning,
         inject="gated" if (positions, conditioning) == ("rotary", "trajectory") else "none",  # as `elastic` has it
+        start="normed" if (positions, conditioning) == ("rotary", "trajectory") else "embedding",
     )
     return spread(config, std=0.25).to(DEVICE)
 

@@ -248,7 +248,7 @@ class SharedBatch:
             self._loops,
             self._ids,
             self._lengths,
-            self._weights.tokens,
+            self._weights.embedding,
             places.weight if places is not None else self._x,
             self._table,
             self._injection,

@@ -190,7 +190,7 @@ class Launches(ABC):
         kernels.embed_kernel[(self.rows,)](
             self.ids,
             self.lengths,
-            self._weights.tokens,
+            self._weights.embedding,
             model.places.weight if model.places is not None else self._x,
             injection if injection is not None else self._x,
             self._x,

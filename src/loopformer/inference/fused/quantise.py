@@ -12,9 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.model import LoopedLM
+from loopformer.model.block import EPSILON
 
 ZERO = 128  # the byte that stands for 0
 MOST_INT8_ROWS = 4  # beyond, matmuls are not limited by reading the weight
@@ -40,12 +42,12 @@ class Weight:
 
 @dataclass(frozen=True)
 class Weights:
-    """Of each block qkv, out, up and down; the head; and the token embedding [V, D]. All lie in memory by rows, as
-    kernels read them, however the model's own lie."""
+    """Of each block qkv, out, up and down; the head; and the embedding [V, D] that passes start from. All lie in
+    memory by rows, as kernels read them, however the model's own lie."""
 
     blocks: list[tuple[Weight, Weight, Weight, Weight]]
     head: Weight
-    tokens: Tensor
+    embedding: Tensor
 
     @property
     def int8(self) -> bool:
@@ -86,4 +88,6 @@ def _each(model: LoopedLM, one: Callable[[Tensor], Weight]) -> Weights:
         weights = (attention.qkv.weight, attention.out.weight, ffn.up.weight, ffn.down.weight)
         qkv, out, up, down = (one(weight) for weight in weights)
         blocks.append((qkv, out, up, down))
-    return Weights(blocks, one(model.tokens.weight), model.tokens.weight.detach().contiguous())
+    tokens = model.tokens.weight.detach().contiguous()
+    embedding = F.rms_norm(tokens, tokens.shape[-1:], None, EPSILON) if model.config.start == "normed" else tokens
+    return Weights(blocks, one(model.tokens.weight), embedding)
