@@ -112,19 +112,21 @@ def specialist(budget: int, **more: Any) -> Settings:
     return {**OURS, **following(f"{{budget: {budget}}}", **more)}
 
 
+def mixture(
+    full: float = 0.5, rows: float = 0.0625, equal: float = 0.15, unequal: float = 0.15
+) -> list[tuple[str, float, float, str]]:
+    """The preset's shares of rows; `rows` of 4 to 7 unequal steps, at the weight of their name."""
+    return [
+        ("full", 1.0, full, "equal"),
+        ("[4, 7]", equal, 0.0625, "equal"),
+        ("[4, 7]", unequal, rows, "compositions"),
+        ("[2, 3]", 0.3, 0.125, "compositions"),
+        ("1", 0.5, 0.25, "equal"),
+    ]
+
+
 HOW = ("equal", "compositions")
-ELASTIC: Settings = {  # the preset
-    **OURS,
-    **rows_from(
-        0.1,
-        [
-            ("full", 1.0, 0.5, "equal"),
-            *(("[4, 7]", 0.15, 0.0625, steps) for steps in HOW),
-            ("[2, 3]", 0.3, 0.125, "compositions"),
-            ("1", 0.5, 0.25, "equal"),
-        ],
-    ),
-}
+ELASTIC: Settings = {**OURS, **rows_from(0.1, mixture())}  # the preset
 ANY = following("{budget: any}")
 FOUR_DRAWS: Settings = {"objective.route_draws": 4, "training.micro_batch": 32}  # one for each quarter of the rows
 LARGE: Settings = {"model.width": 2048, "model.heads": 32, "model.ffn": 6144}
@@ -282,6 +284,9 @@ SUITES: dict[str, dict[str, Settings]] = {
         name: {**settings, "model.start": "normed"}
         for name, settings in {
             "elastic": ELASTIC,
+            "elastic-unequal": {**OURS, **rows_from(0.1, mixture(equal=0.1, unequal=0.3))},
+            "elastic-more-unequal": {**OURS, **rows_from(0.1, mixture(full=0.4375, rows=0.125))},
+            "elastic-muon-0.04": {**ELASTIC, "training.matrix_learning_rate": 0.04},
             "specialist-8": specialist(8),
             "specialist-1": specialist(1),
             "elastic-matched": {**OURS, **following(FULL, *strata(0.1, match=0.3, start=0.2))},
@@ -289,6 +294,14 @@ SUITES: dict[str, dict[str, Settings]] = {
             "specialist-2": specialist(2),
             **{f"specialist-{m}-twice": specialist(m, training__steps=2000) for m in (8, 4, 2, 1)},
             "paper-ours": {**OURS, **FOUR_DRAWS},
+            "elastic-matched-muon-0.04": {
+                **OURS,
+                **following(FULL, *strata(0.1, match=0.3, start=0.2), training__matrix_learning_rate=0.04),
+            },
+            **{
+                f"specialist-{m}-muon-0.04": specialist(m, training__matrix_learning_rate=0.04)
+                for m in (8, 4, 2, 1)
+            },
         }.items()
     },
     "rest": {  # what makes Recurrent Depth strong in the paper's table; other orders; two blocks; rates

@@ -81,7 +81,6 @@ SETTINGS = {
     "training.validate_every": 500,
 }
 ELASTIC = {"objective.route_draws": 4, "training.micro_batch": 16}  # for the models with a short trajectory
-VOCAB = 16384
 SOURCES = {  # megabytes of text, whole documents in the order of the file
     "gutenberg_books_0": 25,
     "gutenberg_books_1": 25,
@@ -108,6 +107,9 @@ SCORED = 300_000  # tokens of each held-out text, at most
 PROMPTS, PROMPT_TOKENS = 64, 128  # for the representation metrics, of the last text
 BATCH_TOKENS = 32768
 RESULTS = Path("results/paper_claims")
+TOKENIZER = (
+    RESULTS / "tokenizer/tokenizer.json"
+)  # trained on these texts at commit 7536208, in pieces cut otherwise
 TEXT, DATA, REQUESTS, ANSWERS = "text", "data", "requests.jsonl", "answers.jsonl"
 
 
@@ -163,7 +165,7 @@ def main() -> None:
 def prepare(corpus: Path, tasks: Path, out: Path) -> None:
     """What a machine without corpus and harness needs: tokens, held-out texts, requests."""
     write_texts(corpus, out / TEXT, SOURCES)
-    prepare_data([str(out / TEXT)], out / DATA, train_tokenizer=VOCAB)
+    prepare_data([str(out / TEXT)], out / DATA, tokenizer=str(TOKENIZER))
     for name in TEXTS:
         (out / name).write_text("".join(lines(corpus / "heldout" / f"{name}.zst")), encoding="utf-8")
     write_requests(out / REQUESTS, tasks_of(tasks).requests)
