@@ -152,11 +152,11 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens come to the host some time after they were chosen, as on a busy GPU."""
     times, to_host = random.Random(0), shared._to_host
 
-    def later(*args: Any, **options: Any) -> Any:
-        tokens, logprobs, arrived = to_host(*args, **options)
+    def later(chosen: torch.Tensor) -> Any:
+        there, arrived = to_host(chosen)
         if arrived is not None:
             arrived.synchronize()
-        return tokens, logprobs, Late(times.randrange(5))
+        return there, Late(times.randrange(5))
 
     monkeypatch.setattr(shared, "_to_host", later)
 

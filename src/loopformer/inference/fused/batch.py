@@ -6,6 +6,7 @@ batch.start({3: (token, length)})                   # its next token, at that pl
 batch.run([3, 5, 9])                                # one pass of each slot, whichever loop it stands at
 logits = batch.logits([1])                          # of those whose last pass it was: the second, slot 5
 batch.begin([5], tokens)                            # their next tokens
+choices = batch.most_likely([1], [5])               # or all three in one: tokens and their log-probabilities [B, 2]
 logits = batch.token(3, budget=8)                   # or a whole token of a slot that runs alone
 token, logprob = batch.follow(3, budget=8, place=20)  # and the most likely one after it, which comes next
 
@@ -102,7 +103,7 @@ class SharedBatch:
         most = triton.next_power_of_2(slots)
         self._numbers = {name: integers(most) for name in ("order", "done", "ended")}
         self._written: dict[str, tuple[int, ...]] = {}
-        self._chosen, self._logprobs = integers(most), torch.zeros(most, device=like.device)
+        self._choices = torch.zeros(most, 2, device=like.device)
         width, heads = config.width, config.heads
         self._qkv, self._mixed = like.new_zeros(most, 3 * width), like.new_zeros(most, width)
         self._wide = like.new_zeros(most, config.ffn)
@@ -166,11 +167,14 @@ class SharedBatch:
 
     # Launches.
 
-    def run(self, slots: Sequence[int]) -> None:
-        """A pass of each of these slots."""
+    def run(self, slots: Sequence[int], passes: int = 1) -> None:
+        """So many passes of each of these slots; two are one graph, which is half the work for the host."""
         self._rejoin()
         count = self._put("order", slots, self.slots)
-        self._replay("pass", count, lambda: self._pass(count))
+        for _ in range(passes // 2):
+            self._replay("two passes", count, lambda: self._passes(count, 2))
+        if passes % 2:
+            self._replay("pass", count, lambda: self._passes(count, 1))
 
     def logits(self, rows: Sequence[int]) -> Tensor:
         """After the last pass of these rows of the launch, counted as they were given to `run`: logits [B, V]."""
@@ -184,16 +188,16 @@ class SharedBatch:
             self._alone[1].ids.copy_(tokens)
             return
         count = self._put("ended", slots, self.slots)
-        self._chosen[: len(slots)] = tokens
+        self._choices[: len(slots), 0] = tokens
         self._begin(count)
 
-    def most_likely(self, rows: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """`logits` of rows, in whose slots the most likely tokens [B] come next: those, and their log-probabilities
-        [B]. All of it is one graph."""
+    def most_likely(self, rows: Sequence[int], slots: Sequence[int]) -> Tensor:
+        """`logits` of rows, in whose slots the most likely tokens come next: those and their log-probabilities
+        [B, 2], which the next launch writes over. All of it is one graph."""
         count = self._put("done", rows, 0)
         self._put("ended", slots, self.slots)
         self._replay("choice", count, lambda: self._choice(count))
-        return self._chosen[: len(rows)].clone(), self._logprobs[: len(rows)].clone()
+        return self._choices[: len(rows)]
 
     def token(self, slot: int, budget: int) -> Tensor:
         """All passes of the next token of a slot, if no other runs: logits [1, V]."""
@@ -237,6 +241,10 @@ class SharedBatch:
             self._numbers[name][:count] = sent(filled, self.device)
             self._written[name] = tuple(numbers)
         return count
+
+    def _passes(self, rows: int, count: int) -> None:
+        for _ in range(count):
+            self._pass(rows)
 
     def _pass(self, rows: int) -> None:
         config, blocks = self.model.config, self.model.config.blocks
@@ -316,14 +324,13 @@ class SharedBatch:
 
     def _choice(self, rows: int) -> None:
         self._head(rows)
-        tokens, logprobs = choose(self._logits[:rows, : self.model.config.vocab], [GREEDY] * rows)
-        self._chosen[:rows].copy_(tokens)
-        self._logprobs[:rows].copy_(logprobs)
+        chosen = choose(self._logits[:rows, : self.model.config.vocab], [GREEDY] * rows)
+        self._choices[:rows].copy_(paired(*chosen))
         self._begin(rows)
 
     def _begin(self, rows: int) -> None:
         pass_kernels.begin_kernel[(rows,)](
-            self._numbers["ended"], self._chosen, self._ids, self._lengths, self._loops, self.slots
+            self._numbers["ended"], self._choices, self._ids, self._lengths, self._loops, self.slots
         )
 
     def _replay(self, name: str, rows: int, launch: Callable[[], None]) -> None:
@@ -333,6 +340,11 @@ class SharedBatch:
         if (name, rows) not in self._graphs:
             self._graphs[name, rows] = record(launch, [self._x, self._loops, self._ids, self._lengths])
         self._graphs[name, rows].replay()
+
+
+def paired(tokens: Tensor, logprobs: Tensor) -> Tensor:
+    """Tokens and their log-probabilities, each [B], as one tensor [B, 2]; fp32 holds every id exactly."""
+    return torch.stack((tokens.float(), logprobs), 1)
 
 
 class LoneRow(Launches):

@@ -171,7 +171,7 @@ def paged_attention_kernel(
 @triton.jit
 def begin_kernel(
     slots,  # [B] that have their tokens
-    chosen,  # [B] these
+    choices,  # [B, 2] these, and their log-probabilities
     ids,  # [S]
     lengths,
     loops,
@@ -180,6 +180,6 @@ def begin_kernel(
     """The next token of each slot stands one place further, at the beginning of its trajectory."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
-    tl.store(ids + slot, tl.load(chosen + row))
+    tl.store(ids + slot, tl.load(choices + row * 2).to(tl.int64))
     tl.store(lengths + slot, tl.where(slot == idle, 0, tl.load(lengths + slot) + 1))
     tl.store(loops + slot, 0)

@@ -33,7 +33,7 @@ from torch import Tensor
 from loopformer.errors import LoopformerError
 from loopformer.inference.decode import PromptBackend, RunPrompts, prefill
 from loopformer.inference.fused.backend import NO_CERTAINTY
-from loopformer.inference.fused.batch import COPIES, SharedBatch, page_bytes, pages_of
+from loopformer.inference.fused.batch import COPIES, SharedBatch, page_bytes, pages_of, paired
 from loopformer.inference.fused.decoder import side_stream, wait_for
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import GREEDY, Choice, Draw, choose
@@ -43,6 +43,7 @@ from loopformer.model.looped import Certainty
 MOST_APART = 4  # prompts that came at once and are run one after the other
 MOST_UNDER_WAY = 4  # prompts; more would only wait for each other
 AHEAD, AHEAD_PASSES = 2, 8  # at least so many tokens of some row, and passes, are under way at a time
+PROMPTS = "prompts"  # the stream on which they run
 NOBODY = -1  # a ticket
 NOTHING = -1  # new tokens of a row that the device has nothing of
 
@@ -76,8 +77,7 @@ class Pending(NamedTuple):
 
     passes: int
     tickets: tuple[int, ...]
-    tokens: Tensor
-    logprobs: Tensor
+    chosen: Tensor  # [B, 2] on the host: tokens, log-probabilities
     arrived: torch.cuda.Event | None
 
     def here(self) -> bool:
@@ -92,7 +92,8 @@ class Pending(NamedTuple):
         """Ticket and choice of each, once they are there."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        return zip(self.tickets, map(Choice, self.tokens.tolist(), self.logprobs.tolist()), strict=True)
+        choices = [Choice(int(token), logprob) for token, logprob in self.chosen.tolist()]
+        return zip(self.tickets, choices, strict=True)
 
 
 class PromptsUnderWay(NamedTuple):
@@ -216,7 +217,7 @@ class SharedBackend(PromptBackend):
     def prefill(self, rows: Sequence[RowState]) -> list[Choice | int]:
         batch = self._batch.renewed()
         if batch is not self._batch:
-            wait_for("prompts", self._batch.device)  # they use its memory until then
+            wait_for(PROMPTS, self._batch.device)  # they use its memory until then
             self._under_way = ()
             self.forget()
             if self._device is not None:  # rows that run keep their places, and are run again with the new weights
@@ -227,12 +228,12 @@ class SharedBackend(PromptBackend):
         for one in self._under_way:
             if tickets <= set(one.first.tickets):
                 return self._came(one, rows)
-        with _prompt_stream(self._batch.device):
+        with _beside(PROMPTS, self._batch.device):
             run = self._run(rows)
             if isinstance(run, int):
                 return [run]
-            chosen = choose(run.logits, [row.draw() for row in rows])
-            first = Pending(0, tuple([row.ticket for row in rows]), *_to_host(*chosen, "copies of prompts"))
+            chosen = paired(*choose(run.logits, [row.draw() for row in rows]))
+            first = Pending(0, tuple([row.ticket for row in rows]), *_to_host(chosen))
         self._under_way = (*self._under_way, PromptsUnderWay(run, first))
         return [0] * len(rows)
 
@@ -244,7 +245,7 @@ class SharedBackend(PromptBackend):
         self._admit_run(
             prompts.run, [choices[row.ticket] if row.ticket in still else None for row in prompts.run.rows]
         )
-        _before_prompts(self._batch.device)  # others may be given the memory that was just read
+        _hold_back(PROMPTS, self._batch.device)  # others may be given the memory that was just read
         return [choices[row.ticket] for row in rows]
 
     def _known(self, row: RowState) -> tuple[RowKeys, int]:
@@ -271,7 +272,7 @@ class SharedBackend(PromptBackend):
         device, self._device = self._device or self._empty, None
         astray = device.astray(rows)
         if astray:
-            wait_for("prompts", self._batch.device)  # what they compute may be used here, too
+            wait_for(PROMPTS, self._batch.device)  # what they compute may be used here, too
         for row in astray:  # by running all its tokens but the last again
             cache, _ = prefill(self.model, [row.history[:-1]], [row.trajectory])
             device = self._placed(device.without({row.ticket}), row, cache.read(0), row.length - 1, len(row.ids))
@@ -321,24 +322,26 @@ class SharedBackend(PromptBackend):
         slots = [row.slot for row in before]
         ended = [number for number, row in enumerate(before) if row.loop + passes == row.budget]
         alone = len(going) == 1 and passes == before[0].budget
-        if alone and going[0].request.sampling.most_likely:
+        greedy = all(going[number].request.sampling.most_likely for number in ended)
+        next_slots = [slots[number] for number in ended]
+        if not alone:
+            self._batch.run(slots, passes)
+        if greedy and alone:
             place = len(going[0].request.prompt) + before[0].tokens - 1
-            tokens, logprobs = self._batch.follow(slots[0], passes, place)
+            followed = self._batch.follow(slots[0], passes, place)
+            with _beside(COPIES, self._batch.device):  # its next token does not wait for them
+                there = _to_host(paired(*followed))
+        elif greedy:
+            there = _to_host(self._batch.most_likely(ended, next_slots))
         else:
-            next_slots = [slots[number] for number in ended]
-            if not alone:
-                for _ in range(passes):
-                    self._batch.run(slots)
-            if not alone and all(going[number].request.sampling.most_likely for number in ended):
-                tokens, logprobs = self._batch.most_likely(ended, next_slots)
-            else:
-                logits = self._batch.token(slots[0], passes) if alone else self._batch.logits(ended)
-                draws = [_draw(going[number], before[number].tokens, given) for number in ended]
-                tokens, logprobs = choose(logits, draws)
-                self._batch.begin(next_slots, tokens)
+            logits = self._batch.token(slots[0], passes) if alone else self._batch.logits(ended)
+            draws = [_draw(going[number], before[number].tokens, given) for number in ended]
+            tokens, logprobs = choose(logits, draws)
+            self._batch.begin(next_slots, tokens)
+            there = _to_host(paired(tokens, logprobs))
         for row, mine in zip(going, before, strict=True):
             standing[row.ticket] = mine.after(passes)
-        return Pending(passes, tuple([going[number].ticket for number in ended]), *_to_host(tokens, logprobs))
+        return Pending(passes, tuple([going[number].ticket for number in ended]), *there)
 
     def _placed(self, device: DeviceState, row: RowState, keys: RowKeys, length: int, tokens: int) -> DeviceState:
         """A row takes a slot and pages, with the keys of `length` tokens and so many new tokens chosen."""
@@ -406,37 +409,30 @@ def _draw(row: RowState, tokens: int, given: Mapping[int, list[Choice]]) -> Draw
 
 
 @contextmanager
-def _prompt_stream(device: torch.device) -> Iterator[None]:
-    """Where prompts run: beside what decodes, after what it has begun, whose memory they may be given."""
+def _beside(purpose: str, device: torch.device) -> Iterator[None]:
+    """Run on the stream of some purpose: beside what decodes, after what it has begun, whose memory is read here or
+    may be given to this."""
     if device.type != "cuda":
         yield
         return
-    _before_prompts(device)
-    with torch.cuda.stream(side_stream(torch.cuda.current_device(), "prompts")):
+    _hold_back(purpose, device)
+    with torch.cuda.stream(side_stream(torch.cuda.current_device(), purpose)):
         yield
 
 
-def _before_prompts(device: torch.device) -> None:
-    """Let prompts that come next wait for what decodes."""
+def _hold_back(purpose: str, device: torch.device) -> None:
+    """Let what comes next on the stream of some purpose wait for what decodes."""
     if device.type == "cuda":
-        side_stream(torch.cuda.current_device(), "prompts").wait_stream(torch.cuda.current_stream())
+        side_stream(torch.cuda.current_device(), purpose).wait_stream(torch.cuda.current_stream())
 
 
-def _to_host(
-    tokens: Tensor, logprobs: Tensor, purpose: str = COPIES
-) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
-    """Both on the host, once the event has come. Nobody waits here, nor do the passes that follow: copies have a
-    stream of their own, those of prompts another, as they come later."""
-    if tokens.device.type != "cuda":
-        return tokens.clone(), logprobs.clone(), None
-    there = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in (tokens, logprobs)]
-    stream = side_stream(torch.cuda.current_device(), purpose)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for host, device in zip(there, (tokens, logprobs), strict=True):
-            host.copy_(device, non_blocking=True)
-            device.record_stream(stream)  # so that its memory is not given away before
-        make: Any = torch.cuda.Event
-        arrived: torch.cuda.Event = make()
-        arrived.record()
-    return there[0], there[1], arrived
+def _to_host(chosen: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Tokens and log-probabilities [B, 2] on the host, once the event has come; nobody waits here."""
+    if chosen.device.type != "cuda":
+        return chosen.clone(), None
+    there = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
+    there.copy_(chosen, non_blocking=True)
+    make: Any = torch.cuda.Event
+    arrived: torch.cuda.Event = make()
+    arrived.record()
+    return there, arrived
