@@ -1,7 +1,9 @@
 """Files of prompts: answers in order and as alone, whatever a line holds, and the same bytes after a stop."""
 
 import json
+import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +108,9 @@ def test_what_stands_is_not_made_again_and_more_prompts_are_added(lm: LM, source
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b"not JSON", "The line is not JSON; correct it."),
-        (b'{"prompt": "caf\xe9"}', "The line is not JSON; correct it."),
-        (b"[" * 100_000, "The line is not JSON; correct it."),
+        (b"not JSON", "The line is not JSON."),
+        (b'{"prompt": "caf\xe9"}', "The line is not JSON."),
+        (b"[" * 100_000, "The line is not JSON."),
         (b'["prompt"]', "The line is no object such as"),
         (b"{}", "The line has no prompt; add one."),
         (b'{"prompt": null}', "The line has no prompt; add one."),
@@ -244,3 +246,24 @@ def test_a_prompt_that_fails_alone_is_answered_by_its_error(
     assert run(lm, source, tmp_path / "out", engine=engine).errors == 3
     answers = read(tmp_path / "out")
     assert [answers[0], answers[-1]] == [{"id": "first", "error": "no luck"}, {"id": 7, "error": "no luck"}]
+
+
+def test_prompts_that_cannot_be_read_twice_are_refused(lm: LM, source: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileProblem, match="no file that can be read twice"):
+        run(lm, tmp_path / "pipe", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    before = source.read_bytes()
+    with pytest.raises(FileProblem, match="the file of prompts itself; give another --out"):
+        run(lm, source, source)
+    assert source.read_bytes() == before
+
+
+def test_prompts_that_are_gone_meanwhile_are_missed(
+    lm: LM, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = batch_file._prompts
+    monkeypatch.setattr(batch_file, "_prompts", lambda lines: islice(prompts(lines), 3))
+    with pytest.raises(FileProblem, match="3 of its 7 prompts are answered"):
+        run(lm, source, tmp_path / "out")
+    assert len(read(tmp_path / "out")) == 3

@@ -55,6 +55,21 @@ def test_a_full_queue_says_when_to_try_again() -> None:
         admission.enter(6, lambda _: 1, full)
 
 
+def test_the_wait_follows_what_requests_take() -> None:
+    admission, full = Admission(rows=1, queue=1, memory=100), Trajectory.uniform(4)
+
+    def wait() -> int:
+        with pytest.raises(Overloaded) as refused:
+            admission.enter(1, lambda _: 1, full)
+        return refused.value.retry_after
+
+    places = [admission.enter(1, lambda _: 1, full) for _ in range(2)]
+    assert wait() == 3  # a guess
+    admission.leave(places[0], 10.0)
+    admission.enter(1, lambda _: 1, full)
+    assert wait() == 5  # two at a time, ten seconds each
+
+
 def test_bytes_fill_the_queue_too() -> None:
     admission, full = Admission(rows=2, queue=2, memory=100), Trajectory.uniform(4)
     first = admission.enter(1, lambda _: 150, full)

@@ -8,7 +8,16 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from loopformer import LoopformerError
-from loopformer.serving.server import LOOPBACK, Gate, GateSettings, is_host, is_key, read_keys
+from loopformer.serving.server import (
+    LOOPBACK,
+    Gate,
+    GateSettings,
+    ServerSettings,
+    is_host,
+    is_key,
+    read_keys,
+)
+from loopformer.serving.worker import WorkerSettings
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "LOCALHOST:1", "[::1]:8000", "[::1]"])
@@ -31,11 +40,21 @@ def test_keys_are_the_lines_of_a_file(tmp_path: Path) -> None:
     assert is_key("bearer second", keys)
     for wrong in ("", "Bearer", "Bearer ", "Bearer firs", "Basic first", "Bearer # mine", "first", "Bearer \udcff"):
         assert not is_key(wrong, keys)
+    file.write_text("first\n", encoding="utf-8-sig")  # as Windows writes it
+    assert is_key("Bearer first", read_keys(file))
     file.write_text("# none\n")
     with pytest.raises(LoopformerError, match="no API key"):
         read_keys(file)
     with pytest.raises(LoopformerError, match="cannot be read"):
         read_keys(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("origin", ["", "page.example", "https://page.example/", "https://"])
+def test_what_no_browser_sends_is_no_origin(origin: str) -> None:
+    worker = WorkerSettings("tiny")
+    ServerSettings(worker, cors=("*", "https://page.example", "http://localhost:3000"))
+    with pytest.raises(LoopformerError, match="takes an origin as browsers send it"):
+        ServerSettings(worker, cors=(origin,))
 
 
 def ask(settings: GateSettings, pieces: list[bytes], headers: dict[str, str] | None = None) -> tuple[int, bytes]:

@@ -1,5 +1,6 @@
 """Bodies: what is taken, what is refused by name, what becomes of it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ from pydantic import ValidationError
 
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.inference.chat import ChatTemplate
-from loopformer.serving.protocol import ChatBody, CompletionBody, Served, TextSoFar, TooLong, usage
+from loopformer.serving.answers import TextSoFar, usage
+from loopformer.serving.protocol import ChatBody, CompletionBody, Served, TokenizeBody, TooLong, WrongField
+from loopformer.serving.worker import Ranked
 
 MESSAGES = [{"role": "user", "content": "its time"}]
 
@@ -40,6 +43,8 @@ def test_values_that_change_nothing_are_taken() -> None:
     ChatBody.model_validate(
         {"messages": MESSAGES, "response_format": {"type": "text"}, "tools": [], "store": False}
     )
+    completion(stream=True, stream_options={"include_usage": True, "include_obfuscation": False})
+    TokenizeBody.model_validate({"prompt": "its", "add_special_tokens": True, "return_token_strs": False})
     answered = {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None}
     ChatBody.model_validate({"messages": [*MESSAGES, answered, *MESSAGES]})
 
@@ -105,6 +110,25 @@ def test_what_this_model_cannot_do_is_one_sentence(served: Served, fields: dict[
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("field", ["budget", "trajectory", "min_budget", "model"])
+def test_the_field_that_is_wrong_is_named(served: Served, field: str) -> None:
+    with pytest.raises(WrongField) as refused:
+        completion(**{field: 9 if field.endswith("budget") else "9-x"}).job(served)
+    assert refused.value.field == field
+
+
+def test_what_is_not_said_is_within_what_the_server_gives(served: Served) -> None:
+    assert completion().job(served).max_tokens == 16
+    assert completion().job(replace(served, max_output=8)).max_tokens == 8
+    for top_k in (0, -1, None):
+        assert completion(top_k=top_k).job(served).sampling.top_k is None
+
+
+def test_a_name_in_a_message_is_refused_by_name() -> None:
+    with pytest.raises(ValidationError, match="'name' is a field of OpenAI's that is not supported"):
+        ChatBody.model_validate({"messages": [{**MESSAGES[0], "name": "me"}]})
+
+
 def test_a_prompt_that_is_too_long_is_said_to_be(served: Served) -> None:
     with pytest.raises(TooLong, match="at most 64"):
         completion(prompt=[1] * 65).job(served)
@@ -148,5 +172,9 @@ def test_usage_counts_passes_and_flops(served: Served) -> None:
     assert used["completion_tokens"] == 6
     assert used["total_tokens"] == 9
     assert used["loops"] == 2 * 2 * (3 + 2)
+    seen = [replace(text, ranked=[Ranked(0.0, ())] * 6) for text in texts]  # and looked at: five tokens run again
+    assert usage(served.cost, seen, n=2, budget=2)["loops"] == 2 * 2 * (3 + 2 + 5)
+    prompt = TextSoFar((1, 2, 3), ranked=[Ranked(0.0, ())] * 3)  # nothing new
+    assert usage(served.cost, [prompt], n=1, budget=2)["loops"] == 2 * 2
     decoded = sum(served.cost.forward_flops(2, context, causal=False) for context in (4, 5))
     assert used["flops"] == pytest.approx(2 * (served.cost.prefill_flops(3, 2) + decoded))

@@ -6,6 +6,7 @@ import multiprocessing
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from loopformer.serving import worker
 from loopformer.serving.service import error_of, form_of
 from loopformer.serving.worker import (
     EngineLoad,
+    Look,
     Started,
     Submit,
     TextPiece,
@@ -107,6 +109,29 @@ def test_what_warms_up_leaves_nothing_behind(lm: LM) -> None:
     *_, last = engine.run()
     assert last.result is not None
     assert last.result.ids == lm.generate(PROMPT, budget=2, max_tokens=12).ids
+
+
+def test_looks_leave_half_of_the_time_to_texts(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def slow(*args: object) -> list[object]:
+        nonlocal now
+        now += 2.0
+        return []
+
+    monkeypatch.setattr(worker, "lens", slow)
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now))
+    engine = lm.engine(rows=2, fast=False)
+    working = _Worker(lm, engine, multiprocessing.Pipe()[1], beat_seconds=1)
+    for number in range(4):
+        working._take(Look(number, (1, 2), Trajectory.uniform(1), 1, by_loop=True))
+    for _ in range(2):  # nobody waits for a text
+        working._look()
+    engine.submit(*lm.requests([PROMPT], max_tokens=4))
+    for after, left in ((0.0, 2), (1.9, 2), (0.2, 1), (1.0, 1), (1.1, 0)):
+        now += after
+        working._look()
+        assert len(working._looks) == left
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,10 @@ def _answer_file(
         done = answer_file(source, out, engine, request_of, settings, lambda *count: report(source.name, *count))
     print_files([out])
     if done.errors:
-        raise RunFailed(f"{done.errors} of {done.lines} lines could not be run; see `error` in {out}.")
+        raise RunFailed(
+            f"{done.errors} of {done.lines} lines could not be run; see `error` in {out}, and put these lines, "
+            "corrected, into a file of their own."
+        )
 
 
 def _budget_for(lm: "LM", text: str, max_flops: float | None, max_ms_per_token: float | None) -> int:

@@ -70,6 +70,10 @@ def answer_file(
     settings     what the answers follow from besides the prompts, as plain JSON by names that a user knows
     report       is told how many prompts are answered, of how many
     """
+    if not source.is_file() and source.exists():
+        raise FileProblem(f"{source} is no file that can be read twice, as prompts are; write them to one first.")
+    if out.exists() and out.samefile(source):
+        raise FileProblem(f"{out} is the file of prompts itself; give another --out.")
     with _opened(source) as lines, opened_alone(out) as file:
         total = _check_belongs(source, out, json.loads(json.dumps(settings)))
         prompts = _prompts(lines)
@@ -82,6 +86,8 @@ def answer_file(
             append(file, out, (json.dumps(answer, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
             done, errors = done + 1, errors + ("error" in answer)
             report(done, max(done, total))
+    if done < total:
+        raise FileProblem(f"{source} has become shorter meanwhile; {done} of its {total} prompts are answered.")
     return BatchReport(done, errors)
 
 
@@ -110,10 +116,10 @@ def _prompts(lines: Iterable[bytes]) -> Iterator[_Prompt]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):  # a wrong encoding is a ValueError
-            yield _Prompt(number, LoopformerError("The line is not JSON; correct it."))
+            yield _Prompt(number, LoopformerError("The line is not JSON."))
             continue
         if not isinstance(record, dict):
-            yield _Prompt(number, LoopformerError('The line is no object such as {"prompt": "…"}; correct it.'))
+            yield _Prompt(number, LoopformerError('The line is no object such as {"prompt": "…"}.'))
             continue
         given = {name: value for name, value in record.items() if value is not None}
         name = given.pop("id", number)

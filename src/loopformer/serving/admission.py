@@ -27,6 +27,7 @@ SHARES = (Fraction(1), Fraction(3, 4), Fraction(1, 2), Fraction(1, 4))  # of the
 ENTER = (0.25, 0.5, 0.75)  # loads at which levels 1, 2 and 3 are entered
 LEAVE = (0.1, 0.3, 0.55)  # loads below which they are left
 LONGEST_WAIT = 60  # seconds that a client is told to wait at most
+FIRST_GUESS = 5.0  # seconds that a request takes, until the first has ended
 
 
 class Overloaded(LoopformerError):
@@ -53,11 +54,12 @@ def granted(asked: Trajectory, least: int, level: int) -> Trajectory:
 
 
 def seconds_to_wait(waiting: int, rows: int, seconds: float) -> int:
-    """When half the queue may be empty, if a request takes so many seconds on average, waiting included.
+    """When half the queue, or one place of it, may be empty, if a request takes so many seconds on average, waiting
+    included.
 
     By Little's law as many leave in these seconds as are in flight.
     """
-    return min(LONGEST_WAIT, max(1, math.ceil(seconds * waiting / 2 / (rows + waiting))))
+    return min(LONGEST_WAIT, max(1, math.ceil(seconds * max(1.0, waiting / 2) / (rows + waiting))))
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Admission:
         self.rows, self.queue, self.degrade = rows, queue, degrade
         self._memory = memory
         self._count = self._bytes = 0
-        self._seconds = 1.0  # that a request takes, lately
+        self._seconds: float | None = None  # that a request takes, lately
         self.level = 0
 
     @property
@@ -111,7 +113,8 @@ class Admission:
         alone = self._count == 0  # what can never fit is refused by the engine, in better words
         full = self._count + count > self.rows + self.queue or self._bytes + size > most_bytes
         if full and not alone:
-            raise Overloaded(seconds_to_wait(max(0, self._count - self.rows), self.rows, self._seconds))
+            seconds = FIRST_GUESS if self._seconds is None else self._seconds
+            raise Overloaded(seconds_to_wait(max(0, self._count - self.rows), self.rows, seconds))
         self._count += count
         self._bytes += size
         return Admitted(count, size, asked, trajectory)
@@ -120,7 +123,7 @@ class Admission:
         """Requests are done, or gone."""
         self._count -= place.count
         self._bytes -= place.bytes
-        self._seconds += (seconds - self._seconds) / 8
+        self._seconds = seconds if self._seconds is None else self._seconds + (seconds - self._seconds) / 4
         self._settle()
 
     def _settle(self) -> None:

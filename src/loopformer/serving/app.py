@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -18,20 +19,23 @@ from starlette.types import Receive, Scope, Send
 
 import loopformer
 from loopformer.errors import LoopformerError
-from loopformer.serving.page import page_router
-from loopformer.serving.protocol import (
+from loopformer.serving.answers import (
     AnswerForm,
     ChatAnswer,
-    ChatBody,
     CompletionAnswer,
+    error_answer,
+    lens_answer,
+    usage,
+)
+from loopformer.serving.page import page_router
+from loopformer.serving.protocol import (
+    ChatBody,
     CompletionBody,
     DetokenizeBody,
     Job,
     LensBody,
     TokenizeBody,
-    error_answer,
-    lens_answer,
-    usage,
+    WrongField,
 )
 from loopformer.serving.service import CLIENT_GONE, ClientGone, Service, form_of
 
@@ -39,7 +43,7 @@ LONG_TEXT = 4096  # bytes of a body whose tokens are made beside the event loop
 FORMS = {  # fields that take several, of which a sentence about one would mislead
     "prompt": "It is a text, a list of texts, a list of token ids, or a list of such lists; ids are 0 or more.",
     "stop": "It is a text, or a list of at most 16, each of 1 to 256 characters.",
-    "messages": "Each has a role and a content, which is a text or a list of parts of type text.",
+    "messages": "Each has a role (system, user or assistant) and a content: a text, or a list of text parts.",
 }
 T = TypeVar("T")
 
@@ -49,8 +53,9 @@ T = TypeVar("T")
 
 def _error_content(error: BaseException) -> dict[str, Any]:
     message = str(error) if isinstance(error, LoopformerError) else "The server could not do this."
-    form = form_of(error)
-    return error_answer(message, form.type, code=form.code)
+    form, quoted = form_of(error), re.match(r"'(\w+)'", message)
+    param = error.field if isinstance(error, WrongField) else quoted and quoted[1]
+    return error_answer(message, form.type, param, form.code)
 
 
 def _error_response(service: Service, error: BaseException) -> Response:
@@ -186,7 +191,13 @@ def _event(content: dict[str, Any]) -> bytes:
 def create_app(service: Service) -> FastAPI:
     """The ASGI app; it starts and stops nothing."""
     served = service.served
-    app = FastAPI(title="loopformer", version=loopformer.__version__, docs_url=None, redoc_url=None)
+    errors: dict[int | str, dict[str, Any]] = {
+        "4XX": {"description": "What is wrong with the request, or 429 with Retry-After while the server is busy."},
+        "5XX": {"description": "The engine has failed, or the server shuts down (503)."},
+    }
+    app = FastAPI(
+        title="loopformer", version=loopformer.__version__, docs_url=None, redoc_url=None, responses=errors
+    )
 
     @app.exception_handler(LoopformerError)
     async def wrong(http: Request, error: LoopformerError) -> Response:
@@ -251,7 +262,7 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/lens")
     async def lens(body: LensBody, http: Request) -> dict[str, Any]:
         trajectory, ids = body.followed(served), tuple(await asyncio.to_thread(body.ids, served))
-        rows = await _unless_gone(http, service.lens(ids, trajectory, body.top))
+        rows = await _unless_gone(http, service.lens(http.url.path, ids, trajectory, body.top))
         return lens_answer(served, trajectory, rows)
 
     @app.head("/health", include_in_schema=False)

@@ -1,8 +1,7 @@
-"""OpenAI's requests and answers, and ours beside them.
+"""OpenAI's requests, and ours beside them; answers.py has what they are answered with.
 
     body = CompletionBody.model_validate({"prompt": "Once upon", "budget": 2})
     job = body.job(served)                       # prompts, sampling, trajectory: what the engine runs
-    CompletionAnswer(served, job, place).whole(texts, usage)     # or .chunk(…), one server-sent event
 
 Ours: `budget`, `trajectory`, `min_budget`, `priority`, and `top_k`, `min_p` and `repetition_penalty` as vLLM has
 them. A field of OpenAI's that is not supported here is refused by its name, unless it says what would be so without
@@ -12,13 +11,10 @@ it (null, `"frequency_penalty": 0`); nothing is ignored.
 from __future__ import annotations
 
 import re
-import secrets
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -27,11 +23,9 @@ from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, nearest, require
 from loopformer.inference.chat import ChatTemplate, Message
-from loopformer.inference.request import BROKEN, Reason, Request
+from loopformer.inference.request import Request
 from loopformer.inference.sampling import Sampling
 from loopformer.model.cost import Cost
-from loopformer.serving.admission import Admitted
-from loopformer.serving.worker import Alternatives, Ranked
 from loopformer.trajectory import Trajectory, resolve
 
 # OpenAI's fields that are not supported, with the values that change nothing; null never does.
@@ -65,10 +59,17 @@ _CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
+_MESSAGE_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": (),
+    "name": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
 _FAMILY = re.compile(r"\s*[a-z-]+\s*:\s*(\d+)\s*")
-LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM says this
 MOST_ALTERNATIVES = 20
-FINISH: dict[Reason, str] = {"stop": "stop", "end": "stop", "length": "length", "context": "length"}
+NEW_TOKENS = 16  # of a completion that does not say how many it wants
 
 Id = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -118,14 +119,18 @@ class DepthBody(Body):
         served.check_name(self.model)
         require(self.budget is None or self.trajectory is None, "Give a budget or a trajectory, not both.")
         if self.trajectory is None:
-            return served.default if self.budget is None else resolve(self.budget, served.config.loops)
+            return served.default if self.budget is None else served.resolved("budget", self.budget)
         if family := _FAMILY.fullmatch(self.trajectory):  # before so many steps are made
-            resolve(int(family[1]), served.config.loops)
-        return resolve(self.trajectory, served.config.loops)
+            served.resolved("trajectory", int(family[1]))
+        return served.resolved("trajectory", self.trajectory)
 
 
 class StreamOptionsBody(Body):
     include_usage: bool = False
+
+    @classmethod
+    def unsupported(cls) -> dict[str, tuple[Any, ...]]:
+        return {"include_obfuscation": (False,)}
 
 
 class GenerationBody(DepthBody):
@@ -138,7 +143,7 @@ class GenerationBody(DepthBody):
     stream_options: StreamOptionsBody = StreamOptionsBody()
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1)
+    top_k: int = Field(0, ge=-1, description="0 and -1: any token.")
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     min_budget: int | None = Field(None, ge=1, description="The least that a busy server may grant.")
@@ -147,7 +152,7 @@ class GenerationBody(DepthBody):
     def _job(self, served: Served, prompts: list[list[int]], max_tokens: int, alternatives: int | None) -> Job:
         trajectory = self.followed(served)
         least = self.min_budget or (1 if self.trajectory is None else trajectory.budget)
-        resolve(least, served.config.loops)
+        served.resolved("min_budget", least)
         require(
             least <= trajectory.budget,
             f"'min_budget' is {least}, more than the {trajectory.budget} loops that are asked for; lower it.",
@@ -155,9 +160,8 @@ class GenerationBody(DepthBody):
         for prompt in prompts:
             served.check_prompt(prompt)
         served.check_output(max_tokens)
-        sampling = Sampling(
-            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.seed
-        )
+        top_k = self.top_k if self.top_k > 0 else None
+        sampling = Sampling(self.temperature, top_k, self.top_p, self.min_p, self.repetition_penalty, self.seed)
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         prompt_ids = tuple(tuple(prompt) for prompt in prompts)
         return Job(prompt_ids, self.n, sampling, max_tokens, stops, trajectory, least, self.priority, alternatives)
@@ -167,7 +171,7 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
     prompt: str | list[str] | list[Id] | list[list[Id]]
-    max_tokens: int = Field(16, ge=0)
+    max_tokens: int | None = Field(None, ge=0, description=f"{NEW_TOKENS} without it.")
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
 
@@ -181,10 +185,11 @@ class CompletionBody(GenerationBody):
             "'logprobs' of more than the chosen token go without 'stream'; ask for 0, or do not stream.",
         )
         require(not (self.echo and self.stream), "'echo' goes without 'stream'.")
-        require(self.max_tokens >= 1 or self.echo, "'max_tokens' is 1 or more, or 0 with 'echo'.")
+        most = min(NEW_TOKENS, served.max_output) if self.max_tokens is None else self.max_tokens
+        require(most >= 1 or self.echo, "'max_tokens' is 1 or more, or 0 with 'echo'.")
         prompts = self._prompts(served.tokenizer)
         require(0 < len(prompts) <= 128, "'prompt' is a text or a list of 1 to 128 of them.")
-        job = self._job(served, prompts, self.max_tokens, self.logprobs)
+        job = self._job(served, prompts, most, self.logprobs)
         return replace(job, echo=self.echo)
 
     def _prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
@@ -204,6 +209,10 @@ class TextPart(Body):
 class MessageBody(Body):
     role: Literal["system", "user", "assistant"]
     content: str | list[TextPart]
+
+    @classmethod
+    def unsupported(cls) -> dict[str, tuple[Any, ...]]:
+        return _MESSAGE_UNSUPPORTED
 
     def plain(self) -> Message:
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -245,6 +254,11 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: list[MessageBody] | None = Field(None, min_length=1, max_length=4096)
 
+    @classmethod
+    def unsupported(cls) -> dict[str, tuple[Any, ...]]:
+        """vLLM's; there are no special tokens to add."""
+        return {"add_special_tokens": (True, False), "return_token_strs": (False,)}
+
     def ids(self, served: Served) -> list[int]:
         served.check_name(self.model)
         require((self.prompt is None) != (self.messages is None), "Give a 'prompt' or 'messages'.")
@@ -280,7 +294,15 @@ class LensBody(DepthBody):
 # What is served, and what it is asked to do.
 
 
-class UnknownModel(LoopformerError):
+class WrongField(LoopformerError):
+    """What is wrong with one field of a body."""
+
+    def __init__(self, field: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.field = field
+
+
+class UnknownModel(WrongField):
     """Another model than the one that is served."""
 
 
@@ -311,7 +333,14 @@ class Served:
 
     def check_name(self, name: str | None) -> None:
         if name is not None and name != self.name:
-            raise UnknownModel(f"The model '{name[:64]}' is not served here; '{self.name}' is.")
+            raise UnknownModel("model", f"The model '{name[:64]}' is not served here; '{self.name}' is.")
+
+    def resolved(self, field: str, asked: int | str) -> Trajectory:
+        """The trajectory that a field of a body asks for."""
+        try:
+            return resolve(asked, self.config.loops)
+        except LoopformerError as error:
+            raise WrongField(field, str(error)) from None
 
     def check_ids(self, ids: Sequence[int]) -> None:
         last = min(self.config.vocab, self.tokenizer.vocab_size) - 1
@@ -369,226 +398,6 @@ class Job:
             for prompt in self.prompts
             for seed in seeds
         ]
-
-
-# What is answered.
-
-
-@dataclass
-class TextSoFar:
-    """One text as it comes."""
-
-    prompt: tuple[int, ...]
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    reason: Reason | None = None
-    ranked: list[Ranked] = field(default_factory=list)  # of prompt and new tokens, where they were looked at
-
-    def add(self, text: str, tokens: Sequence[int], logprobs: Sequence[float], reason: Reason | None) -> None:
-        self.text += text
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.reason = reason
-
-
-def usage(cost: Cost, texts: Sequence[TextSoFar], n: int, budget: int) -> dict[str, float]:
-    """Tokens, and what they took: passes through the stack, and FLOPs as if no prompt had shared its beginning."""
-    prompt, new = sum(len(text.prompt) for text in texts) // n, sum(len(text.tokens) for text in texts)
-    loops, flops = 0, 0.0
-    for text in texts:
-        first, later = len(text.prompt), max(0, len(text.tokens) - 1)  # the prompt's own pass gives the first token
-        loops += budget * (first + later)
-        flops += cost.prefill_flops(first, budget)
-        ends = (cost.forward_flops(budget, context, causal=False) for context in (first + 1, first + later))
-        flops += later * sum(ends) / 2  # which grow evenly
-    total = prompt + new
-    counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": total}
-    return {**counts, "loops": loops, "flops": flops}
-
-
-class AnswerForm(ABC):
-    """How an answer is written; one for completions and one for chats."""
-
-    prefix: str
-    kind: str
-    chunk_kind: str
-    _empty: ClassVar[dict[str, Any]]  # a choice of a chunk without text
-
-    def __init__(self, served: Served, job: Job, place: Admitted) -> None:
-        self._served, self._job, self._place = served, job, place
-        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
-        self._created = int(time.time())
-
-    @cached_property
-    def followed(self) -> dict[str, Any]:
-        """Which trajectory was followed, and whether less was granted than asked for."""
-        granted, asked = self._place.trajectory, self._place.asked
-        return {
-            "budget": granted.budget,
-            "trajectory": str(granted),
-            "degraded": self._place.degraded,
-            **({"asked_budget": asked.budget} if self._place.degraded else {}),
-        }
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._served.name}
-
-    def whole(self, texts: Sequence[TextSoFar], used: dict[str, float]) -> dict[str, Any]:
-        choices = [
-            {
-                "index": index,
-                **self._content(text),
-                "logprobs": self._logprobs(index, text),
-                "finish_reason": FINISH[text.reason or "length"],  # no reason: none was asked for
-            }
-            for index, text in enumerate(texts)
-        ]
-        return {**self._head(self.kind), "choices": choices, "usage": used, "loopformer": self.followed}
-
-    def opening(self) -> dict[str, Any]:
-        """The chunk that comes before any text; clients look at the first choice of every chunk."""
-        choices = [
-            {"index": index, **self._empty, "logprobs": self._logprobs(index, TextSoFar(())), "finish_reason": None}
-            for index in range(self._job.count)
-        ]
-        return {**self._head(self.chunk_kind), "choices": choices, "loopformer": self.followed}
-
-    def chunk(self, index: int, part: TextSoFar) -> dict[str, Any]:
-        """What has come of one text since the last chunk."""
-        finish = None if part.reason is None else FINISH[part.reason]
-        logprobs = self._logprobs(index, part)
-        choice = {"index": index, **self._delta(part), "logprobs": logprobs, "finish_reason": finish}
-        return {**self._head(self.chunk_kind), "choices": [choice]}
-
-    def closing(self, used: dict[str, float]) -> dict[str, Any]:
-        """The chunk with the usage, where it was asked for."""
-        return {**self._head(self.chunk_kind), "choices": [], "usage": used, "loopformer": self.followed}
-
-    @abstractmethod
-    def _content(self, text: TextSoFar) -> dict[str, Any]:
-        """The text in a whole answer."""
-
-    @abstractmethod
-    def _delta(self, part: TextSoFar) -> dict[str, Any]:
-        """The text in a chunk."""
-
-    @abstractmethod
-    def _logprobs(self, index: int, text: TextSoFar) -> dict[str, Any] | None:
-        """The tokens of a text, or of its next part, with their log-probabilities, where they were asked for."""
-
-
-class CompletionAnswer(AnswerForm):
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-
-    _empty: ClassVar[dict[str, Any]] = {"text": ""}
-
-    def __init__(self, served: Served, job: Job, place: Admitted) -> None:
-        super().__init__(served, job, place)
-        # Of each text its whole characters so far, and the tokens of the one that is not whole yet.
-        self._read: dict[int, tuple[int, list[int]]] = {}
-
-    def _content(self, text: TextSoFar) -> dict[str, Any]:
-        prompt = self._served.tokenizer.decode(text.prompt) if self._job.echo else ""
-        return {"text": prompt + text.text}
-
-    def _delta(self, part: TextSoFar) -> dict[str, Any]:
-        return {"text": part.text}
-
-    def _logprobs(self, index: int, text: TextSoFar) -> dict[str, Any] | None:
-        if self._job.alternatives is None:
-            return None
-        ids: list[int] = [*text.tokens]
-        values: list[float | None] = [*text.logprobs]
-        named = [row.alternatives for row in text.ranked[len(text.prompt) :]]
-        if self._job.echo:
-            ids = [*text.prompt, *ids]
-            values = [*(row.logprob for row in text.ranked[: len(text.prompt)]), *values]
-            named = [row.alternatives for row in text.ranked]
-        return {
-            "tokens": [self._served.token_text(token) for token in ids],
-            "token_ids": ids,
-            "token_logprobs": [None if value is None else _finite(value) for value in values],
-            "top_logprobs": [self._named(row) for row in named] if self._job.alternatives else None,
-            "text_offset": self._offsets(index, ids),
-        }
-
-    def _offsets(self, index: int, ids: Sequence[int]) -> list[int]:
-        """Where each token begins in its text; one that goes on with a character begins where that does."""
-        place, waiting = self._read.get(index, (0, []))
-        offsets = []
-        for token in ids:
-            waiting.append(token)
-            text, own = (self._served.tokenizer.decode(some) for some in (waiting, [token]))
-            goes_on = own.startswith(BROKEN) or not text.endswith(own)
-            offsets.append(place if goes_on else place + len(text) - len(own))
-            if not text.endswith(BROKEN):
-                place += len(text)
-                waiting = []
-        self._read[index] = place, waiting
-        return offsets
-
-    def _named(self, alternatives: Alternatives) -> dict[str, float] | None:
-        best = {self._served.token_text(token): _finite(value) for token, value in reversed(alternatives)}
-        return dict(reversed(best.items())) or None
-
-
-class ChatAnswer(AnswerForm):
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    _empty: ClassVar[dict[str, Any]] = {"delta": {"role": "assistant", "content": ""}}
-
-    def _content(self, text: TextSoFar) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text.text, "refusal": None}}
-
-    def _delta(self, part: TextSoFar) -> dict[str, Any]:
-        return {"delta": {"content": part.text} if part.text or part.reason is None else {}}
-
-    def _logprobs(self, index: int, text: TextSoFar) -> dict[str, Any] | None:
-        if self._job.alternatives is None:
-            return None
-        named = [row.alternatives for row in text.ranked[len(text.prompt) :]] or [()] * len(text.tokens)
-        rows = zip(text.tokens, text.logprobs, named, strict=True)
-        return {
-            "content": [
-                {**self._token(token, value), "top_logprobs": [self._token(*one) for one in others]}
-                for token, value, others in rows
-            ],
-            "refusal": None,
-        }
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._served.token_text(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
-
-
-def _finite(logprob: float) -> float:
-    return max(LEAST_LOGPROB, logprob)
-
-
-def lens_answer(served: Served, trajectory: Trajectory, rows: Sequence[Alternatives]) -> dict[str, Any]:
-    """After each loop its time on the way from 0 to 1, and the most likely next tokens."""
-    times = [float(time + step) for time, step in zip(trajectory.times, trajectory.steps, strict=True)]
-    loops = [
-        {
-            "loop": number,
-            "time": time,
-            "top": [
-                {"id": token, "token": served.token_text(token), "logprob": _finite(logprob)}
-                for token, logprob in row
-            ],
-        }
-        for number, (time, row) in enumerate(zip(times, rows, strict=True), 1)
-    ]
-    return {"model": served.name, "trajectory": str(trajectory), "loops": loops}
-
-
-def error_answer(
-    message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """An error in OpenAI's form."""
-    texts = {"message": message, "type": kind, "param": param, "code": code}
-    return {"error": {key: text and encodable(text) for key, text in texts.items()}}
 
 
 def encodable(text: str) -> str:

@@ -17,6 +17,7 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
@@ -39,10 +40,11 @@ from loopformer.inference.chat import ChatTemplate
 from loopformer.loading import find_config
 from loopformer.loading.folder import located, run_of
 from loopformer.serving.admission import Admission
+from loopformer.serving.answers import error_answer
 from loopformer.serving.app import create_app
 from loopformer.serving.engine_process import EngineProcess
 from loopformer.serving.page import PAGE_FILES
-from loopformer.serving.protocol import Served, error_answer
+from loopformer.serving.protocol import Served
 from loopformer.serving.service import Service, ServiceSettings
 from loopformer.serving.worker import EngineReady, WorkerSettings, log_as_json
 
@@ -76,6 +78,11 @@ class ServerSettings:
         require(self.drain_seconds >= 0, "--drain-seconds is 0 or more.")
         require(self.worker.step_seconds > 0, "--step-seconds is a number of seconds above 0.")
         require(self.service.timeout > 0, "--timeout is a number of seconds above 0.")
+        for origin in self.cors:
+            require(
+                origin == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None,
+                f"--cors takes an origin as browsers send it, such as https://page.example, or *; got {origin!r}.",
+            )
 
     def read_keys(self) -> tuple[bytes, ...]:
         """The hashes of the keys that open the server; none where everybody may come in."""
@@ -149,7 +156,13 @@ async def started_app(settings: ServerSettings, keys: tuple[bytes, ...]) -> Asyn
         gate = GateSettings(keys, hosts, settings.max_body)
         app: ASGIApp = Gate(create_app(service), gate, service.metrics.refused)
         if settings.cors:
-            app = CORSMiddleware(app, settings.cors, allow_methods=["GET", "POST"], allow_headers=["*"])
+            app = CORSMiddleware(
+                app,
+                settings.cors,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["Retry-After"],
+            )
         yield StartedApp(app, service, ready)
     finally:
         await engine.stop()
@@ -279,7 +292,7 @@ def greeting(
 def read_keys(path: str | Path) -> tuple[bytes, ...]:
     """The hashes of the keys in a file, one a line; blank lines and those that begin with # do not count."""
     try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise FileProblem(
             f"The file of API keys {path} cannot be read; give a text file, one key a line."

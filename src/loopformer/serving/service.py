@@ -24,16 +24,38 @@ from typing import Any, NamedTuple, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from loopformer.errors import LoopformerError, RunFailed
+from loopformer.inference.request import Reason
 from loopformer.serving.admission import Admission, Admitted, Overloaded
+from loopformer.serving.answers import FINISH, TextSoFar
 from loopformer.serving.engine_process import Call, EngineHung, EngineLost, EngineProcess, ShuttingDown
-from loopformer.serving.protocol import Job, Served, TextSoFar, TooLong, UnknownModel
+from loopformer.serving.protocol import Job, Served, TooLong, UnknownModel
 from loopformer.serving.worker import Alternatives, EngineLoad, Looked, Refused, Started, TextPiece
 from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+_FIRST = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+)
 _EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 
@@ -97,7 +119,7 @@ class Run:
         self.job, self.place, self._service = job, place, service
         self.texts = [TextSoFar(job.prompt_of(number)) for number in range(job.count)]
         self.began = time.monotonic()
-        self.queue_seconds = 0.0
+        self.queue_seconds: float | None = None  # until the first of its texts got a slot
         self._first_tokens: dict[int, float] = {}  # seconds until each text began
         self._call: Call | None = None
 
@@ -117,8 +139,9 @@ class Run:
             parts: dict[int, TextSoFar] = {}
             for number, news in await self._service.within(self._call.take(), self.began):
                 if isinstance(news, Started):
-                    self.queue_seconds = max(0.0, news.at - self.began)
-                    self._service.metrics.queued(self.place.trajectory.budget, self.queue_seconds)
+                    queued = max(0.0, news.at - self.began)
+                    self.queue_seconds = queued if self.queue_seconds is None else self.queue_seconds
+                    self._service.metrics.queued(self.place.trajectory.budget, queued)
                 elif isinstance(news, Refused):
                     raise error_of(news)
                 elif isinstance(news, TextPiece):
@@ -150,9 +173,13 @@ class Run:
         job = self.job
         if job.alternatives is None or not (job.alternatives or job.echo):
             return
-        for text in self.texts:
+        metrics, budget = self._service.metrics, self.place.trajectory.budget
+        for number, text in enumerate(self.texts):
             ids = (*text.prompt, *text.tokens)
             text.ranked = await self._service.look(ids, self.place.trajectory, job.alternatives, False, self.began)
+            if number not in self._first_tokens:  # a prompt and nothing more
+                metrics.prompt_tokens(budget, len(text.prompt))
+                metrics.finished(budget, "length", 0, 0.0, time.monotonic() - self.began)
 
     def cancel(self) -> None:
         if self._call is not None:
@@ -214,12 +241,23 @@ class Service:
                 raise
             finally:
                 run.cancel()
+                if status == CLIENT_GONE.status:
+                    self.metrics.aborted(place.trajectory.budget, sum(text.reason is None for text in run.texts))
                 self._log(path, run, status)
 
-    async def lens(self, ids: tuple[int, ...], trajectory: Trajectory, top: int) -> list[Alternatives]:
+    async def lens(self, path: str, ids: tuple[int, ...], trajectory: Trajectory, top: int) -> list[Alternatives]:
         """The most likely next tokens after each loop."""
         with self._admitted(1, lambda _: 0, trajectory, trajectory.budget):
-            rows: list[Alternatives] = await self.look(ids, trajectory, top, True, time.monotonic())
+            began, status = time.monotonic(), 200
+            try:
+                rows: list[Alternatives] = await self.look(ids, trajectory, top, True, began)
+            except BaseException as error:
+                status = form_of(error).status
+                raise
+            finally:
+                seconds = round(time.monotonic() - began, 4)
+                line = {"trajectory": str(trajectory), "prompt_tokens": len(ids), "seconds": seconds}
+                logger.info(json.dumps({"event": "request", "path": path, "status": status, **line}))
             return rows
 
     async def look(
@@ -256,7 +294,7 @@ class Service:
             "prompt_tokens": sum(map(len, job.prompts)),
             "new_tokens": sum(len(text.tokens) for text in run.texts),
             "finish": sorted({text.reason for text in run.texts if text.reason is not None}),
-            "queue_seconds": round(run.queue_seconds, 4),
+            "queue_seconds": round(run.queue_seconds or 0.0, 4),
             "first_token_seconds": round(run.first_token_seconds, 4),
             "seconds": round(time.monotonic() - run.began, 4),
         }
@@ -292,12 +330,16 @@ class ServerMetrics:
         self._new = counter("generation_tokens", "New tokens.", "budget")
         self._queries = counter("prefix_cache_queries", "Tokens of prompts that were looked up.")
         self._hits = counter("prefix_cache_hits", "Those of them that another prompt had run.")
-        self._success = counter("request_success", "Texts that came to an end.", "budget", "finished_reason")
+        self._success = counter(
+            "request_success", "Texts by how they ended: stop, length or abort.", "budget", "finished_reason"
+        )
         self._refused = counter("requests_refused", "Requests that were not run, by status.", "status")
         self._degraded = counter("requests_degraded", "Requests granted less than they asked.", "asked", "budget")
         self._restarts = counter("engine_restarts", "Processes of the engine that died.")
         self._first = histogram("time_to_first_token_seconds", "From request to first token.", _FIRST)
-        self._each = histogram("time_per_output_token_seconds", "Between tokens, after the first.", _EACH)
+        self._each = histogram(
+            "request_time_per_output_token_seconds", "Between tokens after the first, the mean of a text.", _EACH
+        )
         self._end = histogram("e2e_request_latency_seconds", "From request to last token.", _WHOLE)
         self._queue = histogram("request_queue_time_seconds", "From request to slot.", _WHOLE)
         for counted in (self._queries, self._hits, self._restarts):
@@ -341,9 +383,13 @@ class ServerMetrics:
     def first_token(self, budget: int, seconds: float) -> None:
         self._first.labels(self._model, budget).observe(seconds)
 
-    def finished(self, budget: int, reason: str, new: int, first: float, whole: float) -> None:
+    def aborted(self, budget: int, count: int) -> None:
+        """Texts whose client has gone away."""
+        self._success.labels(self._model, budget, "abort").inc(count)
+
+    def finished(self, budget: int, reason: Reason, new: int, first: float, whole: float) -> None:
         """A text has ended: its tokens, and the seconds from the request to the first and to the last of them."""
-        self._success.labels(self._model, budget, reason).inc()
+        self._success.labels(self._model, budget, FINISH[reason]).inc()
         self._end.labels(self._model, budget).observe(whole)
         if new > 1:
             self._each.labels(self._model, budget).observe((whole - first) / (new - 1))

@@ -272,6 +272,7 @@ class _Worker:
         self._before = engine.counts  # what was run to warm up
         self._queue: list[tuple[int, Submit]] = []  # a heap: by priority, then as they came
         self._looks: list[Look] = []
+        self._look_again = 0.0  # when the next may be answered while texts are under way
         self._running: dict[int, _Running] = {}  # by ticket
         self._news: list[News] = []
         self._quiet = False  # whether nothing has changed that the server does not know
@@ -334,8 +335,9 @@ class _Worker:
                 self._news.append(Started(number, time.monotonic()))
 
     def _look(self) -> None:
-        """Answer one that looks at tokens; one at a step, to hold nobody up for long."""
-        if not self._looks:
+        """Answer one that looks at tokens; then texts have as much time as it took, if there are any."""
+        began = time.monotonic()
+        if not self._looks or (began < self._look_again and not self._engine.idle):
             return
         look, model = self._looks.pop(0), self._lm.model
         try:
@@ -343,6 +345,7 @@ class _Worker:
             self._news.append(Looked(look.number, see(model, look.ids, model.resolve(look.trajectory), look.top)))
         except Exception as error:
             self._news.append(_refusal(look.number, error))
+        self._look_again = 2 * time.monotonic() - began
 
     def _step(self) -> None:
         events, now = self._engine.step(), time.monotonic()
@@ -363,7 +366,7 @@ class _Worker:
         engine, counts = self._engine, self._engine.counts
         load = EngineLoad(
             engine.running,
-            len(self._queue) + engine.waiting,
+            len(self._queue) + len(self._looks) + engine.waiting,
             engine.used_bytes,
             counts.prompt_tokens - self._before.prompt_tokens,
             counts.shared_tokens - self._before.shared_tokens,
