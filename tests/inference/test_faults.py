@@ -26,7 +26,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.decode import SlotPool, prefill
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import Engine
-from loopformer.inference.fused.backend import FusedPool
+from loopformer.inference.fused.backend import DraftBackend, FusedPool
 from loopformer.inference.request import Event, Request, Result
 
 from .models import spread
@@ -42,7 +42,8 @@ FUSED = pytest.param(
         ),
     ],
 )
-KINDS = ["plain", "draft", FUSED]  # of engines
+FUSED_DRAFT = pytest.param("fused draft", marks=FUSED.marks)
+KINDS = ["plain", "draft", FUSED, FUSED_DRAFT]  # of engines
 
 
 class Injected(RuntimeError):
@@ -66,11 +67,15 @@ def fused(small: LM) -> LM:
 
 
 def engine_of(lm: LM, kind: str = "plain", rows: int = 3, pool: FusedPool | None = None) -> Engine:
-    if kind != "fused":
-        return lm.engine(rows, fast=False, draft=Draft(Trajectory.uniform(1), 2) if kind == "draft" else None)
+    draft = Draft(Trajectory.uniform(1), 2)
+    if not kind.startswith("fused"):
+        return lm.engine(rows, fast=False, draft=draft if kind == "draft" else None)
+    pool = pool or pool_of(lm.model)
+    if kind == "fused draft":
+        return Engine(lm.model, lm.need_tokenizer(), backend=DraftBackend(pool, draft))
     from loopformer.inference.fused.shared import SharedBackend
 
-    with (pool or pool_of(lm.model)).batch(rows) as batch:
+    with pool.batch(rows) as batch:
         return Engine(lm.model, lm.need_tokenizer(), backend=SharedBackend(batch))
 
 
@@ -163,10 +168,10 @@ def drive(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("raised", [Injected, MemoryError, KeyboardInterrupt])
 def test_a_fault_at_any_call_harms_nobody(small: LM, fused: LM, kind: str, raised: type[BaseException]) -> None:
-    lm = fused if kind == "fused" else small
+    lm = fused if kind.startswith("fused") else small
     expected = right_texts(small, "plain")
     rng, number, tried = random.Random(repr((raised, kind))), 0, 0
-    while tried < 4 or not (INTERPRETED and kind == "fused"):
+    while tried < 4 or not (INTERPRETED and kind.startswith("fused")):
         number += 1 if EVERYWHERE else rng.randrange(1, 160)
         engine = submitted(lm, kind)
         with fault_at(number, raised) as where:
@@ -183,9 +188,9 @@ def test_a_fault_at_any_call_harms_nobody(small: LM, fused: LM, kind: str, raise
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_signals_at_random_moments_harm_nobody(small: LM, fused: LM, kind: str) -> None:
-    lm, many = fused if kind == "fused" else small, 400 if EVERYWHERE else 40
+    lm, many = fused if kind.startswith("fused") else small, 400 if EVERYWHERE else 40
     expected = right_texts(small, "plain")
-    if kind == "fused":
+    if kind.startswith("fused"):
         list(submitted(lm, kind).run())  # what is imported at first use is not struck
     rng, armed, struck = random.Random(1), [False], [0]
 
@@ -197,7 +202,7 @@ def test_real_signals_at_random_moments_harm_nobody(small: LM, fused: LM, kind: 
 
     before = signal.signal(signal.SIGVTALRM, strike)
     try:
-        for _ in range(many if not (INTERPRETED and kind == "fused") else 2):
+        for _ in range(many if not (INTERPRETED and kind.startswith("fused")) else 2):
             engine, received = submitted(lm, kind), []
             for attempt in range(1000):
                 try:
@@ -299,7 +304,8 @@ def test_one_fused_request_that_is_not_a_number_ends_alone(
         assert (results[ticket].text, results[ticket].ids) == (result.text, result.ids)
 
 
-def test_a_request_whose_own_work_fails_again_and_again_ends_with_it(small: LM) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_whose_own_work_fails_again_and_again_ends_with_it(small: LM, fused: LM, kind: str) -> None:
     class Fragile:
         """A tokenizer that cannot read one token."""
 
@@ -312,9 +318,9 @@ def test_a_request_whose_own_work_fails_again_and_again_ends_with_it(small: LM) 
             return small.need_tokenizer().decode(ids)
 
     texts = small.generate(["its", "told"], budget=1, max_tokens=6)
-    tokenizer = Fragile()
+    tokenizer: Any = Fragile()
     tokenizer.bad = next(token for token in texts[0].ids if token not in texts[1].ids)
-    engine = Engine(small.model, tokenizer, rows=2)
+    engine = engine_of(LM((fused if kind.startswith("fused") else small).model, tokenizer), kind, rows=2)
     for request in small.requests(["its", "told"], budget=1, max_tokens=6):
         engine.submit(request)
     received: list[Event] = []
@@ -341,8 +347,9 @@ def test_whoever_leaves_early_finds_the_rest_later(small: LM) -> None:
     assert list(engine.run()) == engine.step() == []
 
 
-def test_idle_counts_what_was_not_taken(small: LM) -> None:
-    engine = engine_of(small, rows=1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_idle_counts_what_was_not_taken(small: LM, fused: LM, kind: str) -> None:
+    engine = engine_of(fused if kind.startswith("fused") else small, kind, rows=1)
     engine.submit(small.requests(["its"], max_tokens=1)[0])
     assert next(engine.run()).result is not None
     engine.submit(small.requests(["its"], max_tokens=1)[0])
@@ -385,8 +392,9 @@ def test_a_slot_that_a_row_left_is_clear(small: LM) -> None:
         assert all(not tensor[1:].any() for tensor in pool.tensors(loop, 0))
 
 
-def test_a_request_that_was_cancelled_leaves_nothing_behind(small: LM) -> None:
-    engine = engine_of(small, rows=1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_that_was_cancelled_leaves_nothing_behind(small: LM, fused: LM, kind: str) -> None:
+    engine = engine_of(fused if kind.startswith("fused") else small, kind, rows=1)
     tickets = [engine.submit(small.requests([text], max_tokens=4)[0]) for text in ("its", "told")]
     broken, engine.backend.prefill = engine.backend.prefill, _refuse  # type: ignore[method-assign]
     with pytest.raises(Injected):

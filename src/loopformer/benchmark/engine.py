@@ -236,7 +236,7 @@ def _under_load(
         engine.submit(Request((1, 2, 3), Trajectory.uniform(budgets[-1]), max_tokens=4 + number))
     list(engine.run())
     for budget in budgets:  # and those of prompts
-        for length in (32, 64, 128, 256, 512):
+        for length in (32, 64, 128, 256, 512, LONG_PROMPT):  # the last in pieces
             prompt = (1,) * min(length, model.config.context - 1)
             engine.submit(Request(prompt, Trajectory.uniform(budget), max_tokens=2))
             list(engine.run())

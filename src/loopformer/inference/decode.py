@@ -5,7 +5,7 @@ choices = backend.prefill(rows)            # run prompts; the first token of eac
 choices = backend.decode(rows)             # one more token each, or several where they are drafted
 backend.keep(rows)                         # everybody else's slots are free again
 
-A `Backend` is what the engine (engine.py) decodes with; fused/backend.py has the other one. Its promise under
+A `Backend` is what the engine (engine.py) decodes with; fused/shared.py has another one. Its promise under
 faults: what a row has in its KV cache follows from its `RowState`, whatever was begun and not finished since. Here
 that holds because a step writes only beyond what is valid, and a row is copied to its new place before the layout,
 one tuple, says that it is there.

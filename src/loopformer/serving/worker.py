@@ -227,8 +227,10 @@ def load_served(settings: WorkerSettings) -> tuple[LM, str]:
 
 
 def warm_up(engine: Engine, config: ModelConfig) -> None:
-    """Run prompts of every length, and any number of rows as one after the other ends: on a GPU kernels are
-    compiled and graphs recorded at first use, which takes seconds that the first clients would wait."""
+    """Run prompts of every length at the usual budgets, and any number of rows as one after the other ends.
+
+    On a GPU kernels are compiled and graphs recorded at first use, which the first clients would wait for.
+    """
     sizes = [2**power for power in range(5, 11) if 2**power < config.context // 2] or [1]
     for number in range(engine.rows):
         prompt = (number % config.vocab,) * sizes[number % len(sizes)]  # no two begin alike
@@ -236,6 +238,14 @@ def warm_up(engine: Engine, config: ModelConfig) -> None:
         with contextlib.suppress(LoopformerError):  # one that can never fit into the memory that was given
             engine.submit(Request(prompt, Trajectory.uniform(config.loops), max_tokens=most))
     list(engine.run())
+    budget = config.loops // 2
+    while budget:
+        for size in sizes:
+            with contextlib.suppress(LoopformerError):
+                prompt = (budget % config.vocab,) * size
+                engine.submit(Request(prompt, Trajectory.uniform(budget), max_tokens=min(2, config.context - size)))
+            list(engine.run())
+        budget //= 2
 
 
 def _leave_with_parent() -> None:

@@ -39,6 +39,11 @@ def test_nothing_is_lent_twice_and_the_last_few_are_kept() -> None:
         with pool.lend(number, list):
             pass
     assert [key for key, _ in pool.free] == list(range(MOST_KEPT, 2 * MOST_KEPT))
+    small: LendingPool[list[str]] = LendingPool(lambda kept: len(kept) < 3)
+    for number in range(5):
+        with small.lend(number, list):
+            pass
+    assert [key for key, _ in small.free] == [3, 4]
     with pytest.raises(ValueError, match="on purpose"), pool.lend("b", list):
         raise ValueError("on purpose")
     assert pool.free[-1][0] == "b"

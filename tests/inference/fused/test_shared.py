@@ -224,8 +224,11 @@ def test_a_request_that_can_never_come_in_ends_with_the_reason(
     same([results[kept]], finished(Engine(model, Letters(), backend=PlainBackend(model, 1)), [good]))
 
 
-@pytest.mark.parametrize("pages", [200, 9])  # nine: only one of the longest at a time
-def test_texts_are_those_of_the_plain_path(model: LoopedLM, expected: list[Result], pages: int) -> None:
+@pytest.mark.parametrize(("pages", "piece"), [(200, 512), (9, 512), (200, 8)])  # 9: one of the longest at a time
+def test_texts_are_those_of_the_plain_path(
+    model: LoopedLM, expected: list[Result], pages: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SharedBackend, "piece", piece)  # of a prompt, at a time
     backend = backend_of(model, pages)
     results = finished(Engine(model, Letters(), backend=backend), asked(model))
     same(results, expected)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
+from loopformer.device import available_bytes
 from loopformer.errors import LoopformerError
 from loopformer.inference.decode import PIECE, slot_bytes
 from loopformer.inference.draft import Draft, DraftReport
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from loopformer.inference.fused.speculate import Speculator, Verdict
 
 MOST_KEPT = 4  # each holds keys for the whole context of its rows
+MOST_SLOTS = 256  # of one batch; more requests wait for each other
 MOST_TOGETHER = 16  # tokens that are verified at once
 NO_CERTAINTY = "has no kernels for certainty"
 Lent = TypeVar("Lent")
@@ -74,10 +76,11 @@ def draft_obstacle(draft: Draft, requests: Sequence[Request], int8: bool) -> str
 
 
 class LendingPool(Generic[Lent]):
-    """What may be used again: lent to one at a time, and of what is free the last few are kept."""
+    """What may be used again: lent to one at a time; of what is free the last few are kept, if there is room."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_room: Callable[[Sequence[Lent]], bool] = lambda kept: True) -> None:
         self.free: list[tuple[Hashable, Lent]] = []  # the last used at the end
+        self._has_room = has_room
         self._door = Lock()
 
     @contextmanager
@@ -93,6 +96,8 @@ class LendingPool(Generic[Lent]):
             with self._door:
                 self.free.append((key, lent))
                 del self.free[:-MOST_KEPT]
+                while self.free and not self._has_room([kept for _, kept in self.free]):
+                    del self.free[0]
 
 
 class FusedPool:
@@ -102,15 +107,16 @@ class FusedPool:
         self.model, self.int8, self._tuning = model, int8, tuning
         self._seen: Fingerprint = []
         self._weights: Weights | None = None
-        self._batches: LendingPool[SharedBatch] = LendingPool()
+        self._batches: LendingPool[SharedBatch] = LendingPool(self._has_room)
         self._speculators: LendingPool[Speculator] = LendingPool()
 
     def batch(self, slots: int) -> AbstractContextManager[SharedBatch]:
-        """Lend one of at least so many slots, a power of two, so that there are few; int8 weights serve one."""
+        """Lend one of at least so many slots, a power of two up to MOST_SLOTS, so that there are few; int8 weights
+        serve one."""
         from loopformer.inference.fused.batch import SharedBatch
 
         self._look_at_weights()
-        slots = 1 if self.int8 else 1 << (slots - 1).bit_length()
+        slots = 1 if self.int8 else min(MOST_SLOTS, 1 << (slots - 1).bit_length())
         return self._batches.lend(slots, partial(SharedBatch, self.model, slots, None, self._weights, self._tuning))
 
     def speculator(self, trajectory: Trajectory, draft: Draft) -> AbstractContextManager[Speculator]:
@@ -125,8 +131,13 @@ class FusedPool:
         """Forget what was made for other weights than those of now: graphs and int8 copies still have them."""
         seen = fingerprint(self.model)
         if seen != self._seen:
-            self._seen, self._batches, self._speculators = seen, LendingPool(), LendingPool()
+            self._seen, self._batches, self._speculators = seen, LendingPool(self._has_room), LendingPool()
             self._weights = quantised(self.model) if self.int8 else None
+
+    def _has_room(self, kept: Sequence[SharedBatch]) -> bool:
+        """Whether at least as much memory is free as batches keep that nobody uses."""
+        nbytes = sum(batch.nbytes for batch in kept)
+        return nbytes <= available_bytes(self.model.tokens.weight.device)
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,10 @@ class SharedBatch:
         memory: int | None = None,
         weights: Weights | None = None,
         tuning: Tuning | None = None,
+        pool: Tensor | None = None,
     ) -> None:
         """`memory`: bytes of keys and values, by default what all slots may need, if there is so much. `weights` in
-        int8 serve one slot."""
+        int8 serve one slot. `pool` is memory of another batch that nobody uses any more."""
         config, like = model.config, model.tokens.weight.detach()
         memory = int(SHARE * available_bytes(like.device)) if memory is None else memory
         pages = min(slots * pages_of(config.context, config.loops), memory // page_bytes(model))
@@ -99,7 +100,9 @@ class SharedBatch:
         self._pages = torch.full(
             (rows, loops, -(-config.context // PAGE)), pages, dtype=torch.int32, device=like.device
         )
-        self._pool = like.new_zeros(pages + 1, config.blocks, 2, config.heads, PAGE, config.head_width)
+        shape = (pages + 1, config.blocks, 2, config.heads, PAGE, config.head_width)
+        fits = pool is not None and (pool.shape, pool.dtype, pool.device) == (shape, like.dtype, like.device)
+        self._pool = pool if pool is not None and fits else like.new_zeros(shape)
         most = triton.next_power_of_2(slots)
         self._numbers = {name: integers(most) for name in ("order", "done", "ended")}
         self._written: dict[str, tuple[int, ...]] = {}
@@ -123,8 +126,13 @@ class SharedBatch:
         """This one; or, if the model's weights are others than those its graphs have, an empty one like it."""
         if fingerprint(self.model) == self._made_for:
             return self
-        weights = quantised(self.model) if self._weights.int8 else None
-        return SharedBatch(self.model, self.slots, self.page_count * page_bytes(self.model), weights, self._tuning)
+        weights, memory = quantised(self.model) if self._weights.int8 else None, self.nbytes
+        return SharedBatch(self.model, self.slots, memory, weights, self._tuning, self._pool)
+
+    @property
+    def nbytes(self) -> int:
+        """Keys and values that it has room for."""
+        return self.page_count * page_bytes(self.model)
 
     # What rows bring with them.
 

@@ -17,12 +17,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from loopformer.device import current
 from loopformer.errors import require
 from loopformer.inference.decode import ends, padded
 from loopformer.inference.fused import kernels
@@ -34,6 +36,7 @@ from loopformer.trajectory import Trajectory
 
 Then = Literal["stay", "advance", "follow"]
 FEW_ROWS = 2  # up to here our own matmuls are faster than the library's
+RECORDING = Lock()  # streams that graphs are recorded on are shared by all threads
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,8 @@ class Launches(ABC):
             self._token(then)
             return
         if then not in self._graphs:
-            self._graphs[then] = record(lambda: self._token(then), [self.ids, self.lengths])
+            with current(self.ids.device):
+                self._graphs[then] = record(lambda: self._token(then), [self.ids, self.lengths])
         self._graphs[then].replay()
 
     def _token(self, then: Then) -> None:
@@ -412,15 +416,16 @@ def record(
     of the stream they were recorded from. Graphs that never run at once may share a `pool` of memory.
     """
     before = [tensor.clone() for tensor in state]
-    device = torch.cuda.current_device()
-    warm_up = side_stream(device, "warm-up")
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        launch()
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool, side_stream(device, f"recording of {of}")):
-        launch()
+    device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
+    with RECORDING:
+        warm_up = side_stream(device, "warm-up")
+        warm_up.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm_up):
+            launch()
+        torch.cuda.current_stream().wait_stream(warm_up)
+        stream = side_stream(device, f"recording of {of}")
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):  # others go on meanwhile
+            launch()
     for tensor, value in zip(state, before, strict=True):
         tensor.copy_(value)
     return graph

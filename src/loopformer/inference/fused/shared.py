@@ -160,7 +160,7 @@ class SharedBackend(PromptBackend):
     def check(self, request: Request) -> None:
         """Refuse what this backend can never run."""
         if request.certainty is not None:
-            raise LoopformerError(f"fast {NO_CERTAINTY}; leave one of them out.")
+            raise LoopformerError(f"fast {NO_CERTAINTY}; leave it out, or switch fast off (fast=False, --no-fast).")
         if self._needed(request) > self._batch.page_count:
             raise LoopformerError(
                 f"The request may come to {self._tokens(request)} tokens in {request.trajectory.budget} loops, "
@@ -172,7 +172,7 @@ class SharedBackend(PromptBackend):
 
     @property
     def memory_bytes(self) -> int:
-        return self._batch.page_count * page_bytes(self.model)
+        return self._batch.nbytes
 
     def fits(self, rows: Sequence[RowState]) -> bool:
         device = self._device or self._empty
