@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: install test test-browser test-ray chromium lint demo soak docs wheel clean
+.PHONY: install test test-browser test-kernels test-ray chromium lint demo soak docs wheel clean
 
 install: $(VENV)/.installed
 
@@ -25,6 +25,12 @@ test: lint
 # The page that `loopformer serve` has at `/`, in a real browser; `make test` runs these tests, too, where there is one.
 test-browser: install chromium
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser
+
+# The fused kernels without a GPU, in Triton's interpreter: 200 MB more to install, a quarter of an hour.
+test-kernels: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target build/interpreter triton==3.6.0 'numpy<2.4'
+	PYTHONPATH=build/interpreter TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout=1200 \
+		tests/inference/fused/test_shared.py tests/inference/fused/test_backend.py tests/inference/test_faults.py
 
 # `loopformer serve --ray`: two replicas, killed and drained; some 500 MB more to install, a few minutes.
 test-ray: install

@@ -10,7 +10,7 @@ Throughput is that of requests which all run, text and a stop string included, a
 of one. `mixed` runs as many requests of each budget at once; what static batches, one for each budget after the
 other, would take for the same tokens is set beside it. Under load requests of mixed budgets and lengths
 arrive at random (Poisson) at shares of the rate that a full queue sustains; measured are the time to the first
-token and between tokens, also while long prompts come in.
+token and between tokens (none between those that come at once), also while long prompts come in.
 """
 
 from __future__ import annotations
