@@ -411,6 +411,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20, help="to find what the server sustains")
     parser.add_argument("--examples", type=int, default=150, help="of schemathesis, for each route and mode")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -422,7 +423,7 @@ def main() -> None:
         "torch": torch.__version__,
         "model": BOX,
     }
-    facts = {"command": shlex.join(["python", *sys.argv]), "seed": asked.seed}
+    facts = {"command": shlex.join(["python", *sys.argv]), "seed": asked.seed, "commit": asked.commit}
     try:
         for part in asked.parts or PARTS:
             print(part, file=sys.stderr)
