@@ -198,7 +198,7 @@ class DraftBackend:
         if rounds is None or (rounds.ticket, rounds.length) != (row.ticket, row.length):
             self._lent.close()
             self._start(row)
-            rounds = self._rounds
+            rounds, self._rounds = self._rounds, None  # whose verdicts end if one of them fails
             assert rounds is not None
         verdict = next(rounds.verdicts)
         self.draft_report.drafted += verdict.drafted
