@@ -113,19 +113,18 @@ def specialist(budget: int, **more: Any) -> Settings:
 
 
 def mixture(
-    full: float = 0.5, rows: float = 0.0625, equal: float = 0.15, unequal: float = 0.15
+    full_rows: float = 0.5, unequal_rows: float = 0.0625, equal_weight: float = 0.15, unequal_weight: float = 0.15
 ) -> list[tuple[str, float, float, str]]:
-    """The preset's shares of rows; `rows` of 4 to 7 unequal steps, at the weight of their name."""
+    """The preset's shares of rows, but for those of the full trajectory and of 4 to 7 equal or unequal steps."""
     return [
-        ("full", 1.0, full, "equal"),
-        ("[4, 7]", equal, 0.0625, "equal"),
-        ("[4, 7]", unequal, rows, "compositions"),
+        ("full", 1.0, full_rows, "equal"),
+        ("[4, 7]", equal_weight, 0.0625, "equal"),
+        ("[4, 7]", unequal_weight, unequal_rows, "compositions"),
         ("[2, 3]", 0.3, 0.125, "compositions"),
         ("1", 0.5, 0.25, "equal"),
     ]
 
 
-HOW = ("equal", "compositions")
 ELASTIC: Settings = {**OURS, **rows_from(0.1, mixture())}  # the preset
 ANY = following("{budget: any}")
 FOUR_DRAWS: Settings = {"objective.route_draws": 4, "training.micro_batch": 32}  # one for each quarter of the rows
@@ -239,7 +238,11 @@ SUITES: dict[str, dict[str, Settings]] = {
                 0.1,
                 [
                     ("full", 1.0, 0.5, "equal"),
-                    *((budget, 0.3, 0.0625, steps) for budget in ("[4, 7]", "[2, 3]") for steps in HOW),
+                    *(
+                        (budget, 0.3, 0.0625, steps)
+                        for budget in ("[4, 7]", "[2, 3]")
+                        for steps in ("equal", "compositions")
+                    ),
                     ("1", 0.5, 0.25, "equal"),
                 ],
             ),
@@ -284,8 +287,8 @@ SUITES: dict[str, dict[str, Settings]] = {
         name: {**settings, "model.start": "normed"}
         for name, settings in {
             "elastic": ELASTIC,
-            "elastic-unequal": {**OURS, **rows_from(0.1, mixture(equal=0.1, unequal=0.3))},
-            "elastic-more-unequal": {**OURS, **rows_from(0.1, mixture(full=0.4375, rows=0.125))},
+            "elastic-unequal": {**OURS, **rows_from(0.1, mixture(equal_weight=0.1, unequal_weight=0.3))},
+            "elastic-more-unequal": {**OURS, **rows_from(0.1, mixture(full_rows=0.4375, unequal_rows=0.125))},
             "elastic-muon-0.04": {**ELASTIC, "training.matrix_learning_rate": 0.04},
             "specialist-8": specialist(8),
             "specialist-1": specialist(1),

@@ -107,9 +107,8 @@ SCORED = 300_000  # tokens of each held-out text, at most
 PROMPTS, PROMPT_TOKENS = 64, 128  # for the representation metrics, of the last text
 BATCH_TOKENS = 32768
 RESULTS = Path("results/paper_claims")
-TOKENIZER = (
-    RESULTS / "tokenizer/tokenizer.json"
-)  # trained on these texts at commit 7536208, in pieces cut otherwise
+# Trained on these texts at commit 7536208, which cut them into other pieces than later ones do.
+TOKENIZER = RESULTS / "tokenizer/tokenizer.json"
 TEXT, DATA, REQUESTS, ANSWERS = "text", "data", "requests.jsonl", "answers.jsonl"
 
 

@@ -49,7 +49,8 @@ def synchronise(device: torch.device) -> None:
 def available_bytes(device: torch.device) -> float:
     """Memory that a run may use on a device."""
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's own cache
+        return float(torch.cuda.mem_get_info(device)[0] + unused)
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return float(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) * 1024

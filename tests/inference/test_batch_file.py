@@ -250,9 +250,12 @@ def test_a_prompt_that_fails_alone_is_answered_by_its_error(
 
 def test_prompts_that_cannot_be_read_twice_are_refused(lm: LM, source: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(FileProblem, match="no file that can be read twice"):
+    with pytest.raises(FileProblem, match="cannot be read twice"):
         run(lm, tmp_path / "pipe", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    (tmp_path / "begun").touch()
+    with pytest.raises(FileProblem, match=r"prompst\.jsonl cannot be read"):
+        run(lm, tmp_path / "prompst.jsonl", tmp_path / "begun")
     before = source.read_bytes()
     with pytest.raises(FileProblem, match="the file of prompts itself; give another --out"):
         run(lm, source, source)

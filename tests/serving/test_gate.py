@@ -49,10 +49,12 @@ def test_keys_are_the_lines_of_a_file(tmp_path: Path) -> None:
         read_keys(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("origin", ["", "page.example", "https://page.example/", "https://"])
+@pytest.mark.parametrize(
+    "origin", ["", "page.example", "https://page.example/", "https://", "https://Page.example"]
+)
 def test_what_no_browser_sends_is_no_origin(origin: str) -> None:
     worker = WorkerSettings("tiny")
-    ServerSettings(worker, cors=("*", "https://page.example", "http://localhost:3000"))
+    ServerSettings(worker, cors=("*", "null", "https://page.example", "http://localhost:3000"))
     with pytest.raises(LoopformerError, match="takes an origin as browsers send it"):
         ServerSettings(worker, cors=(origin,))
 

@@ -110,10 +110,21 @@ def test_what_this_model_cannot_do_is_one_sentence(served: Served, fields: dict[
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("field", ["budget", "trajectory", "min_budget", "model"])
-def test_the_field_that_is_wrong_is_named(served: Served, field: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("budget", 9),
+        ("trajectory", "9-x"),
+        ("min_budget", 9),
+        ("model", "other"),
+        ("max_tokens", 33),
+        ("prompt", ""),
+        ("prompt", [1] * 65),
+    ],
+)
+def test_the_field_that_is_wrong_is_named(served: Served, field: str, value: Any) -> None:
     with pytest.raises(WrongField) as refused:
-        completion(**{field: 9 if field.endswith("budget") else "9-x"}).job(served)
+        completion(**{field: value}).job(served)
     assert refused.value.field == field
 
 

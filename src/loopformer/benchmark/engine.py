@@ -232,9 +232,10 @@ def _under_load(
         return Request(ids, Trajectory.uniform(rng.choice(budgets)), max_tokens=most, stops=STOPS)
 
     engine = _engine(model, words, path, rows)
-    for number in range(rows):  # they end one by one: graphs of every size are recorded, kernels compiled
-        engine.submit(Request((1, 2, 3), Trajectory.uniform(budgets[-1]), max_tokens=4 + number))
-    list(engine.run())
+    for budget in (budgets[-1], 1):
+        for number in range(rows):  # they end one by one: graphs of every size are recorded, kernels compiled
+            engine.submit(Request((1, 2, 3), Trajectory.uniform(budget), max_tokens=4 + number))
+        list(engine.run())
     for budget in budgets:  # and those of prompts
         for length in (32, 64, 128, 256, 512, LONG_PROMPT):  # the last in pieces
             prompt = (1,) * min(length, model.config.context - 1)

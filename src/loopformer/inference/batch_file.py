@@ -18,7 +18,9 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -70,11 +72,9 @@ def answer_file(
     settings     what the answers follow from besides the prompts, as plain JSON by names that a user knows
     report       is told how many prompts are answered, of how many
     """
-    if not source.is_file() and source.exists():
-        raise FileProblem(f"{source} is no file that can be read twice, as prompts are; write them to one first.")
-    if out.exists() and out.samefile(source):
-        raise FileProblem(f"{out} is the file of prompts itself; give another --out.")
-    with _opened(source) as lines, opened_alone(out) as file:
+    if source.is_fifo() or source.is_char_device():
+        raise FileProblem(f"{source} cannot be read twice, as prompts are; write them to a file first.")
+    with _opened(source) as lines, _opened_other(out, source) as file:
         total = _check_belongs(source, out, json.loads(json.dumps(settings)))
         prompts = _prompts(lines)
         done, errors, end = _answered(source, out, prompts)
@@ -96,6 +96,12 @@ def _opened(source: Path) -> IO[bytes]:
         return source.open("rb")
     except OSError as error:
         raise FileProblem(f"{source} cannot be read: {error.strerror or error}; {remedy(error)}.") from error
+
+
+def _opened_other(out: Path, source: Path) -> AbstractContextManager[FileIO]:
+    if out.exists() and out.samefile(source):
+        raise FileProblem(f"{out} is the file of prompts itself; give another --out.")
+    return opened_alone(out)
 
 
 # Prompts: a line each.

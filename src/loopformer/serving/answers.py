@@ -94,7 +94,7 @@ class AnswerForm(ABC):
                 "index": index,
                 **self._content(text),
                 "logprobs": self._logprobs(index, text),
-                "finish_reason": FINISH[text.reason or "length"],  # no reason: none was asked for
+                "finish_reason": FINISH[text.reason or "length"],
             }
             for index, text in enumerate(texts)
         ]

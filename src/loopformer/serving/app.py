@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -53,8 +52,7 @@ T = TypeVar("T")
 
 def _error_content(error: BaseException) -> dict[str, Any]:
     message = str(error) if isinstance(error, LoopformerError) else "The server could not do this."
-    form, quoted = form_of(error), re.match(r"'(\w+)'", message)
-    param = error.field if isinstance(error, WrongField) else quoted and quoted[1]
+    form, param = form_of(error), error.field if isinstance(error, WrongField) else None
     return error_answer(message, form.type, param, form.code)
 
 

@@ -149,16 +149,20 @@ class GenerationBody(DepthBody):
     min_budget: int | None = Field(None, ge=1, description="The least that a busy server may grant.")
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower comes first.")
 
-    def _job(self, served: Served, prompts: list[list[int]], max_tokens: int, alternatives: int | None) -> Job:
+    def _job(
+        self, served: Served, prompts: list[list[int]], field: str, max_tokens: int, alternatives: int | None
+    ) -> Job:
+        """What is asked for, where the prompts are of this field."""
         trajectory = self.followed(served)
         least = self.min_budget or (1 if self.trajectory is None else trajectory.budget)
         served.resolved("min_budget", least)
-        require(
+        need(
             least <= trajectory.budget,
+            "min_budget",
             f"'min_budget' is {least}, more than the {trajectory.budget} loops that are asked for; lower it.",
         )
         for prompt in prompts:
-            served.check_prompt(prompt)
+            served.check_prompt(prompt, field)
         served.check_output(max_tokens)
         top_k = self.top_k if self.top_k > 0 else None
         sampling = Sampling(self.temperature, top_k, self.top_p, self.min_p, self.repetition_penalty, self.seed)
@@ -180,16 +184,17 @@ class CompletionBody(GenerationBody):
         return _COMPLETION_UNSUPPORTED
 
     def job(self, served: Served) -> Job:
-        require(
+        need(
             not self.stream or not self.logprobs,
+            "logprobs",
             "'logprobs' of more than the chosen token go without 'stream'; ask for 0, or do not stream.",
         )
-        require(not (self.echo and self.stream), "'echo' goes without 'stream'.")
+        need(not (self.echo and self.stream), "echo", "'echo' goes without 'stream'.")
         most = min(NEW_TOKENS, served.max_output) if self.max_tokens is None else self.max_tokens
-        require(most >= 1 or self.echo, "'max_tokens' is 1 or more, or 0 with 'echo'.")
+        need(most >= 1 or self.echo, "max_tokens", "'max_tokens' is 1 or more, or 0 with 'echo'.")
         prompts = self._prompts(served.tokenizer)
-        require(0 < len(prompts) <= 128, "'prompt' is a text or a list of 1 to 128 of them.")
-        job = self._job(served, prompts, most, self.logprobs)
+        need(0 < len(prompts) <= 128, "prompt", "'prompt' is a text or a list of 1 to 128 of them.")
+        job = self._job(served, prompts, "prompt", most, self.logprobs)
         return replace(job, echo=self.echo)
 
     def _prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
@@ -233,17 +238,17 @@ class ChatBody(GenerationBody):
         return _CHAT_UNSUPPORTED
 
     def job(self, served: Served) -> Job:
-        require(
-            self.top_logprobs is None or self.logprobs, "'top_logprobs' goes with 'logprobs', which is to be true."
-        )
-        require(not self.stream or not self.top_logprobs, "'top_logprobs' goes without 'stream'.")
+        alone = self.top_logprobs is not None and not self.logprobs
+        need(not alone, "top_logprobs", "'top_logprobs' goes with 'logprobs', which is to be true.")
+        streamed = self.stream and bool(self.top_logprobs)
+        need(not streamed, "top_logprobs", "'top_logprobs' goes without 'stream'.")
         require(
             self.max_tokens is None or self.max_completion_tokens is None,
             "Give 'max_completion_tokens' or 'max_tokens', not both.",
         )
         prompt = served.chat.encode([message.plain() for message in self.messages])
         most = self.max_completion_tokens or self.max_tokens or served.most_output(len(prompt))
-        job = self._job(served, [prompt], most, (self.top_logprobs or 0) if self.logprobs else None)
+        job = self._job(served, [prompt], "messages", most, (self.top_logprobs or 0) if self.logprobs else None)
         return replace(job, stops=(*job.stops, *served.chat.stops))
 
 
@@ -275,7 +280,7 @@ class DetokenizeBody(Body):
 
     def text(self, served: Served) -> str:
         served.check_name(self.model)
-        served.check_ids(self.tokens)
+        served.check_ids(self.tokens, "tokens")
         return served.tokenizer.decode(self.tokens)
 
 
@@ -287,7 +292,7 @@ class LensBody(DepthBody):
 
     def ids(self, served: Served) -> list[int]:
         ids = served.tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
-        served.check_prompt(ids)
+        served.check_prompt(ids, "prompt")
         return ids
 
 
@@ -302,11 +307,17 @@ class WrongField(LoopformerError):
         self.field = field
 
 
+def need(holds: bool, field: str, sentence: str) -> None:
+    """Refuse a body for a field of it."""
+    if not holds:
+        raise WrongField(field, sentence)
+
+
 class UnknownModel(WrongField):
     """Another model than the one that is served."""
 
 
-class TooLong(LoopformerError):
+class TooLong(WrongField):
     """A prompt that does not fit."""
 
 
@@ -342,18 +353,22 @@ class Served:
         except LoopformerError as error:
             raise WrongField(field, str(error)) from None
 
-    def check_ids(self, ids: Sequence[int]) -> None:
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
         last = min(self.config.vocab, self.tokenizer.vocab_size) - 1
-        require(max(ids, default=0) <= last, f"Token ids lie in 0…{last}.")
+        need(max(ids, default=0) <= last, field, f"Token ids lie in 0…{last}.")
 
-    def check_prompt(self, ids: Sequence[int]) -> None:
-        require(len(ids) > 0, "The prompt is empty; give at least one character.")
-        self.check_ids(ids)
+    def check_prompt(self, ids: Sequence[int], field: str) -> None:
+        need(len(ids) > 0, field, "The prompt is empty; give at least one character.")
+        self.check_ids(ids, field)
         if len(ids) > self.max_prompt:
-            raise TooLong(f"The prompt has {len(ids)} tokens; at most {self.max_prompt} are taken here.")
+            raise TooLong(field, f"The prompt has {len(ids)} tokens; at most {self.max_prompt} are taken here.")
 
     def check_output(self, tokens: int) -> None:
-        require(tokens <= self.max_output, f"'max_tokens' is at most {self.max_output} here, got {tokens}.")
+        need(
+            tokens <= self.max_output,
+            "max_tokens",
+            f"'max_tokens' is at most {self.max_output} here, got {tokens}.",
+        )
 
     def most_output(self, prompt: int) -> int:
         """As many tokens as there is room for after a prompt."""

@@ -80,7 +80,7 @@ class ServerSettings:
         require(self.service.timeout > 0, "--timeout is a number of seconds above 0.")
         for origin in self.cors:
             require(
-                origin == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None,
+                origin in ("*", "null") or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\sA-Z]+", origin) is not None,
                 f"--cors takes an origin as browsers send it, such as https://page.example, or *; got {origin!r}.",
             )
 

@@ -35,27 +35,7 @@ from loopformer.trajectory import Trajectory
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_FIRST = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-    160.0,
-    640.0,
-)
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 
@@ -170,16 +150,15 @@ class Run:
 
     async def look(self) -> None:
         """Have the finished texts looked at token by token, where more is asked for than the tokens themselves."""
-        job = self.job
-        if job.alternatives is None or not (job.alternatives or job.echo):
-            return
-        metrics, budget = self._service.metrics, self.place.trajectory.budget
-        for number, text in enumerate(self.texts):
-            ids = (*text.prompt, *text.tokens)
-            text.ranked = await self._service.look(ids, self.place.trajectory, job.alternatives, False, self.began)
-            if number not in self._first_tokens:  # a prompt and nothing more
-                metrics.prompt_tokens(budget, len(text.prompt))
-                metrics.finished(budget, "length", 0, 0.0, time.monotonic() - self.began)
+        job, along, metrics = self.job, self.place.trajectory, self._service.metrics
+        for text in self.texts:
+            if job.alternatives is not None and (job.alternatives or job.echo):
+                ids = (*text.prompt, *text.tokens)
+                text.ranked = await self._service.look(ids, along, job.alternatives, False, self.began)
+            if text.reason is None:  # a prompt and nothing more
+                text.reason = "length"
+                metrics.prompt_tokens(along.budget, len(text.prompt))
+                metrics.finished(along.budget, "length", 0, 0.0, time.monotonic() - self.began)
 
     def cancel(self) -> None:
         if self._call is not None:
@@ -322,7 +301,7 @@ class ServerMetrics:
             return Histogram(f"loopformer:{name}", what, names, registry=self.registry, buckets=buckets)
 
         self._running = gauge("num_requests_running", "Requests that have a slot.")
-        self._waiting = gauge("num_requests_waiting", "Requests that wait for one.")
+        self._waiting = gauge("num_requests_waiting", "Requests that wait for one, or to be looked at.")
         self._usage = gauge("kv_cache_usage_perc", "Share of the memory for keys and values in use; 1 is all.")
         self._level = gauge("degradation_level", "0 grants what is asked for; 1, 2 and 3 grant less.")
         self._up = gauge("engine_up", "1 while the engine's process runs.")

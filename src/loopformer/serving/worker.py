@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import json
 import logging
 import multiprocessing
@@ -227,25 +228,28 @@ def load_served(settings: WorkerSettings) -> tuple[LM, str]:
 
 
 def warm_up(engine: Engine, config: ModelConfig) -> None:
-    """Run prompts of every length at the usual budgets, and any number of rows as one after the other ends.
+    """Run prompts of every length at the usual budgets, and any number of rows as one after the other ends, by one
+    pass and by several.
 
     On a GPU kernels are compiled and graphs recorded at first use, which the first clients would wait for.
     """
-    sizes = [2**power for power in range(5, 11) if 2**power < config.context // 2] or [1]
-    for number in range(engine.rows):
-        prompt = (number % config.vocab,) * sizes[number % len(sizes)]  # no two begin alike
-        most = min(4 + number, config.context - len(prompt))
+    sizes = sorted({min(2**power, max(1, config.context - 1)) for power in range(5, 10)})
+    firsts = itertools.cycle(range(config.vocab))  # no two prompts begin alike
+
+    def submit(budget: int, size: int, most: int) -> None:
+        prompt = (next(firsts), *[0] * (size - 1))
         with contextlib.suppress(LoopformerError):  # one that can never fit into the memory that was given
-            engine.submit(Request(prompt, Trajectory.uniform(config.loops), max_tokens=most))
-    list(engine.run())
-    budget = config.loops // 2
-    while budget:
+            trajectory = Trajectory.uniform(budget)
+            engine.submit(Request(prompt, trajectory, max_tokens=min(most, config.context - size + 1)))
+
+    for budget in (config.loops, 1):
+        for number in range(engine.rows):
+            submit(budget, sizes[number % len(sizes)], 4 + number)
+        list(engine.run())
+    for halved in range(config.loops.bit_length()):
         for size in sizes:
-            with contextlib.suppress(LoopformerError):
-                prompt = (budget % config.vocab,) * size
-                engine.submit(Request(prompt, Trajectory.uniform(budget), max_tokens=min(2, config.context - size)))
+            submit(config.loops >> halved, size, 2)
             list(engine.run())
-        budget //= 2
 
 
 def _leave_with_parent() -> None:

@@ -18,6 +18,7 @@ from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import generate, speculate
+from loopformer.inference.fused import backend
 from loopformer.inference.fused.backend import MOST_KEPT, DraftBackend, FusedPool, LendingPool, obstacle
 from loopformer.inference.request import Event, Request, Result, RowState
 from loopformer.inference.sampling import Choice
@@ -137,6 +138,23 @@ def test_texts_at_once_do_not_meet(model: LoopedLM, tokenizer: Tokenizer) -> Non
     (drafted,), report = speculate(model, tokenizer, requests[:1], draft, backend=DraftBackend(pool, draft))
     assert drafted.ids == expected[0]
     assert 1 < report.verifications <= report.tokens
+
+
+@pytest.mark.cuda
+def test_batches_are_bounded_and_kept_where_there_is_room(
+    model: LoopedLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = asked(3, 3)
+    expected = [result.ids for result in results(generate(model, tokenizer, requests))]
+    pool = quick(model)
+    monkeypatch.setattr(backend, "MOST_SLOTS", 2)
+    monkeypatch.setattr(backend, "available_bytes", lambda device: 0)
+    assert [result.ids for result in results(fused(pool, tokenizer, requests))] == expected  # one waits
+    assert pool._batches.free == []
+    monkeypatch.setattr(backend, "available_bytes", lambda device: 1 << 40)
+    with pool.batch(5) as batch:
+        assert batch.slots == 2
+    assert [kept for _, kept in pool._batches.free] == [batch]
 
 
 @pytest.mark.cuda

@@ -398,7 +398,8 @@ def test_rows_of_a_budget_choose_their_tokens_together_whenever_they_came(model:
 
 def test_other_weights_need_other_graphs(model: LoopedLM) -> None:
     changed = copy.deepcopy(model)
-    engine = Engine(changed, Letters(), backend=backend_of(changed))
+    backend = backend_of(changed)
+    engine, memory = Engine(changed, Letters(), backend=backend), backend._batch._pool
     requests = [Request((1, 2, 3), Trajectory.uniform(2), max_tokens=6)]
     finished(engine, requests)
     with torch.no_grad():
@@ -406,6 +407,7 @@ def test_other_weights_need_other_graphs(model: LoopedLM) -> None:
             parameter.mul_(-1.5)
     expected = finished(Engine(changed, Letters(), backend=PlainBackend(changed, 3)), requests)
     same(finished(engine, requests), expected)
+    assert backend._batch._pool is memory
 
 
 def test_rows_that_run_go_on_with_other_weights_and_keep_their_places(model: LoopedLM) -> None:

@@ -110,14 +110,19 @@ class FusedPool:
         self._batches: LendingPool[SharedBatch] = LendingPool(self._has_room)
         self._speculators: LendingPool[Speculator] = LendingPool()
 
-    def batch(self, slots: int) -> AbstractContextManager[SharedBatch]:
-        """Lend one of at least so many slots, a power of two up to MOST_SLOTS, so that there are few; int8 weights
-        serve one."""
+    @contextmanager
+    def batch(self, slots: int) -> Iterator[SharedBatch]:
+        """Lend one of so many slots or more, a power of two and MOST_SLOTS at most; int8 weights serve one."""
         from loopformer.inference.fused.batch import SharedBatch
 
         self._look_at_weights()
         slots = 1 if self.int8 else min(MOST_SLOTS, 1 << (slots - 1).bit_length())
-        return self._batches.lend(slots, partial(SharedBatch, self.model, slots, None, self._weights, self._tuning))
+        make = partial(SharedBatch, self.model, slots, None, self._weights, self._tuning)
+        with self._batches.lend(slots, make) as batch:
+            try:
+                yield batch
+            finally:
+                batch.leave()
 
     def speculator(self, trajectory: Trajectory, draft: Draft) -> AbstractContextManager[Speculator]:
         """Lend one for this trajectory and draft."""
@@ -135,7 +140,7 @@ class FusedPool:
             self._weights = quantised(self.model) if self.int8 else None
 
     def _has_room(self, kept: Sequence[SharedBatch]) -> bool:
-        """Whether at least as much memory is free as batches keep that nobody uses."""
+        """Whether as much memory is free as batches keep that nobody uses."""
         nbytes = sum(batch.nbytes for batch in kept)
         return nbytes <= available_bytes(self.model.tokens.weight.device)
 

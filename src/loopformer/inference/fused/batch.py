@@ -46,7 +46,8 @@ PAGE = 64  # tokens
 SHARE = 0.8  # of the memory that is free, for keys and values at most
 SPLITS = 32  # of the keys of one head, where there are few rows
 ATTENTION_WARPS = 1
-COPIES = "copies of passes"  # the stream on which tokens go to the host
+PROMPTS = "prompts"  # the stream on which they run
+COPIES = "copies of a lone row"  # the stream on which its tokens go to the host
 
 
 def page_bytes(model: LoopedLM) -> int:
@@ -101,8 +102,9 @@ class SharedBatch:
             (rows, loops, -(-config.context // PAGE)), pages, dtype=torch.int32, device=like.device
         )
         shape = (pages + 1, config.blocks, 2, config.heads, PAGE, config.head_width)
-        fits = pool is not None and (pool.shape, pool.dtype, pool.device) == (shape, like.dtype, like.device)
-        self._pool = pool if pool is not None and fits else like.new_zeros(shape)
+        if pool is None or (pool.shape, pool.dtype, pool.device) != (shape, like.dtype, like.device):
+            pool = like.new_zeros(shape)
+        self._pool = pool
         most = triton.next_power_of_2(slots)
         self._numbers = {name: integers(most) for name in ("order", "done", "ended")}
         self._written: dict[str, tuple[int, ...]] = {}
@@ -128,6 +130,10 @@ class SharedBatch:
             return self
         weights, memory = quantised(self.model) if self._weights.int8 else None, self.nbytes
         return SharedBatch(self.model, self.slots, memory, weights, self._tuning, self._pool)
+
+    def leave(self) -> None:
+        """What comes after it waits for prompts that are under way: they write to memory that may be given away."""
+        wait_for(PROMPTS, self.device)
 
     @property
     def nbytes(self) -> int:
@@ -346,7 +352,7 @@ class SharedBatch:
             launch()
             return
         if (name, rows) not in self._graphs:
-            self._graphs[name, rows] = record(launch, [self._x, self._loops, self._ids, self._lengths])
+            self._graphs[name, rows] = record(self.device, launch, [self._x, self._loops, self._ids, self._lengths])
         self._graphs[name, rows].replay()
 
 

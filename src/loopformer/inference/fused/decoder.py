@@ -36,7 +36,7 @@ from loopformer.trajectory import Trajectory
 
 Then = Literal["stay", "advance", "follow"]
 FEW_ROWS = 2  # up to here our own matmuls are faster than the library's
-RECORDING = Lock()  # streams that graphs are recorded on are shared by all threads
+RECORDING = Lock()  # the streams that graphs are recorded on are those of all threads
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,7 @@ class Launches(ABC):
             self._token(then)
             return
         if then not in self._graphs:
-            with current(self.ids.device):
-                self._graphs[then] = record(lambda: self._token(then), [self.ids, self.lengths])
+            self._graphs[then] = record(self.ids.device, lambda: self._token(then), [self.ids, self.lengths])
         self._graphs[then].replay()
 
     def _token(self, then: Then) -> None:
@@ -407,25 +406,30 @@ def wait_for(purpose: str, device: torch.device) -> None:
 
 
 def record(
-    launch: Callable[[], None], state: Sequence[Tensor], of: str = "passes", pool: Any = None
+    device: torch.device,
+    launch: Callable[[], None],
+    state: Sequence[Tensor],
+    of: str = "passes",
+    pool: Any = None,
 ) -> torch.cuda.CUDAGraph:
-    """A graph of launches, which are compiled by running them once.
+    """A graph of launches on a GPU, which are compiled by running them once.
 
     `state` is put back afterwards; keys that were written lie beyond the valid length. What runs beside other
     graphs is recorded `of` something else: libraries have memory of their own for each stream, and graphs use that
     of the stream they were recorded from. Graphs that never run at once may share a `pool` of memory.
     """
-    before = [tensor.clone() for tensor in state]
-    device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
-    with RECORDING:
-        warm_up = side_stream(device, "warm-up")
+    graph = torch.cuda.CUDAGraph()
+    with RECORDING, current(device):
+        before = [tensor.clone() for tensor in state]
+        index = torch.cuda.current_device()
+        warm_up = side_stream(index, "warm-up")
         warm_up.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warm_up):
             launch()
         torch.cuda.current_stream().wait_stream(warm_up)
-        stream = side_stream(device, f"recording of {of}")
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):  # others go on meanwhile
+        stream = side_stream(index, f"recording of {of}")
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):  # other threads go on
             launch()
-    for tensor, value in zip(state, before, strict=True):
-        tensor.copy_(value)
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
     return graph

@@ -50,7 +50,7 @@ def _gelu(x):
 def embed_kernel(
     ids,  # [B]
     lengths,  # [B]
-    tokens,  # [V, D]
+    embedding,  # [V, D] that passes start from
     places,  # [context, D]
     injection,  # [D]
     x,  # [B, D] fp32
@@ -65,7 +65,7 @@ def embed_kernel(
     k = tl.arange(0, BLOCK_K)
     inside = k < width
     wait(PDL)
-    value = tl.load(tokens + tl.load(ids + row) * width + k, mask=inside).to(tl.float32)
+    value = tl.load(embedding + tl.load(ids + row) * width + k, mask=inside).to(tl.float32)
     if LEARNED:
         value += tl.load(places + tl.load(lengths + row) * width + k, mask=inside).to(tl.float32)
     if INJECTED:

@@ -18,7 +18,7 @@ def enter_kernel(
     loops,  # [S] the loop that each slot runs next
     ids,  # [S] tokens
     lengths,  # [S] their places
-    tokens,  # [V, D]
+    embedding,  # [V, D] that passes start from
     places,  # [context, D]
     table,  # [S, L, K, 4, D]
     injection,  # [S, L, D]
@@ -40,7 +40,7 @@ def enter_kernel(
     inside = k < D
     value = tl.load(x + slot * D + k, mask=inside, other=0)
     if INJECTED or loop == 0:
-        embedded = tl.load(tokens + tl.load(ids + slot) * D + k, mask=inside, other=0).to(tl.float32)
+        embedded = tl.load(embedding + tl.load(ids + slot) * D + k, mask=inside, other=0).to(tl.float32)
         if LEARNED:
             embedded += tl.load(places + tl.load(lengths + slot) * D + k, mask=inside, other=0).to(tl.float32)
         if loop == 0:

@@ -123,6 +123,6 @@ class PromptGraphs:
             replay = launch
             if ids.device.type == "cuda":
                 self._pool = self._pool or torch.cuda.graph_pool_handle()
-                replay = record(launch, [], "prompts", self._pool).replay
+                replay = record(ids.device, launch, [], "prompts", self._pool).replay
             self._recorded[budget, tokens, begins] = PromptGraph(ids, cache.passes.conditions, hidden, replay)
         return self._recorded[budget, tokens, begins]

@@ -66,7 +66,7 @@ def fingerprint(model: LoopedLM) -> Fingerprint:
 
 
 def plain(model: LoopedLM) -> Weights:
-    """The model's own weights, copied only where they do not lie by rows."""
+    """The model's own weights, copied where they do not lie by rows; a normalised embedding is a copy."""
     return _each(model, lambda weight: Weight(weight.detach().contiguous()))
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from loopformer.errors import LoopformerError
 from loopformer.inference.decode import PromptBackend, RunPrompts, prefill
 from loopformer.inference.fused.backend import NO_CERTAINTY
-from loopformer.inference.fused.batch import COPIES, SharedBatch, page_bytes, pages_of, paired
+from loopformer.inference.fused.batch import COPIES, PROMPTS, SharedBatch, page_bytes, pages_of, paired
 from loopformer.inference.fused.decoder import side_stream, wait_for
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import GREEDY, Choice, Draw, choose
@@ -43,7 +43,6 @@ from loopformer.model.looped import Certainty
 MOST_APART = 4  # prompts that came at once and are run one after the other
 MOST_UNDER_WAY = 4  # prompts; more would only wait for each other
 AHEAD, AHEAD_PASSES = 2, 8  # at least so many tokens of some row, and passes, are under way at a time
-PROMPTS = "prompts"  # the stream on which they run
 NOBODY = -1  # a ticket
 NOTHING = -1  # new tokens of a row that the device has nothing of
 
@@ -217,7 +216,7 @@ class SharedBackend(PromptBackend):
     def prefill(self, rows: Sequence[RowState]) -> list[Choice | int]:
         batch = self._batch.renewed()
         if batch is not self._batch:
-            wait_for(PROMPTS, self._batch.device)  # they use its memory until then
+            self._batch.leave()
             self._under_way = ()
             self.forget()
             if self._device is not None:  # rows that run keep their places, and are run again with the new weights
@@ -415,8 +414,9 @@ def _beside(purpose: str, device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    _hold_back(purpose, device)
-    with torch.cuda.stream(side_stream(torch.cuda.current_device(), purpose)):
+    stream = side_stream(torch.cuda.current_device(), purpose)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         yield
 
 

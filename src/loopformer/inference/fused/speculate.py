@@ -21,7 +21,6 @@ import torch
 import triton
 from torch import Tensor
 
-from loopformer.device import current
 from loopformer.errors import require
 from loopformer.inference.draft import HOPED_RATE, LONGEST, Draft, best_length, updated_rate
 from loopformer.inference.fused import kernels
@@ -124,8 +123,7 @@ class Speculator:
         if drafted not in self._graphs:
             self._verifier(drafted + 1)
             state = [self._ids, self._lengths, self._pair.ids, self._pair.lengths]
-            with current(self._ids.device):
-                self._graphs[drafted] = record(lambda: self._round(drafted), state)
+            self._graphs[drafted] = record(self._ids.device, lambda: self._round(drafted), state)
         self._graphs[drafted].replay()
         return drafted
 
