@@ -126,6 +126,8 @@ def mixture(
 
 
 ELASTIC: Settings = {**OURS, **rows_from(0.1, mixture())}  # the preset
+MATCHED: Settings = {**OURS, **following(FULL, *strata(0.1, match=0.3, start=0.2))}  # all budgets on all rows
+FASTER: Settings = {"training.matrix_learning_rate": 0.04}
 ANY = following("{budget: any}")
 FOUR_DRAWS: Settings = {"objective.route_draws": 4, "training.micro_batch": 32}  # one for each quarter of the rows
 LARGE: Settings = {"model.width": 2048, "model.heads": 32, "model.ffn": 6144}
@@ -263,7 +265,7 @@ SUITES: dict[str, dict[str, Settings]] = {
     },
     "final": {  # with seeds; `elastic` has the tokens of `…-twice`, and no more FLOPs than `paper…` or `early-exit`
         "elastic": ELASTIC,
-        "elastic-matched": {**OURS, **following(FULL, *strata(0.1, match=0.3, start=0.2))},
+        "elastic-matched": MATCHED,
         **{f"specialist-{m}": specialist(m) for m in (8, 4, 2, 1)},
         **{f"specialist-{m}-twice": specialist(m, training__steps=2000) for m in (8, 4, 2, 1)},
         "paper-ours": {**OURS, **FOUR_DRAWS},
@@ -289,22 +291,16 @@ SUITES: dict[str, dict[str, Settings]] = {
             "elastic": ELASTIC,
             "elastic-unequal": {**OURS, **rows_from(0.1, mixture(equal_weight=0.1, unequal_weight=0.3))},
             "elastic-more-unequal": {**OURS, **rows_from(0.1, mixture(full_rows=0.4375, unequal_rows=0.125))},
-            "elastic-muon-0.04": {**ELASTIC, "training.matrix_learning_rate": 0.04},
+            "elastic-muon-0.04": {**ELASTIC, **FASTER},
             "specialist-8": specialist(8),
             "specialist-1": specialist(1),
-            "elastic-matched": {**OURS, **following(FULL, *strata(0.1, match=0.3, start=0.2))},
+            "elastic-matched": MATCHED,
             "specialist-4": specialist(4),
             "specialist-2": specialist(2),
             **{f"specialist-{m}-twice": specialist(m, training__steps=2000) for m in (8, 4, 2, 1)},
             "paper-ours": {**OURS, **FOUR_DRAWS},
-            "elastic-matched-muon-0.04": {
-                **OURS,
-                **following(FULL, *strata(0.1, match=0.3, start=0.2), training__matrix_learning_rate=0.04),
-            },
-            **{
-                f"specialist-{m}-muon-0.04": specialist(m, training__matrix_learning_rate=0.04)
-                for m in (8, 4, 2, 1)
-            },
+            "elastic-matched-muon-0.04": {**MATCHED, **FASTER},
+            **{f"specialist-{m}-muon-0.04": {**specialist(m), **FASTER} for m in (8, 4, 2, 1)},
         }.items()
     },
     "rest": {  # what makes Recurrent Depth strong in the paper's table; other orders; two blocks; rates

@@ -66,6 +66,11 @@ def fused(small: LM) -> LM:
     return LM(copy.deepcopy(small.model), small.tokenizer).to("cpu" if INTERPRETED else "cuda")
 
 
+def runs_on(kind: str, small: LM, fused: LM) -> LM:
+    """The model where a kind of engine runs it."""
+    return fused if kind.startswith("fused") else small
+
+
 def engine_of(lm: LM, kind: str = "plain", rows: int = 3, pool: FusedPool | None = None) -> Engine:
     draft = Draft(Trajectory.uniform(1), 2)
     if not kind.startswith("fused"):
@@ -170,7 +175,7 @@ def drive(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("raised", [Injected, MemoryError, KeyboardInterrupt])
 def test_a_fault_at_any_call_harms_nobody(small: LM, fused: LM, kind: str, raised: type[BaseException]) -> None:
-    lm = fused if kind.startswith("fused") else small
+    lm = runs_on(kind, small, fused)
     expected = right_texts(small, "plain")
     rng, number, tried = random.Random(repr((raised, kind))), 0, 0
     while tried < 4 or not (INTERPRETED and kind.startswith("fused")):
@@ -190,7 +195,7 @@ def test_a_fault_at_any_call_harms_nobody(small: LM, fused: LM, kind: str, raise
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_signals_at_random_moments_harm_nobody(small: LM, fused: LM, kind: str) -> None:
-    lm, many = fused if kind.startswith("fused") else small, 400 if EVERYWHERE else 40
+    lm, many = runs_on(kind, small, fused), 400 if EVERYWHERE else 40
     expected = right_texts(small, "plain")
     if kind.startswith("fused"):
         list(submitted(lm, kind).run())  # what is imported at first use is not struck
@@ -322,7 +327,7 @@ def test_a_request_whose_own_work_fails_again_and_again_ends_with_it(small: LM, 
     texts = small.generate(["its", "told"], budget=1, max_tokens=6)
     tokenizer: Any = Fragile()
     tokenizer.bad = next(token for token in texts[0].ids if token not in texts[1].ids)
-    engine = engine_of(LM((fused if kind.startswith("fused") else small).model, tokenizer), kind, rows=2)
+    engine = engine_of(LM(runs_on(kind, small, fused).model, tokenizer), kind, rows=2)
     for request in small.requests(["its", "told"], budget=1, max_tokens=6):
         engine.submit(request)
     received: list[Event] = []
@@ -351,7 +356,7 @@ def test_whoever_leaves_early_finds_the_rest_later(small: LM) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_idle_counts_what_was_not_taken(small: LM, fused: LM, kind: str) -> None:
-    engine = engine_of(fused if kind.startswith("fused") else small, kind, rows=1)
+    engine = engine_of(runs_on(kind, small, fused), kind, rows=1)
     engine.submit(small.requests(["its"], max_tokens=1)[0])
     assert next(engine.run()).result is not None
     engine.submit(small.requests(["its"], max_tokens=1)[0])
@@ -396,7 +401,7 @@ def test_a_slot_that_a_row_left_is_clear(small: LM) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_that_was_cancelled_leaves_nothing_behind(small: LM, fused: LM, kind: str) -> None:
-    engine = engine_of(fused if kind.startswith("fused") else small, kind, rows=1)
+    engine = engine_of(runs_on(kind, small, fused), kind, rows=1)
     tickets = [engine.submit(small.requests([text], max_tokens=4)[0]) for text in ("its", "told")]
     broken, engine.backend.prefill = engine.backend.prefill, _refuse  # type: ignore[method-assign]
     with pytest.raises(Injected):

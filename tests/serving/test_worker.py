@@ -13,6 +13,7 @@ import torch
 
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.errors import RunFailed
+from loopformer.inference.engine import warm_up
 from loopformer.serving import worker
 from loopformer.serving.service import error_of, form_of
 from loopformer.serving.worker import (
@@ -27,7 +28,6 @@ from loopformer.serving.worker import (
     lens,
     load_served,
     ranked,
-    warm_up,
 )
 
 from .servers import add_checkpoint, save_served
@@ -99,7 +99,7 @@ def test_the_end_of_an_answer_is_the_chat_templates(lm: LM, tmp_path: Path) -> N
 
 def test_what_warms_up_leaves_nothing_behind(lm: LM) -> None:
     engine = lm.engine(rows=5, fast=False)
-    warm_up(engine, lm.model.config)
+    warm_up(engine, [4, 2, 1])
     assert engine.idle
     assert engine.counts.new_tokens > 5
     ours, theirs = multiprocessing.Pipe()

@@ -31,7 +31,7 @@ from loopformer.benchmark.machine import best_of, describe, free_memory
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import require
 from loopformer.inference.decode import PlainBackend
-from loopformer.inference.engine import Engine
+from loopformer.inference.engine import Engine, warm_up
 from loopformer.inference.fused.backend import obstacle
 from loopformer.inference.request import Event, Request
 from loopformer.model import LoopedLM
@@ -232,15 +232,7 @@ def _under_load(
         return Request(ids, Trajectory.uniform(rng.choice(budgets)), max_tokens=most, stops=STOPS)
 
     engine = _engine(model, words, path, rows)
-    for budget in (budgets[-1], 1):
-        for number in range(rows):  # they end one by one: graphs of every size are recorded, kernels compiled
-            engine.submit(Request((1, 2, 3), Trajectory.uniform(budget), max_tokens=4 + number))
-        list(engine.run())
-    for budget in budgets:  # and those of prompts
-        for length in (32, 64, 128, 256, 512, LONG_PROMPT):  # the last in pieces
-            prompt = (1,) * min(length, model.config.context - 1)
-            engine.submit(Request(prompt, Trajectory.uniform(budget), max_tokens=2))
-            list(engine.run())
+    warm_up(engine, budgets)
     full = _arrivals(engine, one, None, seconds)
     rate = full["ended"] / full["seconds"]
     say(f"{path:8} sustains {rate:.1f} requests/s, {full['tokens_per_second']:,.0f} tokens/s")

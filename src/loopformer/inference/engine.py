@@ -19,8 +19,9 @@ twice in a row ends with a result that says so. On the plain fp32 path a request
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, cycle
 from threading import Lock
 
 import torch
@@ -32,6 +33,7 @@ from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.request import EndingDetokenizer, Event, Request, Result, RowState
 from loopformer.inference.sampling import Choice, is_whole
 from loopformer.model import LoopedLM
+from loopformer.trajectory import Trajectory
 
 PROMPT_TOKENS = 2048  # of new requests in a step where nobody runs; else a piece, to hold nobody up for long
 
@@ -295,6 +297,33 @@ def generate(
     for request in requests:
         engine.submit(request)
     return engine.run()
+
+
+def warm_up(engine: Engine, budgets: Sequence[int]) -> None:
+    """Run prompts of every length at these budgets, and any number of rows as one after the other ends, by one pass
+    and by as many as the most of them.
+
+    On a GPU kernels are compiled and graphs recorded at first use, which the first requests would wait for.
+    """
+    config = engine.model.config
+    longest = max(1, config.context - 1)  # where the context is longer than a piece, in pieces
+    sizes = sorted({longest, *(min(2**power, longest) for power in range(5, 10))})
+    firsts = cycle(range(config.vocab))  # no two prompts begin alike
+
+    def submit(budget: int, size: int, most: int) -> None:
+        prompt = (next(firsts), *[0] * (size - 1))
+        with suppress(LoopformerError):  # one that can never fit into the memory that there is
+            trajectory = Trajectory.uniform(budget)
+            engine.submit(Request(prompt, trajectory, max_tokens=min(most, config.context - size + 1)))
+
+    for budget in (max(budgets), 1):
+        for number in range(engine.rows):
+            submit(budget, sizes[0], 4 + number)
+        list(engine.run())
+    for budget in budgets:
+        for size in sizes:
+            submit(budget, size, 2)
+            list(engine.run())
 
 
 def complete(

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import itertools
 import json
 import logging
 import multiprocessing
@@ -41,7 +40,7 @@ from loopformer.config import ModelConfig
 from loopformer.device import dtype_of
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.chat import ChatTemplate
-from loopformer.inference.engine import Engine
+from loopformer.inference.engine import Engine, warm_up
 from loopformer.inference.request import Reason, Request, Result
 from loopformer.inference.sampling import Choice
 from loopformer.inference.score import head_chunks
@@ -191,7 +190,8 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
         lm, source = load_served(settings)
         engine = lm.engine(settings.rows, queue=settings.rows, fast=settings.fast, memory=settings.memory)
         if lm.model.tokens.weight.is_cuda:
-            warm_up(engine, lm.model.config)
+            loops = lm.model.config.loops
+            warm_up(engine, [loops >> halved for halved in range(loops.bit_length())])
     except Exception as error:
         if not isinstance(error, LoopformerError):
             logger.exception("The model could not be loaded.")
@@ -225,31 +225,6 @@ def load_served(settings: WorkerSettings) -> tuple[LM, str]:
     lm.tokenizer = ChatTemplate.find(lm.need_tokenizer(), located(model), run_of(model)).tokenizer
     place(lm, settings.device, None if settings.dtype is None else dtype_of(settings.dtype), settings.fast)
     return lm, source
-
-
-def warm_up(engine: Engine, config: ModelConfig) -> None:
-    """Run prompts of every length at the usual budgets, and any number of rows as one after the other ends, by one
-    pass and by several.
-
-    On a GPU kernels are compiled and graphs recorded at first use, which the first clients would wait for.
-    """
-    sizes = sorted({min(2**power, max(1, config.context - 1)) for power in range(5, 10)})
-    firsts = itertools.cycle(range(config.vocab))  # no two prompts begin alike
-
-    def submit(budget: int, size: int, most: int) -> None:
-        prompt = (next(firsts), *[0] * (size - 1))
-        with contextlib.suppress(LoopformerError):  # one that can never fit into the memory that was given
-            trajectory = Trajectory.uniform(budget)
-            engine.submit(Request(prompt, trajectory, max_tokens=min(most, config.context - size + 1)))
-
-    for budget in (config.loops, 1):
-        for number in range(engine.rows):
-            submit(budget, sizes[number % len(sizes)], 4 + number)
-        list(engine.run())
-    for halved in range(config.loops.bit_length()):
-        for size in sizes:
-            submit(config.loops >> halved, size, 2)
-            list(engine.run())
 
 
 def _leave_with_parent() -> None:

@@ -244,7 +244,7 @@ class SharedBackend(PromptBackend):
         self._admit_run(
             prompts.run, [choices[row.ticket] if row.ticket in still else None for row in prompts.run.rows]
         )
-        _hold_back(PROMPTS, self._batch.device)  # others may be given the memory that was just read
+        _held_back(PROMPTS, self._batch.device)  # others may be given the memory that was just read
         return [choices[row.ticket] for row in rows]
 
     def _known(self, row: RowState) -> tuple[RowKeys, int]:
@@ -411,19 +411,17 @@ def _draw(row: RowState, tokens: int, given: Mapping[int, list[Choice]]) -> Draw
 def _beside(purpose: str, device: torch.device) -> Iterator[None]:
     """Run on the stream of some purpose: beside what decodes, after what it has begun, whose memory is read here or
     may be given to this."""
-    if device.type != "cuda":
+    with torch.cuda.stream(_held_back(purpose, device)):  # None: where we are
         yield
-        return
+
+
+def _held_back(purpose: str, device: torch.device) -> torch.cuda.Stream | None:
+    """The stream of some purpose, on which what comes next waits for what decodes; none without a GPU."""
+    if device.type != "cuda":
+        return None
     stream = side_stream(torch.cuda.current_device(), purpose)
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-
-
-def _hold_back(purpose: str, device: torch.device) -> None:
-    """Let what comes next on the stream of some purpose wait for what decodes."""
-    if device.type == "cuda":
-        side_stream(torch.cuda.current_device(), purpose).wait_stream(torch.cuda.current_stream())
+    return stream
 
 
 def _to_host(chosen: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
