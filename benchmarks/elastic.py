@@ -113,13 +113,17 @@ def specialist(budget: int, **more: Any) -> Settings:
 
 
 def mixture(
-    full_rows: float = 0.5, unequal_rows: float = 0.0625, equal_weight: float = 0.15, unequal_weight: float = 0.15
+    full_rows: float = 0.5,
+    unequal_rows: float = 0.0625,
+    equal_weight: float = 0.15,
+    unequal_weight: float = 0.15,
+    unequal: str = "[4, 7]",
 ) -> list[tuple[str, float, float, str]]:
     """The preset's shares of rows, but for those of the full trajectory and of 4 to 7 equal or unequal steps."""
     return [
         ("full", 1.0, full_rows, "equal"),
         ("[4, 7]", equal_weight, 0.0625, "equal"),
-        ("[4, 7]", unequal_weight, unequal_rows, "compositions"),
+        (unequal, unequal_weight, unequal_rows, "compositions"),
         ("[2, 3]", 0.3, 0.125, "compositions"),
         ("1", 0.5, 0.25, "equal"),
     ]
@@ -291,6 +295,8 @@ SUITES: dict[str, dict[str, Settings]] = {
             "elastic": ELASTIC,
             "elastic-unequal": {**OURS, **rows_from(0.1, mixture(equal_weight=0.1, unequal_weight=0.3))},
             "elastic-more-unequal": {**OURS, **rows_from(0.1, mixture(full_rows=0.4375, unequal_rows=0.125))},
+            "elastic-unequal-four": {**OURS, **rows_from(0.1, mixture(unequal="4"))},
+            "elastic-time-10": {**ELASTIC, "model.time_scale": 10},
             "elastic-muon-0.04": {**ELASTIC, **FASTER},
             "specialist-8": specialist(8),
             "specialist-1": specialist(1),
