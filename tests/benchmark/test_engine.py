@@ -18,6 +18,12 @@ def test_one_budget_a_mixture_and_arrivals_are_measured() -> None:
     assert all(found[name] > 0 for name in ("4", "1", "alone"))
     mixed = found["mixed"]
     assert all(0 < count <= 2 * 2 * 8 for count in mixed["tokens"].values())
+    assert {name: len(rates) for name, rates in found["windows"].items()} == dict.fromkeys(
+        ("4", "1", "alone", "mixed"), 3
+    )
+    assert all(
+        min(rates) <= found[name] <= max(rates) for name, rates in found["windows"].items() if name != "mixed"
+    )
     assert mixed["tokens_per_second"] == pytest.approx(sum(mixed["tokens"].values()) / mixed["seconds"])
     assert [one["load"] for one in found["load"]] == ["full queue", *LOADS, LOADS[0]]
     assert all(one["requests"] > 0 for one in found["load"])

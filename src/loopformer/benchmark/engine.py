@@ -6,11 +6,12 @@
     plain   the engine in PyTorch
     fused   the engine through shared passes
 
-Throughput is that of requests which all run, text and a stop string included, after their prompts; `alone` is that
-of one. `mixed` runs as many requests of each budget at once; what static batches, one for each budget after the
-other, would take for the same tokens is set beside it. Under load requests of mixed budgets and lengths
-arrive at random (Poisson) at shares of the rate that a full queue sustains; measured are the time to the first
-token and between tokens (none between those that come at once), also while long prompts come in.
+Throughput is that of requests which all run, text and a stop string included, after their prompts and first tokens:
+the median of three windows (a static batch: the best of three); `alone` is that of one. `mixed` runs as many
+requests of each budget at once; what static batches, one for each budget after the other, would take for the same
+tokens is set beside it. Under load requests of mixed budgets and lengths arrive at random (Poisson) at shares of
+the rate that a full queue sustains; measured are the time to the first token and between tokens (none between those
+that come at once), also while long prompts come in.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ STOPS = ("\n\n###",)  # looked for in every text
 LOADS = (0.5, 0.8, 1.0)
 SHORT_PROMPT, LONG_PROMPT = 32, 900  # tokens
 LONG_EVERY = 0.5  # seconds from one long prompt to the next
+WINDOWS = 3  # in which tokens are counted
+FIRST_TOKENS = 4  # of each request before that: by then every graph is recorded that is needed at all
 
 
 class Words:
@@ -54,6 +57,18 @@ class Words:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([number % self._tokenizer.vocab_size for number in ids])
+
+
+@dataclass(frozen=True)
+class Window:
+    """Seconds in which all requests ran, and the tokens of each budget that came."""
+
+    seconds: float
+    tokens: dict[int, int]
+
+    @property
+    def rate(self) -> float:
+        return sum(self.tokens.values()) / self.seconds
 
 
 @dataclass
@@ -124,26 +139,29 @@ def engine(
             say(f"static   M={budget}: {rows / static[budget]:,.0f} tokens/s")
         report["static"] = {str(budget): rows / step for budget, step in static.items()}
     for path in (one for one in here if one != "static"):
-        found = report[path] = {}
+        found = report[path] = {"windows": {}}
         for budget in budgets:
             asked = _requests(model, [budget] * rows, context)
-            rate = found[str(budget)] = _steady(_engine(model, words, path, rows), asked, rows * tokens)
+            windows = _windows(_engine(model, words, path, rows), asked, rows * tokens)
+            rate = found[str(budget)] = _median(windows).rate
+            found["windows"][str(budget)] = [one.rate for one in windows]
             of_static = _share(rate, rows / static[budget] if static else None)
             say(f"{path:8} M={budget}: {rate:,.0f} tokens/s{of_static}")
             free_memory(device)
         asked = _requests(model, budgets[:1], context)
-        found["alone"] = _steady(_engine(model, words, path, 1), asked, tokens)
+        windows = _windows(_engine(model, words, path, 1), asked, tokens)
+        found["alone"], found["windows"]["alone"] = _median(windows).rate, [one.rate for one in windows]
         say(f"{path:8} one request of M={budgets[0]}: {found['alone']:,.0f} tokens/s")
         asked = _requests(model, [budget for budget in budgets for _ in range(rows)], context)
-        took, each = _window(_engine(model, words, path, len(asked)), asked, len(asked) * tokens)
-        found["mixed"] = {"seconds": took, "tokens": each, "tokens_per_second": sum(each.values()) / took}
-        one_by_one = sum(each[budget] / rows * static[budget] for budget in budgets) if static else None
+        windows = _windows(_engine(model, words, path, len(asked)), asked, len(asked) * tokens)
+        median = _median(windows)
+        found["mixed"] = {**vars(median), "tokens_per_second": median.rate}
+        found["windows"]["mixed"] = [one.rate for one in windows]
+        one_by_one = sum(median.tokens[one] / rows * static[one] for one in budgets) if static else None
         if one_by_one is not None:
             found["mixed"]["static_seconds"] = one_by_one
-        say(
-            f"{path:8} mixed: {found['mixed']['tokens_per_second']:,.0f} tokens/s"
-            + _share(1 / took, None if one_by_one is None else 1 / one_by_one)
-        )
+        of_static = _share(1 / median.seconds, None if one_by_one is None else 1 / one_by_one)
+        say(f"{path:8} mixed: {median.rate:,.0f} tokens/s{of_static}")
         free_memory(device)
         found["load"] = list(_under_load(model, words, path, rows, budgets, context, tokens, seconds, say))
     return report
@@ -177,38 +195,30 @@ def _requests(model: LoopedLM, budgets: Sequence[int], context: int, most: int |
     ]
 
 
-def _all_running(engine: Engine, requests: Sequence[Request]) -> list[int]:
-    """Submit requests and run their prompts."""
-    tickets = [engine.submit(request) for request in requests]
-    while engine.waiting:
-        engine.step()
-    for _ in range(4):  # graphs are recorded at first use
-        engine.step()
-    return tickets
-
-
-def _steady(engine: Engine, requests: Sequence[Request], tokens: int) -> float:
-    """Tokens per second while all requests run."""
-    took, each = _window(engine, requests, tokens)
-    return sum(each.values()) / took
-
-
-def _window(engine: Engine, requests: Sequence[Request], tokens: int) -> tuple[float, dict[int, int]]:
-    """Seconds in which all requests run and about so many tokens come, and how many come of each budget."""
-    budgets = {
-        ticket: request.trajectory.budget
-        for ticket, request in zip(_all_running(engine, requests), requests, strict=True)
-    }
+def _windows(engine: Engine, requests: Sequence[Request], tokens: int) -> list[Window]:
+    """Some windows in which all requests run and about so many tokens come."""
+    budgets = {engine.submit(request): request.trajectory.budget for request in requests}
+    given = dict.fromkeys(budgets, 0)
+    while min(given.values()) < FIRST_TOKENS and not engine.idle:
+        for event in engine.step():
+            given[event.ticket] += len(event.choices)
     require(
         engine.running == len(budgets),
         f"Only {engine.running} of {len(budgets)} requests run at once; ask for fewer --rows or less --context.",
     )
-    each = dict.fromkeys(budgets.values(), 0)
-    started = time.perf_counter()  # as much is under way now as at the end
-    while engine.running == len(budgets) and sum(each.values()) < tokens:
-        for event in engine.step():
-            each[budgets[event.ticket]] += len(event.choices)
-    return time.perf_counter() - started, each
+    windows: list[Window] = []
+    while len(windows) < WINDOWS and engine.running == len(budgets):
+        each = dict.fromkeys(budgets.values(), 0)
+        started = time.perf_counter()  # as much is under way now as at the end
+        while engine.running == len(budgets) and sum(each.values()) < tokens:
+            for event in engine.step():
+                each[budgets[event.ticket]] += len(event.choices)
+        windows.append(Window(time.perf_counter() - started, each))
+    return windows
+
+
+def _median(windows: Sequence[Window]) -> Window:
+    return sorted(windows, key=lambda one: one.rate)[(len(windows) - 1) // 2]
 
 
 def _under_load(
