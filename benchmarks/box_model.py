@@ -5,9 +5,9 @@
     python benchmarks/box_model.py pack runs/box --data data/box --out src/loopformer/box
 
 CORPUS has the files of SOURCES and, in `heldout`, of HELD as .zst: public-domain books, Wikipedia (CC BY-SA),
-documents of the US government (public domain) and MDN's manuals (CC BY-SA, code CC0). `train` goes on with a run
-that was stopped; `pack` writes bf16 weights, settings, tokenizer, the held-out text, and the card with all budgets'
-perplexities.
+documents of the US government (public domain) and MDN's manuals (CC BY-SA, code CC0 or MIT). `train` goes on with a
+run that was stopped; `pack` writes bf16 weights, settings, tokenizer, the held-out text, and the card with all
+budgets' perplexities.
 """
 
 import argparse
@@ -46,7 +46,17 @@ SETTINGS = {
     "model.heads": 7,
     "model.ffn": 1920,
     "model.context": 512,
+    "model.start": "embedding",
     "objective.chunk": 8192,
+    # As the preset had it then: all short trajectories are compositions of the loops.
+    "objective.trajectories": """[
+        {budget: full, during: [0, 0.1]},
+        {budget: full, rows: 0.5, during: [0.1, 1]},
+        {budget: [4, 7], sampler: compositions, rows: 0.125, weight: 0.3, during: [0.1, 1]},
+        {budget: [2, 3], sampler: compositions, rows: 0.125, weight: 0.3, during: [0.1, 1]},
+        {budget: 1, rows: 0.25, weight: 0.5, during: [0.1, 1]},
+    ]""",
+    "training.steps": 5500,
     "training.batch": 128,
     "training.micro_batch": 128,
     "training.save_every": 1000,
@@ -54,6 +64,12 @@ SETTINGS = {
     "training.keep": 1,
 }
 HELD = {"gutenberg_books": 22, "wikipedia_en": 20, "frus_documents": 10, "mdn_web_docs": 10}  # documents held out
+WHOSE = {  # and what is said of each
+    "gutenberg_books": "Project Gutenberg: {author}, {title}; public domain",
+    "wikipedia_en": "Wikipedia: {title}; CC BY-SA",
+    "frus_documents": "Foreign Relations of the United States: {volume}; public domain",
+    "mdn_web_docs": "MDN Web Docs, Mozilla contributors; CC BY-SA 2.5, code CC0 or MIT",
+}
 PIECE = 1600  # characters of each of them
 CARD = """\
 # The model in the box
@@ -68,12 +84,14 @@ offensive, as old books can be.
 {rows}
 
 On `{held_out}`, which is held out of its data; `loopformer eval --budgets 1,2,4,8` says it again. English, after
-{seen:.0f} M tokens ({epochs:.1f} epochs, {steps:,} steps, seed {seed}) with the preset `elastic` on {hardware};
+{seen:.0f} M tokens ({epochs:.1f} epochs, {steps:,} steps, seed {seed}) on {hardware}, with the preset `elastic` as
+it was when all short trajectories were compositions of the loops and the embedding was not normalised;
 `benchmarks/box_model.py` made it.
 
 Trained only on text that may be passed on: books of Project Gutenberg in the public domain, English Wikipedia
-(CC BY-SA 4.0), Foreign Relations of the United States (public domain) and MDN Web Docs (CC BY-SA 2.5, code CC0).
-`{held_out}` is of the same sources under the same licences. Weights and settings: MIT, as loopformer.
+(CC BY-SA), Foreign Relations of the United States (public domain) and MDN Web Docs (CC BY-SA 2.5, code CC0 or MIT).
+`{held_out}` is of the same sources under the same licences, and says of each text whose it is. Weights and
+settings: MIT, as loopformer.
 """
 
 
@@ -150,8 +168,10 @@ def write_held_out(corpus: Path, path: Path) -> None:
     with path.open("w", encoding="utf-8") as file:
         for name, count in HELD.items():
             for line in islice(lines(corpus / "heldout" / f"{name}.jsonl.zst"), count):
-                text = json.loads(line)["text"]
-                file.write(json.dumps({"text": text[len(text) // 3 :][:PIECE]}, ensure_ascii=False) + "\n")
+                document = json.loads(line)
+                text = document["text"]
+                kept = {"text": text[len(text) // 3 :][:PIECE], "source": WHOSE[name].format_map(document)}
+                file.write(json.dumps(kept, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

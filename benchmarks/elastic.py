@@ -154,16 +154,6 @@ SUITES: dict[str, dict[str, Settings]] = {
         "any-no-inject": {**ROTARY, **MUON, **ANY},
         "any-adamw": {**ROTARY, **ANY, "model.inject": "gated"},
         "any-learned": {**START, **MUON, **ANY, "model.inject": "gated"},
-        "pair": {**OURS, **following(FULL, SHORT)},
-        "any-then-pair": {
-            **OURS,
-            **following(
-                "{budget: any, during: [0, 0.7]}",
-                "{budget: full, during: [0.7, 1]}",
-                "{budget: short, sampler: compositions, weight: 0.1, match: 0.5, during: [0.7, 1]}",
-                "{budget: 1, weight: 0.1, match: 0.2, during: [0.7, 1]}",
-            ),
-        },
         "growing": {
             **OURS,
             **following(

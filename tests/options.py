@@ -1,4 +1,4 @@
-"""Every setting of the model that is on trial, at each of its other values: what many tests run through.
+"""Every setting of the model beyond the paper, at each of its other values: what many tests run through.
 
 OPTIONS                              # [{"inject": "gated"}, …], each a change of a conditioned model
 draw_model(draw, context=16)         # a small model with some of them together, and a trajectory it can follow
@@ -27,7 +27,7 @@ def allowed(option: Option, conditioning: str = "trajectory") -> bool:
 def _single() -> Iterator[Option]:
     hints = get_type_hints(ModelConfig)
     for known in dataclasses.fields(ModelConfig):
-        if "on_trial" in known.metadata:
+        if "beyond_paper" in known.metadata:
             values = get_args(hints[known.name])
             yield from ({known.name: value} for value in values if value != known.default)
 

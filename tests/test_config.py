@@ -41,12 +41,14 @@ def test_settings_survive_as_plain_data(tiny: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
-def test_settings_on_trial_are_written_where_they_are_used(tiny: ModelConfig, option: dict[str, Any]) -> None:
+def test_settings_beyond_the_paper_are_written_where_they_are_used(
+    tiny: ModelConfig, option: dict[str, Any]
+) -> None:
     assert not option.keys() & tiny.plain().keys()
     assert tiny.plain().items() < dataclasses.replace(tiny, **option).plain().items()
     used = dataclasses.replace(tiny, **option)
     assert from_mapping(ModelConfig, used.plain(), "model") == used
-    assert set(used.trials) == option.keys()
+    assert set(used.additions) == option.keys()
     run, _ = load_run("demo", [f"model.{name}={value}" for name, value in option.items()])
     assert run_from_mapping(run_to_mapping(run)) == run
     assert option.items() <= run_to_mapping(run)["model"].items()

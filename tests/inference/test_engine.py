@@ -78,7 +78,9 @@ def test_a_text_does_not_depend_on_company(lm: LM, draws: list[tuple[int, int, i
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
 @pytest.mark.parametrize("drafted", [False, True])
-def test_settings_on_trial_decode_what_an_uncached_model_would(lm: LM, option: Option, drafted: bool) -> None:
+def test_settings_beyond_the_paper_decode_what_an_uncached_model_would(
+    lm: LM, option: Option, drafted: bool
+) -> None:
     model = spread(replace(lm.model.config, **option), std=0.3)
     draft = Draft(Trajectory.uniform(1), length=2) if drafted else None
     engine = Engine(model, lm.need_tokenizer(), rows=3, draft=draft)

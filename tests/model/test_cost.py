@@ -27,7 +27,7 @@ def test_forward_flops_are_what_torch_counts(tiny: ModelConfig, kind: Conditioni
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
-def test_settings_on_trial_are_counted(tiny: ModelConfig, option: Option) -> None:
+def test_settings_beyond_the_paper_are_counted(tiny: ModelConfig, option: Option) -> None:
     model, budget = LoopedLM(replace(tiny, **option)), 3
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(torch.randint(tiny.vocab, (3, 20)), budget)

@@ -246,7 +246,7 @@ def test_a_random_start_is_fixed_by_position_and_in_training_by_the_row(tiny: Mo
 
 
 @pytest.mark.parametrize("option", [*OPTIONS, RECURRENT_DEPTH], ids=str)
-def test_settings_on_trial_serve_rows_of_different_budgets(tiny: ModelConfig, option: Option) -> None:
+def test_settings_beyond_the_paper_serve_rows_of_different_budgets(tiny: ModelConfig, option: Option) -> None:
     model, ids = spread(LoopedLM(replace(tiny, **option))).eval(), ids_for(tiny, rows=4)
     trajectories = ["3", "1", "4", "2"] if model.conditioner is None else ["2-1-1", "1", "4", "1-3"]
     together = model(ids, trajectories, states=True)
@@ -375,7 +375,7 @@ def test_settled_tokens_are_the_same_with_a_cache(
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
-def test_settings_on_trial_settle_alike_alone_in_a_batch_and_with_a_cache(
+def test_settings_beyond_the_paper_settle_alike_alone_in_a_batch_and_with_a_cache(
     option: Option, tiny: ModelConfig
 ) -> None:
     model = LoopedLM(replace(tiny, **option)).eval()

@@ -41,9 +41,9 @@ def box_folder() -> Path:
     return Path(str(resources.files("loopformer") / BOX))
 
 
-def on_trial(default: Any) -> Any:
-    """A setting that may be removed again: where it is at its default, nothing that is written mentions it."""
-    return dataclasses.field(default=default, metadata={"on_trial": True})
+def beyond_paper(default: Any) -> Any:
+    """A setting that the paper's models do not have: at its default, nothing that is written mentions it."""
+    return dataclasses.field(default=default, metadata={"beyond_paper": True})
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class ModelConfig:
     modulator_start: Literal["zero", "normal", "one"] = "zero"  # gates closed, drawn, or open at first
     time_scale: float = 1.0  # multiplies t and Δ before their Fourier features
     residual_init: Literal["blocks", "depth"] = "blocks"  # residual projections start at 0.02/√(2k) or /√(2kL)
-    inject: Literal["none", "gated", "adapter"] = on_trial("none")  # how passes get the embedding again
-    start: Literal["embedding", "normed", "random"] = on_trial("embedding")  # the state before the first pass
-    norms: Literal["pre", "sandwich"] = on_trial("pre")  # sandwich: a learned norm also after each sum
+    inject: Literal["none", "gated", "adapter"] = beyond_paper("none")  # how passes get the embedding again
+    start: Literal["embedding", "normed", "random"] = beyond_paper("embedding")  # the state before the first pass
+    norms: Literal["pre", "sandwich"] = beyond_paper("pre")  # sandwich: a learned norm also after each sum
 
     def __post_init__(self) -> None:
         check_types(self, "model")
@@ -97,24 +97,24 @@ class ModelConfig:
         )
 
     def plain(self) -> dict[str, Any]:
-        """As files hold it: every setting, but those on trial only where they are not at their defaults.
+        """As files hold it: every setting, but those beyond the paper only where they are not at their defaults.
 
-        So a model without them has the same file and the same hash in every version, with or without the trial.
+        So a model without them has the same file and the same hash in every version, before they came and after.
         """
-        known = [each.name for each in dataclasses.fields(self) if "on_trial" not in each.metadata]
-        return {name: getattr(self, name) for name in (*known, *self.trials)}
+        known = [each.name for each in dataclasses.fields(self) if "beyond_paper" not in each.metadata]
+        return {name: getattr(self, name) for name in (*known, *self.additions)}
 
     @property
-    def trials(self) -> list[str]:
-        """The settings on trial that are not at their defaults."""
-        known = [each for each in dataclasses.fields(self) if "on_trial" in each.metadata]
+    def additions(self) -> list[str]:
+        """The settings beyond the paper that are not at their defaults."""
+        known = [each for each in dataclasses.fields(self) if "beyond_paper" in each.metadata]
         return [each.name for each in known if getattr(self, each.name) != each.default]
 
     @property
     def plain_only(self) -> str | None:
         """The setting that keeps a model from the fused kernels of decoding; None where there is none."""
         fused = {"inject": self.inject == "gated", "start": self.start == "normed" and self.positions == "rotary"}
-        return next((name for name in self.trials if not fused.get(name)), None)
+        return next((name for name in self.additions if not fused.get(name)), None)
 
     @property
     def vocab_rows(self) -> int:

@@ -460,14 +460,14 @@ def preset_summaries() -> list[PresetSummary]:
 def described_settings() -> Iterator[tuple[str, str, str]]:
     """Every setting: its name, what may stand there with its default first, and what it means; all of it is read
     from the lines that define it."""
-    written = re.compile(r"    (\w+): (.+?) = (?:on_trial\((.+?)\)|(.+?))(?:  # (.*))?")
+    written = re.compile(r"    (\w+): (.+?) = (?:beyond_paper\((.+?)\)|(.+?))(?:  # (.*))?")
     for section, cls in SECTIONS.items():
         for line in inspect.getsource(cls).split("    def ")[0].splitlines():
             if (match := written.fullmatch(line)) and "InitVar" not in match[2]:
-                name, kind, on_trial, default, meaning = match.groups()
+                name, kind, beyond, default, meaning = match.groups()
                 choices = re.search(r"Literal\[(.*)\]", kind)
                 allowed = f" ({choices[1]})" if choices else ""
-                yield f"{section}.{name}", ((on_trial or default) + allowed).replace('"', ""), meaning or ""
+                yield f"{section}.{name}", ((beyond or default) + allowed).replace('"', ""), meaning or ""
 
 
 def load_preset(name: str) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def fusible(option: Option) -> bool:
 
 
 @pytest.mark.parametrize("option", [each for each in OPTIONS if fusible(each)], ids=str)
-def test_settings_on_trial_train_alike(tiny: ModelConfig, option: Option) -> None:
+def test_settings_beyond_the_paper_train_alike(tiny: ModelConfig, option: Option) -> None:
     model = model_of(tiny, **option)
     for checkpoint_loops in (False, True):
         fused, plain = (run(model, way, checkpoint_loops=checkpoint_loops) for way in (PLAIN, None))
