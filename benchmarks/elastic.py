@@ -129,7 +129,7 @@ def mixture(
     ]
 
 
-ELASTIC: Settings = {**OURS, **rows_from(0.1, mixture())}  # the preset
+ELASTIC: Settings = {**OURS, **rows_from(0.1, mixture())}  # the preset's objective
 MATCHED: Settings = {**OURS, **following(FULL, *strata(0.1, match=0.3, start=0.2))}  # all budgets on all rows
 FASTER: Settings = {"training.matrix_learning_rate": 0.04}
 ANY = following("{budget: any}")
@@ -279,7 +279,7 @@ SUITES: dict[str, dict[str, Settings]] = {
         "specialist-1-muon-0.01": specialist(1, training__matrix_learning_rate=0.01),
         "specialist-1-muon-0.04": specialist(1, training__matrix_learning_rate=0.04),
     },
-    "normed": {  # the same from an embedding that is normalised
+    "normed": {  # the same from an embedding that is normalised; with time × 10 the preset
         name: {**settings, "model.start": "normed"}
         for name, settings in {
             "elastic": ELASTIC,
@@ -344,11 +344,12 @@ ELSEWHERE = {  # seed 0 of the same
     **{("final", f"specialist-{m}"): ("parts", f"specialist-{m}") for m in (8, 4, 2, 1)},
     ("final", "elastic"): ("smooth", "compositions-and-equal"),
 }
-LABELS = {
-    "elastic": "elastic",
-    "paper-ours": "the paper's objective, our optimizer and start",
-    "early-exit": "naive early exit, our optimizer",
-    "paper": "the paper's recipe",
+PRESET = ("normed", "elastic-time-10")
+LABELS = {  # of the picture, by suite and run
+    PRESET: "elastic",
+    ("normed", "paper-ours"): "the paper's objective, our optimizer and start",
+    ("final", "early-exit"): "naive early exit, our optimizer",
+    ("final", "paper-adamw-2e-3"): "the paper's recipe, at the better of its rates",
 }
 WINDOWS = 512  # held out, of the context each
 ROWS = 64  # at a time
@@ -452,18 +453,19 @@ def perplexities(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def collect(runs: Path, out: Path) -> None:
-    """The results of every run that is done, one file each; of those a table, and of the final ones a picture."""
+    """The results of every run that is done, one file each; of those tables, and a picture with the preset."""
     every = collected(runs, out)
-    for name, suite in SUITES.items():
-        found = {
-            run: seeds
-            for run in suite
-            if (seeds := [one for one in every if (one["suite"], one["name"]) in _known_as(name, run)])
-        }
-        if found:
-            print(f"\n{name}: perplexity, mean of the seeds (lowest to highest)\n\n{markdown(found)}")
-        if name == "final" and "elastic" in found:
-            save(compute_figure(found), out / "elastic.png")
+    found = {
+        (suite, run): seeds
+        for suite, runs_of_suite in SUITES.items()
+        for run in runs_of_suite
+        if (seeds := [one for one in every if (one["suite"], one["name"]) in _known_as(suite, run)])
+    }
+    for suite in SUITES:
+        if table := {run: seeds for (of, run), seeds in found.items() if of == suite}:
+            print(f"\n{suite}: perplexity, mean of the seeds (lowest to highest)\n\n{markdown(table)}")
+    if PRESET in found:
+        save(compute_figure(found), out / "elastic.png")
 
 
 def _known_as(suite: str, run: str) -> set[tuple[str, str]]:
@@ -481,12 +483,12 @@ def markdown(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Figure":
+def compute_figure(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> "Figure":
     """Perplexity against compute per token, means over the seeds: one model of each recipe, and the specialists."""
-    config = from_mapping(ModelConfig, found["elastic"][0]["settings"]["model"], "model")
+    config = from_mapping(ModelConfig, found[PRESET][0]["settings"]["model"], "model")
     mflops = {budget: Cost(config).forward_flops(budget) / 1e6 for budget in range(1, config.loops + 1)}
 
-    def at(run: str, budget: int) -> float:
+    def at(run: tuple[str, str], budget: int) -> float:
         return statistics.fmean(perplexities(one)[str(budget)] for one in found[run])
 
     def line(label: str, points: Mapping[int, float], dash: int = 0) -> Line:
@@ -494,8 +496,10 @@ def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Figure"
         return Line(label, [mflops[budget] for budget in points], list(points.values()), names=names, dash=dash)
 
     lines = [line(label, {m: at(run, m) for m in mflops}) for run, label in LABELS.items() if run in found]
-    own = {m: at(f"specialist-{m}-twice", m) for m in mflops if f"specialist-{m}-twice" in found}
-    lines.append(line("specialists, each at its own budget", own, dash=1))
+    special = {m: ("normed", f"specialist-{m}-twice") for m in mflops}
+    own = {m: at(run, m) for m, run in special.items() if run in found}
+    flops = sum(found[special[m]][0]["plan"]["total_flops"] for m in own) / found[PRESET][0]["plan"]["total_flops"]
+    lines.append(line(f"specialists with as many tokens, {flops:.1f} times the FLOPs in all", own, dash=1))
     panel = Panel(lines, xlabel="MFLOP per token (forward)", ylabel="held-out perplexity", log_y=True, falling=True)
     return line_figure([panel], height=3.4)
 

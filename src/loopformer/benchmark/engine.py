@@ -196,7 +196,8 @@ def _requests(model: LoopedLM, budgets: Sequence[int], context: int, most: int |
 
 
 def _windows(engine: Engine, requests: Sequence[Request], tokens: int) -> list[Window]:
-    """Some windows in which all requests run and about so many tokens come."""
+    """Some windows in which all requests run and about so many tokens come; one that is cut short by the end of a
+    request counts where it is the first."""
     budgets = {engine.submit(request): request.trajectory.budget for request in requests}
     given = dict.fromkeys(budgets, 0)
     while min(given.values()) < FIRST_TOKENS and not engine.idle:
@@ -213,7 +214,9 @@ def _windows(engine: Engine, requests: Sequence[Request], tokens: int) -> list[W
         while engine.running == len(budgets) and sum(each.values()) < tokens:
             for event in engine.step():
                 each[budgets[event.ticket]] += len(event.choices)
-        windows.append(Window(time.perf_counter() - started, each))
+        window = Window(time.perf_counter() - started, each)
+        if engine.running == len(budgets) or not windows:
+            windows.append(window)
     return windows
 
 
