@@ -91,13 +91,16 @@ def _prepare() -> Any:
 
 
 def _train() -> Any:
-    """A few steps of the demo, and of the paper's recipe in a small size."""
+    """A few steps of the demo as it was when this was recorded, and of the paper's recipe in a small size."""
     shared = ["data.path=prepared", "training.steps=6", "training.save_every=3", "training.validate_every=3"]
     shared += ["training.log_every=1", "training.warmup=2", "training.threads=1", "training.device=cpu"]
     small = [f"model.{name}={value}" for name, value in _SIZES.items() if name != "vocab"]
     small += ["training.batch=4", "training.micro_batch=2", "training.dtype=float32", "objective.route_draws=2"]
+    before = ["model.time_scale=30", "model.inject=none", "model.start=embedding", "training.optimizer=adamw"]
+    before += ["objective.short_weight=0.1", "objective.consistency_weight=0.5", "training.batch=4"]
+    before += ["objective.consistency=distribution", "training.weight_decay=0.2"]
     runs = {
-        "demo": _trained("demo", [*shared, "data.prepare=null"]),
+        "demo": _trained("demo", [*shared, *before, "data.prepare=null"]),
         "paper": _trained("paper/loopformer", [*shared, *small, "data.documents=true"]),
     }
     own = without(_run("eval", "--model", "demo"), {"weights"})

@@ -60,13 +60,14 @@ def test_a_run_is_whole_and_loads(small: Small, tmp_path: Path) -> None:
     trained = [record for record in records if record["kind"] == "train"]
     assert {
         "loss_full",
-        "loss_short",
+        "loss_2-3",
+        "loss_1",
         "consistency",
         "gradient_norm",
         "learning_rate",
         "tokens_per_second",
         "mfu",
-    } <= set(trained[0])
+    } <= set(trained[-1])
     tested = [record for record in records if record["kind"] == "validation"]
     assert [record["step"] for record in tested] == [3, 6]
     assert {"loss_at_1", "loss_at_2", "loss_at_4"} <= set(tested[0])
@@ -76,7 +77,8 @@ def test_a_run_is_whole_and_loads(small: Small, tmp_path: Path) -> None:
 
 LIST = "[{budget: any, sampler: compositions}, {budget: 1, weight: 0.2, during: [0.5, 1]}]"
 RESUMED: dict[str, dict[str, str]] = {
-    "paper": {},
+    "demo": {},
+    "paper": {"training__optimizer": "adamw", "objective__sampler": "compositions"},
     "muon": {"training__optimizer": "muon", "objective__trajectories": LIST, "model__inject": "gated"},
     "recurrent depth": {
         "model__conditioning": "none",
@@ -262,7 +264,8 @@ def test_micro_batches_and_route_parts_train_the_same_model(small: Small, tmp_pa
     losses = []
     for number, micro in enumerate((1, 4)):
         run = tmp_path / str(number)
-        launch("demo", small(training__micro_batch=micro, objective__route_draws=2), run, quiet=True)
+        parts = small(training__micro_batch=micro, objective__route_draws=2, objective__sampler="compositions")
+        launch("demo", parts, run, quiet=True)
         losses.append(training_losses(run))
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
@@ -576,7 +579,8 @@ def test_auto_names_what_keeps_passes_from_being_fused(monkeypatch: pytest.Monke
 
 
 def test_a_key_of_the_pair_changes_a_stored_list_that_is_one(small: Small, tmp_path: Path) -> None:
-    first = small(objective__short_weight=0.2, objective__consistency_weight=0, objective__sampler="sequential")
+    pair = {"short_weight": 0.2, "consistency_weight": 0, "sampler": "sequential", "consistency": "distribution"}
+    first = small(**{f"objective__{name}": value for name, value in pair.items()})
     launch("demo", first, tmp_path / "run", quiet=True)
     written = load_run(tmp_path / "run" / "run.yaml", ["objective.short_weight=0.3"])[0].objective
     assert written == ObjectiveConfig(
