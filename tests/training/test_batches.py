@@ -144,6 +144,36 @@ def test_shares_are_of_those_that_are_followed_together() -> None:
     assert not rows[1] & rows[3]
 
 
+QUARTERS = (0.0, 0.25, 0.5, 0.75)
+PHASES = st.tuples(
+    st.integers(1, 6), st.integers(0, 3), st.integers(1, 4)
+)  # eighths of the rows, from, for so long
+
+
+@given(parts=st.integers(1, 5), phases=st.lists(PHASES, max_size=6), turn=st.randoms())
+def test_shares_that_come_and_go_leave_no_row_untrained(
+    parts: int, phases: list[tuple[int, int, int]], turn: random.Random
+) -> None:
+    left, entries = [8] * 4, []
+    for eighths, start, count in phases:
+        quarters = range(start, min(4, start + count))
+        if all(left[quarter] >= eighths for quarter in quarters):
+            entries.append(TrainedTrajectory(2, rows=eighths / 8, during=(start / 4, (quarters[-1] + 1) / 4)))
+            left = [rest - eighths * (quarter in quarters) for quarter, rest in enumerate(left)]
+    entries += [
+        TrainedTrajectory(1, rows=rest / 8, during=(quarter / 4, (quarter + 1) / 4))
+        for quarter, rest in enumerate(left)
+        if rest
+    ]
+    turn.shuffle(entries)
+    rows = followers(8 * parts, ObjectiveConfig(trajectories=tuple(entries)))
+    for moment in QUARTERS:
+        followed = [
+            row for entry, taken in zip(entries, rows, strict=True) if entry.active(moment) for row in taken
+        ]
+        assert sorted(followed) == list(range(8 * parts))
+
+
 @pytest.mark.parametrize("batch", [10, 12, 30, 100, 127])
 def test_the_preset_trains_every_row_of_any_batch(batch: int) -> None:
     first, *later = followers(batch, load_run("elastic")[0].objective)

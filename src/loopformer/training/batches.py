@@ -108,14 +108,20 @@ def largest_micro_batch(batch: int, objective: ObjectiveConfig, world: int, in_s
 def followers(size: int, objective: ObjectiveConfig) -> list[frozenset[int]]:
     """The rows of a part that follow each trajectory; shares of them lie side by side, spread over the part.
 
-    A share begins where those before it in the list end that are followed together with it.
+    Whoever begins earlier in training chooses first, at once the earlier in the list, and takes rows that none has
+    with whom it is followed together, as far as there are any.
     """
     stride = next(step for step in range(max(1, round(0.618 * size)), size + 1) if math.gcd(step, size) == 1)
     spread = sorted(range(size), key=lambda row: row * stride % size)
-    found = []
-    for place, entry in enumerate(objective.trajectories):
-        before = [other for other in objective.trajectories[:place] if other.shares_with(entry)]
-        begin = sum(other.rows for other in before)
+    entries = objective.trajectories
+    found: dict[int, list[int]] = {}
+    for place in sorted(range(len(entries)), key=lambda number: entries[number].during[0]):
+        entry = entries[place]
+        before = [other for other in found if entries[other].shares_with(entry)]
+        moments = [entry.during[0], *(entries[other].during[0] for other in before)]
+        begin = max(sum(entries[other].rows for other in before if entries[other].active(at)) for at in moments)
         first, last = (math.floor(size * border + 0.5 + 1e-9) for border in (begin, begin + entry.rows))
-        found.append(frozenset(spread[number % size] for number in range(first, last)))
-    return found
+        taken = {row for other in before for row in found[other]}
+        free_first = sorted(spread, key=lambda row: row in taken)
+        found[place] = free_first[: last - first]
+    return [frozenset(found[place]) for place in range(len(entries))]
