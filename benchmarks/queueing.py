@@ -60,7 +60,7 @@ def trained(
         "command": " ".join(["loopformer", "train", preset, *map(shlex.quote, overrides)]),
         "commit": commit,
         "torch": torch.__version__,
-        **plan(preset, overrides, run),
+        **plan(preset, overrides, run, resume=True),
         "training": [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()],
     }
 

@@ -90,3 +90,9 @@ def test_padded_rows_wait_for_the_vocabulary_of_the_data(rows: int) -> None:
         load_run("demo", ["model.padded_vocab=8", "model.vocab=9"])
     with pytest.raises(LoopformerError, match="padded_vocab must be a whole number or null"):
         load_run("demo", ["model.padded_vocab=many"])
+
+
+@pytest.mark.parametrize("written", ["null", "~", ""])
+def test_a_starting_model_can_be_left_out_again(written: str) -> None:
+    assert load_run("demo", ["init_from=a", "init_from=" + written])[0].init_from is None
+    assert load_run("demo", ["init_from=a"])[0].init_from == "a"

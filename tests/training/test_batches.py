@@ -186,3 +186,6 @@ def test_shares_that_add_up_to_all_rows_train_all_of_them() -> None:
     assert sorted(only.rows[0] + only.rows[1]) == list(range(8))
     with pytest.raises(LoopformerError, match="not all rows are trained"):
         ObjectiveConfig(trajectories=(TrainedTrajectory("full", rows=0.5), TrainedTrajectory("short", rows=0.25)))
+    for late in (TrainedTrajectory("full", during=(0.5, 1)), TrainedTrajectory("full", weight=0)):
+        with pytest.raises(LoopformerError, match="from 0 of training on no trajectory with a weight is followed"):
+            ObjectiveConfig(trajectories=(late,))

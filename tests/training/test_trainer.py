@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from loopformer.training import checkpoint, trainer
 from loopformer.training.distributed import Ranks
 from loopformer.training.launch import launch, plan
 from loopformer.training.reporting import read_metrics
-from loopformer.training.trainer import Trainer, fused_precision
+from loopformer.training.trainer import Trainer, fused_precision, make_model
 
 from .runs import Small, go_back, training_losses, weights
 
@@ -344,6 +345,7 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", ["trainin.steps=1"], {}, "did you mean training.steps"),
         ("demo", ["steps=1"], {}, "did you mean training.steps"),
         ("demo", small(training__threads=0), {}, "training.threads must be 1 or more"),
+        ("demo", small(training__threads=100_000), {}, "training.threads must be 1 or more, and 1,024 at most"),
         ("demo", small(training__device="meta"), {}, "does not run on 'meta'"),
         ("demo", small(training__learning_rate="inf"), {}, "must be a finite number"),
         ("demo", small(objective__short_fraction=0.1), {}, "is no row; raise it, or training.batch to 10"),
@@ -588,6 +590,40 @@ def test_a_key_of_the_pair_changes_a_stored_list_that_is_one(small: Small, tmp_p
     )
     same = ["objective.short_weight=0.2", "training.steps=7"]
     assert launch(None, same, tmp_path / "run", resume=True, quiet=True)["step"] == 7
+
+
+def test_a_dry_run_refuses_what_training_would(small: Small, corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(LoopformerError, match="too few for a window"):
+        plan("demo", small(model__context=90_000), tmp_path / "new")
+    launch("demo", small(), tmp_path / "run", quiet=True)
+    with pytest.raises(LoopformerError, match="already holds a run"):
+        plan("demo", small(), tmp_path / "run")
+    for change in ("training.seed=1", "model.width=64"):
+        with pytest.raises(LoopformerError, match=change.partition("=")[0]):
+            plan(None, [change], tmp_path / "run", resume=True)
+    again = plan(None, [], tmp_path / "run", resume=True)
+    assert again["settings"]["model"]["width"] == 32
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_wandb_refuses_leaves_no_folder(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("HOME", str(tmp_path))  # where a key may lie
+    with pytest.raises(LoopformerError, match="wandb could not be started"):
+        launch("demo", small(training__wandb="project"), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_are_not_finite_are_no_start(small: Small, tmp_path: Path) -> None:
+    model = LoopedLM(ModelConfig(blocks=1, loops=4, width=32, heads=2, ffn=64, context=32, vocab=400))
+    torch.nn.init.constant_(model.tokens.weight, float("nan"))
+    save_model(model, tmp_path / "model")
+    with pytest.raises(LoopformerError, match=r"tokens\.weight has values that are no finite numbers"):
+        make_model(replace(load_run("demo", small())[0], init_from=str(tmp_path / "model")))
 
 
 def test_trajectories_of_one_budget_are_logged_apart(small: Small, tmp_path: Path) -> None:

@@ -166,6 +166,11 @@ class ObjectiveConfig:
             weighty = [entry for entry in entries if entry.active(start) and entry.weight > 0]
             shared = sum(entry.rows for entry in weighty if entry.rows < 1)  # side by side
             require(
+                bool(weighty),
+                f"objective.trajectories: from {start:g} of training on no trajectory with a weight is followed; "
+                "let one begin there, or give one a weight.",
+            )
+            require(
                 any(entry.rows == 1 for entry in weighty) or shared > 1 - 1e-9,
                 f"objective.trajectories: from {start:g} of training on not all rows are trained; "
                 "leave rows out of one of them, or let them add up to 1.",
@@ -178,6 +183,7 @@ class ObjectiveConfig:
         return len(budgets) > 1 or any(low < high for low, high in budgets)
 
 
+MOST_THREADS = 1024  # more than any machine has cores for one process
 PAIR = ("short_weight", "consistency_weight", "sampler", "short_fraction")  # the paper's two trajectories, by λ
 
 
@@ -281,7 +287,8 @@ class TrainingConfig:
         )
         require(0 <= self.seed < 2**63, f"training.seed must lie in 0…2^63-1, got {self.seed}.")
         require(
-            self.threads is None or self.threads >= 1, f"training.threads must be 1 or more, got {self.threads}."
+            self.threads is None or 1 <= self.threads <= MOST_THREADS,
+            f"training.threads must be 1 or more, and {MOST_THREADS:,} at most; got {self.threads}.",
         )
         require(
             self.min_learning_rate <= self.learning_rate,
@@ -407,7 +414,7 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     require(bool(equals), f"{override!r} is no setting; write key=value, as in training.steps=100.")
     if name == "init_from":
-        settings["init_from"] = text
+        settings["init_from"] = None if text in ("", "~", "null") else text
         return
     section, dot, key = name.partition(".")
     if section not in SECTIONS or not dot:

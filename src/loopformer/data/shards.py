@@ -214,10 +214,10 @@ class TokenData:
         if not sources:
             raise FileProblem(f"{folder} has no {split} split; prepare it again with another --val-fraction.")
         tokenizer = folder / TOKENIZER_FILE
-        if not tokenizer.is_file() or sha256_of(tokenizer) != described["sha256"]:
-            raise FileProblem(
-                f"{tokenizer} is not the tokenizer that made these shards; restore it or prepare the folder again."
-            )
+        there = tokenizer.is_file()
+        if not there or sha256_of(tokenizer) != described["sha256"]:
+            what = "is not the tokenizer that made these shards" if there else "is missing"
+            raise FileProblem(f"{tokenizer} {what}; restore it or prepare the folder again.")
         return data
 
     @property

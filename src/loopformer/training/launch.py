@@ -43,7 +43,7 @@ from loopformer.training.batches import micro_batches
 from loopformer.training.distributed import Ranks
 from loopformer.training.plan import estimated_micro_batch, make_plan
 from loopformer.training.reporting import draw_curves
-from loopformer.training.trainer import Trainer, fused_precision
+from loopformer.training.trainer import Trainer, batches_of, fused_precision
 
 # Settings that may change when a run goes on; any other would make it another run.
 FREE = {
@@ -89,17 +89,8 @@ def launch(
     run = _from_anywhere(run)
     ranks = Ranks.start(run.training.device)
     with locked(out) if ranks.main else nullcontext(), _out_of_memory_advice():
-        stored = _stored_file(out) if resume and checkpoints(out) else None
-        if stored is not None:
-            run = _continued(_from_anywhere(run_from_mapping(read_yaml(stored))), run, written)
-            if not _has_data(run):
-                raise FileProblem(
-                    f"The data of this run, {run.data.path}, cannot be found; give its folder with data.path=…"
-                )
-        elif checkpoints(out):
-            raise LoopformerError(
-                f"{out} already holds a run; go on with `loopformer train --resume --out {out}`, or choose another."
-            )
+        if checkpoints(out):
+            run = _run_of_folder(run, written, out, resume)
         else:
             if ranks.main:
                 _prepare_if_asked(run, say)
@@ -120,13 +111,20 @@ def launch(
 
 
 def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: bool = False) -> dict[str, Any]:
-    """What `--dry-run` prints: the estimate, and the settings it is for."""
-    run, written = _settings(source, overrides, Path(out), resume)
+    """What `--dry-run` prints: the estimate of the whole run, and the settings it is for.
+
+    What training would refuse is refused here.
+    """
+    out = Path(out)
+    run, written = _settings(source, overrides, out, resume)
     run = with_expected_vocab(run, written)
     tokens, missing = 0, None
+    if checkpoints(out):
+        run = _run_of_folder(_from_anywhere(run), written, out, resume)
     if _has_data(run):
         data = open_data(run.data)
-        run, tokens = _settle_run(run, written, data), data.tokens
+        run, tokens = run if checkpoints(out) else _settle_run(run, written, data), data.tokens
+        batches_of(run, data)
     else:
         prepared = f"training prepares it first, from {run.data.prepare}" if run.data.prepare is not None else None
         missing = f"not there yet: {run.data.path}; {prepared or 'make it with `loopformer prepare`'}"
@@ -159,6 +157,21 @@ def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: b
         path = data_folder(out, run.data.path) or data_folder(out, own) or own
         run = replace(run, data=replace(run.data, path=str(path)))
     return run, keys
+
+
+def _run_of_folder(run: RunConfig, written: set[str], out: Path, resume: bool) -> RunConfig:
+    """The settings with which the run in this folder goes on."""
+    stored = _stored_file(out) if resume else None
+    if stored is None:
+        raise LoopformerError(
+            f"{out} already holds a run; go on with `loopformer train --resume --out {out}`, or choose another."
+        )
+    run = _continued(_from_anywhere(run_from_mapping(read_yaml(stored))), run, written)
+    if not _has_data(run):
+        raise FileProblem(
+            f"The data of this run, {run.data.path}, cannot be found; give its folder with data.path=…"
+        )
+    return run
 
 
 def _from_anywhere(run: RunConfig) -> RunConfig:

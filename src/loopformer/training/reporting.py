@@ -94,12 +94,12 @@ class Reporter:
             self.say(f"step {step}/{self.steps}  {text}  {_clock(left)} left")
 
     def __enter__(self) -> Reporter:
+        for writer in self._writers:  # first: one that cannot start leaves nothing behind
+            writer.open()
         if self.active:
             _drop_after(self._path, self._first)
             with writing(self._path):
                 self._file = self._path.open("a", encoding="utf-8")
-        for writer in self._writers:
-            writer.open()
         if self._bar is not None:
             self._bar.start()
         return self
@@ -145,7 +145,13 @@ class _WandB:
         self._open = partial(wandb.init, project=project, dir=str(out), name=out.name)
 
     def open(self) -> None:
-        self._run: Any = self._open()
+        try:
+            self._run: Any = self._open()
+        except Exception as error:  # its own, of many kinds
+            raise LoopformerError(
+                f"wandb could not be started ({str(error).strip().splitlines()[0]}); log in with `wandb login`, "
+                "set WANDB_MODE=offline, or leave training.wandb out."
+            ) from error
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         self._run.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)

@@ -35,7 +35,7 @@ from loopformer.device import available_bytes, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.files import read_json, write_atomic
 from loopformer.loading import find_model
-from loopformer.loading.folder import SETTINGS, STATE, latest_good, load_model, save_tensors
+from loopformer.loading.folder import SETTINGS, STATE, check_finite, latest_good, load_model, save_tensors
 from loopformer.model import LoopedLM
 from loopformer.training.batches import MicroBatch, costliest_step, draw_trajectories, micro_batches
 from loopformer.training.checkpoint import restore_optimizer, rotate, set_aside_newer, write_checkpoint
@@ -353,7 +353,9 @@ def batches_of(run: RunConfig, data: TokenData | Group) -> tuple[Loader | StateL
 def make_model(run: RunConfig) -> LoopedLM:
     """The starting weights, on the CPU: the same for any device and number of ranks."""
     if run.init_from is not None:
-        return find_model(run.init_from)[0]
+        model = find_model(run.init_from)[0]
+        check_finite(model.state_dict())
+        return model
     torch.manual_seed(run.training.seed)
     return LoopedLM(run.model)
 
