@@ -28,15 +28,12 @@ def import_(
     Example: loopformer import armenjeddi/LoopFormer-3block-8iterations models/3x8 --loops 8 --tokenizer gpt2
     """
     from loopformer.data.tokenizer import Tokenizer
-    from loopformer.errors import LoopformerError, require
+    from loopformer.errors import require
     from loopformer.files import no_empty_folder
     from loopformer.lm import LM, load_official
-    from loopformer.loading.folder import CONFIG, WEIGHTS, save_model
+    from loopformer.loading.folder import save_model
 
-    if not force and any((out / name).exists() for name in (CONFIG, WEIGHTS)):
-        raise LoopformerError(f"{out} already holds a model; choose another folder or add --force.")
-    if out.exists() and not out.is_dir():
-        raise LoopformerError(f"{out} is a file; name a folder to write to.")
+    _check_place(out, force)
     chosen = None if tokenizer is None else Tokenizer.find(tokenizer)
     with no_empty_folder(out):
         lm = load_official(source, heads, loops)
@@ -56,3 +53,20 @@ def import_(
             f"{lm.model.cost.parameters.total:,} parameters"
             + ("" if lm.tokenizer else "; no tokenizer.json beside the weights: for text, import with --tokenizer")
         )
+
+
+def _check_place(out: Path, force: bool) -> None:
+    """Refuse a place that holds anything but an earlier model; that one, too, without --force."""
+    from loopformer.data.shards import is_prepared
+    from loopformer.errors import require
+    from loopformer.loading.folder import is_checkpoint, is_model_folder, is_run_folder
+
+    require(not out.exists() or out.is_dir(), f"{out} is a file; name a folder to write to.")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    other = is_checkpoint(out) or is_run_folder(out) or is_prepared(out)
+    require(
+        is_model_folder(out) and not other,
+        f"{out} holds files that are no model folder of ours; choose another folder.",
+    )
+    require(force, f"{out} already holds a model; choose another folder or add --force.")
