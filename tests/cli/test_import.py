@@ -34,3 +34,35 @@ def test_a_folder_that_is_no_model_stays_as_it_is(model: str, tmp_path: Path, ki
     with pytest.raises(LoopformerError, match=r"out holds files that are no model folder of ours; choose another"):
         invoke("import", model, str(out), *force)
     assert contents(out) == before
+
+
+def test_a_model_that_is_replaced_leaves_nothing_behind(model: str, tmp_path: Path) -> None:
+    out = Path(save_small(tmp_path / "out", context=32))
+    for name in ("chat_template.jinja", "tokenizer_config.json", "schedules.json", "README.md", "notes.txt"):
+        (out / name).write_text("{}")
+    bare = save_small(tmp_path / "bare", context=16, with_tokenizer=False)
+    with pytest.raises(LoopformerError, match="already holds a model"):
+        invoke("import", bare, str(out))
+    invoke("import", bare, str(out), "--force")
+    assert sorted(contents(out)) == ["README.md", "config.json", "model.safetensors", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "m", "out"]
+
+
+def test_an_export_that_is_replaced_leaves_nothing_behind(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    out = tmp_path / "out"
+    invoke("export", model, str(out), "--self-contained")
+    (out / "notes.txt").touch()
+    invoke("import", model, str(out), "--force")
+    assert sorted(contents(out)) == ["config.json", "model.safetensors", "notes.txt", "tokenizer.json"]
+
+
+def test_an_import_that_fails_leaves_the_old_model(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = Path(save_small(tmp_path / "out", context=32))
+    before = contents(tmp_path)
+    monkeypatch.setattr("loopformer.data.tokenizer.Tokenizer.save", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        invoke("import", model, str(out), "--force")
+    assert contents(tmp_path) == before

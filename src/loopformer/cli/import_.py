@@ -20,7 +20,9 @@ def import_(
         str | None,
         typer.Option(help="gpt2 (from the Hub), a tokenizer.json, or a folder with one; the authors used gpt2."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a model that is already there.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a model that is already there, with all that belongs to it.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Import published weights; nothing that comes with them is run.
@@ -29,9 +31,10 @@ def import_(
     """
     from loopformer.data.tokenizer import Tokenizer
     from loopformer.errors import require
+    from loopformer.evaluation.schedules import FILE as SCHEDULES
     from loopformer.files import no_empty_folder
     from loopformer.lm import LM, load_official
-    from loopformer.loading.folder import save_model
+    from loopformer.loading.folder import put_model, save_model, staged
 
     _check_place(out, force)
     chosen = None if tokenizer is None else Tokenizer.find(tokenizer)
@@ -41,9 +44,12 @@ def import_(
             words, rows = chosen.vocab_size, lm.model.config.vocab
             require(words <= rows, f"{tokenizer} has {words} tokens, the model {rows}; it is not the model's own.")
             lm = LM(lm.model, chosen)
-        save_model(lm.model, out, source={"imported_from": source})
-        if lm.tokenizer is not None:
-            lm.tokenizer.save(out)
+        place = out.resolve()
+        with staged(place) as stage:
+            save_model(lm.model, stage, source={"imported_from": source})
+            if lm.tokenizer is not None:
+                lm.tokenizer.save(stage)
+            put_model(stage, place, [SCHEDULES])
     config = lm.model.config
     if as_json:
         typer.echo(json.dumps({"out": str(out), "parameters": lm.model.cost.parameters.total}))

@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ from loopformer.model import LoopedLM
 
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"  # of a model
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside it, as Transformers names them
+CARD, GENERATION, SPECIAL = "README.md", "generation_config.json", "special_tokens_map.json"  # of an export
 FOLDER, CHECKSUMS, STATE, SETTINGS = "checkpoints", "checksums.json", "state.json", "run.yaml"  # of a run
 HELD_OUT = "held-out.jsonl"  # text beside it that it was not trained on
 _STEP = re.compile(r"step-\d+")
+MODEL_TYPE = "loopformer"  # of an export, as Transformers calls it; its source files begin with this name
 PREFIX = "model."  # what Transformers puts before our names, as its wrapper holds our model under this one
 
 
@@ -181,6 +184,45 @@ def save_tensors(
                 (folder / (name + ".part")).unlink()
         raise FileProblem(f"The model could not be written to {folder} ({error}).") from error
     return folder
+
+
+@contextmanager
+def staged(place: Path) -> Iterator[Path]:
+    """An empty folder beside a place, for what is put there when it is whole; in the end it is gone."""
+    stage = place.with_name(f".{place.name}.{os.getpid()}.part")
+    try:
+        stage.mkdir(parents=True)
+        yield stage
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def put_model(stage: Path, place: Path, others: Iterable[str] = ()) -> None:
+    """Move a finished model to its place: in one go where nothing is there, else file by file, settings last.
+
+    Of the model that was there all files go, and those of `others`; what is not its own stays.
+    """
+    if not place.exists() or not any(place.iterdir()):
+        os.replace(stage, place)
+        return
+    new = {path.name for path in stage.iterdir()}
+    for name in model_files(place).union(others) - new:
+        (place / name).unlink(missing_ok=True)
+    for name in sorted(new, key=lambda name: name == CONFIG):
+        os.replace(stage / name, place / name)
+
+
+def model_files(folder: Path) -> set[str]:
+    """The names of the files in a model folder that belong to its model."""
+    names = {WEIGHTS, CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE}
+    if is_export(folder):
+        names |= {CARD, GENERATION, SPECIAL, *(path.name for path in folder.glob(f"{MODEL_TYPE}_*.py"))}
+    return names
+
+
+def is_export(folder: str | Path) -> bool:
+    """Whether a model folder is one that `loopformer.hf` wrote."""
+    return is_model_folder(folder) and read_json(Path(folder) / CONFIG).get("model_type") == MODEL_TYPE
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
