@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from loopformer import load
 from loopformer.errors import LoopformerError
 
 from .models import save_small, seal
@@ -66,3 +67,27 @@ def test_an_import_that_fails_leaves_the_old_model(
     with pytest.raises(ZeroDivisionError):
         invoke("import", model, str(out), "--force")
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(("words", "default"), [(["--trajectory", "2-1-1"], "2-1-1"), (["--budget", "2"], "2-2")])
+def test_the_chat_template_and_the_default_of_an_export_come_along(
+    model: str, tmp_path: Path, words: list[str], default: str
+) -> None:
+    pytest.importorskip("transformers")
+    (Path(model) / "chat_template.jinja").write_text("{{ messages[0].content }} ☕\n", encoding="utf-8")
+    exported, out = tmp_path / "exported", tmp_path / "out"
+    invoke("export", model, str(exported), *words)
+    assert f"follows {words[1]} where a call names no budget" in invoke("import", str(exported), str(out)).stdout
+    assert (out / "chat_template.jinja").read_bytes() == (Path(model) / "chat_template.jinja").read_bytes()
+    again = load(out)
+    assert again.default == again.model.resolve(default)
+    assert again.need_tokenizer().hash == load(model).need_tokenizer().hash
+
+
+def test_the_chat_template_of_a_run_comes_along(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    seal(Path(save_small(run / "checkpoints" / "step-00000005", context=16)))
+    (run / "run.yaml").touch()
+    (run / "chat_template.jinja").write_text("{{ messages }}")
+    assert "follows" not in invoke("import", str(run), str(tmp_path / "out")).stdout
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"

@@ -34,21 +34,39 @@ def import_(
     from loopformer.evaluation.schedules import FILE as SCHEDULES
     from loopformer.files import no_empty_folder
     from loopformer.lm import LM, load_official
-    from loopformer.loading.folder import put_model, save_model, staged
+    from loopformer.loading import from_model_folder
+    from loopformer.loading.folder import (
+        TEMPLATE,
+        default_trajectory,
+        find_chat_template,
+        put_model,
+        run_of,
+        save_model,
+        staged,
+    )
 
     _check_place(out, force)
     chosen = None if tokenizer is None else Tokenizer.find(tokenizer)
     with no_empty_folder(out):
-        lm = load_official(source, heads, loops)
+        lm, default, template = from_model_folder(
+            source,
+            lambda folder: (
+                load_official(folder, heads, loops),
+                default_trajectory(folder),
+                find_chat_template(folder, run_of(folder)),
+            ),
+        )
         if chosen is not None:
             words, rows = chosen.vocab_size, lm.model.config.vocab
             require(words <= rows, f"{tokenizer} has {words} tokens, the model {rows}; it is not the model's own.")
             lm = LM(lm.model, chosen)
         place = out.resolve()
         with staged(place) as stage:
-            save_model(lm.model, stage, source={"imported_from": source})
+            save_model(lm.model, stage, source={"imported_from": source}, default=default)
             if lm.tokenizer is not None:
                 lm.tokenizer.save(stage)
+            if template is not None:
+                (stage / TEMPLATE).write_text(template, encoding="utf-8")
             put_model(stage, place, [SCHEDULES])
     config = lm.model.config
     if as_json:
@@ -57,6 +75,7 @@ def import_(
         typer.echo(
             f"{out}: {config.blocks}⊗{config.loops}, conditioning {config.conditioning}, "
             f"{lm.model.cost.parameters.total:,} parameters"
+            + ("" if default is None else f"; follows {default} where a call names no budget")
             + ("" if lm.tokenizer else "; no tokenizer.json beside the weights: for text, import with --tokenizer")
         )
 

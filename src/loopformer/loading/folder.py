@@ -69,7 +69,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def default_trajectory(folder: str | Path) -> str | int | None:
-    """The trajectory or budget that an export names as its default."""
+    """The trajectory or budget that a model folder names as its default, as exports may."""
     if not is_model_folder(folder):
         return None
     content = read_json(Path(folder) / CONFIG)
@@ -155,13 +155,23 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
             raise FileProblem(f"The tensor {name} has values that are no finite numbers; fetch or save it again.")
 
 
-def save_model(model: LoopedLM, folder: str | Path, source: dict[str, Any] | None = None) -> Path:
-    """Write a model; `source` says where it comes from. Files appear whole or not at all."""
-    return save_tensors(model.state_dict(), model.config, folder, source)
+def save_model(
+    model: LoopedLM,
+    folder: str | Path,
+    source: dict[str, Any] | None = None,
+    default: str | int | None = None,
+) -> Path:
+    """Write a model; `source` says where it comes from, `default` the trajectory or budget that it follows where a
+    call does not say. Files appear whole or not at all."""
+    return save_tensors(model.state_dict(), model.config, folder, source, default)
 
 
 def save_tensors(
-    state: Mapping[str, Tensor], model: ModelConfig, folder: str | Path, source: dict[str, Any] | None = None
+    state: Mapping[str, Tensor],
+    model: ModelConfig,
+    folder: str | Path,
+    source: dict[str, Any] | None = None,
+    default: str | int | None = None,
 ) -> Path:
     """Write a model that is in hand as tensors and settings."""
     folder = Path(folder)
@@ -173,6 +183,8 @@ def save_tensors(
         "model": model.plain(),
         "source": source or {},
     }
+    if default is not None:
+        config["budget" if isinstance(default, int) else "trajectory"] = default
     try:
         write_safetensors(tensors, folder / (WEIGHTS + ".part"))
         (folder / (CONFIG + ".part")).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
