@@ -116,6 +116,30 @@ def test_a_hub_id_is_read_from_the_cache_without_code(tmp_path: Path, monkeypatc
         loopformer.load_official("someone/else")
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "Got: ConnectError: [Errno -2] Name not known\nAn error happened.",
+            "ConnectError: [Errno -2] Name not known",
+        ),
+        ("401 Client Error. (Request ID: 1)\n\nRepository Not Found for url: x.", "401 Client Error"),
+        ("Cannot have -- or .. in repo_id: 'a..b/c'.", "Cannot have -- or .. in repo_id: 'a..b/c'"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_why_the_hub_gives_nothing_is_said_in_short(
+    said: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(LoopformerError) as caught:
+        loopformer.load_official("someone/else")
+    assert f"from the Hugging Face Hub ({reason}); check the name" in str(caught.value)
+
+
 def test_bf16_files_load_in_fp32(tmp_path: Path) -> None:
     save_file({n: t.bfloat16() for n, t in weights("base").items()}, tmp_path / "m.safetensors")
     assert loopformer.load_official(tmp_path / "m.safetensors", heads=4).model.tokens.weight.dtype == torch.float32

@@ -196,11 +196,17 @@ def fetch(hub_id: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # the Hub client raises many kinds, also from the HTTP library below it
-        reason = re.split(r"[.:;] |\n", str(error).strip())[0] or type(error).__name__
+        reason = _first_sentence(str(error)) or type(error).__name__
         raise FileProblem(
             f"{hub_id} is no local path and could not be had from the Hugging Face Hub ({reason}); "
             "check the name and the connection."
         ) from error
+
+
+def _first_sentence(text: str) -> str:
+    """What the Hub client says first: `ConnectError: …` of "Got: ConnectError: …" and a paragraph of advice."""
+    line = text.strip().partition("\n")[0].removeprefix("Got: ")
+    return re.split(r"(?<=\w)[.;] ", line)[0].rstrip(".")
 
 
 def read_folder(folder: Path) -> tuple[Tensors, Settings]:
