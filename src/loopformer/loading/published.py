@@ -23,7 +23,7 @@ from torch import Tensor
 from loopformer.config import Conditioning, ModelConfig
 from loopformer.errors import FileProblem, LoopformerError, nearest
 from loopformer.files import read_json
-from loopformer.loading.folder import CONFIG, build, check_finite, read_safetensors
+from loopformer.loading.folder import CONFIG, SETTINGS, build, check_finite, checkpoints, read_safetensors
 from loopformer.model import LoopedLM
 
 Tensors = dict[str, Tensor]
@@ -222,11 +222,15 @@ def read_folder(folder: Path) -> tuple[Tensors, Settings]:
             tensors |= shard
             settings = metadata | settings
         return tensors, settings
-    checkpoints = sorted(folder.glob("*.pt"))
-    if len(checkpoints) == 1:
-        tensors, more = read_pt(checkpoints[0])
+    pickled = sorted(folder.glob("*.pt"))
+    if len(pickled) == 1:
+        tensors, more = read_pt(pickled[0])
         return tensors, more | settings
-    content = "more than one .pt file; name one of them" if checkpoints else "no .safetensors or .pt file"
+    if not pickled and (ours := checkpoints(folder)):
+        newest = ours[-1]
+        copied = f"copy {newest / SETTINGS} there, or " if (newest / SETTINGS).is_file() else ""
+        raise FileProblem(f"The run {folder} has lost its {SETTINGS}; {copied}name the checkpoint {newest} itself.")
+    content = "more than one .pt file; name one of them" if pickled else "no .safetensors or .pt file"
     raise FileProblem(f"The folder {folder} holds {content}.")
 
 
