@@ -122,6 +122,7 @@ def test_wrong_usage_is_one_sentence(tmp_path: Path, wide: str) -> None:
         (["--score-requests", "a", "--aggregate", "b"], "Give one of --export-requests"),
         (["--limit", "5"], "--limit goes with --tasks"),
         (["--tasks", "paper", "--certainty", "0.5"], "--certainty is for texts and --states"),
+        (["--tasks", "paper", "--window", "8"], "--window is for texts; leave it out"),
         (["--data", str(tmp_path)], "--data goes with --tasks"),
         (["--model", wide, "--tasks", "paper", "--limit", "0"], "--limit must be 1 or more"),
         (["--model", wide, "--tasks", "paper", "--data", str(tmp_path / "no")], "There is no folder"),

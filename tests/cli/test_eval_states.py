@@ -48,6 +48,11 @@ def test_a_run_is_measured_on_its_own_group(tracker: str, tmp_path: Path) -> Non
         (["--states", "A5"], "The model's tokens are not the elements of A5"),
         (["--states", "S3", "--tasks", "paper"], "--states is measured on its own"),
         (["--schedule", "best"], "--schedule is for texts and tasks"),
+        (["--window", "8"], "--window is for texts; leave it out"),
+        (["--stride", "8"], "--stride is for texts"),
+        (["--join"], "--join is for texts"),
+        (["--states", "S3", "--max-tokens", "8"], "--max-tokens is for texts"),
+        (["--field", "body"], "--field is for texts"),
         (["--figure", "map.bmp"], "No picture can be drawn as map.bmp"),
     ],
 )

@@ -93,6 +93,40 @@ def test_damaged_files_are_one_sentence(tmp_path: Path, content: str, said: str)
         read_local(tmp_path, "piqa")
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "label", "allowed"),
+    [
+        ("piqa", "label", -1, "0, 1"),
+        ("piqa", "label", "0", "0, 1"),
+        ("piqa", "label", True, "0, 1"),
+        ("hellaswag", "label", "", '0, 1, 2, 3, "0", "1", "2", "3"'),
+        ("copa", "label", 7, "0, 1"),
+        ("copa", "label", None, "0, 1"),
+        ("copa", "label", "x", "0, 1"),
+        ("social_iqa", "label", "0", '1, 2, 3, "1", "2", "3"'),
+        ("winogrande", "answer", "", '"1", "2"'),
+        ("arc_easy", "answerKey", "E", '"A", "B", "C", "D"'),
+        ("openbookqa", "answerKey", None, '"A", "B", "C", "D"'),
+    ],
+)
+def test_an_example_says_which_choice_is_right(
+    tmp_path: Path, name: str, field: str, label: Any, allowed: str
+) -> None:
+    first, second = LOCAL[name]
+    file = tmp_path / f"{name}.{TASKS[name].split}.jsonl"
+    write_lines(file, [second, {**first, field: label}])
+    with pytest.raises(FileProblem) as caught:
+        read_local(tmp_path, name)
+    said = f"Line 2 of {file} has the {field} {json.dumps(label)}, which is none of {allowed}; take a split"
+    assert str(caught.value).startswith(said)
+
+
+def test_hellaswag_as_on_the_hub_has_labels_too(tmp_path: Path) -> None:
+    write_lines(tmp_path / "hellaswag.validation.jsonl", [{**HUB["hellaswag"][0], "label": ""}])
+    with pytest.raises(FileProblem, match=r'Line 1 of .* has the label ""'):
+        read_local(tmp_path, "hellaswag")
+
+
 def test_missing_files_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(FileProblem, match=r"no data for race; put race_high\.test\.jsonl there"):
         read_local(tmp_path, "race")

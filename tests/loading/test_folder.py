@@ -78,6 +78,20 @@ def step_loaded(source: Path) -> int:
     return int(loopformer.load(source).model.tokens.weight[0, 0])
 
 
+def test_a_run_without_its_settings_says_so(run: Path) -> None:
+    (run / "run.yaml").unlink()
+    newest = checkpoints(run)[-1]
+    with pytest.raises(LoopformerError) as caught:
+        loopformer.load(run)
+    assert str(caught.value) == f"The run {run} has lost its run.yaml; name the checkpoint {newest} itself."
+    (newest / "run.yaml").write_text("model: {}\n")
+    with pytest.raises(LoopformerError) as caught:
+        loopformer.load(run)
+    assert f"lost its run.yaml; copy {newest / 'run.yaml'} there, or name the checkpoint" in str(caught.value)
+    shutil.copy(newest / "run.yaml", run)
+    assert step_loaded(run) == step_loaded(newest) == 10
+
+
 def test_a_run_is_looked_through_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Checksums of large checkpoints take time, and a damaged one is named once."""
     (checkpoints(run)[-1] / "model.safetensors").write_bytes(b"half")

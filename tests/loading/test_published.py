@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import loopformer
-from loopformer import LoopformerError, Trajectory
-from loopformer.loading import from_state_dict
+from loopformer import LoopedLM, LoopformerError, ModelConfig, Trajectory
+from loopformer.loading import find_config, find_model, from_state_dict, save_model
 from loopformer.loading.folder import read_safetensors
 
 REFERENCE = Path(__file__).parent.parent / "reference"
@@ -116,6 +116,30 @@ def test_a_hub_id_is_read_from_the_cache_without_code(tmp_path: Path, monkeypatc
         loopformer.load_official("someone/else")
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "Got: ConnectError: [Errno -2] Name not known\nAn error happened.",
+            "ConnectError: [Errno -2] Name not known",
+        ),
+        ("401 Client Error. (Request ID: 1)\n\nRepository Not Found for url: x.", "401 Client Error"),
+        ("Cannot have -- or .. in repo_id: 'a..b/c'.", "Cannot have -- or .. in repo_id: 'a..b/c'"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_why_the_hub_gives_nothing_is_said_in_short(
+    said: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(LoopformerError) as caught:
+        loopformer.load_official("someone/else")
+    assert f"from the Hugging Face Hub ({reason}); check the name" in str(caught.value)
+
+
 def test_bf16_files_load_in_fp32(tmp_path: Path) -> None:
     save_file({n: t.bfloat16() for n, t in weights("base").items()}, tmp_path / "m.safetensors")
     assert loopformer.load_official(tmp_path / "m.safetensors", heads=4).model.tokens.weight.dtype == torch.float32
@@ -193,6 +217,16 @@ def test_heads_and_loops_must_be_known(tmp_path: Path) -> None:
     save_file(weights("tmlt"), tmp_path / "m.safetensors", metadata={"config": '{"n_head": 4}'})
     with pytest.raises(LoopformerError, match="says n_head = 4, not 8"):
         loopformer.load_official(tmp_path / "m.safetensors", heads=8, loops=4)
+
+
+def test_heads_and_loops_of_a_model_folder_are_its_own(tiny: ModelConfig, tmp_path: Path) -> None:
+    folder = save_model(LoopedLM(tiny), tmp_path / "m")
+    for find in (find_model, find_config):
+        find(folder, heads=4, loops=4)
+        with pytest.raises(LoopformerError, match=r"config\.json says 4 heads; leave --heads out\."):
+            find(folder, heads=2)
+        with pytest.raises(LoopformerError, match=r"config\.json says 4 loops; leave --loops out\."):
+            find(folder, loops=8)
 
 
 def test_unreadable_files_are_one_clear_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,6 +132,16 @@ def eval_(
         require(given is None or states is not None, f"{name} goes with --states.")
     require(not beyond or states is not None, "--beyond goes with --states.")
     require(states is None or schedule == "uniform", "--schedule is for texts and tasks; use --trajectory.")
+    reads_text = bool(text) or (states is None and not others)
+    texts_only = {
+        "--window": window is not None,
+        "--stride": stride is not None,
+        "--join": join,
+        "--max-tokens": max_tokens is not None,
+        "--field": field != "text",
+    }
+    for name, is_given in texts_only.items():
+        require(reads_text or not is_given, f"{name} is for texts; leave it out.")
     require(
         certainty is None or bool(text) or not others, "--certainty is for texts and --states; leave out tasks."
     )

@@ -20,7 +20,9 @@ def import_(
         str | None,
         typer.Option(help="gpt2 (from the Hub), a tokenizer.json, or a folder with one; the authors used gpt2."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a model that is already there.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a model that is already there, with all that belongs to it.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Import published weights; nothing that comes with them is run.
@@ -28,25 +30,44 @@ def import_(
     Example: loopformer import armenjeddi/LoopFormer-3block-8iterations models/3x8 --loops 8 --tokenizer gpt2
     """
     from loopformer.data.tokenizer import Tokenizer
-    from loopformer.errors import LoopformerError, require
+    from loopformer.errors import require
+    from loopformer.evaluation.schedules import FILE as SCHEDULES
     from loopformer.files import no_empty_folder
     from loopformer.lm import LM, load_official
-    from loopformer.loading.folder import CONFIG, WEIGHTS, save_model
+    from loopformer.loading import from_model_folder
+    from loopformer.loading.folder import (
+        TEMPLATE,
+        default_trajectory,
+        find_chat_template,
+        put_model,
+        run_of,
+        save_model,
+        staged,
+    )
 
-    if not force and any((out / name).exists() for name in (CONFIG, WEIGHTS)):
-        raise LoopformerError(f"{out} already holds a model; choose another folder or add --force.")
-    if out.exists() and not out.is_dir():
-        raise LoopformerError(f"{out} is a file; name a folder to write to.")
+    _check_place(out, force)
     chosen = None if tokenizer is None else Tokenizer.find(tokenizer)
     with no_empty_folder(out):
-        lm = load_official(source, heads, loops)
+        lm, default, template = from_model_folder(
+            source,
+            lambda folder: (
+                load_official(folder, heads, loops),
+                default_trajectory(folder),
+                find_chat_template(folder, run_of(folder)),
+            ),
+        )
         if chosen is not None:
             words, rows = chosen.vocab_size, lm.model.config.vocab
             require(words <= rows, f"{tokenizer} has {words} tokens, the model {rows}; it is not the model's own.")
             lm = LM(lm.model, chosen)
-        save_model(lm.model, out, source={"imported_from": source})
-        if lm.tokenizer is not None:
-            lm.tokenizer.save(out)
+        place = out.resolve()
+        with staged(place) as stage:
+            save_model(lm.model, stage, source={"imported_from": source}, default=default)
+            if lm.tokenizer is not None:
+                lm.tokenizer.save(stage)
+            if template is not None:
+                (stage / TEMPLATE).write_text(template, encoding="utf-8")
+            put_model(stage, place, [SCHEDULES])
     config = lm.model.config
     if as_json:
         typer.echo(json.dumps({"out": str(out), "parameters": lm.model.cost.parameters.total}))
@@ -54,5 +75,23 @@ def import_(
         typer.echo(
             f"{out}: {config.blocks}⊗{config.loops}, conditioning {config.conditioning}, "
             f"{lm.model.cost.parameters.total:,} parameters"
+            + ("" if default is None else f"; follows {default} where a call names no budget")
             + ("" if lm.tokenizer else "; no tokenizer.json beside the weights: for text, import with --tokenizer")
         )
+
+
+def _check_place(out: Path, force: bool) -> None:
+    """Refuse a place that holds anything but an earlier model; that one, too, without --force."""
+    from loopformer.data.shards import is_prepared
+    from loopformer.errors import require
+    from loopformer.loading.folder import is_checkpoint, is_model_folder, is_run_folder
+
+    require(not out.exists() or out.is_dir(), f"{out} is a file; name a folder to write to.")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    other = is_checkpoint(out) or is_run_folder(out) or is_prepared(out)
+    require(
+        is_model_folder(out) and not other,
+        f"{out} holds files that are no model folder of ours; choose another folder.",
+    )
+    require(force, f"{out} already holds a model; choose another folder or add --force.")

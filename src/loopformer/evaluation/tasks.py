@@ -61,6 +61,7 @@ class Task:
     examples: int  # in that split
     fields: tuple[str, ...]  # of an example
     file: str = ""  # first part of the local file's name, where it is not the task's
+    labels: tuple[int | str, ...] = ()  # what the last field may be, where that says which choice is right
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,32 @@ _ARC = ("question", "choices", "answerKey")
 
 TASKS = {
     "copa": Task(
-        "acc", "super_glue/copa", "validation", 100, ("premise", "choice1", "choice2", "question", "label")
+        "acc",
+        "super_glue/copa",
+        "validation",
+        100,
+        ("premise", "choice1", "choice2", "question", "label"),
+        labels=(0, 1),
     ),
-    "hellaswag": Task("acc_norm", "hellaswag", "validation", 10_042, ("query", "choices", "label")),
+    "hellaswag": Task(
+        "acc_norm",
+        "hellaswag",
+        "validation",
+        10_042,
+        ("query", "choices", "label"),
+        labels=(0, 1, 2, 3, "0", "1", "2", "3"),
+    ),
     "lambada_openai": Task("acc", "lambada", "test", 5_153, ("text",)),
     "openbookqa": Task("acc_norm", "openbookqa", "test", 500, ("question_stem", "choices", "answerKey")),
-    "piqa": Task("acc_norm", "piqa", "validation", 1_838, ("goal", "sol1", "sol2", "label")),
+    "piqa": Task("acc_norm", "piqa", "validation", 1_838, ("goal", "sol1", "sol2", "label"), labels=(0, 1)),
     "race": Task("acc", "race", "test", 1_045, ("article", "problems"), file="race_high"),
     "social_iqa": Task(
-        "acc", "siqa", "validation", 1_954, ("context", "question", "answerA", "answerB", "answerC", "label")
+        "acc",
+        "siqa",
+        "validation",
+        1_954,
+        ("context", "question", "answerA", "answerB", "answerC", "label"),
+        labels=(1, 2, 3, "1", "2", "3"),
     ),
     "arc_easy": Task("acc_norm", "arc", "test", 2_376, _ARC),
     "arc_challenge": Task("acc_norm", "arc", "test", 1_172, _ARC),
@@ -95,7 +113,9 @@ TASKS = {
         1_000,
         ("question", "correct_answer", "distractor1", "distractor2", "distractor3", "support"),
     ),
-    "winogrande": Task("acc", "winogrande", "validation", 1_267, ("sentence", "option1", "option2", "answer")),
+    "winogrande": Task(
+        "acc", "winogrande", "validation", 1_267, ("sentence", "option1", "option2", "answer"), labels=("1", "2")
+    ),
 }
 
 
@@ -188,10 +208,27 @@ def _examples(path: Path, content: bytes, task: Task, name: str) -> list[TaskExa
         missing = next((field for field in fields if field not in example), None)
         if missing:
             raise FileProblem(f"Line {number} of {path} has no field {missing}; is this the file of another task?")
+        _check_label(f"Line {number} of {path}", fields[-1], example, task)
         examples.append(example)
     if not examples:
         raise FileProblem(f"{path} is empty; it should hold the examples of {name}, one a line.")
     return examples
+
+
+def _check_label(where: str, field: str, example: TaskExample, task: Task) -> None:
+    """Refuse an example that does not say which choice is right; the harness would score it all the same."""
+    choices = example.get("choices")
+    labels = task.labels or (choices.get("label") if isinstance(choices, dict) else None)
+    if not isinstance(labels, list | tuple):
+        return  # what is right is not said by a label, or the harness will stumble over the choices
+    label = example[field]
+    plain = label.lstrip() if isinstance(label, str) else label  # as OpenBookQA has some
+    if not any(type(plain) is type(one) and plain == one for one in labels):
+        allowed = ", ".join(json.dumps(one) for one in labels)
+        raise FileProblem(
+            f"{where} has the {field} {json.dumps(label)}, which is none of {allowed}; "
+            "take a split that has labels, or mend the line."
+        )
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from __future__ import annotations
 import ast
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,26 +31,26 @@ from loopformer.hf.configuration import LoopFormerConfig
 from loopformer.hf.modeling import LoopFormerForCausalLM
 from loopformer.loading import find_model, model_folder
 from loopformer.loading.folder import (
+    CARD,
     CONFIG,
     FOLDER,
     PREFIX,
+    SPECIAL,
     TEMPLATE,
-    TOKENIZER,
     TOKENIZER_CONFIG,
     WEIGHTS,
     find_chat_template,
+    is_export,
     is_model_folder,
     is_run_folder,
+    put_model,
+    staged,
     step_of,
     write_safetensors,
 )
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
 from loopformer.training.reporting import read_metrics
-
-CARD, GENERATION = "README.md", "generation_config.json"
-SPECIAL = "special_tokens_map.json"
-_FILES = {WEIGHTS, CONFIG, GENERATION, CARD, TOKENIZER, TOKENIZER_CONFIG, SPECIAL, TEMPLATE}
 
 PACKAGE = "loopformer"
 CONFIGURATION, MODELING = f"{PACKAGE}.hf.configuration", f"{PACKAGE}.hf.modeling"
@@ -110,50 +108,32 @@ def export(
     )
     LoopFormerForCausalLM(config, model)  # refuses a default that the model cannot follow
 
-    stage = place.with_name(f".{place.name}.{os.getpid()}.part")
     try:
-        stage.mkdir(parents=True)
-        tensors = {PREFIX + name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        write_safetensors(tensors, stage / WEIGHTS)
-        if measured:
-            config.source["validation"] = measured.plain(sha256_of(stage / WEIGHTS))
-        config.save_pretrained(stage)
-        GenerationConfig(**special).save_pretrained(stage)
-        if tokenizer:
-            template = find_chat_template(folder, run_of(folder))
-            save_tokenizer(tokenizer, stage, model.config.context, template)
-        for name, text in (flatten([CONFIGURATION, MODELING]) if self_contained else {}).items():
-            (stage / name).write_text(text, encoding="utf-8")
-        card = write_card(place.name, config, measured, tokenizer is not None, self_contained)
-        (stage / CARD).write_text(card, encoding="utf-8")
-        files = sorted(path.name for path in stage.iterdir())
-        _put(stage, place)
+        with staged(place) as stage:
+            tensors = {PREFIX + name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+            write_safetensors(tensors, stage / WEIGHTS)
+            if measured:
+                config.source["validation"] = measured.plain(sha256_of(stage / WEIGHTS))
+            config.save_pretrained(stage)
+            GenerationConfig(**special).save_pretrained(stage)
+            if tokenizer:
+                template = find_chat_template(folder, run_of(folder))
+                save_tokenizer(tokenizer, stage, model.config.context, template)
+            for name, text in (flatten([CONFIGURATION, MODELING]) if self_contained else {}).items():
+                (stage / name).write_text(text, encoding="utf-8")
+            card = write_card(place.name, config, measured, tokenizer is not None, self_contained)
+            (stage / CARD).write_text(card, encoding="utf-8")
+            files = sorted(path.name for path in stage.iterdir())
+            put_model(stage, place)
     except SafetensorError as error:
         raise FileProblem(f"The weights could not be written to {place} ({error}); free some space.") from error
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
     return Exported(Path(out), model, config, files)
 
 
 def _check_place(place: Path) -> None:
     require(not place.is_file(), f"{place} is a file; name a folder to write to.")
     if place.is_dir() and any(place.iterdir()):
-        ours = is_model_folder(place) and read_json(place / CONFIG).get("model_type") == LoopFormerConfig.model_type
-        require(ours, f"{place} holds files that are no export of ours; choose another folder.")
-
-
-def _put(stage: Path, place: Path) -> None:
-    """Move a finished export to its place: in one go where nothing is there, else file by file, settings last."""
-    if not place.exists() or not any(place.iterdir()):
-        os.replace(stage, place)
-        return
-    new = {path.name for path in stage.iterdir()}
-    for old in place.iterdir():
-        ours = old.name in _FILES or (old.name.startswith(f"{PACKAGE}_") and old.suffix == ".py")
-        if ours and old.name not in new:
-            old.unlink()
-    for name in sorted(new, key=lambda name: name == CONFIG):
-        os.replace(stage / name, place / name)
+        require(is_export(place), f"{place} holds files that are no export of ours; choose another folder.")
 
 
 # The tokenizer, in the files that `AutoTokenizer.from_pretrained` reads.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from loopformer.config import ModelConfig
-from loopformer.errors import FileProblem
+from loopformer.errors import FileProblem, require
 from loopformer.loading.folder import (
     CONFIG,
     TOKENIZER,
@@ -53,6 +53,7 @@ def find_model(
 
     def read(folder: Path) -> tuple[LoopedLM, Path | None]:
         if is_model_folder(folder):
+            _check_sizes(folder, heads, loops)
             return read_model(folder)
         return load_published(source, heads, loops), _tokenizer_folder(folder)
 
@@ -70,10 +71,19 @@ def find_config(
     """The same without the weights, where their sizes are written beside them."""
 
     def read(folder: Path) -> tuple[ModelConfig, Path | None]:
-        config = read_config(folder) if is_model_folder(folder) else load_published(source, heads, loops).config
-        return config, _tokenizer_folder(folder)
+        if is_model_folder(folder):
+            _check_sizes(folder, heads, loops)
+            return read_config(folder), _tokenizer_folder(folder)
+        return load_published(source, heads, loops).config, _tokenizer_folder(folder)
 
     return from_model_folder(source, read)
+
+
+def _check_sizes(folder: Path, heads: int | None, loops: int | None) -> None:
+    """Refuse heads and loops that are not those of a model folder, whose settings have both."""
+    config = read_config(folder)
+    for name, given, own in (("heads", heads, config.heads), ("loops", loops, config.loops)):
+        require(given in (None, own), f"{folder / CONFIG} says {own} {name}; leave --{name} out.")
 
 
 def _tokenizer_folder(folder: Path) -> Path | None:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ from loopformer.model import LoopedLM
 
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"  # of a model
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside it, as Transformers names them
+CARD, GENERATION, SPECIAL = "README.md", "generation_config.json", "special_tokens_map.json"  # of an export
 FOLDER, CHECKSUMS, STATE, SETTINGS = "checkpoints", "checksums.json", "state.json", "run.yaml"  # of a run
 HELD_OUT = "held-out.jsonl"  # text beside it that it was not trained on
 _STEP = re.compile(r"step-\d+")
+MODEL_TYPE = "loopformer"  # of an export, as Transformers calls it; its source files begin with this name
 PREFIX = "model."  # what Transformers puts before our names, as its wrapper holds our model under this one
 
 
@@ -66,7 +69,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def default_trajectory(folder: str | Path) -> str | int | None:
-    """The trajectory or budget that an export names as its default."""
+    """The trajectory or budget that a model folder names as its default, as exports may."""
     if not is_model_folder(folder):
         return None
     content = read_json(Path(folder) / CONFIG)
@@ -152,13 +155,23 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
             raise FileProblem(f"The tensor {name} has values that are no finite numbers; fetch or save it again.")
 
 
-def save_model(model: LoopedLM, folder: str | Path, source: dict[str, Any] | None = None) -> Path:
-    """Write a model; `source` says where it comes from. Files appear whole or not at all."""
-    return save_tensors(model.state_dict(), model.config, folder, source)
+def save_model(
+    model: LoopedLM,
+    folder: str | Path,
+    source: dict[str, Any] | None = None,
+    default: str | int | None = None,
+) -> Path:
+    """Write a model; `source` says where it comes from, `default` the trajectory or budget that it follows where a
+    call does not say. Files appear whole or not at all."""
+    return save_tensors(model.state_dict(), model.config, folder, source, default)
 
 
 def save_tensors(
-    state: Mapping[str, Tensor], model: ModelConfig, folder: str | Path, source: dict[str, Any] | None = None
+    state: Mapping[str, Tensor],
+    model: ModelConfig,
+    folder: str | Path,
+    source: dict[str, Any] | None = None,
+    default: str | int | None = None,
 ) -> Path:
     """Write a model that is in hand as tensors and settings."""
     folder = Path(folder)
@@ -170,6 +183,8 @@ def save_tensors(
         "model": model.plain(),
         "source": source or {},
     }
+    if default is not None:
+        config["budget" if isinstance(default, int) else "trajectory"] = default
     try:
         write_safetensors(tensors, folder / (WEIGHTS + ".part"))
         (folder / (CONFIG + ".part")).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -181,6 +196,45 @@ def save_tensors(
                 (folder / (name + ".part")).unlink()
         raise FileProblem(f"The model could not be written to {folder} ({error}).") from error
     return folder
+
+
+@contextmanager
+def staged(place: Path) -> Iterator[Path]:
+    """An empty folder beside a place, for what is put there when it is whole; in the end it is gone."""
+    stage = place.with_name(f".{place.name}.{os.getpid()}.part")
+    try:
+        stage.mkdir(parents=True)
+        yield stage
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def put_model(stage: Path, place: Path, others: Iterable[str] = ()) -> None:
+    """Move a finished model to its place: in one go where nothing is there, else file by file, settings last.
+
+    Of the model that was there all files go, and those of `others`; what is not its own stays.
+    """
+    if not place.exists() or not any(place.iterdir()):
+        os.replace(stage, place)
+        return
+    new = {path.name for path in stage.iterdir()}
+    for name in model_files(place).union(others) - new:
+        (place / name).unlink(missing_ok=True)
+    for name in sorted(new, key=lambda name: name == CONFIG):
+        os.replace(stage / name, place / name)
+
+
+def model_files(folder: Path) -> set[str]:
+    """The names of the files in a model folder that belong to its model."""
+    names = {WEIGHTS, CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE}
+    if is_export(folder):
+        names |= {CARD, GENERATION, SPECIAL, *(path.name for path in folder.glob(f"{MODEL_TYPE}_*.py"))}
+    return names
+
+
+def is_export(folder: str | Path) -> bool:
+    """Whether a model folder is one that `loopformer.hf` wrote."""
+    return is_model_folder(folder) and read_json(Path(folder) / CONFIG).get("model_type") == MODEL_TYPE
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from loopformer.config import Conditioning, ModelConfig
 from loopformer.errors import FileProblem, LoopformerError, nearest
 from loopformer.files import read_json
-from loopformer.loading.folder import CONFIG, build, check_finite, read_safetensors
+from loopformer.loading.folder import CONFIG, SETTINGS, build, check_finite, checkpoints, read_safetensors
 from loopformer.model import LoopedLM
 
 Tensors = dict[str, Tensor]
@@ -196,11 +196,17 @@ def fetch(hub_id: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # the Hub client raises many kinds, also from the HTTP library below it
-        reason = re.split(r"[.:;] |\n", str(error).strip())[0] or type(error).__name__
+        reason = _first_sentence(str(error)) or type(error).__name__
         raise FileProblem(
             f"{hub_id} is no local path and could not be had from the Hugging Face Hub ({reason}); "
             "check the name and the connection."
         ) from error
+
+
+def _first_sentence(text: str) -> str:
+    """What the Hub client says first: `ConnectError: …` of "Got: ConnectError: …" and a paragraph of advice."""
+    line = text.strip().partition("\n")[0].removeprefix("Got: ")
+    return re.split(r"(?<=\w)[.;] ", line)[0].rstrip(".")
 
 
 def read_folder(folder: Path) -> tuple[Tensors, Settings]:
@@ -216,11 +222,15 @@ def read_folder(folder: Path) -> tuple[Tensors, Settings]:
             tensors |= shard
             settings = metadata | settings
         return tensors, settings
-    checkpoints = sorted(folder.glob("*.pt"))
-    if len(checkpoints) == 1:
-        tensors, more = read_pt(checkpoints[0])
+    pickled = sorted(folder.glob("*.pt"))
+    if len(pickled) == 1:
+        tensors, more = read_pt(pickled[0])
         return tensors, more | settings
-    content = "more than one .pt file; name one of them" if checkpoints else "no .safetensors or .pt file"
+    if not pickled and (ours := checkpoints(folder)):
+        newest = ours[-1]
+        copied = f"copy {newest / SETTINGS} there, or " if (newest / SETTINGS).is_file() else ""
+        raise FileProblem(f"The run {folder} has lost its {SETTINGS}; {copied}name the checkpoint {newest} itself.")
+    content = "more than one .pt file; name one of them" if pickled else "no .safetensors or .pt file"
     raise FileProblem(f"The folder {folder} holds {content}.")
 
 
