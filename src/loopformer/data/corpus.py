@@ -178,7 +178,23 @@ def parse_sources(specs: Sequence[str], field: str = "text", *, supervised: bool
         sources.append(dataclasses.replace(source, name=name))
     if len({source.weight is None for source in sources}) > 1:
         raise LoopformerError("Give every source a weight (news.jsonl=2 books=1), or none of them.")
+    if sources[0].weight is None:
+        _check_once(sources)
     return tuple(sources)
+
+
+def _check_once(sources: Sequence[Source]) -> None:
+    """Refuse text that two sources have; whoever gives weights may mean it."""
+    found: dict[str, str] = {}
+    for source in sources:
+        for part in source.parts:
+            place = part.name if part.path is None else os.path.realpath(part.path)
+            if place in found:
+                raise LoopformerError(
+                    f"{part.path or part.name} would be read twice, for {found[place]} and for {source.given}; "
+                    "name it once, or give every source a weight."
+                )
+            found[place] = source.given
 
 
 def _source(place: str, spec: str, weight: float | None, field: str, supervised: bool) -> Source:
