@@ -115,6 +115,25 @@ def test_yaml_has_no_aliases(tmp_path: Path) -> None:
         read_yaml(tmp_path / "a")
 
 
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [
+        ("model: {width: 64}\ntraining:\n  steps: 9\nmodel: {blocks: 1}\n", "line 1 and in line 4"),
+        ("training:\n  model: 1\n  seed: [1]\n  'model': 2\n", "line 2 and in line 4"),
+        ("a: [x, {model: 1, model: 2}]", "line 1 and in line 1"),
+    ],
+)
+def test_a_key_stands_once_in_yaml(tmp_path: Path, content: str, lines: str) -> None:
+    (tmp_path / "a").write_text(content)
+    with pytest.raises(DamagedFile, match=rf"a is not readable YAML \(model stands twice, in {lines}; keep one"):
+        read_yaml(tmp_path / "a")
+
+
+def test_a_key_may_stand_in_several_mappings_and_be_a_value(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a: a\nb: [a, a, {a: {a: b}}, {a: 1}]\nc: {a: a}\n")
+    assert read_yaml(tmp_path / "a") == {"a": "a", "b": ["a", "a", {"a": {"a": "b"}}, {"a": 1}], "c": {"a": "a"}}
+
+
 def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path: Path) -> None:
     for path, reason in [(tmp_path, "Is a directory"), (tmp_path / "nothing", "No such file")]:
         for read in (read_json, read_yaml):

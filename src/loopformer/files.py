@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -206,15 +207,40 @@ def read_yaml(file: Traversable | Path, name: str | None = None) -> dict[str, An
 
 
 def parse_yaml(text: str) -> Any:
-    """A value of YAML that is no larger than it looks: without aliases, and not nested without end."""
-    depth = 0
+    """A value of YAML that says what it looks like: no aliases, no key twice, not nested without end."""
+    opened: list[_Opened] = []
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise yaml.YAMLError("it has aliases such as *name; write them out")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST:
+        if isinstance(event, yaml.CollectionEndEvent):
+            opened.pop()
+        elif isinstance(event, yaml.NodeEvent) and opened:
+            opened[-1].take(event)
+        if isinstance(event, yaml.CollectionStartEvent):
+            opened.append(_Opened(isinstance(event, yaml.MappingStartEvent)))
+        if len(opened) > _DEEPEST:
             raise yaml.YAMLError(f"it is nested more than {_DEEPEST} deep")
     return yaml.safe_load(text)
+
+
+@dataclass
+class _Opened:
+    """A mapping or a list that is being read: how many keys and values came, and the line of each key."""
+
+    mapping: bool
+    taken: int = 0
+    lines: dict[str, int] = field(default_factory=dict)
+
+    def take(self, event: yaml.NodeEvent) -> None:
+        """Count a key or a value, and refuse a key that came before: YAML would forget its first value."""
+        is_key = self.mapping and self.taken % 2 == 0
+        self.taken += 1
+        if is_key and isinstance(event, yaml.ScalarEvent):
+            line = event.start_mark.line + 1 if event.start_mark else 0
+            first = self.lines.get(event.value)
+            if first is not None:
+                raise yaml.YAMLError(f"{event.value} stands twice, in line {first} and in line {line}; keep one")
+            self.lines[event.value] = line
 
 
 def _read_mapping(
