@@ -127,6 +127,9 @@ def test_what_stands_is_not_made_again_and_more_prompts_are_added(lm: LM, source
         (b'{"prompt": "a", "max_tokens": 0}', "max_tokens must be 1 or more"),
         (b'{"prompt": "a", "top_p": "1"}', "top_p must be a number, got '1'."),
         (b'{"prompt": "a", "temperature": NaN}', "temperature must be a finite number"),
+        (b'{"prompt": "a", "id": NaN}', "The id has NaN or Infinity, which JSON cannot hold"),
+        (b'{"prompt": "a", "id": {"deep": [-Infinity]}}', "The id has NaN or Infinity"),
+        (b'{"prompt": "a", "id": 1e999}', "The id has NaN or Infinity"),
         (b'{"prompt": "a", "certainty": 1' + b"0" * 400 + b"}", "certainty must lie in (0, 1]"),
         (b'{"prompt": "' + b"a b" * 99 + b'"}', "but the context is 64; shorten it."),
     ],
@@ -141,6 +144,7 @@ def test_a_line_that_cannot_be_run_says_why_and_ends_nothing(
     assert said in answers[1]["error"]
     assert [answer["id"] for answer in answers] == [1, 2, "\udfff"]
     assert "text" in answers[2]
+    assert run(lm, tmp_path / "in", tmp_path / "out") == BatchReport(3, 1), "and it can be continued"
 
 
 def test_answers_to_something_else_are_refused_and_left_alone(lm: LM, source: Path, tmp_path: Path) -> None:

@@ -129,10 +129,24 @@ def _prompts(lines: Iterable[bytes]) -> Iterator[_Prompt]:
             continue
         given = {name: value for name, value in record.items() if value is not None}
         name = given.pop("id", number)
+        if not _is_json(name):
+            yield _Prompt(
+                number, LoopformerError("The id has NaN or Infinity, which JSON cannot hold; give another.")
+            )
+            continue
         try:
             yield _Prompt(name, _checked(given))
         except LoopformerError as error:
             yield _Prompt(name, error)
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value that Python read can be written again: Python reads NaN, and 1e999 as Infinity."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _checked(fields: dict[str, Any]) -> dict[str, Any]:
