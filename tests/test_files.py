@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,20 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     with pytest.raises(FileProblem, match=r"Cannot write .*nowhere.*check the path and the disk and start again"):
         write_atomic(tmp_path / "nowhere" / "a.json", b"")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_what_could_not_be_written_leaves_nothing(
+    tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise error
+
+    write_atomic(tmp_path / "a.json", b"{}")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises((FileProblem, KeyboardInterrupt)):
+        write_atomic(tmp_path / "a.json", b'{"b": 1}')
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a.json": b"{}"}
 
 
 @pytest.mark.parametrize(

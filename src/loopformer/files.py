@@ -38,7 +38,11 @@ class DamagedFile(FileProblem):
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace a file whole: a reader sees the old content or the new, also after a crash."""
     with writing(path):
-        os.replace(_write_aside(path, content), path)
+        try:
+            os.replace(_write_aside(path, content), path)
+        except BaseException:
+            _remove(_aside(path))
+            raise
         sync_folder(path.parent)
 
 
@@ -59,8 +63,7 @@ def write_together(folder: Path, contents: dict[str, bytes]) -> list[Path]:
                     _write_aside(folder / name, content)
         except BaseException:
             for temporary in temporaries.values():
-                with suppress(OSError):
-                    temporary.unlink(missing_ok=True)
+                _remove(temporary)
             raise
     with writing(folder):
         try:
@@ -77,6 +80,11 @@ def write_together(folder: Path, contents: dict[str, bytes]) -> list[Path]:
 
 def _aside(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _write_aside(path: Path, content: bytes) -> Path:

@@ -1,5 +1,6 @@
 """Files of prompts: answers in order and as alone, whatever a line holds, and the same bytes after a stop."""
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -264,6 +265,18 @@ def test_prompts_that_cannot_be_read_twice_are_refused(lm: LM, source: Path, tmp
     with pytest.raises(FileProblem, match="the file of prompts itself; give another --out"):
         run(lm, source, source)
     assert source.read_bytes() == before
+
+
+def test_a_full_disk_leaves_no_empty_file_of_answers(
+    lm: LM, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FileProblem, match="No space left on device"):
+        run(lm, source, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_prompts_that_are_gone_meanwhile_are_missed(

@@ -74,8 +74,14 @@ def answer_file(
     """
     if source.is_fifo() or source.is_char_device():
         raise FileProblem(f"{source} cannot be read twice, as prompts are; write them to a file first.")
+    new = not out.exists()
     with _opened(source) as lines, _opened_other(out, source) as file:
-        total = _check_belongs(source, out, json.loads(json.dumps(settings)))
+        try:
+            total = _check_belongs(source, out, json.loads(json.dumps(settings)))
+        except BaseException:
+            if new and not out.stat().st_size:
+                out.unlink()
+            raise
         prompts = _prompts(lines)
         done, errors, end = _answered(source, out, prompts)
         with writing(out):
