@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,20 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     with pytest.raises(FileProblem, match=r"Cannot write .*nowhere.*check the path and the disk and start again"):
         write_atomic(tmp_path / "nowhere" / "a.json", b"")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_what_could_not_be_written_leaves_nothing(
+    tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise error
+
+    write_atomic(tmp_path / "a.json", b"{}")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises((FileProblem, KeyboardInterrupt)):
+        write_atomic(tmp_path / "a.json", b'{"b": 1}')
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a.json": b"{}"}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +128,25 @@ def test_yaml_has_no_aliases(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("\n".join(lines))
     with pytest.raises(DamagedFile, match="has aliases such as"):
         read_yaml(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [
+        ("model: {width: 64}\ntraining:\n  steps: 9\nmodel: {blocks: 1}\n", "line 1 and in line 4"),
+        ("training:\n  model: 1\n  seed: [1]\n  'model': 2\n", "line 2 and in line 4"),
+        ("a: [x, {model: 1, model: 2}]", "line 1 and in line 1"),
+    ],
+)
+def test_a_key_stands_once_in_yaml(tmp_path: Path, content: str, lines: str) -> None:
+    (tmp_path / "a").write_text(content)
+    with pytest.raises(DamagedFile, match=rf"a is not readable YAML \(model stands twice, in {lines}; keep one"):
+        read_yaml(tmp_path / "a")
+
+
+def test_a_key_may_stand_in_several_mappings_and_be_a_value(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a: a\nb: [a, a, {a: {a: b}}, {a: 1}]\nc: {a: a}\n")
+    assert read_yaml(tmp_path / "a") == {"a": "a", "b": ["a", "a", {"a": {"a": "b"}}, {"a": 1}], "c": {"a": "a"}}
 
 
 def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path: Path) -> None:

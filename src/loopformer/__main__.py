@@ -1,5 +1,16 @@
-"""`python -m loopformer` is the same command as `loopformer`."""
+"""The command `loopformer`, also as `python -m loopformer`; Ctrl-C is answered while it is imported, too."""
 
-from loopformer.cli import main
+import sys
 
-main()
+
+def main() -> None:
+    try:
+        from loopformer.cli import main as run
+    except KeyboardInterrupt:
+        print("loopformer: stopped.", file=sys.stderr)
+        raise SystemExit(130) from None
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,11 @@ class DamagedFile(FileProblem):
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace a file whole: a reader sees the old content or the new, also after a crash."""
     with writing(path):
-        os.replace(_write_aside(path, content), path)
+        try:
+            os.replace(_write_aside(path, content), path)
+        except BaseException:
+            _remove(_aside(path))
+            raise
         sync_folder(path.parent)
 
 
@@ -58,8 +63,7 @@ def write_together(folder: Path, contents: dict[str, bytes]) -> list[Path]:
                     _write_aside(folder / name, content)
         except BaseException:
             for temporary in temporaries.values():
-                with suppress(OSError):
-                    temporary.unlink(missing_ok=True)
+                _remove(temporary)
             raise
     with writing(folder):
         try:
@@ -76,6 +80,11 @@ def write_together(folder: Path, contents: dict[str, bytes]) -> list[Path]:
 
 def _aside(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _write_aside(path: Path, content: bytes) -> Path:
@@ -206,15 +215,40 @@ def read_yaml(file: Traversable | Path, name: str | None = None) -> dict[str, An
 
 
 def parse_yaml(text: str) -> Any:
-    """A value of YAML that is no larger than it looks: without aliases, and not nested without end."""
-    depth = 0
+    """A value of YAML that says what it looks like: no aliases, no key twice, not nested without end."""
+    opened: list[_Opened] = []
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise yaml.YAMLError("it has aliases such as *name; write them out")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST:
+        if isinstance(event, yaml.CollectionEndEvent):
+            opened.pop()
+        elif isinstance(event, yaml.NodeEvent) and opened:
+            opened[-1].take(event)
+        if isinstance(event, yaml.CollectionStartEvent):
+            opened.append(_Opened(isinstance(event, yaml.MappingStartEvent)))
+        if len(opened) > _DEEPEST:
             raise yaml.YAMLError(f"it is nested more than {_DEEPEST} deep")
     return yaml.safe_load(text)
+
+
+@dataclass
+class _Opened:
+    """A mapping or a list that is being read: how many keys and values came, and the line of each key."""
+
+    mapping: bool
+    taken: int = 0
+    lines: dict[str, int] = field(default_factory=dict)
+
+    def take(self, event: yaml.NodeEvent) -> None:
+        """Count a key or a value, and refuse a key that came before: YAML would forget its first value."""
+        is_key = self.mapping and self.taken % 2 == 0
+        self.taken += 1
+        if is_key and isinstance(event, yaml.ScalarEvent):
+            line = event.start_mark.line + 1 if event.start_mark else 0
+            first = self.lines.get(event.value)
+            if first is not None:
+                raise yaml.YAMLError(f"{event.value} stands twice, in line {first} and in line {line}; keep one")
+            self.lines[event.value] = line
 
 
 def _read_mapping(

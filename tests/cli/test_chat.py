@@ -27,6 +27,7 @@ START += "from loopformer.cli import main; main()"
 TOOK = re.compile(
     r"\[(\d+) tokens, [\d.]+ ms each, prompt included; ([\d.]+) pass(?:es)? each; the limit of new tokens"
 )
+STOPPED = re.compile(r"\[\d+ tokens, [\d.]+ ms each, prompt included; stopped\]\n")
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +35,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_small(tmp_path_factory.mktemp("model") / "m", context=96, std=0.4)
 
 
-def talk(model: str, said: str | bytes, *words: str) -> Result:
+def talk(model: str, said: str | bytes, *words: str, code: int = 0) -> Result:
     options = ["--device", "cpu", "--max-tokens", "6", *words]
     done = CliRunner().invoke(app, ["chat", "--model", model, *options], input=said)
     if isinstance(done.exception, LoopformerError):
         raise done.exception
-    assert done.exit_code == 0
+    assert done.exit_code == code
     return done
 
 
@@ -89,11 +90,12 @@ def test_commands_change_the_next_answer(model: str) -> None:
     ],
 )
 def test_a_mistake_is_one_sentence_and_the_chat_goes_on(model: str, line: str, said: str) -> None:
-    done = talk(model, f"{line}\nevery\n")
+    done = talk(model, f"{line}\nevery\n", code=1)
     first = done.stderr.splitlines()[0]
     assert first.startswith("loopformer: ")
     assert said in first
     assert done.stdout == answers(model, "every"), "and what was wrong left no trace"
+    talk(model, f"{line}\n/quit\n", code=1)
 
 
 def test_mistakes_of_the_command_and_the_encoding(model: str) -> None:
@@ -121,33 +123,60 @@ def test_the_template_of_the_model_is_used(model: str, tmp_path: Path) -> None:
     assert with_template != talk(model, "every pass").stdout
 
 
-def test_control_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
-    slow = save_small(tmp_path / "slow", context=1 << 14, std=0.4, positions="rotary")
-    words = ["chat", "--model", slow, "--device", "cpu", "--max-tokens", "16000"]  # minutes
-    with subprocess.Popen(
+def long_answers(folder: Path, stdin: int) -> "subprocess.Popen[bytes]":
+    """A chat whose answers take minutes."""
+    slow = save_small(folder / "slow", context=1 << 14, std=0.4, positions="rotary")
+    words = ["chat", "--model", slow, "--device", "cpu", "--max-tokens", "16000"]
+    return subprocess.Popen(
         [sys.executable, "-c", START, *words],
         bufsize=0,
-        stdin=subprocess.PIPE,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-    ) as process:
-        assert process.stdin is not None
+    )
+
+
+def test_control_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    with long_answers(tmp_path, stdin=theirs) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         os.set_blocking(process.stdout.fileno(), False)
+        assert b"/help says what can be changed" in process.stderr.readline()
         for _ in range(2):
             while process.stdout.read(1 << 16):
                 pass  # what is left of the answer before
-            process.stdin.write(b"every pass\n")
+            os.write(ours, b"every pass\n")
             while not process.stdout.read(1):  # the answer comes as it is made
                 assert process.poll() is None
                 time.sleep(0.01)
             process.send_signal(signal.SIGINT)
-            stopped = process.stderr.readline().decode()
-            assert re.fullmatch(r"\[\d+ tokens, [\d.]+ ms each, prompt included; stopped\]\n", stopped)
-        process.stdin.close()
+            assert STOPPED.fullmatch(process.stderr.readline().decode())
+        os.write(ours, b"/quit\n")
         assert process.wait() == 0
         assert process.stderr.read() == b""
+    os.close(ours)
+    os.close(theirs)
+
+
+@pytest.mark.parametrize("moment", ["answering", "waiting"])
+def test_through_a_pipe_control_c_ends_the_chat(tmp_path: Path, moment: str) -> None:
+    with long_answers(tmp_path, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write(b"every pass\nits time\n" if moment == "answering" else b"/reset\n")
+        if moment == "answering":
+            process.stdout.read(1)
+        else:
+            assert b"what was said is forgotten" in process.stderr.readline()
+            time.sleep(0.5)  # until it waits for the next line
+        process.send_signal(signal.SIGINT)
+        *before, last = process.communicate()[1].decode().splitlines(keepends=True)
+        assert process.returncode == 130
+        assert last.startswith("loopformer: stopped; a chat is kept nowhere")
+        assert len(before) == (moment == "answering"), "the second answer is not begun"
+        assert all(STOPPED.fullmatch(line) for line in before)
 
 
 def test_in_a_terminal_control_c_drops_the_line_and_control_d_ends(model: str) -> None:

@@ -1,15 +1,19 @@
 """Tables, progress, numbers, places to write to and Ctrl-C, as in every verb."""
 
 import builtins
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.main import get_command
 
+from loopformer.__main__ import main
 from loopformer.cli import app
-from loopformer.cli.output import duration, number, output_file, output_folder, print_table, progress
+from loopformer.cli.output import duration, number, output_file, output_folder, print_table, progress, stoppable
 from loopformer.errors import LoopformerError
 
 from .process import invoke
@@ -94,6 +98,42 @@ def test_control_c_is_one_sentence_in_every_verb(words: list[str], monkeypatch: 
     assert done.stderr.startswith("loopformer: stopped; ")
     assert "the same command" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_control_c_that_code_of_others_swallows_is_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    @stoppable("the same command goes on")
+    def verb(failure: Exception | None) -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        if failure is not None:
+            raise failure
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for failure in (None, RuntimeError("in words of its own")):
+            with pytest.raises(typer.Exit) as ended:
+                verb(failure)
+            assert ended.value.exit_code == 130
+            assert capsys.readouterr().err == "loopformer: stopped; the same command goes on.\n"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_control_c_while_the_command_line_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = builtins.__import__
+
+    def interrupted(name: str, *rest: Any) -> Any:
+        if name == "loopformer.cli":
+            raise KeyboardInterrupt
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "loopformer: stopped.\n"
 
 
 @pytest.mark.parametrize(

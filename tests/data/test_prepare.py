@@ -93,7 +93,7 @@ def test_index_and_shards(reference: dict[str, bytes]) -> None:
         for split in source["splits"].values()
         for shard in split["shards"]
     }
-    assert listed == set(reference) - {"index.json", "tokenizer.json"}
+    assert listed == set(reference) - {"index.json", "sources.json", "tokenizer.json"}
     assert all(len(reference[name]) <= 9000 * 2 for name in listed)
     assert "many-train-00001.bin" in listed
 
@@ -195,6 +195,30 @@ def test_other_settings_in_the_same_folder(tmp_path: Path, corpus: Path) -> None
     with pytest.raises(FileProblem, match=r"\(sources\)"):
         prepare([str(corpus)], tmp_path, train_tokenizer=300, val_fraction=0.2)
     assert contents(tmp_path) == before
+
+
+def test_a_finished_folder_refuses_a_file_that_was_written_to_since(tmp_path: Path, corpus: Path) -> None:
+    path, out = tmp_path / "news.jsonl", tmp_path / "out"
+    path.write_bytes(corpus.read_bytes())
+    index = prepare([str(path)], out, train_tokenizer=300)
+    os.utime(path, ns=(0, 0))
+    assert prepare([str(path)], out, train_tokenizer=300) == index, "a copy has another time"
+    path.write_bytes(corpus.read_bytes().replace(b"loop", b"pool"))
+    with pytest.raises(FileProblem, match=r"news.jsonl has changed since .*out was made of it; put the old file"):
+        prepare([str(path)], out, train_tokenizer=300)
+    (out / "sources.json").write_text('{"news/news.jsonl": 3}')
+    with pytest.raises(FileProblem, match=r"sources.json is damaged; delete it"):
+        prepare([str(path)], out, train_tokenizer=300)
+    (out / "sources.json").unlink()
+    assert prepare([str(path)], out, train_tokenizer=300) == index, "a folder of an earlier version has no times"
+
+
+def test_a_file_that_was_written_to_while_it_was_read_is_refused_later(tmp_path: Path, corpus: Path) -> None:
+    path = tmp_path / "news.jsonl"
+    path.write_bytes(corpus.read_bytes())
+    prepare([str(path)], tmp_path / "out", train_tokenizer=300, report=lambda _: os.utime(path, ns=(0, 0)))
+    with pytest.raises(FileProblem, match=r"news.jsonl has changed since"):
+        prepare([str(path)], tmp_path / "out", train_tokenizer=300)
 
 
 def test_folder_of_something_else(tmp_path: Path, corpus: Path) -> None:

@@ -1,5 +1,6 @@
 """Files of prompts: answers in order and as alone, whatever a line holds, and the same bytes after a stop."""
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -127,6 +128,9 @@ def test_what_stands_is_not_made_again_and_more_prompts_are_added(lm: LM, source
         (b'{"prompt": "a", "max_tokens": 0}', "max_tokens must be 1 or more"),
         (b'{"prompt": "a", "top_p": "1"}', "top_p must be a number, got '1'."),
         (b'{"prompt": "a", "temperature": NaN}', "temperature must be a finite number"),
+        (b'{"prompt": "a", "id": NaN}', "The id has NaN or Infinity, which JSON cannot hold"),
+        (b'{"prompt": "a", "id": {"deep": [-Infinity]}}', "The id has NaN or Infinity"),
+        (b'{"prompt": "a", "id": 1e999}', "The id has NaN or Infinity"),
         (b'{"prompt": "a", "certainty": 1' + b"0" * 400 + b"}", "certainty must lie in (0, 1]"),
         (b'{"prompt": "' + b"a b" * 99 + b'"}', "but the context is 64; shorten it."),
     ],
@@ -141,6 +145,7 @@ def test_a_line_that_cannot_be_run_says_why_and_ends_nothing(
     assert said in answers[1]["error"]
     assert [answer["id"] for answer in answers] == [1, 2, "\udfff"]
     assert "text" in answers[2]
+    assert run(lm, tmp_path / "in", tmp_path / "out") == BatchReport(3, 1), "and it can be continued"
 
 
 def test_answers_to_something_else_are_refused_and_left_alone(lm: LM, source: Path, tmp_path: Path) -> None:
@@ -260,6 +265,18 @@ def test_prompts_that_cannot_be_read_twice_are_refused(lm: LM, source: Path, tmp
     with pytest.raises(FileProblem, match="the file of prompts itself; give another --out"):
         run(lm, source, source)
     assert source.read_bytes() == before
+
+
+def test_a_full_disk_leaves_no_empty_file_of_answers(
+    lm: LM, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FileProblem, match="No space left on device"):
+        run(lm, source, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_prompts_that_are_gone_meanwhile_are_missed(

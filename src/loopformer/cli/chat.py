@@ -65,7 +65,8 @@ def chat(
     """Talk with a model; /help says what can be changed on the way.
 
     Turns become a prompt by the chat template of the model's folder, or as `prepare --supervised` writes them. Each
-    line of standard input is a turn, also through a pipe: the answers go to stdout, all else to stderr.
+    line of standard input is a turn, also through a pipe: the answers go to stdout, all else to stderr; the exit
+    code is 1 if a turn failed.
 
     Examples: loopformer chat --model runs/mine --temperature 0.7
 
@@ -95,17 +96,20 @@ def chat(
         with suppress(ImportError):  # where it is there, `input` can be edited and has a history
             import readline  # noqa: F401
         _say(f"{config.blocks}⊗{config.loops}, {config.context} tokens of context; /help says what can be changed")
+    failed = False
     with _interrupts() as interrupt:
         while (line := interrupt.read()) is not None:
             try:
                 if line.startswith("/"):
                     if not talk.obey(line):
-                        return
+                        break
                 elif line.strip():
-                    interrupt.pressed = False
                     talk.answer(line.strip(), lambda: interrupt.pressed)
             except LoopformerError as error:
+                failed = True
                 typer.echo(f"loopformer: {error}", err=True)
+    if failed and not sys.stdin.isatty():  # at a terminal it was seen
+        raise typer.Exit(1)
 
 
 def _say(sentence: str) -> None:
@@ -205,7 +209,10 @@ class _Chat:
 
 
 class _Interrupt:
-    """Ctrl-C as a chat takes it: it stops the answer, or drops the line that is being typed."""
+    """Ctrl-C as a chat takes it: at a terminal it stops the answer, or drops the line that is being typed.
+
+    Where lines come from a pipe or a file nobody is there to go on, and it stops the answer and then the chat.
+    """
 
     def __init__(self) -> None:
         self.pressed = self.reading = False
@@ -219,14 +226,20 @@ class _Interrupt:
         """The next line that is said; None at the end."""
         from loopformer.errors import LoopformerError
 
-        at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        typed = sys.stdin.isatty()
+        at_terminal = typed and sys.stdout.isatty()
         while True:
             try:
                 self.reading = True
+                if self.pressed and not typed:
+                    raise KeyboardInterrupt
+                self.pressed = False
                 line = input("> " if at_terminal else "")
                 self.reading = False
                 return line
             except KeyboardInterrupt:
+                if not typed:
+                    raise
                 if at_terminal:
                     typer.echo("")
                     _say("Ctrl-D or /quit ends the chat")

@@ -184,11 +184,15 @@ def stoppable(kept: str | Callable[..., str]) -> Callable[[Callable[P, None]], C
             if ours:
                 signal.signal(signal.SIGINT, note)
             try:
-                verb(*args, **options)
-            except (KeyboardInterrupt, Exception) as error:
-                # Compiled code of others may swallow the interruption and fail in words of its own.
-                if not pressed and not isinstance(error, KeyboardInterrupt):
-                    raise
+                # Code of others may swallow the interruption, and go on or fail in words of its own.
+                try:
+                    verb(*args, **options)
+                except Exception:
+                    if not pressed:
+                        raise
+                if pressed:
+                    raise KeyboardInterrupt
+            except KeyboardInterrupt:
                 after_the_key = "\n" if sys.stderr.isatty() else ""  # a terminal has shown ^C
                 said = kept if isinstance(kept, str) else kept(*args, **options)
                 typer.echo(f"{after_the_key}loopformer: stopped; {said}.", err=True)

@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import glob
 import itertools
+import json
 import math
 import os
 import platform
@@ -36,8 +37,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from loopformer.data.formats import FORMATS, PACKINGS, BadRecord, Meter, Record, format_of, need, read_records
 from loopformer.errors import FileProblem, LoopformerError
+from loopformer.files import DamagedFile, read_json, sha256_of, write_atomic
 
 T = TypeVar("T")
+MARKS_FILE = "sources.json"  # time and checksum of the files that a folder was made of
 DEFAULT_VAL_FRACTION = 0.01
 _STDLIB_VAL_FRACTION = 0.05  # of 2 MB; less would measure noise
 _WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # seconds before each new attempt to reach the Hub
@@ -85,6 +88,17 @@ class Part:
     size: int | None  # bytes on disk, where known
     read: Callable[[int, Meter], Iterator[Record | BadRecord]]
     changed: int | None = None  # when the file was last written to, in ns
+    path: Path | None = None  # of the file
+
+    def checksum(self) -> str | None:
+        """Of the file; None where there is none, or where it was written to since it was found."""
+        if self.path is None:
+            return None
+        try:
+            digest = sha256_of(self.path)
+            return digest if self.path.stat().st_mtime_ns == self.changed else None
+        except OSError:
+            return None
 
 
 @dataclass(frozen=True)
@@ -164,7 +178,23 @@ def parse_sources(specs: Sequence[str], field: str = "text", *, supervised: bool
         sources.append(dataclasses.replace(source, name=name))
     if len({source.weight is None for source in sources}) > 1:
         raise LoopformerError("Give every source a weight (news.jsonl=2 books=1), or none of them.")
+    if sources[0].weight is None:
+        _check_once(sources)
     return tuple(sources)
+
+
+def _check_once(sources: Sequence[Source]) -> None:
+    """Refuse text that two sources have; whoever gives weights may mean it."""
+    found: dict[str, str] = {}
+    for source in sources:
+        for part in source.parts:
+            place = part.name if part.path is None else os.path.realpath(part.path)
+            if place in found:
+                raise LoopformerError(
+                    f"{part.path or part.name} would be read twice, for {found[place]} and for {source.given}; "
+                    "name it once, or give every source a weight."
+                )
+            found[place] = source.given
 
 
 def _source(place: str, spec: str, weight: float | None, field: str, supervised: bool) -> Source:
@@ -192,8 +222,34 @@ def _source(place: str, spec: str, weight: float | None, field: str, supervised:
     for path in paths:
         status = path.stat()
         read_file = functools.partial(_read_file, path, field, supervised)
-        parts.append(Part(path.relative_to(root).as_posix(), status.st_size, read_file, status.st_mtime_ns))
+        name = path.relative_to(root).as_posix()
+        parts.append(Part(name, status.st_size, read_file, status.st_mtime_ns, path))
     return Source(_slug(place), spec, weight, tuple(parts))
+
+
+def mark_files(sources: Sequence[Source], folder: Path) -> None:
+    """Note in a folder when each file of the sources was last written to, and its checksum."""
+    files = _by_name(sources).items()
+    marks = {name: [part.changed, part.checksum()] for name, part in files if part.path is not None}
+    if marks:
+        write_atomic(folder / MARKS_FILE, (json.dumps(marks, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def rewritten(sources: Sequence[Source], folder: Path) -> Iterator[str]:
+    """The files that are not as they were noted; one that was copied has another time and the same content."""
+    noted = folder / MARKS_FILE
+    marks = read_json(noted) if noted.exists() else {}  # older folders have none
+    for name, part in _by_name(sources).items():
+        match marks.get(name, [part.changed, None]):
+            case [changed, digest]:
+                if changed != part.changed and (digest is None or digest != part.checksum()):
+                    yield part.name
+            case _:
+                raise DamagedFile(f"{noted} is damaged; delete it, or prepare the folder again.")
+
+
+def _by_name(sources: Sequence[Source]) -> dict[str, Part]:
+    return {f"{source.name}/{part.name}": part for source in sources for part in source.parts}
 
 
 def _read_file(path: Path, field: str, supervised: bool, skip: int, meter: Meter) -> Iterator[Record | BadRecord]:

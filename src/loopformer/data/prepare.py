@@ -29,7 +29,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from loopformer.data.corpus import Position, Source, parse_sources
+from loopformer.data.corpus import Position, Source, mark_files, parse_sources, rewritten
 from loopformer.data.formats import BadRecord, Meter, need
 from loopformer.data.loader import Prefetcher
 from loopformer.data.shards import INDEX_FILE, STATE_FILE, Shard, ShardWriter, damaged_folder, read_index
@@ -126,8 +126,7 @@ def prepare(
             report(PrepareProgress(name, 0, 0, None, phase))
 
     with locked(Path(out)):
-        changed = [{part.name: part.changed for part in source.parts} for source in parsed]
-        ledger = Ledger(Path(out), settings, changed)
+        ledger = Ledger(Path(out), settings, parsed)
         if (index := ledger.begin()) is not None:
             return index
         check_writable(ledger.folder)
@@ -181,12 +180,17 @@ class SourceState:
 
 @dataclass
 class Ledger:
-    """The settings of a folder, the times of its files, and the state of each source that was begun."""
+    """The settings of a folder, what it is made of, and the state of each source that was begun."""
 
     folder: Path
     settings: dict[str, Any]
-    changed: list[dict[str, int | None]]  # of each source: when each of its files was last written to
+    given: Sequence[Source]
     sources: list[SourceState] = field(default_factory=list)
+
+    @property
+    def changed(self) -> list[dict[str, int | None]]:
+        """Of each source: when each of its files was last written to."""
+        return [{part.name: part.changed for part in source.parts} for source in self.given]
 
     def begin(self) -> dict[str, Any] | None:
         """Begin or go on: the index if the folder is finished, else None and `sources` as they were."""
@@ -194,6 +198,8 @@ class Ledger:
         if index.exists():
             finished = read_index(index)
             self._compare(finished.get("settings"))
+            for name in rewritten(self.given, self.folder):
+                raise self._changed(name, "made of")
             state.unlink(missing_ok=True)
             return finished
         if state.exists():
@@ -221,6 +227,7 @@ class Ledger:
 
     def finish(self, index: dict[str, Any]) -> dict[str, Any]:
         """Write the index, after which the folder can be used."""
+        mark_files(self.given, self.folder)
         write_atomic(self.folder / INDEX_FILE, _json({"settings": self.settings, **index}))
         (self.folder / STATE_FILE).unlink()
         sync_folder(self.folder)
@@ -239,10 +246,13 @@ class Ledger:
     def _compare_files(self, earlier: list[dict[str, int | None]]) -> None:
         for then, now in zip(earlier, self.changed, strict=True):
             if differ := [name for name, changed in now.items() if then[name] != changed]:
-                raise FileProblem(
-                    f"{differ[0]} has changed since {self.folder} was begun with it; put the old file back, "
-                    f"or delete {self.folder} and start again."
-                )
+                raise self._changed(differ[0], "begun with")
+
+    def _changed(self, name: str, how: str) -> FileProblem:
+        return FileProblem(
+            f"{name} has changed since {self.folder} was {how} it; put the old file back, "
+            f"or delete {self.folder} and start again."
+        )
 
 
 def _source_state(saved: dict[str, Any]) -> SourceState:

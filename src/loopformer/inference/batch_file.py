@@ -74,8 +74,14 @@ def answer_file(
     """
     if source.is_fifo() or source.is_char_device():
         raise FileProblem(f"{source} cannot be read twice, as prompts are; write them to a file first.")
+    new = not out.exists()
     with _opened(source) as lines, _opened_other(out, source) as file:
-        total = _check_belongs(source, out, json.loads(json.dumps(settings)))
+        try:
+            total = _check_belongs(source, out, json.loads(json.dumps(settings)))
+        except BaseException:
+            if new and not out.stat().st_size:
+                out.unlink()
+            raise
         prompts = _prompts(lines)
         done, errors, end = _answered(source, out, prompts)
         with writing(out):
@@ -129,10 +135,24 @@ def _prompts(lines: Iterable[bytes]) -> Iterator[_Prompt]:
             continue
         given = {name: value for name, value in record.items() if value is not None}
         name = given.pop("id", number)
+        if not _is_json(name):
+            yield _Prompt(
+                number, LoopformerError("The id has NaN or Infinity, which JSON cannot hold; give another.")
+            )
+            continue
         try:
             yield _Prompt(name, _checked(given))
         except LoopformerError as error:
             yield _Prompt(name, error)
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value that Python read can be written again: Python reads NaN, and 1e999 as Infinity."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _checked(fields: dict[str, Any]) -> dict[str, Any]:
