@@ -124,7 +124,7 @@ def test_other_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(FileProblem, match=r"tokenizer.json is not the tokenizer that made these shards"):
         TokenData.open(folder)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(FileProblem, match=r"tokenizer.json is not the tokenizer"):
+    with pytest.raises(FileProblem, match=r"tokenizer.json is missing; restore it"):
         TokenData.open(folder)
 
 

@@ -10,12 +10,12 @@ from cli.models import seal
 
 import loopformer
 from loopformer import LoopformerError
-from loopformer.config import load_run, run_from_mapping
+from loopformer.config import ObjectiveConfig, load_run, run_from_mapping
 from loopformer.data.prepare import prepare
 from loopformer.evaluation.text import default_text
 from loopformer.files import read_yaml
 from loopformer.loading.folder import checkpoints
-from loopformer.training.launch import launch
+from loopformer.training.launch import launch, plan
 
 Small = Callable[..., list[str]]
 
@@ -180,3 +180,37 @@ def test_a_starting_model_is_found_from_anywhere(
     assert run_from_mapping(read_yaml(Path("runs/tuned/run.yaml"))).init_from == str(project / "runs" / "mine")
     again = [*tuning, "init_from=runs/mine", "training.steps=2"]
     assert launch("demo", again, "runs/tuned", resume=True, quiet=True)["step"] == 2
+
+
+def test_plan_counts_what_the_paper_has(tmp_path: Path) -> None:
+    made = plan("paper/loopformer", ["training.device=cpu", "training.micro_batch=12"], tmp_path)["plan"]
+    assert made["parameters"] == 278_169_600
+    assert made["tokens"] == 50_000 * 480 * 1024
+    assert made["training_gflops_per_token"] == pytest.approx(9.84, rel=1e-3)
+    assert made["hours"] > 100
+
+
+def test_a_dry_run_refuses_what_training_would(small: Small, corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(LoopformerError, match="too few for a window"):
+        plan("demo", small(model__context=90_000), tmp_path / "new")
+    launch("demo", small(), tmp_path / "run", quiet=True)
+    with pytest.raises(LoopformerError, match="already holds a run"):
+        plan("demo", small(), tmp_path / "run")
+    for change in ("training.seed=1", "model.width=64"):
+        with pytest.raises(LoopformerError, match=change.partition("=")[0]):
+            plan(None, [change], tmp_path / "run", resume=True)
+    again = plan(None, [], tmp_path / "run", resume=True)
+    assert again["settings"]["model"]["width"] == 32
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_key_of_the_pair_changes_a_stored_list_that_is_one(small: Small, tmp_path: Path) -> None:
+    pair = {"short_weight": 0.2, "consistency_weight": 0, "sampler": "sequential", "consistency": "distribution"}
+    first = small(**{f"objective__{name}": value for name, value in pair.items()})
+    launch("demo", first, tmp_path / "run", quiet=True)
+    written = load_run(tmp_path / "run" / "run.yaml", ["objective.short_weight=0.3"])[0].objective
+    assert written == ObjectiveConfig(
+        short_weight=0.3, consistency_weight=0, sampler="sequential", consistency="distribution"
+    )
+    same = ["objective.short_weight=0.2", "training.steps=7"]
+    assert launch(None, same, tmp_path / "run", resume=True, quiet=True)["step"] == 7

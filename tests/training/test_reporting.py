@@ -1,6 +1,7 @@
-"""metrics.jsonl: what is whole in it is read, whatever else is there."""
+"""metrics.jsonl: what is whole in it is read, whatever else is there; and those who get the records, too."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,3 +62,25 @@ assert "loopformer.training.trainer" not in sys.modules
 assert "loopformer.training.objective" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_weights_and_biases_gets_the_records_offline(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    launch("demo", small(training__wandb="tests"), tmp_path / "run", quiet=True)
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_a_run_that_wandb_refuses_is_a_sentence_and_leaves_no_folder(small: Small, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    keyless = {**os.environ, "WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
+    words = ["train", "demo", *small(training__wandb="project"), "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "loopformer", *words]
+    done = subprocess.run(command, env=keyless, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "wandb could not be started" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import loopformer
 from loopformer import LoopedLM, LoopformerError, ModelConfig
-from loopformer.config import ObjectiveConfig, load_run, preset_names
+from loopformer.config import load_run, preset_names
 from loopformer.data.prepare import prepare
 from loopformer.loading import save_model
 from loopformer.loading.folder import checkpoints, step_of, write_safetensors
 from loopformer.training import checkpoint, trainer
 from loopformer.training.distributed import Ranks
-from loopformer.training.launch import launch, plan
+from loopformer.training.launch import launch
 from loopformer.training.reporting import read_metrics
 from loopformer.training.trainer import Trainer, fused_precision, make_model
 
@@ -318,24 +318,6 @@ def test_supervised_examples_train_on_their_responses_only(small: Small, corpus:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_weights_and_biases_gets_the_records_offline(
-    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    launch("demo", small(training__wandb="tests"), tmp_path / "run", quiet=True)
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
-
-
-def test_plan_counts_what_the_paper_has(tmp_path: Path) -> None:
-    made = plan("paper/loopformer", ["training.device=cpu", "training.micro_batch=12"], tmp_path)["plan"]
-    assert made["parameters"] == 278_169_600
-    assert made["tokens"] == 50_000 * 480 * 1024
-    assert made["training_gflops_per_token"] == pytest.approx(9.84, rel=1e-3)
-    assert made["hours"] > 100
-
-
 def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: Path) -> None:
     launch("demo", small(training__steps=2), tmp_path / "run", quiet=True)
     cases: list[tuple[str | None, list[str], dict[str, bool], str]] = [
@@ -578,44 +560,6 @@ def test_auto_names_what_keeps_passes_from_being_fused(monkeypatch: pytest.Monke
     assert precision_on("cpu", 1, *settings, said=said) is None
     assert precision_on("cuda", 1, *settings, "training.fused=false", said=said) is None
     assert len(said) == 1  # nobody asked for it there
-
-
-def test_a_key_of_the_pair_changes_a_stored_list_that_is_one(small: Small, tmp_path: Path) -> None:
-    pair = {"short_weight": 0.2, "consistency_weight": 0, "sampler": "sequential", "consistency": "distribution"}
-    first = small(**{f"objective__{name}": value for name, value in pair.items()})
-    launch("demo", first, tmp_path / "run", quiet=True)
-    written = load_run(tmp_path / "run" / "run.yaml", ["objective.short_weight=0.3"])[0].objective
-    assert written == ObjectiveConfig(
-        short_weight=0.3, consistency_weight=0, sampler="sequential", consistency="distribution"
-    )
-    same = ["objective.short_weight=0.2", "training.steps=7"]
-    assert launch(None, same, tmp_path / "run", resume=True, quiet=True)["step"] == 7
-
-
-def test_a_dry_run_refuses_what_training_would(small: Small, corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(LoopformerError, match="too few for a window"):
-        plan("demo", small(model__context=90_000), tmp_path / "new")
-    launch("demo", small(), tmp_path / "run", quiet=True)
-    with pytest.raises(LoopformerError, match="already holds a run"):
-        plan("demo", small(), tmp_path / "run")
-    for change in ("training.seed=1", "model.width=64"):
-        with pytest.raises(LoopformerError, match=change.partition("=")[0]):
-            plan(None, [change], tmp_path / "run", resume=True)
-    again = plan(None, [], tmp_path / "run", resume=True)
-    assert again["settings"]["model"]["width"] == 32
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_run_that_wandb_refuses_leaves_no_folder(
-    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setenv("HOME", str(tmp_path))  # where a key may lie
-    with pytest.raises(LoopformerError, match="wandb could not be started"):
-        launch("demo", small(training__wandb="project"), tmp_path / "run", quiet=True)
-    assert not (tmp_path / "run").exists()
 
 
 def test_weights_that_are_not_finite_are_no_start(small: Small, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Window:
+class TokenWindow:
     """Seconds in which all requests ran, and the tokens of each budget that came."""
 
     seconds: float
@@ -195,7 +195,7 @@ def _requests(model: LoopedLM, budgets: Sequence[int], context: int, most: int |
     ]
 
 
-def _windows(engine: Engine, requests: Sequence[Request], tokens: int) -> list[Window]:
+def _windows(engine: Engine, requests: Sequence[Request], tokens: int) -> list[TokenWindow]:
     """Some windows in which all requests run and about so many tokens come; one that is cut short by the end of a
     request counts where it is the first."""
     budgets = {engine.submit(request): request.trajectory.budget for request in requests}
@@ -207,20 +207,20 @@ def _windows(engine: Engine, requests: Sequence[Request], tokens: int) -> list[W
         engine.running == len(budgets),
         f"Only {engine.running} of {len(budgets)} requests run at once; ask for fewer --rows or less --context.",
     )
-    windows: list[Window] = []
+    windows: list[TokenWindow] = []
     while len(windows) < WINDOWS and engine.running == len(budgets):
         each = dict.fromkeys(budgets.values(), 0)
         started = time.perf_counter()  # as much is under way now as at the end
         while engine.running == len(budgets) and sum(each.values()) < tokens:
             for event in engine.step():
                 each[budgets[event.ticket]] += len(event.choices)
-        window = Window(time.perf_counter() - started, each)
+        window = TokenWindow(time.perf_counter() - started, each)
         if engine.running == len(budgets) or not windows:
             windows.append(window)
     return windows
 
 
-def _median(windows: Sequence[Window]) -> Window:
+def _median(windows: Sequence[TokenWindow]) -> TokenWindow:
     return sorted(windows, key=lambda one: one.rate)[(len(windows) - 1) // 2]
 
 

@@ -148,9 +148,10 @@ class _WandB:
         try:
             self._run: Any = self._open()
         except Exception as error:  # its own, of many kinds
+            why = str(error).strip().splitlines()[0].rstrip(".")
             raise LoopformerError(
-                f"wandb could not be started ({str(error).strip().splitlines()[0]}); log in with `wandb login`, "
-                "set WANDB_MODE=offline, or leave training.wandb out."
+                f"wandb could not be started ({why}); log in with `wandb login`, set WANDB_MODE=offline, or leave "
+                "training.wandb out."
             ) from error
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
