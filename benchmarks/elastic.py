@@ -332,6 +332,13 @@ SUITES: dict[str, dict[str, Settings]] = {
     },
     "large": {  # 106 M parameters
         "elastic": {**ELASTIC, **LARGE, "training.steps": 1800},
+        "elastic-time-10": {
+            **ELASTIC,
+            **LARGE,
+            "training.steps": 1800,
+            "model.start": "normed",
+            "model.time_scale": 10,
+        },
         "paper": {
             **LARGE,
             "training.learning_rate": 6e-4,

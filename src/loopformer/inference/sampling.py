@@ -155,7 +155,7 @@ def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         within = likely.cumsum(-1) - likely < column([one.top_p for one in settings])
         scores = scores.masked_fill(~torch.zeros_like(within).scatter(1, order, within), -math.inf)
     if any(one.min_p > 0 for one in settings):
-        least = column([math.log(one.min_p) if one.min_p else -math.inf for one in settings])
+        least = column([_log_min_p(one) for one in settings])
         scores = scores.masked_fill(scores < least, -math.inf)  # the most likely has 0
     return scores.log_softmax(-1) if not all(one.greedy for one in settings) else scores
 
@@ -170,10 +170,23 @@ def gumbel_noise(keys: Sequence[int], vocab: int, device: torch.device) -> Tenso
     return noise.float().to(device) if device.type == "mps" else noise
 
 
+def rule(sampling: Sampling, vocab: int) -> tuple[float, float, float, float]:
+    """The settings as numbers, for kernels: temperature, top-k, top-p and the logarithm of min-p."""
+    return sampling.temperature, min(sampling.top_k or vocab, vocab), sampling.top_p, _log_min_p(sampling)
+
+
+def _log_min_p(sampling: Sampling) -> float:
+    return math.log(sampling.min_p) if sampling.min_p else -math.inf
+
+
+def hashed_seed(seed: int) -> int:
+    """A seed's 64 bits as a tensor of int64 holds them, far from those of the seeds beside it."""
+    return signed(_mixed(seed & _64_BITS))
+
+
 def _key(seed: int, position: int) -> int:
     """64 bits for a place in a text: two places share them about as seldom as random numbers do."""
-    mixed = _mixed(seed & _64_BITS)
-    return _mixed((mixed + position * GOLDEN) & _64_BITS)
+    return _mixed((hashed_seed(seed) + position * GOLDEN) & _64_BITS)
 
 
 def _mixed(bits: int) -> int:

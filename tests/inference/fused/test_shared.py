@@ -111,6 +111,9 @@ def asked(model: LoopedLM) -> list[Request]:
         Request((7, 8), Trajectory.uniform(1), max_tokens=7),
         Request((9, 10, 11), model.resolve("2-1"), Sampling(temperature=1.0, seed=3), max_tokens=5),
         Request((5, 6, 7), Trajectory.uniform(2), Sampling(repetition_penalty=1.5), max_tokens=3),
+        Request(
+            (9, 8), Trajectory.uniform(2), Sampling(temperature=1.5, top_p=0.9, top_k=12, seed=5), max_tokens=9
+        ),
         Request((3,) * 37, Trajectory.uniform(3), max_tokens=9),
         Request((1, 2, 3, 4, 9), Trajectory.uniform(3), max_tokens=1),
     ]

@@ -1,14 +1,15 @@
 """Rows of unlike trajectories on a GPU, in passes that all of them share.
 
 batch = SharedBatch(model, slots=64)                # with memory for all they may write, if there is so much
-batch.fill(3, pages, keys, length, condition)       # slot 3 has a prompt that was run
+batch.fill(3, pages, keys, length, condition, draw) # slot 3 has a prompt that was run
 batch.start({3: (token, length)})                   # its next token, at that place, goes through its first pass
 batch.run([3, 5, 9])                                # one pass of each slot, whichever loop it stands at
 logits = batch.logits([1])                          # of those whose last pass it was: the second, slot 5
 batch.begin([5], tokens)                            # their next tokens
-choices = batch.most_likely([1], [5])               # or all three in one: tokens and their log-probabilities [B, 2]
+choices = batch.next_tokens([1], [5])               # or all three in one: tokens and their log-probabilities [B, 2]
 logits = batch.token(3, budget=8)                   # or a whole token of a slot that runs alone
 token, logprob = batch.follow(3, budget=8, place=20)  # and the most likely one after it, which comes next
+choices = batch.draw(3, budget=8)                   # or the one that is drawn
 
 The weights of all passes are the same, so a pass over rows at different loops reads them once: a mixture of budgets
 costs what its passes cost, and rows come and go between passes. What differs from row to row lies on the device and
@@ -35,7 +36,7 @@ from loopformer.inference.fused import kernels, pass_kernels
 from loopformer.inference.fused.decoder import Launches, Tuning, record, wait_for
 from loopformer.inference.fused.prompts import PromptGraphs
 from loopformer.inference.fused.quantise import Weights, fingerprint, plain, quantised
-from loopformer.inference.sampling import GREEDY, choose
+from loopformer.inference.sampling import GREEDY, Draw, hashed_seed, rule
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
 from loopformer.model.cache import RowKeys
@@ -109,6 +110,11 @@ class SharedBatch:
         self._numbers = {name: integers(most) for name in ("order", "done", "ended")}
         self._written: dict[str, tuple[int, ...]] = {}
         self._choices = torch.zeros(most, 2, device=like.device)
+        # How each slot chooses its tokens.
+        self._rules = torch.tensor([rule(GREEDY.sampling, config.vocab)] * rows, dtype=torch.float64).to(
+            like.device
+        )
+        self._seeds = integers(rows)
         width, heads = config.width, config.heads
         self._qkv, self._mixed = like.new_zeros(most, 3 * width), like.new_zeros(most, width)
         self._wide = like.new_zeros(most, config.ffn)
@@ -142,9 +148,17 @@ class SharedBatch:
 
     # What rows bring with them.
 
-    def fill(self, slot: int, pages: Sequence[int], keys: RowKeys, length: int, condition: Condition) -> None:
-        """Give a slot the keys of `length` tokens, what its passes are told, and pages for all it may write:
-        as many for each loop."""
+    def fill(
+        self,
+        slot: int,
+        pages: Sequence[int],
+        keys: RowKeys,
+        length: int,
+        condition: Condition,
+        draw: Draw = GREEDY,
+    ) -> None:
+        """Give a slot the keys of `length` tokens, what its passes are told, how its tokens are drawn (what repeats
+        is left to who asks for `logits`), and pages for all it may write: as many for each loop."""
         budget = len(keys.loops)
         if self._alone is not None and self._alone[0] == slot:
             self._alone = None
@@ -154,6 +168,8 @@ class SharedBatch:
         self._table[slot, :budget] = self._modulation(condition, budget)
         if condition.injection is not None:
             self._injection[slot, :budget] = condition.injection
+        self._rules[slot] = sent(rule(draw.sampling, self.model.config.vocab), self.device, torch.float64)
+        self._seeds[slot] = sent([hashed_seed(draw.seed)], self.device)[0]
         used = -(-length // PAGE)
         every = torch.stack([loop[:, :, :, :length] for loop in keys.loops])
         every = torch.nn.functional.pad(every, (0, 0, 0, used * PAGE - length))  # [M, K, 2, H, tokens, W]
@@ -205,12 +221,12 @@ class SharedBatch:
         self._choices[: len(slots), 0] = tokens
         self._begin(count)
 
-    def most_likely(self, rows: Sequence[int], slots: Sequence[int]) -> Tensor:
-        """`logits` of rows, in whose slots the most likely tokens come next: those and their log-probabilities
+    def next_tokens(self, rows: Sequence[int], slots: Sequence[int]) -> Tensor:
+        """What follows the last pass of rows, in whose slots it comes next: tokens and their log-probabilities
         [B, 2], which the next launch writes over. All of it is one graph."""
         count = self._put("done", rows, 0)
         self._put("ended", slots, self.slots)
-        self._replay("choice", count, lambda: self._choice(count))
+        self._replay("choice", count, lambda: self._next_tokens(count))
         return self._choices[: len(rows)]
 
     def token(self, slot: int, budget: int) -> Tensor:
@@ -225,6 +241,15 @@ class SharedBatch:
         row = self._left_alone(slot, budget)
         row.replay("follow")
         return row.chosen[place], row.logprobs[place]
+
+    def draw(self, slot: int, budget: int) -> Tensor:
+        """The same where the next token is drawn: that and its log-probability [1, 2], as of `next_tokens`."""
+        row = self._left_alone(slot, budget)
+        row.replay("advance")
+        self._put("ended", [slot], self.slots)
+        self._choose(row.logits, row.lengths, alone=True)
+        row.ids.copy_(self._choices[:1, 0])
+        return self._choices[:1]
 
     def _left_alone(self, slot: int, budget: int) -> LoneRow:
         if self._alone is None or self._alone[0] != slot:
@@ -336,11 +361,26 @@ class SharedBatch:
         ended = self._normed[self._numbers["done"][:rows]]
         self._logits[:rows].copy_(torch.mm(ended, self._weights.head.values.t()))
 
-    def _choice(self, rows: int) -> None:
+    def _next_tokens(self, rows: int) -> None:
         self._head(rows)
-        chosen = choose(self._logits[:rows, : self.model.config.vocab], [GREEDY] * rows)
-        self._choices[:rows].copy_(paired(*chosen))
+        self._choose(self._logits[:rows], self._lengths, alone=False)
         self._begin(rows)
+
+    def _choose(self, logits: Tensor, lengths: Tensor, alone: bool) -> None:
+        vocab = self.model.config.vocab
+        pass_kernels.choice_kernel[(len(logits),)](
+            logits,
+            self._numbers["ended"],
+            lengths,
+            self._rules,
+            self._seeds,
+            self._choices,
+            logits.stride(0),
+            vocab,
+            ALONE=alone,
+            BLOCK_N=min(4096, triton.next_power_of_2(vocab)),
+            num_warps=16,
+        )
 
     def _begin(self, rows: int) -> None:
         pass_kernels.begin_kernel[(rows,)](

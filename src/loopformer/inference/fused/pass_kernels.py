@@ -10,6 +10,10 @@ import triton
 import triton.language as tl
 
 from loopformer.inference.fused.kernels import wait, weighed, write_attention
+from loopformer.model import noise
+
+GOLDEN, MIX_1, MIX_2 = (tl.constexpr(number) for number in (noise.GOLDEN, noise.MIX_1, noise.MIX_2))
+LOWEST = tl.constexpr(-(2**31))
 
 
 @triton.jit
@@ -183,3 +187,146 @@ def begin_kernel(
     tl.store(ids + slot, tl.load(choices + row * 2).to(tl.int64))
     tl.store(lengths + slot, tl.where(slot == idle, 0, tl.load(lengths + slot) + 1))
     tl.store(loops + slot, 0)
+
+
+@triton.jit
+def choice_kernel(
+    logits,  # [B, …] fp32
+    slots,  # [B]
+    lengths,  # [S] tokens before the one that was run; ALONE: [1] before the one that is chosen
+    rules,  # [S, 4] fp64: temperature, top-k, top-p, the logarithm of min-p (sampling.py)
+    seeds,  # [S] int64
+    choices,  # [B, 2] fp32: tokens, and their log-probabilities
+    stride,
+    vocab,
+    ALONE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The next token of each row: the largest logit or, with a temperature, of what the rules keep the largest with
+    its noise. sampling.py's `choose` is its twin, but for what repeats."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    own = logits + row.to(tl.int64) * stride
+    n = tl.arange(0, BLOCK_N)
+    top = float("-inf")
+    mass = 0.0
+    token = 0
+    for start in range(0, vocab, BLOCK_N):
+        value = tl.load(own + start + n, mask=start + n < vocab, other=float("-inf"))
+        high = tl.max(value)
+        token = tl.where(high > top, start + tl.argmax(value, axis=0), token)
+        above = tl.maximum(top, high)
+        mass = mass * tl.exp(top - above) + tl.sum(tl.exp(value - above))
+        top = above
+    temperature = tl.load(rules + slot * 4)
+    if temperature > 0:
+        top_k = tl.load(rules + slot * 4 + 1)
+        top_p = tl.load(rules + slot * 4 + 2)
+        least = tl.load(rules + slot * 4 + 3)
+        cold = 1.0 / tl.maximum(temperature.to(tl.float32), 1e-30)
+        # Kept are tokens above `bound`, and at it those that come while what stands before them is below `target`.
+        bound = tl.full([], LOWEST, tl.int64)
+        before = tl.full([], 0, tl.float64)
+        target = tl.full([], float("inf"), tl.float64)
+        if top_k < vocab:
+            bound, _count = _smallest_below(own, vocab, top, 0.0, bound, top_k, BLOCK_N)
+        if top_p < 1:
+            total, _two, _three = _weights_above(own, vocab, top, cold, bound, bound - 1, bound, bound, BLOCK_N)
+            target = top_p * total
+            bound, before = _smallest_below(own, vocab, top, cold, bound, target, BLOCK_N)
+        each = tl.exp((_number(bound) - top) * cold).to(tl.float64)
+        key = _hashed(tl.load(seeds + slot).to(tl.uint64, bitcast=True) + _position(lengths, slot, ALONE) * GOLDEN)
+        best = tl.full([], float("-inf"), tl.float64)
+        ties = 0
+        for start in range(0, vocab, BLOCK_N):
+            inside = start + n < vocab
+            value = tl.load(own + start + n, mask=inside, other=float("-inf"))
+            rank = _ordered(value).to(tl.int64)
+            tied = (rank == bound) & inside
+            stands_before = before + (ties + tl.cumsum(tied.to(tl.int32), axis=0) - 1).to(tl.float64) * each
+            score = (value - top).to(tl.float64) / temperature
+            keep = ((rank > bound) | (tied & (stands_before < target))) & inside & (score >= least)
+            bits = _hashed(key + (start + n).to(tl.uint64) * GOLDEN)
+            uniform = ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52: never 0 and never 1
+            noisy = tl.where(keep, score - tl.log(-tl.log(uniform)), float("-inf"))
+            high = tl.max(noisy)
+            token = tl.where(high > best, start + tl.argmax(noisy, axis=0), token)
+            best = tl.maximum(best, high)
+            ties += tl.sum(tied.to(tl.int32))
+    token = tl.minimum(token, vocab - 1)  # where logits are not numbers it may be any, but it is one
+    tl.store(choices + row * 2, token.to(tl.float32))
+    tl.store(choices + row * 2 + 1, tl.load(own + token) - top - tl.log(mass))
+
+
+@triton.jit
+def _smallest_below(own, vocab, top, cold, kept, target, BLOCK_N: tl.constexpr):
+    """The smallest place in the order that has less than `target` above it, and how much that is."""
+    low = kept - 1
+    high = _ordered(top).to(tl.int64)
+    above = tl.full([], 0, tl.float64)
+    while high - low > 1:
+        one, two, three = low + (high - low) // 4, low + (high - low) // 2, low + (high - low) * 3 // 4
+        first, second, third = _weights_above(own, vocab, top, cold, kept, one, two, three, BLOCK_N)
+        low = tl.where(third >= target, three, tl.where(second >= target, two, tl.where(first >= target, one, low)))
+        # Not `<`, so that it ends whatever is compared.
+        if not (first >= target):
+            high = one
+            above = first
+        elif not (second >= target):
+            high = two
+            above = second
+        elif not (third >= target):
+            high = three
+            above = third
+    return high, above
+
+
+@triton.jit
+def _weights_above(own, vocab, top, cold, kept, one, two, three, BLOCK_N: tl.constexpr):
+    """How much the kept logits weigh whose order is above each of three; coldness 0 counts them."""
+    n = tl.arange(0, BLOCK_N)
+    first = tl.zeros([BLOCK_N], tl.float64)
+    second = tl.zeros([BLOCK_N], tl.float64)
+    third = tl.zeros([BLOCK_N], tl.float64)
+    for start in range(0, vocab, BLOCK_N):
+        value = tl.load(own + start + n, mask=start + n < vocab, other=float("-inf"))
+        rank = tl.where(start + n < vocab, _ordered(value).to(tl.int64), LOWEST - 1)
+        # Minus infinity weighs nothing, however hot it is.
+        weight = tl.where(
+            (rank >= kept) & (value > float("-inf")), tl.exp(tl.maximum(value - top, -1e30) * cold), 0.0
+        )
+        weight = weight.to(tl.float64)
+        first += tl.where(rank > one, weight, 0.0)
+        second += tl.where(rank > two, weight, 0.0)
+        third += tl.where(rank > three, weight, 0.0)
+    return tl.sum(first), tl.sum(second), tl.sum(third)
+
+
+@triton.jit
+def _ordered(value):
+    """Whole numbers in the order of fp32 ones."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _number(order):
+    """The fp32 number that has this place in the order."""
+    bits = order.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _position(lengths, slot, ALONE: tl.constexpr):
+    """How many tokens stand before the one that is chosen."""
+    if ALONE:
+        return tl.load(lengths).to(tl.uint64)
+    return (tl.load(lengths + slot) + 1).to(tl.uint64)
+
+
+@triton.jit
+def _hashed(bits):
+    """noise.py's, of unsigned numbers."""
+    bits = (bits ^ (bits >> 30)) * MIX_1
+    bits = (bits ^ (bits >> 27)) * MIX_2
+    return bits ^ (bits >> 31)

@@ -321,23 +321,25 @@ class SharedBackend(PromptBackend):
         slots = [row.slot for row in before]
         ended = [number for number, row in enumerate(before) if row.loop + passes == row.budget]
         alone = len(going) == 1 and passes == before[0].budget
-        greedy = all(going[number].request.sampling.most_likely for number in ended)
+        sampling = [going[number].request.sampling for number in ended]
         next_slots = [slots[number] for number in ended]
         if not alone:
             self._batch.run(slots, passes)
-        if greedy and alone:
-            place = len(going[0].request.prompt) + before[0].tokens - 1
-            followed = self._batch.follow(slots[0], passes, place)
-            with _beside(COPIES, self._batch.device):  # its next token does not wait for them
-                there = _to_host(paired(*followed))
-        elif greedy:
-            there = _to_host(self._batch.most_likely(ended, next_slots))
-        else:
+        if any(one.repetition_penalty != 1 for one in sampling):
             logits = self._batch.token(slots[0], passes) if alone else self._batch.logits(ended)
             draws = [_draw(going[number], before[number].tokens, given) for number in ended]
             tokens, logprobs = choose(logits, draws)
             self._batch.begin(next_slots, tokens)
             there = _to_host(paired(tokens, logprobs))
+        elif not alone:
+            there = _to_host(self._batch.next_tokens(ended, next_slots))
+        elif not sampling[0].greedy:
+            there = _to_host(self._batch.draw(slots[0], passes))
+        else:
+            place = len(going[0].request.prompt) + before[0].tokens - 1
+            followed = self._batch.follow(slots[0], passes, place)
+            with _beside(COPIES, self._batch.device):  # its next token does not wait for them
+                there = _to_host(paired(*followed))
         for row, mine in zip(going, before, strict=True):
             standing[row.ticket] = mine.after(passes)
         return Pending(passes, tuple([going[number].ticket for number in ended]), *there)
@@ -348,7 +350,9 @@ class SharedBackend(PromptBackend):
         most = min(request.max_tokens, row.context - len(request.prompt) + 1)  # the last one needs no place
         pages, left = _taken(device.free_pages, count)
         placed = DeviceRow(device.free_slots[0], pages, row.trajectory.budget, most, tokens)
-        self._batch.fill(placed.slot, placed.pages, keys, length, self._table(row.trajectory))
+        self._batch.fill(
+            placed.slot, placed.pages, keys, length, self._table(row.trajectory), Draw(request.sampling, row.seed)
+        )
         return replace(
             device,
             free_slots=device.free_slots[1:],

@@ -1,0 +1,93 @@
+"""The kernel that chooses tokens equals sampling.py: on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1)."""
+
+import math
+import os
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from loopformer.inference.sampling import Choice, Draw, Sampling, hashed_seed, rule, sample
+
+pytest.importorskip("triton")
+from loopformer.inference.fused.pass_kernels import choice_kernel
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy's, in the interpreter
+]
+DEVICE = "cpu" if INTERPRETED else "cuda"
+VOCAB = 130
+
+
+def chosen(logits: Tensor, draws: list[Draw], alone: bool = False) -> list[Choice]:
+    """By the kernel, from slots in another order than rows, with logits behind the vocabulary that are padding."""
+    rows, vocab = logits.shape
+    order = [0] if alone else random.Random(rows).sample(range(rows + 2), rows)
+    rules = torch.full((rows + 2, 4), math.nan, dtype=torch.float64)
+    seeds, lengths = (torch.zeros(rows + 2, dtype=torch.int64) for _ in range(2))
+    for slot, draw in zip(order, draws, strict=True):
+        rules[slot] = torch.tensor(rule(draw.sampling, vocab), dtype=torch.float64)
+        seeds[slot], lengths[slot] = hashed_seed(draw.seed), draw.position - (not alone)
+    padded = torch.full((rows, vocab + 6), 99.0)
+    padded[:, :vocab] = logits
+    slots, *tensors = (one.to(DEVICE) for one in (torch.tensor(order), lengths, rules, seeds))
+    choices = torch.full((rows, 2), -1.0, device=DEVICE)
+    padded = padded.to(DEVICE)
+    choice_kernel[(rows,)](
+        padded, slots, *tensors, choices, padded.stride(0), vocab, ALONE=alone, BLOCK_N=64, num_warps=4
+    )
+    return [Choice(int(token), logprob) for token, logprob in choices.tolist()]
+
+
+def same(logits: Tensor, draws: list[Draw], alone: bool = False) -> None:
+    expected, found = sample(logits, draws), chosen(logits, draws, alone)
+    assert [one.token for one in found] == [one.token for one in expected], draws
+    assert [one.logprob for one in found] == pytest.approx([one.logprob for one in expected], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "halves"])
+def test_it_draws_what_sampling_draws_where_logits_are_equal_too(kind: str) -> None:
+    rng, noise = random.Random(kind), torch.Generator().manual_seed(1)
+    for _ in range(8):
+        logits = torch.randn(4, VOCAB, generator=noise) * rng.choice([0.5, 3, 8])
+        logits = {"fp32": logits, "bf16": logits.bfloat16().float(), "halves": (2 * logits).round() / 2}[kind]
+        draws = [
+            Draw(
+                Sampling(
+                    temperature=rng.choice([0, 0.3, 1.0, 2.0]),
+                    top_k=rng.choice([None, 1, 3, 40, 1000]),
+                    top_p=rng.choice([1.0, 0.9, 0.5, 0.05]),
+                    min_p=rng.choice([0, 0, 0.1]),
+                ),
+                seed=rng.randrange(2**64),
+                position=rng.randrange(1, 1000),
+            )
+            for _ in range(4)
+        ]
+        same(logits, draws)
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-9, 1e300])
+def test_any_temperature_will_do(temperature: float) -> None:
+    logits = torch.tensor([[-3.0, 5.0, -math.inf, 4.0, 0.0, -0.0] * 20])
+    for top_p, top_k in ((1.0, None), (0.6, None), (0.6, 50)):
+        same(logits, [Draw(Sampling(temperature=temperature, top_p=top_p, top_k=top_k), seed=4, position=9)])
+
+
+def test_a_row_alone_says_where_the_token_will_stand() -> None:
+    same(torch.arange(20.0)[None] / 9, [Draw(Sampling(temperature=1.0), seed=2**70 - 1, position=7)], alone=True)
+
+
+def test_what_is_not_a_number_shows_and_others_do_not_mind() -> None:
+    logits = torch.arange(20.0).repeat(4, 1)
+    logits[1], logits[2, 4], logits[3, 7] = math.nan, math.nan, math.inf
+    for sampling in (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9, top_k=4)):
+        draws = [Draw(sampling, seed=1, position=3)] * 4
+        good, *bad = chosen(logits, draws)
+        assert good.token == sample(logits[:1], draws[:1])[0].token
+        assert all(math.isnan(one.logprob) for one in bad)
+        assert all(0 <= one.token < 20 for one in bad)
