@@ -29,7 +29,7 @@ from torch import Tensor
 from loopformer.config import ModelConfig, from_mapping
 from loopformer.config.model import BOX, FORMAT, VERSION, box_folder
 from loopformer.data.shards import INDEX_FILE, is_prepared
-from loopformer.errors import FileProblem
+from loopformer.errors import FileProblem, unreadable
 from loopformer.files import DamagedFile, read_json, sha256_of
 from loopformer.model import LoopedLM
 
@@ -134,7 +134,9 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             metadata = file.metadata() or {}
-    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it went away while it was read
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (SafetensorError, RuntimeError) as error:  # RuntimeError: it went away while it was read
         raise FileProblem(
             f"{path} is not a whole safetensors file ({error}); it may have been cut short, so fetch it again."
         ) from error
