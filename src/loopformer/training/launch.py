@@ -118,12 +118,14 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     out = Path(out)
     run, written = _settings(source, overrides, out, resume)
     run = with_expected_vocab(run, written)
-    tokens, missing = 0, None
-    if checkpoints(out):
+    tokens, missing, begun = 0, None, bool(checkpoints(out))
+    if begun:
         run = _run_of_folder(_from_anywhere(run), written, out, resume)
     if _has_data(run):
         data = open_data(run.data)
-        run, tokens = run if checkpoints(out) else _settle_run(run, written, data), data.tokens
+        tokens = data.tokens
+        if not begun:
+            run = _settle_run(run, written, data)
         batches_of(run, data)
     else:
         prepared = f"training prepares it first, from {run.data.prepare}" if run.data.prepare is not None else None
