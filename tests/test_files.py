@@ -13,6 +13,7 @@ from loopformer.errors import FileProblem, remedy
 from loopformer.files import (
     DamagedFile,
     append,
+    json_bytes,
     locked,
     opened_alone,
     read_json,
@@ -29,6 +30,13 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     with pytest.raises(FileProblem, match=r"Cannot write .*nowhere.*check the path and the disk and start again"):
         write_atomic(tmp_path / "nowhere" / "a.json", b"")
+
+
+def test_json_holds_what_utf_8_cannot(tmp_path: Path) -> None:
+    value = {"ü": "b\udcff", "deep": [1, {"☕": None}]}
+    write_atomic(tmp_path / "a.json", json_bytes(value))
+    assert read_json(tmp_path / "a.json") == value
+    assert '"ü": "b\\udcff"' in (tmp_path / "a.json").read_text("utf-8")
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])

@@ -204,6 +204,11 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
+def json_bytes(value: Any) -> bytes:
+    """The content of a JSON file; what UTF-8 cannot hold, as names of files may have it, stands there escaped."""
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file."""
     return _read_mapping(path, str(path), "JSON", json.loads)

@@ -58,6 +58,19 @@ def test_an_export_that_is_replaced_leaves_nothing_behind(model: str, tmp_path: 
     assert sorted(contents(out)) == ["config.json", "model.safetensors", "notes.txt", "tokenizer.json"]
 
 
+@pytest.mark.parametrize("verb", ["import", "export"])
+def test_a_folder_that_is_there_stays_the_same_one(model: str, tmp_path: Path, verb: str) -> None:
+    """It may be a disk of its own, or the one that a shell is in."""
+    pytest.importorskip("transformers")
+    out = tmp_path / "out"
+    out.mkdir()
+    before = out.stat().st_ino
+    invoke(verb, model, str(out))
+    assert out.stat().st_ino == before
+    assert load(out).need_tokenizer().hash == load(model).need_tokenizer().hash
+    assert not [path for path in (*tmp_path.iterdir(), *out.iterdir()) if path.suffix == ".part"]
+
+
 def test_an_import_that_fails_leaves_the_old_model(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,6 +221,17 @@ def test_a_file_that_was_written_to_while_it_was_read_is_refused_later(tmp_path:
         prepare([str(path)], tmp_path / "out", train_tokenizer=300)
 
 
+def test_a_file_whose_name_is_no_text(tmp_path: Path, corpus: Path) -> None:
+    (tmp_path / "in").mkdir()
+    path = os.fsencode(tmp_path / "in") + b"/news-\xff.jsonl"
+    try:
+        Path(os.fsdecode(path)).write_bytes(corpus.read_bytes())
+    except OSError:
+        pytest.skip("this file system has names of text only")
+    index = prepare([str(tmp_path / "in")], tmp_path / "out", train_tokenizer=300)
+    assert prepare([str(tmp_path / "in")], tmp_path / "out", train_tokenizer=300) == index
+
+
 def test_folder_of_something_else(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(FileProblem, match="is not empty and was not made by prepare"):

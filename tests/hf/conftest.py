@@ -19,7 +19,18 @@ def model(tiny: ModelConfig) -> LoopedLM:
 def lm() -> LM:
     tokenizer = Tokenizer.train(["every pass is told its time and its step, naïve café ☕ 日本語"] * 20, 300)
     config = ModelConfig(
-        blocks=2, loops=4, width=32, heads=4, ffn=64, context=64, vocab=tokenizer.vocab_size, time_scale=30.0
+        blocks=2,
+        loops=4,
+        width=32,
+        heads=4,
+        ffn=64,
+        context=64,
+        vocab=tokenizer.vocab_size,
+        positions="rotary",  # this and the rest as `elastic` has it
+        modulator_start="one",
+        time_scale=10.0,
+        inject="gated",
+        start="normed",
     )
     return LM(spread(config), tokenizer)
 

@@ -48,6 +48,13 @@ def test_damage_is_one_clear_sentence(tiny: ModelConfig, tmp_path: Path) -> None
         (folder / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(LoopformerError, match=said):
             load_model(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
+    with pytest.raises(LoopformerError, match=r"model\.safetensors is not a whole safetensors file"):
+        loopformer.load(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(LoopformerError, match=r"model\.safetensors cannot be read: No such file"):
+        loopformer.load(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(LoopformerError, match="not readable JSON"):
         loopformer.load(folder)

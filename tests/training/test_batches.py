@@ -154,24 +154,32 @@ PHASES = st.tuples(
 def test_shares_that_come_and_go_leave_no_row_untrained(
     parts: int, phases: list[tuple[int, int, int]], turn: random.Random
 ) -> None:
-    left, entries = [8] * 4, []
+    shares, entries = [0] * 4, []
     for eighths, start, count in phases:
         quarters = range(start, min(4, start + count))
-        if all(left[quarter] >= eighths for quarter in quarters):
-            entries.append(TrainedTrajectory(2, rows=eighths / 8, during=(start / 4, (quarters[-1] + 1) / 4)))
-            left = [rest - eighths * (quarter in quarters) for quarter, rest in enumerate(left)]
+        entries.append(TrainedTrajectory(2, rows=eighths / 8, during=(start / 4, (quarters[-1] + 1) / 4)))
+        shares = [share + eighths * (quarter in quarters) for quarter, share in enumerate(shares)]
     entries += [
-        TrainedTrajectory(1, rows=rest / 8, during=(quarter / 4, (quarter + 1) / 4))
-        for quarter, rest in enumerate(left)
-        if rest
+        TrainedTrajectory(1, rows=(8 - share) / 8, during=(quarter / 4, (quarter + 1) / 4))
+        for quarter, share in enumerate(shares)
+        if share < 8
     ]
     turn.shuffle(entries)
     rows = followers(8 * parts, ObjectiveConfig(trajectories=tuple(entries)))
-    for moment in QUARTERS:
+    for moment, share in zip(QUARTERS, shares, strict=True):
         followed = [
             row for entry, taken in zip(entries, rows, strict=True) if entry.active(moment) for row in taken
         ]
-        assert sorted(followed) == list(range(8 * parts))
+        assert set(followed) == set(range(8 * parts))
+        assert len(followed) == parts * max(8, share), "and none twice where they add up to 1"
+
+
+@given(size=st.integers(1, 64), shares=st.lists(st.sampled_from([0.1, 0.25, 0.5, 0.75]), min_size=1, max_size=5))
+def test_shares_that_are_always_followed_go_round(size: int, shares: list[float]) -> None:
+    entries = [TrainedTrajectory("full"), *(TrainedTrajectory(1, rows=share) for share in shares)]
+    _, *taken = followers(size, ObjectiveConfig(trajectories=tuple(entries)))
+    times = [sum(row in rows for rows in taken) for row in range(size)]
+    assert max(times) - min(times) <= 1
 
 
 @pytest.mark.parametrize("batch", [10, 12, 30, 100, 127])

@@ -196,9 +196,18 @@ def test_a_dry_run_refuses_what_training_would(small: Small, corpus: Path, tmp_p
     launch("demo", small(), tmp_path / "run", quiet=True)
     with pytest.raises(LoopformerError, match="already holds a run"):
         plan("demo", small(), tmp_path / "run")
-    for change in ("training.seed=1", "model.width=64"):
-        with pytest.raises(LoopformerError, match=change.partition("=")[0]):
+    for change, said in (
+        ("training.seed=1", "started with training.seed = 0, not 1; leave it so"),
+        ("model.width=64", "model.width is 64 but this run has 32; leave it out"),
+    ):
+        with pytest.raises(LoopformerError, match=said):
             plan(None, [change], tmp_path / "run", resume=True)
+    with pytest.raises(LoopformerError, match=r"started with .*; leave it so, as --resume does where no preset"):
+        plan("paper/loopformer", [], tmp_path / "run", resume=True)
+    start = f"init_from={tmp_path / 'run'}"
+    for data in (corpus, tmp_path / "later"):
+        with pytest.raises(LoopformerError, match=r"model.width is 64 but the starting model has 32; leave it out"):
+            plan("demo", [start, f"data.path={data}", "model.width=64"], tmp_path / "new")
     again = plan(None, [], tmp_path / "run", resume=True)
     assert again["settings"]["model"]["width"] == 32
     assert not (tmp_path / "new").exists()

@@ -5,7 +5,6 @@ with progress("prompts") as report:
 print_table(["text", "loss"], [["news", "3.21"]], left=1)
 """
 
-import json
 import signal
 import sys
 import threading
@@ -158,9 +157,9 @@ def output_file(path: Path | None, option: str = "--out") -> Iterator[None]:
 
 def write_json(path: Path, content: Any) -> None:
     """Results to a file."""
-    from loopformer.files import write_atomic
+    from loopformer.files import json_bytes, write_atomic
 
-    write_atomic(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+    write_atomic(path, json_bytes(content))
 
 
 def stoppable(kept: str | Callable[..., str]) -> Callable[[Callable[P, None]], Callable[P, None]]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from loopformer.config import ModelConfig, from_mapping
 from loopformer.config.model import BOX, FORMAT, VERSION, box_folder
 from loopformer.data.shards import INDEX_FILE, is_prepared
-from loopformer.errors import FileProblem
+from loopformer.errors import FileProblem, unreadable
 from loopformer.files import DamagedFile, read_json, sha256_of
 from loopformer.model import LoopedLM
 
@@ -134,7 +134,9 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             metadata = file.metadata() or {}
-    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it went away while it was read
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (SafetensorError, RuntimeError) as error:  # RuntimeError: it went away while it was read
         raise FileProblem(
             f"{path} is not a whole safetensors file ({error}); it may have been cut short, so fetch it again."
         ) from error
@@ -200,8 +202,11 @@ def save_tensors(
 
 @contextmanager
 def staged(place: Path) -> Iterator[Path]:
-    """An empty folder beside a place, for what is put there when it is whole; in the end it is gone."""
-    stage = place.with_name(f".{place.name}.{os.getpid()}.part")
+    """An empty folder for what is put in a place when it is whole; in the end it is gone.
+
+    A folder that is there may be a disk of its own, or the one somebody works in: within it, not beside it.
+    """
+    stage = (place if place.is_dir() else place.parent) / f".{place.name}.{os.getpid()}.part"
     try:
         stage.mkdir(parents=True)
         yield stage
@@ -210,11 +215,11 @@ def staged(place: Path) -> Iterator[Path]:
 
 
 def put_model(stage: Path, place: Path, others: Iterable[str] = ()) -> None:
-    """Move a finished model to its place: in one go where nothing is there, else file by file, settings last.
+    """Move a finished model to its place: in one go where no folder is there, else file by file, settings last.
 
     Of the model that was there all files go, and those of `others`; what is not its own stays.
     """
-    if not place.exists() or not any(place.iterdir()):
+    if not place.exists():
         os.replace(stage, place)
         return
     new = {path.name for path in stage.iterdir()}

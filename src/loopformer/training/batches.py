@@ -108,20 +108,19 @@ def largest_micro_batch(batch: int, objective: ObjectiveConfig, world: int, in_s
 def followers(size: int, objective: ObjectiveConfig) -> list[frozenset[int]]:
     """The rows of a part that follow each trajectory; shares of them lie side by side, spread over the part.
 
-    Whoever begins earlier in training chooses first, at once the earlier in the list, and takes rows that none has
-    with whom it is followed together, as far as there are any.
+    Whoever begins earlier in training chooses first, at once the earlier in the list, and takes the rows that are
+    free the soonest. So none is left over where the shares that are followed together add up to 1 or more.
     """
     stride = next(step for step in range(max(1, round(0.618 * size)), size + 1) if math.gcd(step, size) == 1)
     spread = sorted(range(size), key=lambda row: row * stride % size)
     entries = objective.trajectories
-    found: dict[int, list[int]] = {}
+    busy = dict.fromkeys(spread, (0.0, 0))  # until then with a share, and with how many so far
+    found: dict[int, frozenset[int]] = {}
     for place in sorted(range(len(entries)), key=lambda number: entries[number].during[0]):
         entry = entries[place]
-        before = [other for other in found if entries[other].shares_with(entry)]
-        moments = [entry.during[0], *(entries[other].during[0] for other in before)]
-        begin = max(sum(entries[other].rows for other in before if entries[other].active(at)) for at in moments)
+        begin = sum(entries[other].rows for other in found if entries[other].shares_with(entry))
         first, last = (math.floor(size * border + 0.5 + 1e-9) for border in (begin, begin + entry.rows))
-        taken = {row for other in before for row in found[other]}
-        free_first = sorted(spread, key=lambda row: row in taken)
-        found[place] = free_first[: last - first]
-    return [frozenset(found[place]) for place in range(len(entries))]
+        found[place] = frozenset(sorted(spread, key=busy.__getitem__)[: last - first])
+        if entry.rows < 1:
+            busy |= {row: (max(busy[row][0], entry.during[1]), busy[row][1] + 1) for row in found[place]}
+    return [found[place] for place in range(len(entries))]

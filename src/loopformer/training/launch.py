@@ -118,18 +118,22 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     out = Path(out)
     run, written = _settings(source, overrides, out, resume)
     run = with_expected_vocab(run, written)
-    tokens, missing = 0, None
-    if checkpoints(out):
+    tokens, missing, begun = 0, None, bool(checkpoints(out))
+    if begun:
         run = _run_of_folder(_from_anywhere(run), written, out, resume)
     if _has_data(run):
         data = open_data(run.data)
-        run, tokens = run if checkpoints(out) else _settle_run(run, written, data), data.tokens
+        tokens = data.tokens
+        if not begun:
+            run = _settle_run(run, written, data)
         batches_of(run, data)
     else:
         prepared = f"training prepares it first, from {run.data.prepare}" if run.data.prepare is not None else None
         missing = f"not there yet: {run.data.path}; {prepared or 'make it with `loopformer prepare`'}"
         if run.init_from is not None:
-            run = replace(run, model=find_config(run.init_from)[0])
+            model = find_config(run.init_from)[0]
+            _check_written(run.model, model, written, "the starting model")
+            run = replace(run, model=model)
     ranks = Ranks.start(run.training.device)
     fused = fused_precision(run, ranks) is not None
     if isinstance(run.training.micro_batch, int):
@@ -209,7 +213,7 @@ def _settle_run(run: RunConfig, written: set[str], data: TokenData | Group) -> R
     if run.init_from is not None:
         model, tokenizer = find_config(run.init_from)
         _check_same_tokenizer(tokenizer, model, data)
-        _check_written(run.model, model, written)
+        _check_written(run.model, model, written, "the starting model")
         run = replace(run, model=model)
     elif "model.vocab" not in written:
         run = replace(run, model=replace(run.model, vocab=data.vocab_size))
@@ -239,20 +243,20 @@ def _check_same_tokenizer(folder: Path | None, model: ModelConfig, data: TokenDa
         )
 
 
-def _check_written(wanted: ModelConfig, model: ModelConfig, written: set[str]) -> None:
-    """Model settings that the user wrote must be those of the model a run starts from."""
+def _check_written(wanted: ModelConfig, model: ModelConfig, written: set[str], whose: str) -> None:
+    """Model settings that the user wrote must be those of the model that is there already."""
     for name in sorted(written):
         section, _, key = name.partition(".")
         if section == "model" and getattr(wanted, key) != getattr(model, key):
             raise LoopformerError(
-                f"{name} is {getattr(wanted, key)} but the starting model has {getattr(model, key)}; leave it out."
+                f"{name} is {getattr(wanted, key)} but {whose} has {getattr(model, key)}; leave it out."
             )
 
 
 def _continued(stored: RunConfig, wanted: RunConfig, written: set[str]) -> RunConfig:
     """The settings to go on with: the wanted ones, where they do not make it another run."""
     # The data and the starting model decided some of the model's settings; only what the user wrote can differ.
-    _check_written(wanted.model, stored.model, written)
+    _check_written(wanted.model, stored.model, written, "this run")
     wanted = replace(wanted, model=stored.model)
     before, now = asdict(stored), asdict(wanted)
     for section, values in before.items():
@@ -261,7 +265,10 @@ def _continued(stored: RunConfig, wanted: RunConfig, written: set[str]) -> RunCo
             if other != value and key not in FREE.get(section, set()):
                 name = f"{section}.{key}" if key else section
                 started = "other trajectories" if key == "trajectories" else f"{name} = {value}, not {other}"
-                raise LoopformerError(f"This run was started with {started}; leave it so, or start a new run.")
+                raise LoopformerError(
+                    f"This run was started with {started}; leave it so, as --resume does where no preset or file "
+                    "is named, or start a new run."
+                )
     return wanted
 
 

@@ -110,10 +110,18 @@ def far(found: list[Tensor], exact: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])])
-@pytest.mark.parametrize(("positions", "inject"), [("learned", "none"), ("rotary", "none"), ("rotary", "gated")])
-def test_low_precision_stays_near(tiny: ModelConfig, positions: str, inject: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("positions", "inject", "start"),
+    [
+        ("learned", "none", "embedding"),
+        ("rotary", "none", "embedding"),
+        ("rotary", "gated", "embedding"),
+        ("rotary", "gated", "normed"),  # as `elastic` has it
+    ],
+)
+def test_low_precision_stays_near(tiny: ModelConfig, positions: str, inject: str, start: str, device: str) -> None:
     """In bf16 no farther from the exact gradients than autocast; in fp8 by a few times that, as its steps are."""
-    model = model_of(tiny, width=32, ffn=64, positions=positions, inject=inject).to(device)
+    model = model_of(tiny, width=32, ffn=64, positions=positions, inject=inject, start=start).to(device)
     exact = run(model, None)
     with torch.autocast(device, torch.bfloat16):
         usual = far(run(model, None), exact)
@@ -121,7 +129,7 @@ def test_low_precision_stays_near(tiny: ModelConfig, positions: str, inject: str
         lower = far(run(model, Precision(torch.bfloat16, fp8=True)), exact)
     # Over draws of the weights the ratio is 1.03 in the mean with injection, and up to 1.7.
     assert low < (1.1 if inject == "none" else 1.75) * usual
-    assert low < lower < 10 * usual
+    assert low < lower < 15 * usual
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])])
