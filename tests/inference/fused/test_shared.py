@@ -204,10 +204,10 @@ def test_a_request_that_can_never_come_in_ends_with_the_reason(
     engine = Engine(model, Letters(), backend=backend)
     fill: Any = backend._batch.fill
 
-    def failing(slot: int, pages: Any, keys: Any, count: int, condition: Any) -> None:
+    def failing(slot: int, pages: Any, keys: Any, count: int, *more: Any) -> None:
         if count == length:
             raise ValueError("it does not go in")
-        fill(slot, pages, keys, count, condition)
+        fill(slot, pages, keys, count, *more)
 
     untyped: Any = backend._batch
     untyped.fill = failing
@@ -238,6 +238,22 @@ def test_texts_are_those_of_the_plain_path(
     for one, other in zip(results, expected, strict=True):
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=1e-4)
     assert backend.used_bytes([]) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_drawn_texts_are_those_of_the_plain_path(model: LoopedLM, rows: int) -> None:
+    sampling = [
+        Sampling(temperature=1.2, top_p=0.9, seed=1),
+        Sampling(temperature=2.0, top_k=9, min_p=0.05, seed=2),
+    ]
+    requests = [Request((3, 1, 4), Trajectory.uniform(2), one, max_tokens=8) for one in sampling[:rows]]
+    plain = finished(Engine(model, EndlessLetters(), backend=PlainBackend(model, rows)), requests)
+    greedy = [replace(one, sampling=Sampling()) for one in requests]
+    backend = backend_of(model)
+    found = finished(Engine(model, EndlessLetters(), backend=backend), [*requests, *greedy])
+    same(found[:rows], plain)
+    assert len({one.ids for one in found}) == rows + 1  # not the most likely ones
+    same(finished(Engine(model, EndlessLetters(), backend=backend), requests), plain)  # in slots that were others'
 
 
 class Faulty:
