@@ -38,7 +38,7 @@ def chosen(logits: Tensor, draws: list[Draw], alone: bool = False) -> list[Choic
     choices = torch.full((rows, 2), -1.0, device=DEVICE)
     padded = padded.to(DEVICE)
     choice_kernel[(rows,)](
-        padded, slots, *tensors, choices, padded.stride(0), vocab, ALONE=alone, BLOCK_N=64, num_warps=4
+        padded, slots, *tensors, choices, padded.stride(0), vocab, ALONE=alone, BLOCK_N=64, num_warps=1
     )
     return [Choice(int(token), logprob) for token, logprob in choices.tolist()]
 

@@ -368,6 +368,7 @@ class SharedBatch:
 
     def _choose(self, logits: Tensor, lengths: Tensor, alone: bool) -> None:
         vocab = self.model.config.vocab
+        block = min(4096, triton.next_power_of_2(vocab))
         pass_kernels.choice_kernel[(len(logits),)](
             logits,
             self._numbers["ended"],
@@ -378,8 +379,8 @@ class SharedBatch:
             logits.stride(0),
             vocab,
             ALONE=alone,
-            BLOCK_N=min(4096, triton.next_power_of_2(vocab)),
-            num_warps=16,
+            BLOCK_N=block,
+            num_warps=max(1, block // 256),
         )
 
     def _begin(self, rows: int) -> None:
