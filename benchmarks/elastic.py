@@ -434,7 +434,7 @@ def measured(run: Path, data: Path) -> dict[str, Any]:
 @torch.no_grad()
 def window_losses(model: LoopedLM, windows: Windows, trajectory: Trajectory) -> list[float]:
     """The summed nats of every held-out window, in bf16 on a GPU."""
-    device = model.tokens.weight.device
+    device = model.device
     sums: list[float] = []
     for start in range(0, len(windows), ROWS):
         batch = windows.batch(start, min(start + ROWS, len(windows)))

@@ -197,7 +197,7 @@ def train_and_measure(
         "model": name,
         "suite": suite,
         "seed": seed,
-        "hardware": hardware(loaded.model.tokens.weight.device),
+        "hardware": hardware(loaded.model.device),
         **facts,
         "weights": loaded.weights,
         "states": track_states(loaded.model, group, along, batch_tokens=1 << 16),

@@ -336,7 +336,7 @@ def lay_out(model: LoopedLM) -> LoopedLM:
     On the CPU a matmul with one row is limited by reading the weight, and PyTorch reads a weight [out, in] on all
     cores only when it lies in memory by columns (benchmarks/decode_cpu.py). Values, shapes and files stay the same.
     """
-    by_columns = model.tokens.weight.device.type == "cpu"
+    by_columns = model.device.type == "cpu"
     weights = [model.tokens.weight, *(one.weight for one in model.stack.modules() if isinstance(one, nn.Linear))]
     for weight in weights:
         weight.data = weight.data.t().contiguous().t() if by_columns else weight.data.contiguous()

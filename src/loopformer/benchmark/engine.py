@@ -115,7 +115,7 @@ def engine(
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Everything, as plain numbers; without the paths that cannot run here."""
-    device, words = model.tokens.weight.device, Words()
+    device, words = model.device, Words()
     why = obstacle(model)
     missing = {} if why is None else dict.fromkeys(("static", "fused"), f"it {why}")
     here = [path for path in paths if path not in missing]

@@ -25,7 +25,7 @@ from torch import Tensor
 from loopformer.config import load_run
 from loopformer.data.states import TEST, Group, StateWindows, word_length
 from loopformer.errors import LoopformerError, RunFailed, require
-from loopformer.evaluation.text import ReportProgress
+from loopformer.evaluation.text import ReportProgress, placement
 from loopformer.inference.score import BATCH_TOKENS, TrajectoryTree
 from loopformer.loading.folder import SETTINGS, located, run_of
 from loopformer.model import LoopedLM
@@ -61,7 +61,7 @@ def track_states(
     thresholds: Sequence[float] = THRESHOLDS,
 ) -> dict[str, Any]:
     """Accuracy by place along each trajectory, and of depth by certainty at each threshold."""
-    config, device = model.config, model.tokens.weight.device
+    config, device = model.config, model.device
     require(sequences >= 1, f"--sequences must be 1 or more, got {sequences}.")
     require(seed >= 0, f"--seed must be 0 or more, got {seed}.")
     if config.vocab < group.vocab_size:
@@ -99,8 +99,7 @@ def track_states(
         "places": shape[1],
         "sequences": sequences,
         "seed": seed,
-        "dtype": model.dtype_name,
-        "device": device.type,
+        **placement(model),
         "trajectories": [
             {
                 "budget": one.budget,

@@ -56,10 +56,10 @@ def milliseconds_per_token(
     row, _ = row.take([first])
     times = []
     for _ in range(max(1, min(tokens, row.places_left))):
-        synchronise(model.tokens.weight.device)
+        synchronise(model.device)
         started = time.perf_counter()
         row, _ = row.take(backend.decode([row])[0])
-        synchronise(model.tokens.weight.device)
+        synchronise(model.device)
         times.append(time.perf_counter() - started)
     return sorted(times)[len(times) // 2] * 1e3
 

@@ -167,7 +167,7 @@ class Engine:
     def _step(self) -> None:
         gradients = torch.is_grad_enabled()
         try:
-            with self._work, current(self.model.tokens.weight.device):
+            with self._work, current(self.model.device):
                 taken = self._taken
                 self._publish(
                     lambda state: replace(

@@ -298,6 +298,11 @@ class LoopedLM(nn.Module):
         return START_STD * normal(keys, positions, self.config.width)
 
     @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.tokens.weight.device
+
+    @property
     def dtype_name(self) -> str:
         """The dtype of its weights, in words."""
         return str(self.tokens.weight.dtype).removeprefix("torch.")
