@@ -46,7 +46,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require, unreadable
 from loopformer.evaluation.store import weights_hash
 from loopformer.evaluation.text import Ids, Text, read_text
-from loopformer.files import write_together
+from loopformer.files import json_bytes, write_together
 from loopformer.model import LoopedLM
 from loopformer.model.looped import TrajectoryLike
 from loopformer.plots import rendered
@@ -227,7 +227,7 @@ def write_results(
 ) -> list[Path]:
     """Write everything, figures by name as .png and .svg; all files or, where something fails before, none."""
     contents = {
-        FILE: (json.dumps(to_json(results), indent=1, ensure_ascii=False) + "\n").encode(),
+        FILE: json_bytes(to_json(results)),
         METRICS: _csv(metric_rows(results)),
         CKA: _csv(cka_rows(results)),
     }

@@ -30,8 +30,9 @@ from loopformer.cli.options import (
     Window,
     own_text,
 )
-from loopformer.cli.output import number, output_file, print_table, progress, stoppable, write_json
+from loopformer.cli.output import number, output_file, print_table, progress, stoppable
 from loopformer.config.model import BOX
+from loopformer.files import write_json
 
 if TYPE_CHECKING:
     from loopformer.evaluation.benchmarks import LoadedModel

@@ -5,7 +5,6 @@ with progress("prompts") as report:
 print_table(["text", "loss"], [["news", "3.21"]], left=1)
 """
 
-import json
 import signal
 import sys
 import threading
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import typer
 
@@ -154,13 +153,6 @@ def output_file(path: Path | None, option: str = "--out") -> Iterator[None]:
         raise LoopformerError(f"{option} names a file to write, but {path} is a folder.")
     with output_folder(path.parent, option):
         yield
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Results to a file."""
-    from loopformer.files import write_atomic
-
-    write_atomic(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def stoppable(kept: str | Callable[..., str]) -> Callable[[Callable[P, None]], Callable[P, None]]:

@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import glob
 import itertools
-import json
 import math
 import os
 import platform
@@ -37,7 +36,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from loopformer.data.formats import FORMATS, PACKINGS, BadRecord, Meter, Record, format_of, need, read_records
 from loopformer.errors import FileProblem, LoopformerError
-from loopformer.files import DamagedFile, read_json, sha256_of, write_atomic
+from loopformer.files import DamagedFile, read_json, sha256_of, write_json
 
 T = TypeVar("T")
 MARKS_FILE = "sources.json"  # time and checksum of the files that a folder was made of
@@ -232,7 +231,7 @@ def mark_files(sources: Sequence[Source], folder: Path) -> None:
     files = _by_name(sources).items()
     marks = {name: [part.changed, part.checksum()] for name, part in files if part.path is not None}
     if marks:
-        write_atomic(folder / MARKS_FILE, (json.dumps(marks, indent=1, ensure_ascii=False) + "\n").encode())
+        write_json(folder / MARKS_FILE, marks)
 
 
 def rewritten(sources: Sequence[Source], folder: Path) -> Iterator[str]:

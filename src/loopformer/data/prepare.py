@@ -38,7 +38,7 @@ from loopformer.data.supervised import Example, encode_examples, example_key, ex
 from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
 from loopformer.data.tokenizer import Tokenizer, check_vocab_size, training_pieces, within_memory
 from loopformer.errors import FileProblem, LoopformerError
-from loopformer.files import check_writable, locked, sync_folder, write_atomic
+from loopformer.files import check_writable, json_bytes, locked, sync_folder, write_json
 
 DEFAULT_VOCAB = 4096  # of the tokenizer trained on the spot when none is asked for
 _TOKENIZER_TEXT = 256 << 20  # characters a tokenizer is trained on, at most
@@ -223,18 +223,18 @@ class Ledger:
         """Record how far the work has come; the shards must be on disk by now."""
         sources = [dataclasses.asdict(source) for source in self.sources]
         state = {"settings": self.settings, "changed": self.changed, "sources": sources}
-        write_atomic(self.folder / STATE_FILE, _json(state))
+        write_json(self.folder / STATE_FILE, state)
 
     def finish(self, index: dict[str, Any]) -> dict[str, Any]:
         """Write the index, after which the folder can be used."""
         mark_files(self.given, self.folder)
-        write_atomic(self.folder / INDEX_FILE, _json({"settings": self.settings, **index}))
+        write_json(self.folder / INDEX_FILE, {"settings": self.settings, **index})
         (self.folder / STATE_FILE).unlink()
         sync_folder(self.folder)
         return read_index(self.folder / INDEX_FILE)
 
     def _compare(self, earlier: Any) -> None:
-        now = json.loads(_json(self.settings))
+        now = json.loads(json_bytes(self.settings))
         if earlier != now:
             earlier = earlier if isinstance(earlier, dict) else {}
             changed = ", ".join(name for name in now if earlier.get(name) != now[name])
@@ -269,10 +269,6 @@ def _source_state(saved: dict[str, Any]) -> SourceState:
         saved.get("bad_first", []),
         splits,
     )
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 @dataclass(frozen=True)

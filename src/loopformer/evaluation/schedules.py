@@ -20,7 +20,6 @@ An entry belongs to the weights it was found with and is refused for others.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import random
@@ -43,7 +42,7 @@ from loopformer.evaluation.text import (
     summary,
     text_facts,
 )
-from loopformer.files import read_json, write_atomic
+from loopformer.files import read_json, write_json
 from loopformer.inference.score import BATCH_TOKENS, count_passes
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
@@ -313,8 +312,7 @@ def save_best(source: str | Path, found: Piece) -> tuple[Path, str | None]:
             "measure on more, or delete its entry there"
         )
     saved[budget] = entry
-    ordered = dict(sorted(saved.items(), key=lambda pair: int(pair[0])))
-    write_atomic(path, (json.dumps(ordered, indent=1, ensure_ascii=False) + "\n").encode())
+    write_json(path, dict(sorted(saved.items(), key=lambda pair: int(pair[0]))))
     return path, None
 
 
