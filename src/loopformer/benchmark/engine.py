@@ -42,6 +42,7 @@ PATHS = ("static", "plain", "fused")
 STOPS = ("\n\n###",)  # looked for in every text
 LOADS = (0.5, 0.8, 1.0)
 SHORT_PROMPT, LONG_PROMPT = 32, 900  # tokens
+QUEUE = 4096  # requests that may wait, which is more than ever do
 LONG_EVERY = 0.5  # seconds from one long prompt to the next
 WINDOWS = 3  # in which tokens are counted
 FIRST_TOKENS = 4  # of each request before that: by then every graph is recorded that is needed at all
@@ -171,24 +172,23 @@ def _share(rate: float, static: float | None) -> str:
     return "" if static is None else f", {100 * rate / static:.0f} % of static"
 
 
-def _engine(model: LoopedLM, words: Words, path: str, rows: int, queue: int = 4096) -> Engine:
+def _engine(model: LoopedLM, words: Words, path: str, rows: int) -> Engine:
     if path == "plain":
-        return Engine(model, words, queue=queue, backend=PlainBackend(model, rows, remember=0))
+        return Engine(model, words, queue=QUEUE, backend=PlainBackend(model, rows, remember=0))
     from loopformer.inference.fused.batch import SharedBatch
     from loopformer.inference.fused.shared import SharedBackend
 
-    return Engine(model, words, queue=queue, backend=SharedBackend(SharedBatch(model, rows), remember=0))
+    return Engine(model, words, queue=QUEUE, backend=SharedBackend(SharedBatch(model, rows), remember=0))
 
 
-def _requests(model: LoopedLM, budgets: Sequence[int], context: int, most: int | None = None) -> list[Request]:
-    """Random prompts of `context` tokens; they go on for `most`, or to the end of the model's context."""
+def _requests(model: LoopedLM, budgets: Sequence[int], context: int) -> list[Request]:
+    """Random prompts of `context` tokens; they go on to the end of the model's context."""
     rng = random.Random(0)
-    room = model.config.context - context if most is None else most
     return [
         Request(
             tuple(rng.randrange(model.config.vocab) for _ in range(context)),
             Trajectory.uniform(budget),
-            max_tokens=room,
+            max_tokens=model.config.context - context,
             stops=STOPS,
         )
         for budget in budgets

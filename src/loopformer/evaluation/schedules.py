@@ -336,16 +336,11 @@ def _tokens(entry: Mapping[str, Any]) -> int:
 def scheduled(
     source: str | Path, model: LoopedLM, budget: int, schedule: str, weights: str | None = None
 ) -> Trajectory:
-    """The trajectory of a budget: uniform, or the best that is saved."""
+    """The trajectory of a budget: uniform, or the best that is saved, where there is more than one schedule."""
     if schedule not in SCHEDULES:
         raise LoopformerError(f"There is no schedule {schedule!r}; {nearest(schedule, list(SCHEDULES))}")
-    return model.resolve(budget) if schedule == "uniform" else best_schedule(source, model, budget, weights)
-
-
-def best_schedule(source: str | Path, model: LoopedLM, budget: int, weights: str | None = None) -> Trajectory:
-    """The saved schedule of a budget; where there is only one schedule, that one."""
     trajectory = model.resolve(budget)
-    if count_schedules(model.config.loops, trajectory.budget) == 1:
+    if schedule == "uniform" or count_schedules(model.config.loops, trajectory.budget) == 1:
         return trajectory
     entry = _entries(Path(source) / FILE).get(str(trajectory.budget))
     command = f"loopformer search --model {source} --budget {trajectory.budget}"
