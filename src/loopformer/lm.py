@@ -337,8 +337,8 @@ def lay_out(model: LoopedLM) -> LoopedLM:
     cores only when it lies in memory by columns (benchmarks/decode_cpu.py). Values, shapes and files stay the same.
     """
     by_columns = model.device.type == "cpu"
-    weights = [model.tokens.weight, *(one.weight for one in model.stack.modules() if isinstance(one, nn.Linear))]
-    for weight in weights:
+    linears = [module for module in model.stack.modules() if isinstance(module, nn.Linear)]
+    for weight in (model.tokens.weight, *(linear.weight for linear in linears)):
         weight.data = weight.data.t().contiguous().t() if by_columns else weight.data.contiguous()
     return model
 

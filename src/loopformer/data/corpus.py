@@ -184,16 +184,16 @@ def parse_sources(specs: Sequence[str], field: str = "text", *, supervised: bool
 
 def _check_once(sources: Sequence[Source]) -> None:
     """Refuse text that two sources have; whoever gives weights may mean it."""
-    found: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for source in sources:
         for part in source.parts:
             place = part.name if part.path is None else os.path.realpath(part.path)
-            if place in found:
+            if place in owners:
                 raise LoopformerError(
-                    f"{part.path or part.name} would be read twice, for {found[place]} and for {source.given}; "
+                    f"{part.path or part.name} would be read twice, for {owners[place]} and for {source.given}; "
                     "name it once, or give every source a weight."
                 )
-            found[place] = source.given
+            owners[place] = source.given
 
 
 def _source(place: str, spec: str, weight: float | None, field: str, supervised: bool) -> Source:

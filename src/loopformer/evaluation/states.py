@@ -69,9 +69,9 @@ def track_states(
             f"The model knows {config.vocab} tokens, {group.name} has {len(group)} elements and the end token."
         )
     tree = TrajectoryTree(model, trajectories)
-    longest = max(config.loops, *(one.budget for one in trajectories))
+    longest = max(config.loops, *(trajectory.budget for trajectory in trajectories))
     shape = (sequences, word_length(config.context))
-    answers = {one: _Answers(shape) for one in tree.trajectories}
+    answers = {trajectory: _Answers(shape) for trajectory in tree.trajectories}
     certain = {
         (Trajectory.uniform(budget), threshold): _Answers(shape)
         for budget in sorted({config.loops, longest})
@@ -102,12 +102,12 @@ def track_states(
         **placement(model),
         "trajectories": [
             {
-                "budget": one.budget,
-                "trajectory": str(one),
-                "flops_per_token": model.cost.forward_flops(one.budget, config.context),
-                **summary(answers[one].right),
+                "budget": trajectory.budget,
+                "trajectory": str(trajectory),
+                "flops_per_token": model.cost.forward_flops(trajectory.budget, config.context),
+                **summary(answers[trajectory].right),
             }
-            for one in trajectories
+            for trajectory in trajectories
         ],
         "certainty": [
             {
@@ -148,11 +148,11 @@ def summary(right: Right) -> dict[str, Any]:
     }
 
 
-def state_figure(found: dict[str, Any]) -> Figure:
+def state_figure(tracking: dict[str, Any]) -> Figure:
     """Accuracy by place, a row for each trajectory."""
     rows = {
-        f"M = {one['budget']}" if one["trajectory"] == str(one["budget"]) else one["trajectory"]: one["accuracy"]
-        for one in found["trajectories"]
+        f"M = {row['budget']}" if row["trajectory"] == str(row["budget"]) else row["trajectory"]: row["accuracy"]
+        for row in tracking["trajectories"]
     }
-    title = f"Products over {found['group']}, {found['sequences']:,} words, chance {found['chance']:.3f}"
+    title = f"Products over {tracking['group']}, {tracking['sequences']:,} words, chance {tracking['chance']:.3f}"
     return grid_figure(rows, label="accuracy", xlabel="place in the word", title=title)

@@ -96,7 +96,7 @@ def ends(hidden: Tensor, counts: Sequence[int]) -> Tensor:
 def certainty_of(rows: Sequence[RowState]) -> Certainty | None:
     """The threshold of each row; None where nobody has one."""
     thresholds = [row.request.certainty for row in rows]
-    return None if all(one is None for one in thresholds) else Certainty(*thresholds)
+    return None if all(threshold is None for threshold in thresholds) else Certainty(*thresholds)
 
 
 def with_passes(choices: Sequence[Choice], passes: Tensor) -> list[Choice]:

@@ -83,7 +83,7 @@ def micro_batches(
             for start in range(first, last, micro_batch):
                 stop = min(start + micro_batch, last)
                 inside = range(start - part * size, stop - part * size)
-                rows = (tuple(row - inside.start for row in inside if row in one) for one in everyone)
+                rows = (tuple(row - inside.start for row in inside if row in own) for own in everyone)
                 cut.append(MicroBatch(start, stop, part, tuple(rows)))
         return cut
 
@@ -114,14 +114,14 @@ def followers(size: int, objective: ObjectiveConfig) -> list[frozenset[int]]:
     stride = next(step for step in range(max(1, round(0.618 * size)), size + 1) if math.gcd(step, size) == 1)
     spread = sorted(range(size), key=lambda row: row * stride % size)
     entries = objective.trajectories
-    found: dict[int, list[int]] = {}
+    rows_of: dict[int, list[int]] = {}
     for place in sorted(range(len(entries)), key=lambda number: entries[number].during[0]):
         entry = entries[place]
-        before = [other for other in found if entries[other].shares_with(entry)]
+        before = [other for other in rows_of if entries[other].shares_with(entry)]
         moments = [entry.during[0], *(entries[other].during[0] for other in before)]
         begin = max(sum(entries[other].rows for other in before if entries[other].active(at)) for at in moments)
         first, last = (math.floor(size * border + 0.5 + 1e-9) for border in (begin, begin + entry.rows))
-        taken = {row for other in before for row in found[other]}
+        taken = {row for other in before for row in rows_of[other]}
         free_first = sorted(spread, key=lambda row: row in taken)
-        found[place] = free_first[: last - first]
-    return [frozenset(found[place]) for place in range(len(entries))]
+        rows_of[place] = free_first[: last - first]
+    return [frozenset(rows_of[place]) for place in range(len(entries))]

@@ -81,16 +81,16 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool) -> f
         waiting = (FP8_PASSES_PER_GRADIENT - 1) * config.blocks * (8 * config.width + 2 * config.ffn) * fp8
     followed = costliest_step(run)
     passes = sum(
-        entry.rows * one.budget
-        for entry, one in zip(run.objective.trajectories, followed, strict=True)
-        if one is not None
+        entry.rows * trajectory.budget
+        for entry, trajectory in zip(run.objective.trajectories, followed, strict=True)
+        if trajectory is not None
     )
     if training.checkpoint_loops:
         per_token = passes * 4 * config.width + config.blocks * per_block + waiting
     else:
         per_token = passes * config.blocks * per_block
     chunk = min(run.objective.chunk, micro_batch * config.context)
-    together = sum(one is not None for one in followed)
+    together = sum(trajectory is not None for trajectory in followed)
     head = chunk * config.vocab_rows * 4 * 3 * together + config.vocab_rows * config.width * 4
     return states + micro_batch * config.context * per_token + head
 

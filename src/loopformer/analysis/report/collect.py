@@ -442,11 +442,11 @@ def training_facts(source: str | Path) -> TrainingFacts | None:
 
 def facts_of_run(run: RunConfig, step: int, speeds: Sequence[float], state: Mapping[str, Any]) -> TrainingFacts:
     """The same from its settings, the steps it took, and the tokens per second and the state that it recorded."""
-    per_token = training_flops_per_token(run)
+    per_token, entries = training_flops_per_token(run), run.objective.trajectories
     tokens = step * run.training.batch * run.model.context
     return TrainingFacts(
         elastic=run.objective.elastic,
-        short_fraction=max((one.rows for one in run.objective.trajectories if one.budget != "full"), default=0.0),
+        short_fraction=max((entry.rows for entry in entries if entry.budget != "full"), default=0.0),
         step=step,
         steps=run.training.steps,
         tokens=tokens,
