@@ -28,8 +28,8 @@ from loopformer.inference.fused.backend import DraftBackend, FusedPool, draft_ob
 from loopformer.inference.request import Event, Request, Result
 from loopformer.inference.sampling import Sampling
 from loopformer.inference.score import Score, score_texts
-from loopformer.loading import find_model, from_model_folder, load_model
-from loopformer.loading.folder import TOKENIZER, default_trajectory, is_model_folder
+from loopformer.loading import find_model, from_model_folder, read_model
+from loopformer.loading.folder import default_trajectory, is_model_folder
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -307,7 +307,7 @@ def load(source: str | Path) -> LM:
     def read(folder: Path) -> LM:
         if not is_model_folder(folder):
             return load_official(source)
-        lm = _lm(load_model(folder), folder if (folder / TOKENIZER).is_file() else None)
+        lm = _lm(*read_model(folder))
         trajectory = default_trajectory(folder)
         lm.default = None if trajectory is None else lm.model.resolve(trajectory)
         return lm

@@ -291,19 +291,19 @@ def can_save(source: str | Path) -> bool:
     return Path(source).is_dir() and os.access(source, os.W_OK)
 
 
-def save_best(source: str | Path, found: Piece) -> tuple[Path, str | None]:
+def save_best(source: str | Path, ranking: Piece) -> tuple[Path, str | None]:
     """Write the best schedule of a search, unless a better one is there; the file, and then why not.
 
     Those of other budgets stay. A schedule is better if it was found for the same weights and ranked by the same
     measure, on more text, or on as much with a better result: what less text says counts for less.
     """
-    path, budget = Path(source) / FILE, str(found["budget"])
+    path, budget = Path(source) / FILE, str(ranking["budget"])
     saved = _entries(path)
-    text = found["text"] and {name: found["text"][name] for name in ("text", "sha256", "tokens")}
-    numbers = {name: found["best"][name] for name in ("perplexity", "accuracy") if name in found["best"]}
-    facts = {name: found[name] for name in ("by", "method", "measured", "weights")}
-    facts |= {"text": text, "tasks": found["tasks"] and found["tasks"]["names"]}
-    entry = {"trajectory": found["best"]["trajectory"], **numbers, **facts}
+    text = ranking["text"] and {name: ranking["text"][name] for name in ("text", "sha256", "tokens")}
+    numbers = {name: ranking["best"][name] for name in ("perplexity", "accuracy") if name in ranking["best"]}
+    facts = {name: ranking[name] for name in ("by", "method", "measured", "weights")}
+    facts |= {"text": text, "tasks": ranking["tasks"] and ranking["tasks"]["names"]}
+    entry = {"trajectory": ranking["best"]["trajectory"], **numbers, **facts}
     before = saved.get(budget)
     if before is not None and _is_better(before, entry):
         where = f"{_tokens(before):,} tokens" if before.get("text") else ", ".join(before.get("tasks") or ())
