@@ -9,24 +9,21 @@ each counts. Needs the extra `hf`. The last line is JSON.
 """
 
 import argparse
-import platform
 import random
-import sys
 import time
 from pathlib import Path
 
 import torch
 import transformers
+from cpu_model import VOCAB, header, random_model
 
-from loopformer import LoopedLM, ModelConfig, Trajectory
+from loopformer import Trajectory
 from loopformer.benchmark.decode import gpt2
 from loopformer.benchmark.machine import publish
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.engine import generate
 from loopformer.inference.request import Request
 from loopformer.lm import lay_out
-
-VOCAB, WIDTH, HEADS, FFN = 16384, 512, 8, 1280
 
 
 def main() -> None:
@@ -38,22 +35,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
 
-    torch.manual_seed(0)
     torch.set_num_threads(asked.threads)
-    context = asked.prompt + asked.new
-    ours = LoopedLM(
-        ModelConfig(
-            blocks=3,
-            loops=8,
-            width=WIDTH,
-            heads=HEADS,
-            ffn=FFN,
-            context=context,
-            vocab=VOCAB,
-            modulator_start="one",
-        )
-    )
-    lay_out(ours).eval()
+    ours = lay_out(random_model(asked.prompt + asked.new))
     theirs = gpt2(ours.config, 8, ours.tokens.weight)
     theirs.generation_config.pad_token_id = 0
     tokenizer = Tokenizer.train(["words to make a tokenizer of"] * 4, 300)
@@ -89,12 +72,8 @@ def main() -> None:
         rows.append({"batch": batch, "tokens_per_second": rates, "ratio": best["ours"] / best["transformers"]})
         print(f"batch {batch}: ours {best['ours']:.1f}, transformers {best['transformers']:.1f} tokens a second")
     report = {
-        "benchmark": "against_gpt2_cpu",
-        "command": " ".join(["python", *sys.argv]),
-        "hardware": f"{platform.processor() or platform.machine()}, {asked.threads} threads, fp32",
-        "torch": torch.__version__,
+        **header("against_gpt2_cpu", asked.threads),
         "transformers": transformers.__version__,
-        "seed": 0,
         "prompt": asked.prompt,
         "new": asked.new,
         "batches": rows,

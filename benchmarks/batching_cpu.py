@@ -10,16 +10,15 @@ of each counts. The last line is JSON.
 """
 
 import argparse
-import platform
 import random
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from cpu_model import VOCAB, header, random_model
 
-from loopformer import LoopedLM, ModelConfig, Trajectory
+from loopformer import LoopedLM, Trajectory
 from loopformer.benchmark.machine import publish
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.decode import prefill
@@ -27,7 +26,7 @@ from loopformer.inference.engine import Engine, generate
 from loopformer.inference.request import Request
 from loopformer.lm import lay_out
 
-VOCAB, BUDGETS = 16384, (1, 2, 4, 8)
+BUDGETS = (1, 2, 4, 8)
 
 
 def continuous(model: LoopedLM, tokenizer: Tokenizer, requests: list[Request], rows: int) -> list[tuple[int, ...]]:
@@ -76,12 +75,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
 
-    torch.manual_seed(0)
     torch.set_num_threads(asked.threads)
-    settings = ModelConfig(
-        blocks=3, loops=8, width=512, heads=8, ffn=1280, context=256, vocab=VOCAB, modulator_start="one"
-    )
-    model = lay_out(LoopedLM(settings)).eval()
+    model = lay_out(random_model(context=256))
     tokenizer = Tokenizer.train(["words to make a tokenizer of"] * 4, 300)
     draw = random.Random(0)
     requests = [
@@ -114,11 +109,7 @@ def main() -> None:
         for a, b in zip(one, other, strict=False)
     )
     report = {
-        "benchmark": "batching_cpu",
-        "command": " ".join(["python", *sys.argv]),
-        "hardware": f"{platform.processor() or platform.machine()}, {asked.threads} threads, fp32",
-        "torch": torch.__version__,
-        "seed": 0,
+        **header("batching_cpu", asked.threads),
         "rows": asked.rows,
         "requests": len(requests),
         "prompt_tokens": sum(len(request.prompt) for request in requests),

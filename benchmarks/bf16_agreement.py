@@ -81,7 +81,7 @@ def compared(exact: LoopedLM, prompts: Ids, budget: int, wanted: Ids, other: Ids
     for prompt, one, two in zip(prompts, wanted, other, strict=True):
         if one != two:
             same = next(at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
-            ids = torch.tensor([[*prompt, *one[:same]]], device=exact.tokens.weight.device)
+            ids = torch.tensor([[*prompt, *one[:same]]], device=exact.device)
             hidden = exact(ids, budget, logits=False).hidden[0, -1]
             best = exact.head(hidden)[: exact.config.vocab].topk(2).values
             gaps.append(float(best[0] - best[1]))

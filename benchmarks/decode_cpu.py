@@ -7,14 +7,13 @@ inside one run. The last line is JSON.
 """
 
 import argparse
-import platform
-import sys
 import time
 from pathlib import Path
 
 import torch
+from cpu_model import VOCAB, header, random_model
 
-from loopformer import LoopedLM, ModelConfig, Trajectory
+from loopformer import LoopedLM, Trajectory
 from loopformer.benchmark.machine import publish
 from loopformer.inference.decode import prefill
 from loopformer.lm import lay_out
@@ -63,21 +62,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
 
-    torch.manual_seed(0)
     torch.set_num_threads(asked.threads)
-    model = LoopedLM(
-        ModelConfig(
-            blocks=3,
-            loops=8,
-            width=asked.width,
-            heads=asked.width // 64,
-            ffn=asked.width * 5 // 2,
-            context=asked.prompt + asked.new,
-            vocab=16384,
-            modulator_start="one",
-        )
-    ).eval()
-    prompt = torch.randint(16384, (asked.prompt,)).tolist()
+    model = random_model(asked.prompt + asked.new, asked.width)
+    prompt = torch.randint(VOCAB, (asked.prompt,)).tolist()
     by_rows = min(cached(model, prompt, 8, 16)[2] for _ in range(2))
     lay_out(model)  # as `loopformer.load` does
     cached(model, prompt, 8, 4)
@@ -99,11 +86,7 @@ def main() -> None:
     first = budgets[2]["prefill_seconds"] / budgets[8]["prefill_seconds"]
     counted = budgets[2]["prefill_flops"] / budgets[8]["prefill_flops"]
     report = {
-        "benchmark": "decode_cpu",
-        "command": " ".join(["python", *sys.argv]),
-        "hardware": f"{platform.processor() or platform.machine()}, {asked.threads} threads, fp32",
-        "torch": torch.__version__,
-        "seed": 0,
+        **header("decode_cpu", asked.threads),
         "prompt": asked.prompt,
         "new": asked.new,
         "width": asked.width,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from queueing import RAW, collected, rounded, spread, trained, work_through
+from queueing import RAW, add_run_options, collected, passed_on, rounded, spread, trained, work_through
 
 from loopformer.config import ModelConfig, from_mapping
 from loopformer.data.loader import Windows, validation_windows
@@ -79,9 +79,9 @@ def following(*entries: str, **more: Any) -> Settings:
     return {"objective.trajectories": f"[{', '.join(entries)}]", "objective.consistency": "distribution", **named}
 
 
-def grid(weight: float, match: float = 0.0) -> Settings:
+def grid(weight: float) -> Settings:
     """The full trajectory, and 4, 2 and 1 equal steps beside it."""
-    return following(FULL, *(f"{{budget: {budget}, weight: {weight}, match: {match}}}" for budget in (4, 2, 1)))
+    return following(FULL, *(f"{{budget: {budget}, weight: {weight}, match: 0.0}}" for budget in (4, 2, 1)))
 
 
 def strata(weight: float, match: float = 0.0, start: float = 0.0, end: float = 1.0) -> list[str]:
@@ -366,16 +366,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in ("run", "model"):  # `model` is how `run` calls itself
+    for verb in ("run", "model"):
         one = verbs.add_parser(verb)
+        add_run_options(one, workers=4)
         one.add_argument("suite", choices=list(SUITES))
         one.add_argument("names", nargs="*", metavar="RUN", help="all of the suite by default")
         one.add_argument("--data", type=Path, required=True)
-        one.add_argument("--runs", type=Path, required=True)
-        one.add_argument("--workers", type=int, default=4)
         one.add_argument("--seeds", type=int, nargs="+", default=[0])
-        one.add_argument("--commit", default="unknown")
-        one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over everything else")
     one = verbs.add_parser("collect")
     one.add_argument("--runs", type=Path, required=True)
     one.add_argument("--out", type=Path, default=Path("results/elastic"))
@@ -390,8 +387,7 @@ def main() -> None:
         folder = asked.runs / run_name(asked.suite, names[0], asked.seeds[0])
         train_and_measure(asked.suite, names[0], asked.seeds[0], asked.data, folder, asked.commit, asked.set)
         return
-    shared = ["--data", str(asked.data), "--runs", str(asked.runs), "--commit", asked.commit]
-    shared += [word for one in asked.set for word in ("--set", one)]
+    shared = ["--data", str(asked.data), *passed_on(asked)]
     start = [sys.executable, __file__, "model", asked.suite]
     commands = {
         run_name(asked.suite, name, seed): [*start, name, "--seeds", str(seed), *shared]
@@ -441,7 +437,7 @@ def measured(run: Path, data: Path) -> dict[str, Any]:
 @torch.no_grad()
 def window_losses(model: LoopedLM, windows: Windows, trajectory: Trajectory) -> list[float]:
     """The summed nats of every held-out window, in bf16 on a GPU."""
-    device = model.tokens.weight.device
+    device = model.device
     sums: list[float] = []
     for start in range(0, len(windows), ROWS):
         batch = windows.batch(start, min(start + ROWS, len(windows)))

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from loopformer.benchmark.machine import publish
 from loopformer.training.head_loss import LossWeights, head_losses
 
 
@@ -88,9 +89,7 @@ def main() -> None:
         "memory_ratio": found["chunked"]["peak_gib"] / found["plain"]["peak_gib"],
         "time_ratio": found["chunked"]["seconds"] / found["plain"]["seconds"],
     }
-    if asked.out:
-        asked.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+    publish(report, asked.out)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from paper_judge import TEXTS as TITLES_OF_TEXTS
 from paper_judge import TITLES, Results, fill
-from queueing import RAW, rounded, trained, work_through
+from queueing import RAW, add_run_options, passed_on, rounded, trained, work_through
 
 from loopformer.analysis.dynamics import analyze, read_prompts
 from loopformer.analysis.report.collect import VERSION, ReportRequest, facts_of_run, size_facts
@@ -115,21 +115,17 @@ TEXT, DATA, REQUESTS, ANSWERS = "text", "data", "requests.jsonl", "answers.jsonl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    corpus, tasks, inputs, runs = (argparse.ArgumentParser(add_help=False) for _ in range(4))
+    corpus, tasks, inputs = (argparse.ArgumentParser(add_help=False) for _ in range(3))
     corpus.add_argument("corpus", type=Path)
     tasks.add_argument("eval", type=Path)
     inputs.add_argument("--inputs", type=Path, required=True)
-    runs.add_argument("--runs", type=Path, required=True)
     verbs.add_parser("prepare", parents=[corpus, tasks, inputs])
-    for verb in ("run", "model"):  # `model` is how `run` calls itself
-        one = verbs.add_parser(verb, parents=[inputs, runs])
+    for verb in ("run", "model"):
+        one = verbs.add_parser(verb, parents=[inputs])
+        add_run_options(one, workers=3)
         one.add_argument("models", nargs="*", choices=[*QUEUE, []], metavar="MODEL", help=", ".join(QUEUE))
-        one.add_argument("--workers", type=int, default=3)
-        one.add_argument("--commit", default="unknown")
-        one.add_argument(
-            "--set", action="append", default=[], metavar="KEY=VALUE", help="of `loopformer train`, for a trial"
-        )
-    one = verbs.add_parser("collect", parents=[tasks, runs])
+    one = verbs.add_parser("collect", parents=[tasks])
+    one.add_argument("--runs", type=Path, required=True)
     one.add_argument("--out", type=Path, default=RESULTS)
     one = verbs.add_parser("judge", help="fill the tables of Markdown files")
     one.add_argument("documents", type=Path, nargs="+")
@@ -141,8 +137,7 @@ def main() -> None:
     if asked.verb == "prepare":
         prepare(asked.corpus, asked.eval, asked.inputs)
     elif asked.verb == "run":
-        shared = ["--inputs", str(asked.inputs), "--runs", str(asked.runs), "--commit", asked.commit]
-        shared += [word for one in asked.set for word in ("--set", one)]
+        shared = ["--inputs", str(asked.inputs), *passed_on(asked)]
         start = [sys.executable, __file__, "model"]
         commands = {name: [*start, name, *shared] for name in asked.models or QUEUE}
         work_through(commands, asked.runs, asked.workers)

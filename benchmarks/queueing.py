@@ -2,8 +2,11 @@
 
 work_through({"a": ["python", "train.py", "a"], …}, Path("runs"), workers=4)     # logs in runs/a.log, …
 facts = trained("states", {"training.seed": 1}, [], Path("runs/a"), commit)      # what such a command begins with
+
+A suite has two verbs: `run` works through its queue, and calls itself as `model` for each run in it.
 """
 
+import argparse
 import json
 import shlex
 import signal
@@ -21,6 +24,22 @@ import torch
 from loopformer.training.launch import launch, plan
 
 RAW = "raw.json"  # what a run that is done leaves in its folder
+
+
+def add_run_options(parser: argparse.ArgumentParser, workers: int) -> None:
+    """The options that `run` and `model` have in every suite."""
+    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--workers", type=int, default=workers)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of `loopformer train`, over all else"
+    )
+
+
+def passed_on(asked: argparse.Namespace) -> list[str]:
+    """Those of them that `run` gives to each `model`."""
+    changes = [word for change in asked.set for word in ("--set", change)]
+    return ["--runs", str(asked.runs), "--commit", asked.commit, *changes]
 
 
 def work_through(commands: Mapping[str, Sequence[str]], runs: Path, workers: int) -> None:

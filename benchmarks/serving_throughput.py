@@ -379,7 +379,7 @@ def main() -> None:
         place = prepare(asked.model, Path(folder), choose_device(asked.device))
         settings = WorkerSettings(place, asked.rows, device=asked.device)
         lm, _ = load_served(settings)
-        config, device = lm.model.config, lm.model.tokens.weight.device
+        config, device = lm.model.config, lm.model.device
         say(f"the model is there, {lm.model.dtype_name} on {device}")
         loops = config.loops
         budgets = {"full": [loops], "mixed": sorted({loops, max(1, loops // 2), max(1, loops // 4)})}

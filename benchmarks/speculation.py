@@ -83,7 +83,7 @@ def main() -> None:
             prompt_tokens + new_tokens <= config.context,
             f"{prompt_tokens} + {new_tokens} tokens do not fit the context of {config.context}; take fewer.",
         )
-        machine = describe(lm.model.tokens.weight.device)
+        machine = describe(lm.model.device)
     rows = []
     for row in fused(lm, prompts, new_tokens, asked.int8) if asked.fast else eager(lm, prompts, new_tokens):
         rows.append(row)

@@ -28,7 +28,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
-from queueing import RAW, collected, rounded, spread, trained, work_through
+from queueing import RAW, add_run_options, collected, passed_on, rounded, spread, trained, work_through
 
 from loopformer.data.states import Group
 from loopformer.device import device_name
@@ -133,18 +133,13 @@ SUITES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in ("run", "model"):  # `model` is how `run` calls itself
+    for verb in ("run", "model"):
         one = verbs.add_parser(verb)
+        add_run_options(one, workers=2)
         one.add_argument("suite", choices=list(SUITES))
         one.add_argument("models", nargs="*", metavar="MODEL", help="those of the suite by default")
-        one.add_argument("--runs", type=Path, required=True)
-        one.add_argument("--workers", type=int, default=2)
         one.add_argument("--seeds", type=int, nargs="+", help="those of the suite by default")
         one.add_argument("--steps", type=int, help="those of the suite by default")
-        one.add_argument("--commit", default="unknown")
-        one.add_argument(
-            "--set", action="append", default=[], metavar="KEY=VALUE", help="of `loopformer train`, for a trial"
-        )
     one = verbs.add_parser("collect")
     one.add_argument("--runs", type=Path, required=True)
     one.add_argument("--out", type=Path, default=Path("results/state_tracking"))
@@ -165,8 +160,7 @@ def main() -> None:
         folder = asked.runs / run_name(asked.suite, name, seed)
         train_and_measure(asked.suite, name, seed, steps, folder, asked.commit, asked.set)
         return
-    shared = ["--runs", str(asked.runs), "--steps", str(steps), "--commit", asked.commit]
-    shared += [word for one in asked.set for word in ("--set", one)]
+    shared = ["--steps", str(steps), *passed_on(asked)]
     commands = {
         run_name(asked.suite, name, seed): [
             *(sys.executable, __file__, "model", asked.suite, name, "--seeds", str(seed)),
@@ -197,7 +191,7 @@ def train_and_measure(
         "model": name,
         "suite": suite,
         "seed": seed,
-        "hardware": hardware(loaded.model.tokens.weight.device),
+        "hardware": hardware(loaded.model.device),
         **facts,
         "weights": loaded.weights,
         "states": track_states(loaded.model, group, along, batch_tokens=1 << 16),

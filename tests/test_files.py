@@ -19,6 +19,7 @@ from loopformer.files import (
     read_json,
     read_yaml,
     write_atomic,
+    write_json,
     writing,
 )
 
@@ -163,3 +164,10 @@ def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path: Path) -> None:
             with pytest.raises(FileProblem, match=f"{path} cannot be read: {reason}") as caught:
                 read(path)
             assert not isinstance(caught.value, DamagedFile)
+
+
+def test_json_of_any_text_comes_back(tmp_path: Path) -> None:
+    value = {"naïve": ["café ☕", "half of a pair \udc80"], "number": 1.5}
+    write_json(tmp_path / "a.json", value)
+    assert read_json(tmp_path / "a.json") == value
+    assert "café ☕".encode() in (tmp_path / "a.json").read_bytes()

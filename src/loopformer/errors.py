@@ -53,8 +53,8 @@ def unreadable(name: object, error: OSError) -> FileProblem:
 def remedy(error: BaseException) -> str:
     """What to do about a file that cannot be read or written: room and permission are told apart."""
     number = getattr(error, "errno", None)
-    if number is None and (told := re.search(r"\(os error (\d+)\)", str(error))):  # libraries written in Rust
-        number = int(told[1])
+    if number is None and (match := re.search(r"\(os error (\d+)\)", str(error))):  # libraries written in Rust
+        number = int(match[1])
     if number in _NO_ROOM:
         return "make room"
     return (

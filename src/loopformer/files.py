@@ -3,6 +3,7 @@
     write_atomic(path, content)          # a reader sees the old content or the new, also after a crash
     with locked(folder): ...             # make the folder, keep other processes from writing to it
     with opened_alone(path) as file: ... # the same for one file that grows: append(file, path, line)
+    write_json(path, value)              # as write_atomic
     read_json(path); read_yaml(path)     # a mapping, or one sentence about the file
 
 What is wrong with a file is a `FileProblem`; where it can be read and its content is wrong, a `DamagedFile`.
@@ -205,8 +206,13 @@ def sha256_of(path: Path) -> str:
 
 
 def json_bytes(value: Any) -> bytes:
-    """The content of a JSON file; what UTF-8 cannot hold, as names of files may have it, stands there escaped."""
+    """JSON for a file that people may look into; half of a surrogate pair, which UTF-8 has not, as an escape."""
     return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a file by such JSON, whole."""
+    write_atomic(path, json_bytes(value))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from loopformer.inference.fused.backend import DraftBackend, FusedPool, draft_ob
 from loopformer.inference.request import Event, Request, Result
 from loopformer.inference.sampling import Sampling
 from loopformer.inference.score import Score, score_texts
-from loopformer.loading import find_model, from_model_folder, load_model
-from loopformer.loading.folder import TOKENIZER, default_trajectory, is_model_folder
+from loopformer.loading import find_model, from_model_folder, read_model
+from loopformer.loading.folder import default_trajectory, is_model_folder
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -307,7 +307,7 @@ def load(source: str | Path) -> LM:
     def read(folder: Path) -> LM:
         if not is_model_folder(folder):
             return load_official(source)
-        lm = _lm(load_model(folder), folder if (folder / TOKENIZER).is_file() else None)
+        lm = _lm(*read_model(folder))
         trajectory = default_trajectory(folder)
         lm.default = None if trajectory is None else lm.model.resolve(trajectory)
         return lm
@@ -336,9 +336,9 @@ def lay_out(model: LoopedLM) -> LoopedLM:
     On the CPU a matmul with one row is limited by reading the weight, and PyTorch reads a weight [out, in] on all
     cores only when it lies in memory by columns (benchmarks/decode_cpu.py). Values, shapes and files stay the same.
     """
-    by_columns = model.tokens.weight.device.type == "cpu"
-    weights = [model.tokens.weight, *(one.weight for one in model.stack.modules() if isinstance(one, nn.Linear))]
-    for weight in weights:
+    by_columns = model.device.type == "cpu"
+    linears = [module for module in model.stack.modules() if isinstance(module, nn.Linear)]
+    for weight in (model.tokens.weight, *(linear.weight for linear in linears)):
         weight.data = weight.data.t().contiguous().t() if by_columns else weight.data.contiguous()
     return model
 

@@ -244,10 +244,10 @@ def _keep_names_apart(axis: Axes) -> None:
     out, but the first and the last of a line come before those between."""
     from matplotlib.text import Annotation
 
-    names = [one for one in axis.texts if isinstance(one, Annotation)]
+    names = [text for text in axis.texts if isinstance(text, Annotation)]
     frame = axis.get_window_extent()
     kept: list[Bbox] = []
-    for name in sorted(names, key=lambda one: one not in (names[0], names[-1])):
+    for name in sorted(names, key=lambda text: text not in (names[0], names[-1])):
         box = name.get_window_extent()
         if box.x1 > frame.x1 or box.x0 < frame.x0:
             right, (x, y) = box.x0 < frame.x0, name.xyann
@@ -304,8 +304,8 @@ def map_figure(
     rows = math.ceil(len(maps) / columns)
     width = WIDTH if columns > 1 else WIDTH / 2
     side = (width - 0.9) / columns - 0.35  # inches of a map, beside the colour bar and its own tick labels
-    lowest = min((value for one in maps for row in one.values for value in row if value is not None), default=0.0)
-    lowest = min(0.9, max(0.0, math.floor(10 * lowest) / 10))
+    values = [value for heat_map in maps for row in heat_map.values for value in row if value is not None]
+    lowest = min(0.9, max(0.0, math.floor(10 * min(values, default=0.0)) / 10))
     with house_style():
         figure = new_figure(width, 0.65 + rows * (side + 0.55))
         axes = figure.subplots(rows, columns, squeeze=False)

@@ -108,10 +108,10 @@ def test_shards_are_read_once_per_change(folder: Path, monkeypatch: pytest.Monke
 def test_a_note_that_is_no_use_is_no_error(folder: Path, note: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if note is None:  # a folder that cannot be written to; file permissions do not stop every user
 
-        def refuse(path: Path, content: bytes) -> None:
+        def refuse(path: Path, value: object) -> None:
             raise FileProblem("read-only")
 
-        monkeypatch.setattr("loopformer.data.shards.write_atomic", refuse)
+        monkeypatch.setattr("loopformer.data.shards.write_json", refuse)
     else:
         (folder / "verified.json").write_text(note)
     TokenData.open(folder).verify(changed_only=True)

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import nn
+from inference.models import spread
 
 from loopformer import LoopedLM, ModelConfig
 from loopformer.data.tokenizer import Tokenizer
@@ -23,14 +22,10 @@ DOCUMENTS = [
 
 def make_model(tokenizer: Tokenizer, loops: int = 4, context: int = 16) -> LoopedLM:
     """A conditioned model of tiny width with weights spread out, so that every choice shows."""
-    torch.manual_seed(0)
     config = ModelConfig(
         blocks=1, loops=loops, width=16, heads=2, ffn=32, context=context, vocab=tokenizer.vocab_size
     )
-    model = LoopedLM(config)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model.eval()
+    return spread(config, std=0.3)
 
 
 def make_text(documents: Sequence[str], tokenizer: Tokenizer, sha256: str = "0") -> Text:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from inference.models import spread
 
 from loopformer import LoopedLM, ModelConfig
 from loopformer.data.states import TEST, Group, StateWindows
@@ -18,11 +19,7 @@ ALL = [Trajectory.uniform(1), Trajectory.uniform(2), Trajectory.parse("3-1"), Tr
 
 @pytest.fixture(scope="module")
 def model() -> LoopedLM:
-    torch.manual_seed(0)
-    model = LoopedLM(ModelConfig(blocks=1, loops=4, width=16, heads=2, ffn=32, context=7, vocab=7))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return model
+    return spread(ModelConfig(blocks=1, loops=4, width=16, heads=2, ffn=32, context=7, vocab=7), std=0.5)
 
 
 def test_counts_are_those_of_the_model_itself(model: LoopedLM) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from evaluation.small import make_model
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from loopformer import LM, LoopedLM, ModelConfig
+from loopformer import LM, LoopedLM
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.evaluation.tasks import encode_pairs, encode_texts
@@ -29,8 +30,6 @@ from loopformer.inference.score import (
     score_texts,
 )
 from loopformer.trajectory import Trajectory
-
-from .models import spread
 
 ROUTE = Trajectory.parse("2-1-1")
 PROMPTS = ["every pass", "its", "time and step and time", "told"]
@@ -57,13 +56,6 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture
 def lm(tokenizer: Tokenizer) -> LM:
     return LM(make_model(tokenizer), tokenizer)
-
-
-def make_model(tokenizer: Tokenizer, loops: int = 4, context: int = 16) -> LoopedLM:
-    config = ModelConfig(
-        blocks=1, loops=loops, width=16, heads=2, ffn=32, context=context, vocab=tokenizer.vocab_size
-    )
-    return spread(config, std=0.3)
 
 
 @torch.no_grad()

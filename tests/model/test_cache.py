@@ -49,27 +49,6 @@ def test_cached_rows_equal_their_own_uncached_runs(
     assert cache.lengths == [len(sequence) for sequence in sequences]
 
 
-@given(cases(), st.data())
-def test_rows_are_selected_in_any_order_and_go_on(
-    case: tuple[ModelConfig, list[str], list[list[int]], int], data: st.DataObject
-) -> None:
-    config, trajectories, prompts, seed = case
-    if data.draw(st.booleans()):  # one trajectory for all, which a cache keeps in another way
-        trajectories = trajectories[:1] * len(trajectories)
-    model = spread(config, seed)
-    counts = [len(prompt) for prompt in prompts]
-    padded = torch.tensor([prompt + [0] * (max(counts) - len(prompt)) for prompt in prompts])
-    cache = model.cache(trajectories, len(prompts))
-    model.extend(padded, cache, counts)
-    chosen = data.draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=5))
-    cache = cache.select(chosen)
-    hidden = model.extend(torch.tensor([[7, 8]] * len(chosen)), cache)
-    for row, old in enumerate(chosen):
-        with torch.no_grad():
-            expected = model(torch.tensor([[*prompts[old], 7, 8]]), trajectories[old]).hidden[0, -2:]
-        torch.testing.assert_close(hidden[row], expected, atol=1e-4, rtol=1e-4)
-
-
 def test_a_prompt_may_come_in_pieces(tiny: ModelConfig) -> None:
     model = spread(tiny)
     ids = torch.randint(tiny.vocab, (2, 12))

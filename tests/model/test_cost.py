@@ -3,8 +3,8 @@ from typing import get_args
 
 import pytest
 import torch
+from inference.models import spread
 from options import OPTIONS, Option
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -40,10 +40,7 @@ def test_settings_beyond_the_paper_are_counted(tiny: ModelConfig, option: Option
 
 @pytest.mark.parametrize("option", [{}, *OPTIONS], ids=str)
 def test_what_settled_tokens_cost_is_what_torch_counts(tiny: ModelConfig, option: Option) -> None:
-    torch.manual_seed(0)
-    model, certainty = LoopedLM(replace(tiny, **option)).eval(), Certainty(0.3)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.7)
+    model, certainty = spread(replace(tiny, **option), std=0.7), Certainty(0.3)
     budget, cache, seen = tiny.loops, model.cache(tiny.loops, 1), set()
     for keys in range(1, 25):
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

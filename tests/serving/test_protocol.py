@@ -25,14 +25,14 @@ def completion(**fields: Any) -> CompletionBody:
     return CompletionBody.model_validate({"prompt": "its time", **fields})
 
 
-@pytest.mark.parametrize("name", [*CompletionBody.unsupported()])
+@pytest.mark.parametrize("name", [*CompletionBody.unsupported])
 def test_what_completions_do_not_support_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValidationError, match=f"'{name}' is a field of OpenAI's that is not supported"):
         completion(**{name: 0.5})
     assert completion(**{name: None}).prompt == "its time"
 
 
-@pytest.mark.parametrize("name", [*ChatBody.unsupported()])
+@pytest.mark.parametrize("name", [*ChatBody.unsupported])
 def test_what_chats_do_not_support_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValidationError, match=f"'{name}' is a field of OpenAI's that is not supported"):
         ChatBody.model_validate({"messages": MESSAGES, name: "x"})

@@ -1,12 +1,13 @@
 """A prepared folder and a run small enough for tests."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from loopformer.data.prepare import prepare
+
+from .runs import Small, overriding
 
 SENTENCE = "one shared stack of blocks is applied many times and every pass is told its time and its step"
 
@@ -28,7 +29,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small(corpus: Path) -> Callable[..., list[str]]:
+def small(corpus: Path) -> Small:
     """Overrides that scale any preset down to a run of a second; more of them as section__key=value."""
     base: dict[str, object] = {
         "model.width": 32,
@@ -49,9 +50,4 @@ def small(corpus: Path) -> Callable[..., list[str]]:
         "training.validation_windows": 4,
         "training.log_every": 1,
     }
-
-    def overrides(**more: object) -> list[str]:
-        merged = base | {name.replace("__", "."): value for name, value in more.items()}
-        return [f"{name}={value}" for name, value in merged.items()]
-
-    return overrides
+    return overriding(base)

@@ -9,6 +9,16 @@ from loopformer.training.reporting import read_metrics
 Small = Callable[..., list[str]]  # the fixture of conftest.py
 
 
+def overriding(base: dict[str, object]) -> Small:
+    """What makes overrides of these settings, and of more as section__key=value."""
+
+    def overrides(**more: object) -> list[str]:
+        merged = base | {name.replace("__", "."): value for name, value in more.items()}
+        return [f"{name}={value}" for name, value in merged.items()]
+
+    return overrides
+
+
 def weights(run: Path) -> bytes:
     """Of the newest checkpoint."""
     return (checkpoints(run)[-1] / "model.safetensors").read_bytes()

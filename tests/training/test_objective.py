@@ -1,9 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from inference.models import spread
+from torch import Tensor
 
-from loopformer import LoopedLM, Trajectory
+from loopformer import Trajectory
 from loopformer.config import ModelConfig, ObjectiveConfig
 from loopformer.config.run import TrainedTrajectory
 from loopformer.data.loader import NO_LOSS
@@ -15,10 +16,7 @@ FULL, SHORT = Trajectory.uniform(4), Trajectory.parse("2-1-1")
 def make(
     tiny: ModelConfig, config: ObjectiveConfig, checkpoint_loops: bool = False
 ) -> tuple[Objective, Tensor, Tensor]:
-    torch.manual_seed(0)
-    model = LoopedLM(tiny)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)
+    model = spread(tiny, std=0.1)
     ids = torch.randint(tiny.vocab, (4, 9))
     targets = ids[:, 1:].clone()
     targets[1, 3] = NO_LOSS

@@ -1,6 +1,5 @@
 """A run on words over a group: nothing on disk is needed, and stopping, cutting and moving change nothing."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,11 @@ from loopformer.lm import load
 from loopformer.loading.folder import checkpoints
 from loopformer.training.launch import launch, plan
 
-from .runs import go_back, training_losses, weights
-
-Overrides = Callable[..., list[str]]
+from .runs import Small, go_back, overriding, training_losses, weights
 
 
 @pytest.fixture
-def tracked() -> Overrides:
+def tracked() -> Small:
     base: dict[str, object] = {
         "model.width": 16,
         "model.heads": 2,
@@ -34,15 +31,10 @@ def tracked() -> Overrides:
         "training.validation_windows": 12,
         "training.log_every": 1,
     }
-
-    def overrides(**more: object) -> list[str]:
-        merged = base | {name.replace("__", "."): value for name, value in more.items()}
-        return [f"{name}={value}" for name, value in merged.items()]
-
-    return overrides
+    return overriding(base)
 
 
-def test_a_run_resumes_to_the_same_bits_and_its_model_is_whole(tmp_path: Path, tracked: Overrides) -> None:
+def test_a_run_resumes_to_the_same_bits_and_its_model_is_whole(tmp_path: Path, tracked: Small) -> None:
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert launch("states", tracked(), straight, quiet=True)["finished"]
     launch("states", tracked(), stopped, quiet=True)
@@ -60,14 +52,14 @@ def test_a_run_resumes_to_the_same_bits_and_its_model_is_whole(tmp_path: Path, t
         launch("states", tracked(data__states="S5"), moved, resume=True, quiet=True)
 
 
-def test_micro_batches_see_the_same_words(tmp_path: Path, tracked: Overrides) -> None:
+def test_micro_batches_see_the_same_words(tmp_path: Path, tracked: Small) -> None:
     for name, rows in (("whole", 8), ("cut", 2)):
         launch("states", tracked(training__micro_batch=rows), tmp_path / name, quiet=True)
     cut, whole = (training_losses(tmp_path / name, "any") for name in ("cut", "whole"))
     assert cut == pytest.approx(whole, abs=1e-3)  # Muon rounds its updates to bf16
 
 
-def test_a_run_starts_from_a_model_of_its_own_group(tmp_path: Path, tracked: Overrides) -> None:
+def test_a_run_starts_from_a_model_of_its_own_group(tmp_path: Path, tracked: Small) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     launch("states", tracked(), first, quiet=True)
     launch("states", [*tracked(training__seed=1), f"init_from={first}"], second, quiet=True)
@@ -76,7 +68,7 @@ def test_a_run_starts_from_a_model_of_its_own_group(tmp_path: Path, tracked: Ove
         launch("states", [*tracked(data__states="A5"), f"init_from={first}"], tmp_path / "third", quiet=True)
 
 
-def test_a_plan_needs_no_data_and_counts_no_epochs(tmp_path: Path, tracked: Overrides) -> None:
+def test_a_plan_needs_no_data_and_counts_no_epochs(tmp_path: Path, tracked: Small) -> None:
     planned = plan("states", tracked(data__states="A5"), tmp_path / "run")
     assert planned["settings"]["model"]["vocab"] == 61
     assert planned["plan"]["epochs"] is None

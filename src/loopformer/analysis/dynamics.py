@@ -125,7 +125,7 @@ def analyze(
     kind = checked_states(states)
     started = time.perf_counter()
     trajectory = model.resolve(trajectory)
-    device = model.tokens.weight.device
+    device = model.device
     exact = torch.device("cpu") if device.type == "mps" else device  # where float64 exists
     cka = LinearCKA(trajectory.budget + 1, model.config.width, exact)
     batches: list[dict[str, Tensor]] = []

@@ -188,7 +188,7 @@ def decode(
     say: Callable[[Measurement], object] = lambda row: None,
 ) -> dict[str, Any]:
     """Measure every combination by every path that can run here; `say` gets each row as it comes."""
-    machine = describe(model.tokens.weight.device)
+    machine = describe(model.device)
     rows: list[Measurement] = []
     for path in _paths_here(model, paths, int8):
         timed = min(tokens, NAIVE_TOKENS) if path == "naive" else tokens
@@ -226,7 +226,7 @@ def _paths_here(model: LoopedLM, paths: Sequence[str], int8: bool) -> list[str]:
 
 def _measure(model: LoopedLM, path: str, budget: int, batch: int, context: int, tokens: int) -> Measurement:
     """Milliseconds of a step, and the peak of memory on a GPU."""
-    device = model.tokens.weight.device
+    device = model.device
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab, (batch, context), generator=generator).to(device)
     free_memory(device)

@@ -42,6 +42,7 @@ PATHS = ("static", "plain", "fused")
 STOPS = ("\n\n###",)  # looked for in every text
 LOADS = (0.5, 0.8, 1.0)
 SHORT_PROMPT, LONG_PROMPT = 32, 900  # tokens
+QUEUE = 4096  # requests that may wait, which is more than ever do
 LONG_EVERY = 0.5  # seconds from one long prompt to the next
 WINDOWS = 3  # in which tokens are counted
 FIRST_TOKENS = 4  # of each request before that: by then every graph is recorded that is needed at all
@@ -115,7 +116,7 @@ def engine(
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Everything, as plain numbers; without the paths that cannot run here."""
-    device, words = model.tokens.weight.device, Words()
+    device, words = model.device, Words()
     why = obstacle(model)
     missing = {} if why is None else dict.fromkeys(("static", "fused"), f"it {why}")
     here = [path for path in paths if path not in missing]
@@ -138,32 +139,32 @@ def engine(
             free_memory(device)
             say(f"static   M={budget}: {rows / static[budget]:,.0f} tokens/s")
         report["static"] = {str(budget): rows / step for budget, step in static.items()}
-    for path in (one for one in here if one != "static"):
-        found = report[path] = {"windows": {}}
+    for path in (path for path in here if path != "static"):
+        rates = report[path] = {"windows": {}}
         for budget in budgets:
-            asked = _requests(model, [budget] * rows, context)
-            windows = _windows(_engine(model, words, path, rows), asked, rows * tokens)
-            rate = found[str(budget)] = _median(windows).rate
-            found["windows"][str(budget)] = [one.rate for one in windows]
+            requests = _requests(model, [budget] * rows, context)
+            windows = _windows(_engine(model, words, path, rows), requests, rows * tokens)
+            rate = rates[str(budget)] = _median(windows).rate
+            rates["windows"][str(budget)] = [window.rate for window in windows]
             of_static = _share(rate, rows / static[budget] if static else None)
             say(f"{path:8} M={budget}: {rate:,.0f} tokens/s{of_static}")
             free_memory(device)
-        asked = _requests(model, budgets[:1], context)
-        windows = _windows(_engine(model, words, path, 1), asked, tokens)
-        found["alone"], found["windows"]["alone"] = _median(windows).rate, [one.rate for one in windows]
-        say(f"{path:8} one request of M={budgets[0]}: {found['alone']:,.0f} tokens/s")
-        asked = _requests(model, [budget for budget in budgets for _ in range(rows)], context)
-        windows = _windows(_engine(model, words, path, len(asked)), asked, len(asked) * tokens)
+        requests = _requests(model, budgets[:1], context)
+        windows = _windows(_engine(model, words, path, 1), requests, tokens)
+        rates["alone"], rates["windows"]["alone"] = _median(windows).rate, [window.rate for window in windows]
+        say(f"{path:8} one request of M={budgets[0]}: {rates['alone']:,.0f} tokens/s")
+        requests = _requests(model, [budget for budget in budgets for _ in range(rows)], context)
+        windows = _windows(_engine(model, words, path, len(requests)), requests, len(requests) * tokens)
         median = _median(windows)
-        found["mixed"] = {**vars(median), "tokens_per_second": median.rate}
-        found["windows"]["mixed"] = [one.rate for one in windows]
-        one_by_one = sum(median.tokens[one] / rows * static[one] for one in budgets) if static else None
+        rates["mixed"] = {**vars(median), "tokens_per_second": median.rate}
+        rates["windows"]["mixed"] = [window.rate for window in windows]
+        one_by_one = sum(median.tokens[budget] / rows * static[budget] for budget in budgets) if static else None
         if one_by_one is not None:
-            found["mixed"]["static_seconds"] = one_by_one
+            rates["mixed"]["static_seconds"] = one_by_one
         of_static = _share(1 / median.seconds, None if one_by_one is None else 1 / one_by_one)
         say(f"{path:8} mixed: {median.rate:,.0f} tokens/s{of_static}")
         free_memory(device)
-        found["load"] = list(_under_load(model, words, path, rows, budgets, context, tokens, seconds, say))
+        rates["load"] = list(_under_load(model, words, path, rows, budgets, context, tokens, seconds, say))
     return report
 
 
@@ -171,24 +172,23 @@ def _share(rate: float, static: float | None) -> str:
     return "" if static is None else f", {100 * rate / static:.0f} % of static"
 
 
-def _engine(model: LoopedLM, words: Words, path: str, rows: int, queue: int = 4096) -> Engine:
+def _engine(model: LoopedLM, words: Words, path: str, rows: int) -> Engine:
     if path == "plain":
-        return Engine(model, words, queue=queue, backend=PlainBackend(model, rows, remember=0))
+        return Engine(model, words, queue=QUEUE, backend=PlainBackend(model, rows, remember=0))
     from loopformer.inference.fused.batch import SharedBatch
     from loopformer.inference.fused.shared import SharedBackend
 
-    return Engine(model, words, queue=queue, backend=SharedBackend(SharedBatch(model, rows), remember=0))
+    return Engine(model, words, queue=QUEUE, backend=SharedBackend(SharedBatch(model, rows), remember=0))
 
 
-def _requests(model: LoopedLM, budgets: Sequence[int], context: int, most: int | None = None) -> list[Request]:
-    """Random prompts of `context` tokens; they go on for `most`, or to the end of the model's context."""
+def _requests(model: LoopedLM, budgets: Sequence[int], context: int) -> list[Request]:
+    """Random prompts of `context` tokens; they go on to the end of the model's context."""
     rng = random.Random(0)
-    room = model.config.context - context if most is None else most
     return [
         Request(
             tuple(rng.randrange(model.config.vocab) for _ in range(context)),
             Trajectory.uniform(budget),
-            max_tokens=room,
+            max_tokens=model.config.context - context,
             stops=STOPS,
         )
         for budget in budgets
@@ -221,7 +221,7 @@ def _windows(engine: Engine, requests: Sequence[Request], tokens: int) -> list[T
 
 
 def _median(windows: Sequence[TokenWindow]) -> TokenWindow:
-    return sorted(windows, key=lambda one: one.rate)[(len(windows) - 1) // 2]
+    return sorted(windows, key=lambda window: window.rate)[(len(windows) - 1) // 2]
 
 
 def _under_load(
@@ -238,7 +238,7 @@ def _under_load(
     """First the rate that a full queue sustains, then shares of it, then half of it with long prompts coming in."""
     rng = random.Random(1)
 
-    def one(prompt: int | None = None) -> Request:
+    def draw_request(prompt: int | None = None) -> Request:
         length = prompt or rng.randrange(min(SHORT_PROMPT, context), context + 1)
         ids = tuple(rng.randrange(model.config.vocab) for _ in range(length))
         most = min(rng.randrange(tokens // 2, 2 * tokens), model.config.context - length)
@@ -246,7 +246,7 @@ def _under_load(
 
     engine = _engine(model, words, path, rows)
     warm_up(engine, budgets)
-    full = _arrivals(engine, one, None, seconds)
+    full = _arrivals(engine, draw_request, None, seconds)
     rate = full["ended"] / full["seconds"]
     say(f"{path:8} sustains {rate:.1f} requests/s, {full['tokens_per_second']:,.0f} tokens/s")
     yield {"load": "full queue", "requests_per_second": rate, **full}
@@ -254,19 +254,19 @@ def _under_load(
         say(f"{path:8} ended no request in {seconds:g} s; give it more --seconds")
         return
     for share in LOADS:
-        found = _arrivals(engine, one, share * rate, seconds)
-        say(f"{path:8} at {100 * share:.0f} %: " + _times(found))
-        yield {"load": share, **found}
+        arrivals = _arrivals(engine, draw_request, share * rate, seconds)
+        say(f"{path:8} at {100 * share:.0f} %: " + _times(arrivals))
+        yield {"load": share, **arrivals}
     long = min(LONG_PROMPT, model.config.context - tokens)
-    found = _arrivals(engine, one, LOADS[0] * rate, seconds, long)
-    say(f"{path:8} at {100 * LOADS[0]:.0f} % and prompts of {long}: " + _times(found))
-    yield {"load": LOADS[0], "long_prompts": long, **found}
+    arrivals = _arrivals(engine, draw_request, LOADS[0] * rate, seconds, long)
+    say(f"{path:8} at {100 * LOADS[0]:.0f} % and prompts of {long}: " + _times(arrivals))
+    yield {"load": LOADS[0], "long_prompts": long, **arrivals}
 
 
-def _times(found: dict[str, Any]) -> str:
-    parts = [f"{found['tokens_per_second']:,.0f} tokens/s"]
+def _times(arrivals: dict[str, Any]) -> str:
+    parts = [f"{arrivals['tokens_per_second']:,.0f} tokens/s"]
     for name, label in (("first_token_ms", "first token"), ("between_tokens_ms", "between tokens")):
-        times = found[name]
+        times = arrivals[name]
         parts.append(f"{label} {times['p50']:.1f} ms (p99 {times['p99']:.1f})" if times else f"{label}: too few")
     return f"{parts[0]}\n{'':9}{', '.join(parts[1:])}"
 

@@ -113,12 +113,12 @@ def _trajectories(
     from loopformer.trajectory import Trajectory, resolve
 
     numbers = [] if budgets is None else whole_numbers(budgets, "--budgets")
-    asked = list(dict.fromkeys([*map(Trajectory.uniform, numbers), *map(Trajectory.parse, schedules)]))
+    wanted = list(dict.fromkeys([*map(Trajectory.uniform, numbers), *map(Trajectory.parse, schedules)]))
     followed: dict[str, list[Trajectory | None]] = {}
     for name, config in models.items():
         mine: list[Trajectory | None] = []
         lacks: list[LoopformerError] = []
-        for trajectory in asked:
+        for trajectory in wanted:
             try:
                 mine.append(resolve(trajectory, config.loops))
             except LoopformerError as error:

@@ -10,8 +10,9 @@ import typer
 
 from loopformer.cli.completion import models_and_presets
 from loopformer.cli.options import Device, Json
-from loopformer.cli.output import output_file, print_files, stoppable, write_json
+from loopformer.cli.output import output_file, print_files, stoppable
 from loopformer.config.model import BOX
+from loopformer.files import write_json
 
 if TYPE_CHECKING:
     import torch

@@ -30,8 +30,9 @@ from loopformer.cli.options import (
     Window,
     own_text,
 )
-from loopformer.cli.output import number, output_file, print_table, progress, stoppable, write_json
+from loopformer.cli.output import number, output_file, print_table, progress, stoppable
 from loopformer.config.model import BOX
+from loopformer.files import write_json
 
 if TYPE_CHECKING:
     from loopformer.evaluation.benchmarks import LoadedModel
@@ -260,7 +261,8 @@ def _tracked_along(
     if budgets is not None:
         numbers = whole_numbers(budgets, "--budgets")
     by_budget = [loaded.model.resolve(number, beyond) for number in numbers]
-    return list(dict.fromkeys([*by_budget, *(loaded.model.resolve(one, beyond) for one in trajectories)]))
+    by_name = [loaded.model.resolve(name, beyond) for name in trajectories]
+    return list(dict.fromkeys([*by_budget, *by_name]))
 
 
 def _track(
@@ -384,15 +386,15 @@ def _columns(settling: bool) -> dict[str, _Cell]:
     return {**followed, **depth, **measured} if settling else {**followed, **measured, **times}
 
 
-def _show_states(found: dict[str, Any]) -> None:
+def _show_states(tracking: dict[str, Any]) -> None:
     """Accuracy by runs of places, doubling in length, along each trajectory; then depth by certainty."""
     typer.echo(
-        f"products over {found['group']} ({found['elements']} elements, chance {100 * found['chance']:.1f} %), "
-        f"{found['sequences']:,} words of {found['places']}, seed {found['seed']}, {found['dtype']} on "
-        f"{found['device']}; accuracy in percent"
+        f"products over {tracking['group']} ({tracking['elements']} elements, chance "
+        f"{100 * tracking['chance']:.1f} %), {tracking['sequences']:,} words of {tracking['places']}, "
+        f"seed {tracking['seed']}, {tracking['dtype']} on {tracking['device']}; accuracy in percent"
     )
-    ends = [1 << power for power in range(found["places"].bit_length()) if 1 << power < found["places"]]
-    runs = list(pairwise([0, *ends, found["places"]]))
+    ends = [1 << power for power in range(tracking["places"].bit_length()) if 1 << power < tracking["places"]]
+    runs = list(pairwise([0, *ends, tracking["places"]]))
     print_table(
         ["budget", "schedule", *(f"{a + 1}-{b}" if b > a + 1 else str(b) for a, b in runs), "tracked"],
         [
@@ -402,7 +404,7 @@ def _show_states(found: dict[str, Any]) -> None:
                 *(f"{100 * sum(row['accuracy'][a:b]) / (b - a):.1f}" for a, b in runs),
                 str(row["tracked"]),
             ]
-            for row in found["trajectories"]
+            for row in tracking["trajectories"]
         ],
     )
     typer.echo("tracked: the longest prefix with 95 % or more at every place")
@@ -417,7 +419,7 @@ def _show_states(found: dict[str, Any]) -> None:
                 f"{row['mean_passes']:.2f}",
                 str(row["tracked"]),
             ]
-            for row in found["certainty"]
+            for row in tracking["certainty"]
         ],
     )
 

@@ -216,9 +216,8 @@ def _answer_file(
     sampling = Sampling(**{name: settings[name] for name in Sampling.__dataclass_fields__})
     others = {name: settings[name] for name in ("max_tokens", "stops", "certainty")}
     engine.backend.check(Request((0,), follows, sampling, **others))  # what is wrong with all lines is said at once
-    weight = lm.model.tokens.weight
     settings |= {"weights": weights, "tokenizer": lm.need_tokenizer().hash, "trajectory": str(follows)}
-    settings |= {"device": weight.device.type, "dtype": str(weight.dtype).removeprefix("torch."), "fast": fast}
+    settings |= {"device": lm.model.device.type, "dtype": lm.model.dtype_name, "fast": fast}
     with progress("prompts") as report:
         done = answer_file(source, out, engine, request_of, settings, lambda *count: report(source.name, *count))
     print_files([out])

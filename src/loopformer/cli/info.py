@@ -60,20 +60,20 @@ def _show_presets(as_json: bool) -> None:
     from loopformer.model.cost import Cost
 
     rows = []
-    for one in preset_summaries():
-        config = with_expected_vocab(*load_run(one.name)).model
+    for preset in preset_summaries():
+        config = with_expected_vocab(*load_run(preset.name)).model
         shape, parameters = f"{config.blocks}⊗{config.loops}", Cost(config).parameters.total
-        rows.append({**dataclasses.asdict(one), "shape": shape, "parameters": parameters})
+        rows.append({**dataclasses.asdict(preset), "shape": shape, "parameters": parameters})
     if as_json:
         typer.echo(json.dumps(rows))
         return
     print_table(
         ["preset", "k⊗L", "million", "what it is"],
-        [[one["name"], one["shape"], f"{one['parameters'] / 1e6:,.1f}", one["about"]] for one in rows],
+        [[row["name"], row["shape"], f"{row['parameters'] / 1e6:,.1f}", row["about"]] for row in rows],
         left=1,
         text=(3,),
     )
-    sizes = next(one["sizes"] for one in rows if one["name"] == "paper/loopformer")
+    sizes = next(row["sizes"] for row in rows if row["name"] == "paper/loopformer")
     typer.secho(
         f"Parameters in millions. Those of paper/ also come as -{', -'.join(sizes)}, paper/base as -3x1 to -24x1. "
         "`loopformer train PRESET data.path=… --out …` trains one on your text; `loopformer info --settings` lists "

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import typer
 
@@ -153,13 +153,6 @@ def output_file(path: Path | None, option: str = "--out") -> Iterator[None]:
         raise LoopformerError(f"{option} names a file to write, but {path} is a folder.")
     with output_folder(path.parent, option):
         yield
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Results to a file."""
-    from loopformer.files import json_bytes, write_atomic
-
-    write_atomic(path, json_bytes(content))
 
 
 def stoppable(kept: str | Callable[..., str]) -> Callable[[Callable[P, None]], Callable[P, None]]:

@@ -23,8 +23,9 @@ from loopformer.cli.options import (
     Window,
     own_text,
 )
-from loopformer.cli.output import number, output_file, print_table, progress, stoppable, write_json
+from loopformer.cli.output import number, output_file, print_table, progress, stoppable
 from loopformer.config.model import BOX
+from loopformer.files import write_json
 
 _SHOWN = 5  # schedules at each end of the table
 

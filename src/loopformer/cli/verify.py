@@ -32,7 +32,7 @@ def verify(
     """
     from loopformer.errors import FileProblem, LoopformerError
 
-    found = []
+    checked = []
     for path in paths:
         for what, check in _checks(path):
             try:
@@ -40,13 +40,13 @@ def verify(
                 wrong = None
             except LoopformerError as error:
                 wrong = str(error)
-            found.append({"path": path, "what": what, "wrong": wrong})
+            checked.append({"path": path, "what": what, "wrong": wrong})
             if not as_json:
                 typer.echo(f"{what}: {wrong or 'whole'}")
     if as_json:
-        typer.echo(json.dumps(found))
-    if damaged := [one["what"] for one in found if one["wrong"]]:
-        raise FileProblem(f"{len(damaged)} of {len(found)} not whole: {', '.join(map(str, damaged))}.")
+        typer.echo(json.dumps(checked))
+    if damaged := [outcome["what"] for outcome in checked if outcome["wrong"]]:
+        raise FileProblem(f"{len(damaged)} of {len(checked)} not whole: {', '.join(map(str, damaged))}.")
 
 
 def _checks(path: str) -> Checks:

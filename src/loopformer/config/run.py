@@ -456,12 +456,12 @@ class PresetSummary:
 
 
 def preset_summaries() -> list[PresetSummary]:
-    found = []
+    summaries = []
     for name, file in _preset_files().items():
         lines = itertools.takewhile(lambda line: line.startswith("#"), file.read_text("utf-8").splitlines())
         about = re.split(r"(?<=\.) |; ", " ".join(line.removeprefix("#").strip() for line in lines))[0]
-        found.append(PresetSummary(name, about.rstrip("."), tuple(read_yaml(file, name).get("sizes", []))))
-    return found
+        summaries.append(PresetSummary(name, about.rstrip("."), tuple(read_yaml(file, name).get("sizes", []))))
+    return summaries
 
 
 def described_settings() -> Iterator[tuple[str, str, str]]:

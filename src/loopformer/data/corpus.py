@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from loopformer.data.formats import FORMATS, PACKINGS, BadRecord, Meter, Record, format_of, need, read_records
 from loopformer.errors import FileProblem, LoopformerError
-from loopformer.files import DamagedFile, json_bytes, read_json, sha256_of, write_atomic
+from loopformer.files import DamagedFile, read_json, sha256_of, write_json
 
 T = TypeVar("T")
 MARKS_FILE = "sources.json"  # time and checksum of the files that a folder was made of
@@ -184,16 +184,16 @@ def parse_sources(specs: Sequence[str], field: str = "text", *, supervised: bool
 
 def _check_once(sources: Sequence[Source]) -> None:
     """Refuse text that two sources have; whoever gives weights may mean it."""
-    found: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for source in sources:
         for part in source.parts:
             place = part.name if part.path is None else os.path.realpath(part.path)
-            if place in found:
+            if place in owners:
                 raise LoopformerError(
-                    f"{part.path or part.name} would be read twice, for {found[place]} and for {source.given}; "
+                    f"{part.path or part.name} would be read twice, for {owners[place]} and for {source.given}; "
                     "name it once, or give every source a weight."
                 )
-            found[place] = source.given
+            owners[place] = source.given
 
 
 def _source(place: str, spec: str, weight: float | None, field: str, supervised: bool) -> Source:
@@ -231,7 +231,7 @@ def mark_files(sources: Sequence[Source], folder: Path) -> None:
     files = _by_name(sources).items()
     marks = {name: [part.changed, part.checksum()] for name, part in files if part.path is not None}
     if marks:
-        write_atomic(folder / MARKS_FILE, json_bytes(marks))
+        write_json(folder / MARKS_FILE, marks)
 
 
 def rewritten(sources: Sequence[Source], folder: Path) -> Iterator[str]:

@@ -38,7 +38,7 @@ from loopformer.data.supervised import Example, encode_examples, example_key, ex
 from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
 from loopformer.data.tokenizer import Tokenizer, check_vocab_size, training_pieces, within_memory
 from loopformer.errors import FileProblem, LoopformerError
-from loopformer.files import check_writable, json_bytes, locked, sync_folder, write_atomic
+from loopformer.files import check_writable, json_bytes, locked, sync_folder, write_json
 
 DEFAULT_VOCAB = 4096  # of the tokenizer trained on the spot when none is asked for
 _TOKENIZER_TEXT = 256 << 20  # characters a tokenizer is trained on, at most
@@ -223,12 +223,12 @@ class Ledger:
         """Record how far the work has come; the shards must be on disk by now."""
         sources = [dataclasses.asdict(source) for source in self.sources]
         state = {"settings": self.settings, "changed": self.changed, "sources": sources}
-        write_atomic(self.folder / STATE_FILE, json_bytes(state))
+        write_json(self.folder / STATE_FILE, state)
 
     def finish(self, index: dict[str, Any]) -> dict[str, Any]:
         """Write the index, after which the folder can be used."""
         mark_files(self.given, self.folder)
-        write_atomic(self.folder / INDEX_FILE, json_bytes({"settings": self.settings, **index}))
+        write_json(self.folder / INDEX_FILE, {"settings": self.settings, **index})
         (self.folder / STATE_FILE).unlink()
         sync_folder(self.folder)
         return read_index(self.folder / INDEX_FILE)

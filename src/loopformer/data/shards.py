@@ -17,7 +17,6 @@ Opening looks at names, sizes and the tokenizer's hash, which is quick for any c
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ import numpy.typing as npt
 from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
-from loopformer.files import DamagedFile, read_json, sha256_of, write_atomic, writing
+from loopformer.files import DamagedFile, read_json, sha256_of, write_json, writing
 
 INDEX_FILE = "index.json"
 STATE_FILE = "prepare.state.json"
@@ -262,7 +261,7 @@ class TokenData:
         if changed_only and unknown:
             known |= {shard.file: mark for shard, mark in marks.items()}
             with suppress(FileProblem):  # a folder that is read-only, or not ours
-                write_atomic(note, (json.dumps(known, indent=1) + "\n").encode())
+                write_json(note, known)
 
 
 def _verified(note: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from loopformer.errors import FileProblem, LoopformerError
 from loopformer.evaluation.schedules import scheduled
 from loopformer.evaluation.store import Piece, Store, weights_hash
 from loopformer.evaluation.tasks import TASKS, Answered, Answers, Queries, TaskAnswers, answer, digest, paper_scores
-from loopformer.evaluation.text import ReportProgress
+from loopformer.evaluation.text import ReportProgress, placement
 from loopformer.inference.score import BATCH_TOKENS
 from loopformer.lm import LM, load
 from loopformer.model import LoopedLM
@@ -69,8 +69,7 @@ class LoadedModel:
         return {
             "weights": self.weights,
             "tokenizer": self.lm.need_tokenizer().hash,
-            "dtype": self.model.dtype_name,
-            "device": self.model.tokens.weight.device.type,
+            **placement(self.model),
         }
 
 

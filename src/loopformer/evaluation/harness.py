@@ -84,7 +84,7 @@ class LoopformerLM(api.TemplateLM):  # type: ignore[misc]
             self.lm = load(str(path)).to(where, number)
         self.trajectory = self.lm.model.resolve(budget if trajectory is None else trajectory)
         self.batch_tokens = batch_tokens
-        self._device = self.lm.model.tokens.weight.device
+        self._device = self.lm.model.device
 
     @classmethod
     def create_from_arg_obj(
@@ -138,10 +138,9 @@ class LoopformerLM(api.TemplateLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes into its results about the model."""
-        weight = self.lm.model.tokens.weight
         return {
             "model_num_parameters": sum(parameter.numel() for parameter in self.lm.model.parameters()),
-            "model_dtype": str(weight.dtype),
+            "model_dtype": str(self.lm.model.tokens.weight.dtype),
             "model_sha": weights_hash(self.lm.model),
             "trajectory": str(self.trajectory),
             "budget": self.trajectory.budget,

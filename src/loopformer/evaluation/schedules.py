@@ -42,7 +42,7 @@ from loopformer.evaluation.text import (
     summary,
     text_facts,
 )
-from loopformer.files import json_bytes, read_json, write_atomic
+from loopformer.files import read_json, write_json
 from loopformer.inference.score import BATCH_TOKENS, count_passes
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
@@ -291,19 +291,19 @@ def can_save(source: str | Path) -> bool:
     return Path(source).is_dir() and os.access(source, os.W_OK)
 
 
-def save_best(source: str | Path, found: Piece) -> tuple[Path, str | None]:
+def save_best(source: str | Path, ranking: Piece) -> tuple[Path, str | None]:
     """Write the best schedule of a search, unless a better one is there; the file, and then why not.
 
     Those of other budgets stay. A schedule is better if it was found for the same weights and ranked by the same
     measure, on more text, or on as much with a better result: what less text says counts for less.
     """
-    path, budget = Path(source) / FILE, str(found["budget"])
+    path, budget = Path(source) / FILE, str(ranking["budget"])
     saved = _entries(path)
-    text = found["text"] and {name: found["text"][name] for name in ("text", "sha256", "tokens")}
-    numbers = {name: found["best"][name] for name in ("perplexity", "accuracy") if name in found["best"]}
-    facts = {name: found[name] for name in ("by", "method", "measured", "weights")}
-    facts |= {"text": text, "tasks": found["tasks"] and found["tasks"]["names"]}
-    entry = {"trajectory": found["best"]["trajectory"], **numbers, **facts}
+    text = ranking["text"] and {name: ranking["text"][name] for name in ("text", "sha256", "tokens")}
+    numbers = {name: ranking["best"][name] for name in ("perplexity", "accuracy") if name in ranking["best"]}
+    facts = {name: ranking[name] for name in ("by", "method", "measured", "weights")}
+    facts |= {"text": text, "tasks": ranking["tasks"] and ranking["tasks"]["names"]}
+    entry = {"trajectory": ranking["best"]["trajectory"], **numbers, **facts}
     before = saved.get(budget)
     if before is not None and _is_better(before, entry):
         where = f"{_tokens(before):,} tokens" if before.get("text") else ", ".join(before.get("tasks") or ())
@@ -312,8 +312,7 @@ def save_best(source: str | Path, found: Piece) -> tuple[Path, str | None]:
             "measure on more, or delete its entry there"
         )
     saved[budget] = entry
-    ordered = dict(sorted(saved.items(), key=lambda pair: int(pair[0])))
-    write_atomic(path, json_bytes(ordered))
+    write_json(path, dict(sorted(saved.items(), key=lambda pair: int(pair[0]))))
     return path, None
 
 
@@ -337,16 +336,11 @@ def _tokens(entry: Mapping[str, Any]) -> int:
 def scheduled(
     source: str | Path, model: LoopedLM, budget: int, schedule: str, weights: str | None = None
 ) -> Trajectory:
-    """The trajectory of a budget: uniform, or the best that is saved."""
+    """The trajectory of a budget: uniform, or the best that is saved, where there is more than one schedule."""
     if schedule not in SCHEDULES:
         raise LoopformerError(f"There is no schedule {schedule!r}; {nearest(schedule, list(SCHEDULES))}")
-    return model.resolve(budget) if schedule == "uniform" else best_schedule(source, model, budget, weights)
-
-
-def best_schedule(source: str | Path, model: LoopedLM, budget: int, weights: str | None = None) -> Trajectory:
-    """The saved schedule of a budget; where there is only one schedule, that one."""
     trajectory = model.resolve(budget)
-    if count_schedules(model.config.loops, trajectory.budget) == 1:
+    if schedule == "uniform" or count_schedules(model.config.loops, trajectory.budget) == 1:
         return trajectory
     entry = _entries(Path(source) / FILE).get(str(trajectory.budget))
     command = f"loopformer search --model {source} --budget {trajectory.budget}"

@@ -25,7 +25,7 @@ from torch import Tensor
 from loopformer.config import load_run
 from loopformer.data.states import TEST, Group, StateWindows, word_length
 from loopformer.errors import LoopformerError, RunFailed, require
-from loopformer.evaluation.text import ReportProgress
+from loopformer.evaluation.text import ReportProgress, placement
 from loopformer.inference.score import BATCH_TOKENS, TrajectoryTree
 from loopformer.loading.folder import SETTINGS, located, run_of
 from loopformer.model import LoopedLM
@@ -61,7 +61,7 @@ def track_states(
     thresholds: Sequence[float] = THRESHOLDS,
 ) -> dict[str, Any]:
     """Accuracy by place along each trajectory, and of depth by certainty at each threshold."""
-    config, device = model.config, model.tokens.weight.device
+    config, device = model.config, model.device
     require(sequences >= 1, f"--sequences must be 1 or more, got {sequences}.")
     require(seed >= 0, f"--seed must be 0 or more, got {seed}.")
     if config.vocab < group.vocab_size:
@@ -69,9 +69,9 @@ def track_states(
             f"The model knows {config.vocab} tokens, {group.name} has {len(group)} elements and the end token."
         )
     tree = TrajectoryTree(model, trajectories)
-    longest = max(config.loops, *(one.budget for one in trajectories))
+    longest = max(config.loops, *(trajectory.budget for trajectory in trajectories))
     shape = (sequences, word_length(config.context))
-    answers = {one: _Answers(shape) for one in tree.trajectories}
+    answers = {trajectory: _Answers(shape) for trajectory in tree.trajectories}
     certain = {
         (Trajectory.uniform(budget), threshold): _Answers(shape)
         for budget in sorted({config.loops, longest})
@@ -99,16 +99,15 @@ def track_states(
         "places": shape[1],
         "sequences": sequences,
         "seed": seed,
-        "dtype": model.dtype_name,
-        "device": device.type,
+        **placement(model),
         "trajectories": [
             {
-                "budget": one.budget,
-                "trajectory": str(one),
-                "flops_per_token": model.cost.forward_flops(one.budget, config.context),
-                **summary(answers[one].right),
+                "budget": trajectory.budget,
+                "trajectory": str(trajectory),
+                "flops_per_token": model.cost.forward_flops(trajectory.budget, config.context),
+                **summary(answers[trajectory].right),
             }
-            for one in trajectories
+            for trajectory in trajectories
         ],
         "certainty": [
             {
@@ -149,11 +148,11 @@ def summary(right: Right) -> dict[str, Any]:
     }
 
 
-def state_figure(found: dict[str, Any]) -> Figure:
+def state_figure(tracking: dict[str, Any]) -> Figure:
     """Accuracy by place, a row for each trajectory."""
     rows = {
-        f"M = {one['budget']}" if one["trajectory"] == str(one["budget"]) else one["trajectory"]: one["accuracy"]
-        for one in found["trajectories"]
+        f"M = {row['budget']}" if row["trajectory"] == str(row["budget"]) else row["trajectory"]: row["accuracy"]
+        for row in tracking["trajectories"]
     }
-    title = f"Products over {found['group']}, {found['sequences']:,} words, chance {found['chance']:.3f}"
+    title = f"Products over {tracking['group']}, {tracking['sequences']:,} words, chance {tracking['chance']:.3f}"
     return grid_figure(rows, label="accuracy", xlabel="place in the word", title=title)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from loopformer.files import write_atomic
+from loopformer.files import write_json
 from loopformer.model import LoopedLM
 
 Piece = dict[str, Any]
@@ -57,8 +57,7 @@ class Store:
         path = self._path(key)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            content = json.dumps({"key": dict(key), "value": value}, indent=1) + "\n"
-            write_atomic(path, content.encode())
+            write_json(path, {"key": dict(key), "value": value})
         return value
 
     def _path(self, key: Mapping[str, Any]) -> Path | None:

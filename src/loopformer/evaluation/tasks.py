@@ -223,8 +223,8 @@ def _check_label(where: str, field: str, example: TaskExample, task: Task) -> No
         return  # what is right is not said by a label, or the harness will stumble over the choices
     label = example[field]
     plain = label.lstrip() if isinstance(label, str) else label  # as OpenBookQA has some
-    if not any(type(plain) is type(one) and plain == one for one in labels):
-        allowed = ", ".join(json.dumps(one) for one in labels)
+    if not any(type(plain) is type(known) and plain == known for known in labels):
+        allowed = ", ".join(json.dumps(known) for known in labels)
         raise FileProblem(
             f"{where} has the {field} {json.dumps(label)}, which is none of {allowed}; "
             "take a split that has labels, or mend the line."

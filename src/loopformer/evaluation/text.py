@@ -34,7 +34,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -327,7 +327,7 @@ def perplexity(
             "trajectory": str(trajectory),
             "flops_per_token": flops,
             "flops_per_scored_token": flops * facts["forward_tokens"] / cut.tokens,
-            **_where(model),
+            **placement(model),
         }
         rows.append({**facts, **measured, **value, "reused": kept is not None})
     return rows
@@ -385,7 +385,7 @@ def piece_key(
         "joined": protocol.join,
         "tokens": cut.tokens,
         "trajectory": str(trajectory),
-        **_where(model),
+        **placement(model),
     }
 
 
@@ -408,5 +408,6 @@ def text_facts(text: Text, protocol: Protocol, cut: CutText) -> Piece:
     }
 
 
-def _where(model: LoopedLM) -> Mapping[str, str]:
-    return {"dtype": model.dtype_name, "device": model.tokens.weight.device.type}
+def placement(model: LoopedLM) -> dict[str, str]:
+    """In which dtype and on which kind of device a model runs, as results say it."""
+    return {"dtype": model.dtype_name, "device": model.device.type}

@@ -33,7 +33,6 @@ from loopformer.loading import find_model, model_folder
 from loopformer.loading.folder import (
     CARD,
     CONFIG,
-    FOLDER,
     PREFIX,
     SPECIAL,
     TEMPLATE,
@@ -42,8 +41,8 @@ from loopformer.loading.folder import (
     find_chat_template,
     is_export,
     is_model_folder,
-    is_run_folder,
     put_model,
+    run_of,
     staged,
     step_of,
     write_safetensors,
@@ -178,12 +177,6 @@ class Measured:
         """As it stands in config.json, with the sha256 of the weights file it is of."""
         losses = {str(budget): loss for budget, loss in self.losses.items()}
         return {"step": self.step, "loss": losses, "weights_sha256": weights}
-
-
-def run_of(folder: Path) -> Path | None:
-    """The run that a checkpoint belongs to."""
-    run = folder.resolve().parent.parent
-    return run if folder.resolve().parent.name == FOLDER and is_run_folder(run) else None
 
 
 def find_measured(folder: Path, kept: dict[str, Any] | None = None) -> Measured | None:

@@ -24,8 +24,8 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, remedy
-from loopformer.files import append, opened_alone, read_json, write_atomic, writing
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, unreadable
+from loopformer.files import append, opened_alone, read_json, write_json, writing
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Event, Request, Result
 
@@ -101,7 +101,7 @@ def _opened(source: Path) -> IO[bytes]:
     try:
         return source.open("rb")
     except OSError as error:
-        raise FileProblem(f"{source} cannot be read: {error.strerror or error}; {remedy(error)}.") from error
+        raise unreadable(source, error) from error
 
 
 def _opened_other(out: Path, source: Path) -> AbstractContextManager[FileIO]:
@@ -260,7 +260,7 @@ def _check_belongs(source: Path, out: Path, settings: dict[str, Any]) -> int:
             raise FileProblem(f"{out} holds answers to other prompts than {source}; {_other(out)}")
     after = {"version": VERSION, "settings": settings, "input": {"lines": count, "sha256": digest}}
     if after != before:
-        write_atomic(beside, (json.dumps(after, indent=1) + "\n").encode())
+        write_json(beside, after)
     return count
 
 

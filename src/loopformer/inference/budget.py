@@ -13,6 +13,8 @@ from loopformer.inference.sampling import Choice
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
+TIMED_TOKENS = 8
+
 
 def budget_for_flops(model: LoopedLM, most: float) -> int:
     """The largest budget whose forward pass takes at most so many FLOPs per token, at a full context."""
@@ -42,24 +44,21 @@ def budget_for_milliseconds(model: LoopedLM, most: float, prompt: Sequence[int])
     return affordable[-1], expected(affordable[-1])
 
 
-def milliseconds_per_token(
-    model: LoopedLM, trajectory: Trajectory, prompt: Sequence[int], tokens: int = 8
-) -> float:
+def milliseconds_per_token(model: LoopedLM, trajectory: Trajectory, prompt: Sequence[int]) -> float:
     """The median time of decoding one token at batch 1, after the prompt; the text is not made."""
-    room = model.config.context - tokens
-    beginning = tuple(prompt)[-max(1, room) :]
-    request = Request(beginning, trajectory, max_tokens=tokens + 1)
+    room = model.config.context - TIMED_TOKENS
+    request = Request(tuple(prompt)[-max(1, room) :], trajectory, max_tokens=TIMED_TOKENS + 1)
     backend, row = PlainBackend(model, 1, remember=0), RowState.start(0, request, _NoText(), model.config)
     first: Choice | int = 0
     while not isinstance(first, Choice):  # a long prompt is run in pieces
         (first,) = backend.prefill([row])
     row, _ = row.take([first])
     times = []
-    for _ in range(max(1, min(tokens, row.places_left))):
-        synchronise(model.tokens.weight.device)
+    for _ in range(max(1, min(TIMED_TOKENS, row.places_left))):
+        synchronise(model.device)
         started = time.perf_counter()
         row, _ = row.take(backend.decode([row])[0])
-        synchronise(model.tokens.weight.device)
+        synchronise(model.device)
         times.append(time.perf_counter() - started)
     return sorted(times)[len(times) // 2] * 1e3
 

@@ -84,7 +84,7 @@ def padded(model: LoopedLM, rows: Sequence[Sequence[int]]) -> tuple[Tensor, list
     """ids [B, longest] on the model's device, padded at the end, and how many tokens of each row count."""
     counts = [len(row) for row in rows]
     filled = [[*row, *[0] * (max(counts) - len(row))] for row in rows]
-    return sent(filled, model.tokens.weight.device), counts
+    return sent(filled, model.device), counts
 
 
 def ends(hidden: Tensor, counts: Sequence[int]) -> Tensor:
@@ -96,7 +96,7 @@ def ends(hidden: Tensor, counts: Sequence[int]) -> Tensor:
 def certainty_of(rows: Sequence[RowState]) -> Certainty | None:
     """The threshold of each row; None where nobody has one."""
     thresholds = [row.request.certainty for row in rows]
-    return None if all(one is None for one in thresholds) else Certainty(*thresholds)
+    return None if all(threshold is None for threshold in thresholds) else Certainty(*thresholds)
 
 
 def with_passes(choices: Sequence[Choice], passes: Tensor) -> list[Choice]:
@@ -484,7 +484,7 @@ class PlainBackend(PromptBackend):
         by_ticket = {row.ticket: row for row in rows}
         placed = [by_ticket[ticket] for ticket in self.pool.place_tokens({row.ticket: row.cached for row in rows})]
         new = [[row.ids[-1], *drafts[row.ticket]] for row in placed]
-        ids = torch.tensor(new, device=self.model.tokens.weight.device)
+        ids = torch.tensor(new, device=self.model.device)
         certainty = certainty_of(placed)
         hidden = self.model.extend(ids, self.pool, check=False, certainty=certainty)  # [B, 1 + length, D]
         draws = [row.draw(drafts[row.ticket][:done]) for row in placed for done in range(length + 1)]
@@ -537,7 +537,7 @@ class PlainBackend(PromptBackend):
             known = {row.ticket: row.length - 2 if turn == 0 else row.length + turn - 1 for row in rows}
             placed = [by_ticket[ticket] for ticket in pool.place_tokens(known)]
             new = [row.tail(2) if turn == 0 else drafts[row.ticket][-1:] for row in placed]
-            ids = torch.tensor(new, device=self.model.tokens.weight.device)
+            ids = torch.tensor(new, device=self.model.device)
             hidden = self.model.extend(ids, pool, check=False)[:, -1]
             choices = sample(self._logits(hidden), [row.draw(drafts[row.ticket]) for row in placed])
             for row, choice in zip(placed, choices, strict=True):

@@ -167,7 +167,7 @@ class Engine:
     def _step(self) -> None:
         gradients = torch.is_grad_enabled()
         try:
-            with self._work, current(self.model.tokens.weight.device):
+            with self._work, current(self.model.device):
                 taken = self._taken
                 self._publish(
                     lambda state: replace(
@@ -203,11 +203,11 @@ class Engine:
         if failure is None:
             run: list[tuple[RowState, Choice]] = []
             further: dict[int, int] = {}
-            for row, found in zip(group, choices, strict=True):
-                if isinstance(found, Choice):
-                    run.append((row, found))
-                elif found > self._state.run_in_part.get(row.ticket, 0):
-                    further[row.ticket] = found
+            for row, outcome in zip(group, choices, strict=True):
+                if isinstance(outcome, Choice):
+                    run.append((row, outcome))
+                elif outcome > self._state.run_in_part.get(row.ticket, 0):
+                    further[row.ticket] = outcome
             if run:
                 self._take([row for row, _ in run], [[choice] for _, choice in run])
             if further:  # a piece that was never run before is work that did not fail
@@ -248,7 +248,7 @@ class Engine:
                 waiting=tuple(row for row in state.waiting if row.ticket not in after),
                 running=tuple(row for row in running if row.ticket not in ended),
                 faults=state.faults - after.keys(),
-                run_in_part={one: count for one, count in state.run_in_part.items() if one not in after},
+                run_in_part={ticket: count for ticket, count in state.run_in_part.items() if ticket not in after},
                 events=(*state.events, *(event for event in events if event.ticket in present)),
             )
 
@@ -284,7 +284,7 @@ def _without(state: _State, ticket: int) -> _State:
         waiting=tuple(row for row in state.waiting if row.ticket != ticket),
         running=tuple(row for row in state.running if row.ticket != ticket),
         faults=state.faults - {ticket},
-        run_in_part={one: count for one, count in state.run_in_part.items() if one != ticket},
+        run_in_part={other: count for other, count in state.run_in_part.items() if other != ticket},
     )
 
 

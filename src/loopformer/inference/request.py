@@ -175,7 +175,7 @@ class RowState(NamedTuple):
     def take(self, choices: Sequence[Choice]) -> tuple[RowState, Event]:
         """Append tokens, up to the one that ends the text: the state then, and what can be shown of it."""
         new, reason = self._until_end(choices)
-        tokens = [one.token for one in new]
+        tokens = [choice.token for choice in new]
         text = self.text.copy()
         piece = text.push(*(tokens[:-1] if reason == "end" else tokens))
         if text.stopped and len(new) > 1:  # which of them made the stop string whole?
@@ -189,8 +189,9 @@ class RowState(NamedTuple):
             reason = "stop"
         passes = self.passes
         if self.request.certainty is not None:
-            passes = (*passes, *[self.trajectory.budget if one.passes is None else one.passes for one in new])
-        ids, logprobs = (*self.ids, *tokens), (*self.logprobs, *[one.logprob for one in new])
+            budget = self.trajectory.budget
+            passes = (*passes, *[budget if choice.passes is None else choice.passes for choice in new])
+        ids, logprobs = (*self.ids, *tokens), (*self.logprobs, *[choice.logprob for choice in new])
         ticket, request = self.ticket, self.request
         after = RowState(ticket, request, text, self.seed, self.context, self.end, ids, logprobs, passes)
         if reason is None:
@@ -290,9 +291,9 @@ class TextStream:
         elif new != self._known:  # a token without text is nothing that the next one could follow
             self._ids = self._ids[self._done :]
             self._done, self._known = len(self._ids), self._tokenizer.decode(self._ids)
-        found = [place for stop in self._stops if (place := self._text.find(stop, before)) >= 0]
-        if found:
-            self._text, self.stopped = self._text[: min(found)], True
+        stops_at = [place for stop in self._stops if (place := self._text.find(stop, before)) >= 0]
+        if stops_at:
+            self._text, self.stopped = self._text[: min(stops_at)], True
 
     def _held(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""

@@ -143,21 +143,23 @@ def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         before = scores[where]
         scores[where] = torch.where(before > 0, before / penalty, before * penalty)
 
-    settings = [draw.sampling for draw in draws]
+    samplings = [draw.sampling for draw in draws]
     # Less the largest, so that any temperature gives finite numbers; greedy rows keep their order.
-    scores = (scores - scores.amax(-1, keepdim=True)) / column([one.temperature or 1.0 for one in settings])
-    if any(one.top_k is not None or one.top_p < 1 for one in settings):
+    scores = (scores - scores.amax(-1, keepdim=True)) / column(
+        [sampling.temperature or 1.0 for sampling in samplings]
+    )
+    if any(sampling.top_k is not None or sampling.top_p < 1 for sampling in samplings):
         ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-        last = sent([min(one.top_k or vocab, vocab) - 1 for one in settings], device)[:, None]
+        last = sent([min(sampling.top_k or vocab, vocab) - 1 for sampling in samplings], device)[:, None]
         scores = scores.masked_fill(scores < ranked.gather(1, last), -math.inf)
         likely = ranked.masked_fill(ranked < ranked.gather(1, last), -math.inf).softmax(-1)
         # A token stays while those before it have not made up top_p.
-        within = likely.cumsum(-1) - likely < column([one.top_p for one in settings])
+        within = likely.cumsum(-1) - likely < column([sampling.top_p for sampling in samplings])
         scores = scores.masked_fill(~torch.zeros_like(within).scatter(1, order, within), -math.inf)
-    if any(one.min_p > 0 for one in settings):
-        least = column([_log_min_p(one) for one in settings])
+    if any(sampling.min_p > 0 for sampling in samplings):
+        least = column([_log_min_p(sampling) for sampling in samplings])
         scores = scores.masked_fill(scores < least, -math.inf)  # the most likely has 0
-    return scores.log_softmax(-1) if not all(one.greedy for one in settings) else scores
+    return scores.log_softmax(-1) if not all(sampling.greedy for sampling in samplings) else scores
 
 
 def gumbel_noise(keys: Sequence[int], vocab: int, device: torch.device) -> Tensor:

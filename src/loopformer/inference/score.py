@@ -225,7 +225,7 @@ class PackedBatch:
 
     def start(self, model: LoopedLM) -> tuple[Tensor, Rotary | None, Tensor | None, Tensor | None]:
         """The embeddings [B, T, D], angles, mask and random start: each row of a pack as if alone."""
-        device = model.tokens.weight.device
+        device = model.device
 
         def padded(rows: Iterable[Iterable[int]]) -> Tensor:  # [B, T]; no earlier token sees what is added
             return pad_sequence([torch.tensor([*row]) for row in rows], batch_first=True).to(device)

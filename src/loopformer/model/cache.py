@@ -9,7 +9,6 @@ follows the trajectories it was made for, and no others.
 """
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -170,26 +169,6 @@ class Cache:
     def _place_of(self, row: int) -> int:
         """Where a row lies in the tensors: longest trajectories first."""
         return self._order.index(row)
-
-    def select(self, rows: Sequence[int]) -> "Cache":
-        """A cache of some of the rows, in this order; the rest is let go."""
-        chosen = copy(self)
-        chosen.trajectories = tuple(self.trajectories[row] for row in rows)
-        chosen.lengths = [self.lengths[row] for row in rows]
-        plain = self.passes.order is None
-        kept = [(self._place_of(row), new) for new, row in enumerate(rows)]
-        kept = kept if plain else sorted(kept)  # longest trajectories first
-        chosen._order = [new for _, new in kept]
-        index = sent([place for place, _ in kept], self._weight.device)
-        deepest = max(trajectory.budget for trajectory in chosen.trajectories)
-        counts = [sum(place < count for place, _ in kept) for count in self.passes.rows[:deepest]]
-        conditions = [
-            condition if plain else condition.at(index[:count])
-            for condition, count in zip(self.passes.conditions, counts, strict=False)
-        ]
-        chosen.passes = Passes(counts, conditions, None if plain else chosen._order)
-        chosen._kept = [loop[:, :, index[:count]] for loop, count in zip(self._kept, counts, strict=False)]
-        return chosen
 
     def advance(self, counts: Sequence[int]) -> None:
         """The tokens that were run now belong to their rows."""

@@ -29,7 +29,7 @@ class Condition(NamedTuple):
     modulation: Tensor | None = None  # [N, k, 4, D]; None: norms have weights of their own
     injection: Tensor | None = None  # [N, D]; None: nothing is injected
 
-    def at(self, index: int | slice | Tensor) -> "Condition":
+    def at(self, index: int | slice) -> "Condition":
         """Some of them."""
         return self.map(lambda part: part[index])
 

@@ -72,9 +72,10 @@ class Certainty:
     def __init__(self, *thresholds: float | None) -> None:
         """One threshold in (0, 1] for all rows, or one for each; None: in that row nothing settles."""
         given: tuple[object, ...] = thresholds
-        for one in given:
-            if not (one is None or (isinstance(one, Real) and 0 < one <= 1)):  # type: ignore[operator]
-                raise LoopformerError(f"certainty must lie in (0, 1], got {one!r}.")
+        for threshold in given:
+            known = isinstance(threshold, Real) and 0 < threshold <= 1  # type: ignore[operator]
+            if threshold is not None and not known:
+                raise LoopformerError(f"certainty must lie in (0, 1], got {threshold!r}.")
         self.thresholds = thresholds
 
     def start(self, model: "LoopedLM", x: Tensor, order: list[int] | None) -> None:
@@ -85,7 +86,7 @@ class Certainty:
             )
         each = self.thresholds * (len(x) // len(self.thresholds))
         each = each if order is None else tuple(each[row] for row in order)
-        thresholds = [math.inf if one is None else one for one in each]
+        thresholds = [math.inf if threshold is None else threshold for threshold in each]
         self._model, self._thresholds = model, torch.tensor(thresholds, device=x.device)
         self._settled = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
         self.passes = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
@@ -99,9 +100,9 @@ class Certainty:
     def look(self, x: Tensor) -> None:
         """Settle what is sure enough in the states x [rows, T, D] after a pass, of the rows that take another."""
         thresholds = self._thresholds[: len(x), None].expand(x.shape[:2])
-        asked = (~self._settled[: len(x)] & thresholds.isfinite()).nonzero()  # [N, 2]
-        for first in range(0, len(asked), CHECKED_AT_A_TIME):
-            rows, tokens = asked[first : first + CHECKED_AT_A_TIME].unbind(1)
+        unsettled = (~self._settled[: len(x)] & thresholds.isfinite()).nonzero()  # [N, 2]
+        for first in range(0, len(unsettled), CHECKED_AT_A_TIME):
+            rows, tokens = unsettled[first : first + CHECKED_AT_A_TIME].unbind(1)
             hidden = self._model.final_norm(x[rows, tokens])
             logits = self._model.head(hidden)[:, : self._model.config.vocab].float()
             likeliest = (logits.amax(-1) - logits.logsumexp(-1)).exp()
@@ -298,6 +299,11 @@ class LoopedLM(nn.Module):
         return START_STD * normal(keys, positions, self.config.width)
 
     @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.tokens.weight.device
+
+    @property
     def dtype_name(self) -> str:
         """The dtype of its weights, in words."""
         return str(self.tokens.weight.dtype).removeprefix("torch.")
@@ -409,7 +415,7 @@ class LoopedLM(nn.Module):
             return self.resolve(trajectory, beyond)
         if len(trajectory) != rows:
             raise LoopformerError(f"{len(trajectory)} trajectories were given for {rows} rows; give one per row.")
-        each = [self.resolve(one, beyond) for one in trajectory]
+        each = [self.resolve(given, beyond) for given in trajectory]
         return each[0] if len(set(each)) == 1 else each
 
     def resolve(self, trajectory: TrajectoryLike, beyond: bool = False) -> Trajectory:

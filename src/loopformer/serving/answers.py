@@ -205,7 +205,7 @@ class ChatAnswer(AnswerForm):
         rows = zip(text.tokens, text.logprobs, named, strict=True)
         return {
             "content": [
-                {**self._token(token, value), "top_logprobs": [self._token(*one) for one in others]}
+                {**self._token(token, value), "top_logprobs": [self._token(*other) for other in others]}
                 for token, value, others in rows
             ],
             "refusal": None,

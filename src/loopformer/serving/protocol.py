@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -28,15 +28,16 @@ from loopformer.inference.sampling import Sampling
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory, resolve
 
-# OpenAI's fields that are not supported, with the values that change nothing; null never does.
-_COMMON_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+NeutralValues = dict[str, tuple[Any, ...]]  # by field: the values that change nothing; nor does null
+
+_COMMON_UNSUPPORTED: NeutralValues = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
     "user": (),
 }
 _COMPLETION_UNSUPPORTED = {**_COMMON_UNSUPPORTED, "best_of": (1,), "suffix": ("",)}
-_CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+_CHAT_UNSUPPORTED: NeutralValues = {
     **_COMMON_UNSUPPORTED,
     "audio": (),
     "function_call": (),
@@ -59,7 +60,7 @@ _CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-_MESSAGE_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+_MESSAGE_UNSUPPORTED: NeutralValues = {
     "audio": (),
     "function_call": (),
     "name": (),
@@ -80,10 +81,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    @classmethod
-    def unsupported(cls) -> dict[str, tuple[Any, ...]]:
-        """Fields of OpenAI's that are refused, with the values that change nothing."""
-        return {}
+    unsupported: ClassVar[NeutralValues] = {}  # OpenAI's fields that are refused, unless they change nothing
 
     @model_validator(mode="before")
     @classmethod
@@ -92,7 +90,7 @@ class Body(BaseModel):
             return given
         kept = {}
         for name, value in given.items():
-            neutral = cls.unsupported().get(name)
+            neutral = cls.unsupported.get(name)
             if value is None or (neutral is not None and value in neutral):
                 continue
             if neutral is not None:
@@ -126,11 +124,9 @@ class DepthBody(Body):
 
 
 class StreamOptionsBody(Body):
-    include_usage: bool = False
+    unsupported: ClassVar[NeutralValues] = {"include_obfuscation": (False,)}
 
-    @classmethod
-    def unsupported(cls) -> dict[str, tuple[Any, ...]]:
-        return {"include_obfuscation": (False,)}
+    include_usage: bool = False
 
 
 class GenerationBody(DepthBody):
@@ -174,14 +170,12 @@ class GenerationBody(DepthBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
+    unsupported: ClassVar[NeutralValues] = _COMPLETION_UNSUPPORTED
+
     prompt: str | list[str] | list[Id] | list[list[Id]]
     max_tokens: int | None = Field(None, ge=0, description=f"{NEW_TOKENS} without it.")
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
-
-    @classmethod
-    def unsupported(cls) -> dict[str, tuple[Any, ...]]:
-        return _COMPLETION_UNSUPPORTED
 
     def job(self, served: Served) -> Job:
         need(
@@ -212,12 +206,10 @@ class TextPart(Body):
 
 
 class MessageBody(Body):
+    unsupported: ClassVar[NeutralValues] = _MESSAGE_UNSUPPORTED
+
     role: Literal["system", "user", "assistant"]
     content: str | list[TextPart]
-
-    @classmethod
-    def unsupported(cls) -> dict[str, tuple[Any, ...]]:
-        return _MESSAGE_UNSUPPORTED
 
     def plain(self) -> Message:
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -227,15 +219,13 @@ class MessageBody(Body):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions"""
 
+    unsupported: ClassVar[NeutralValues] = _CHAT_UNSUPPORTED
+
     messages: list[MessageBody] = Field(min_length=1, max_length=4096)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
-
-    @classmethod
-    def unsupported(cls) -> dict[str, tuple[Any, ...]]:
-        return _CHAT_UNSUPPORTED
 
     def job(self, served: Served) -> Job:
         alone = self.top_logprobs is not None and not self.logprobs
@@ -255,14 +245,12 @@ class ChatBody(GenerationBody):
 class TokenizeBody(Body):
     """POST /tokenize: a text, or a chat as the model is given it."""
 
+    # vLLM's; there are no special tokens to add
+    unsupported: ClassVar[NeutralValues] = {"add_special_tokens": (True, False), "return_token_strs": (False,)}
+
     model: str | None = None
     prompt: str | None = None
     messages: list[MessageBody] | None = Field(None, min_length=1, max_length=4096)
-
-    @classmethod
-    def unsupported(cls) -> dict[str, tuple[Any, ...]]:
-        """vLLM's; there are no special tokens to add."""
-        return {"add_special_tokens": (True, False), "return_token_strs": (False,)}
 
     def ids(self, served: Served) -> list[int]:
         served.check_name(self.model)

@@ -56,8 +56,8 @@ class ReplicaCount:
     @staticmethod
     def parse(text: str) -> ReplicaCount:
         """`2`, or `1-4`."""
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
-        count = ReplicaCount(int(found[1]), int(found[2] or found[1])) if found else ReplicaCount(0, 0)
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+        count = ReplicaCount(int(match[1]), int(match[2] or match[1])) if match else ReplicaCount(0, 0)
         require(1 <= count.least <= count.most, f"--replicas is a number or a range such as 1-4, not {text!r}.")
         return count
 
@@ -133,8 +133,8 @@ class Replica:
         """Those of all replicas, whichever is asked."""
         from ray import serve
 
-        asked = serve.get_deployment_handle(APP, APP).broadcast("metrics")
-        answers = await asked.results_async(timeout_s=ASK_SECONDS, return_exceptions=True)
+        replies = serve.get_deployment_handle(APP, APP).broadcast("metrics")
+        answers = await replies.results_async(timeout_s=ASK_SECONDS, return_exceptions=True)
         return generate_latest(ByReplica(each for each in answers if not isinstance(each, BaseException)))
 
 
@@ -166,19 +166,19 @@ def run_replicas(settings: ServerSettings, count: ReplicaCount, say: Callable[[s
         settings = replace(settings, worker=replace(settings.worker, model=str(Path(model).resolve())))
     with bound(settings.host, settings.port) as listener:
         address = listener.getsockname()  # Ray binds it anew: whether it is free and which one it is, is known now
-    with _Told() as told, _ray(count):
-        told.listen()  # again: Ray has listened to SIGTERM since, and would abort
+    with _StopSignals() as signals, _ray(count):
+        signals.listen()  # again: Ray has listened to SIGTERM since, and would abort
         handle = _deploy(settings, keys, count, address)
         while len(engines := _ask_all(handle, "ready")) < count.least:
             time.sleep(0.1)
-        told.armed = True
+        signals.armed = True
         for sentence in greeting(settings, engines, address, bool(keys)):
             say(sentence)
-        told.event.wait()
+        signals.event.wait()
         _drain(handle, settings.drain_seconds)
 
 
-class _Told:
+class _StopSignals:
     """SIGTERM and Ctrl-C: the first one is an event once all runs; any other interrupts, which ends all at once."""
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class _Told:
             raise KeyboardInterrupt
         self.event.set()
 
-    def __enter__(self) -> _Told:
+    def __enter__(self) -> _StopSignals:
         self._before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
         self.listen()
         return self

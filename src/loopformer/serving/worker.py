@@ -399,7 +399,7 @@ def ranked(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int
 
 
 def _batch(model: LoopedLM, ids: Sequence[int]) -> Tensor:
-    return torch.tensor([list(ids)], dtype=torch.long, device=model.tokens.weight.device)
+    return torch.tensor([list(ids)], dtype=torch.long, device=model.device)
 
 
 def _alternatives(logprobs: Tensor, top: int) -> list[Alternatives]:

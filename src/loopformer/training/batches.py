@@ -83,7 +83,7 @@ def micro_batches(
             for start in range(first, last, micro_batch):
                 stop = min(start + micro_batch, last)
                 inside = range(start - part * size, stop - part * size)
-                rows = (tuple(row - inside.start for row in inside if row in one) for one in everyone)
+                rows = (tuple(row - inside.start for row in inside if row in own) for own in everyone)
                 cut.append(MicroBatch(start, stop, part, tuple(rows)))
         return cut
 
@@ -115,12 +115,12 @@ def followers(size: int, objective: ObjectiveConfig) -> list[frozenset[int]]:
     spread = sorted(range(size), key=lambda row: row * stride % size)
     entries = objective.trajectories
     busy = dict.fromkeys(spread, (0.0, 0))  # until then with a share, and with how many so far
-    found: dict[int, frozenset[int]] = {}
+    rows_of: dict[int, frozenset[int]] = {}
     for place in sorted(range(len(entries)), key=lambda number: entries[number].during[0]):
         entry = entries[place]
-        begin = sum(entries[other].rows for other in found if entries[other].shares_with(entry))
+        begin = sum(entries[other].rows for other in rows_of if entries[other].shares_with(entry))
         first, last = (math.floor(size * border + 0.5 + 1e-9) for border in (begin, begin + entry.rows))
-        found[place] = frozenset(sorted(spread, key=busy.__getitem__)[: last - first])
+        rows_of[place] = frozenset(sorted(spread, key=busy.__getitem__)[: last - first])
         if entry.rows < 1:
-            busy |= {row: (max(busy[row][0], entry.during[1]), busy[row][1] + 1) for row in found[place]}
-    return [found[place] for place in range(len(entries))]
+            busy |= {row: (max(busy[row][0], entry.during[1]), busy[row][1] + 1) for row in rows_of[place]}
+    return [rows_of[place] for place in range(len(entries))]

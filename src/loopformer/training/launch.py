@@ -141,10 +141,8 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     else:
         micro = estimated_micro_batch(run, 0.9 * available_bytes(ranks.device), ranks.world, fused)
     micro_batches(run.training.batch, micro, run.objective, world=ranks.world, in_step=run.training.sharded)
-    made = make_plan(run, tokens, ranks.device, micro, ranks.world, fused).as_dict()
+    made = make_plan(run, tokens, ranks.device, micro, ranks.world, fused)
     ranks.close()
-    if not tokens:
-        made["epochs"] = None
     return {"plan": made, "settings": run_to_mapping(run), "data_missing": missing}
 
 

@@ -148,13 +148,13 @@ def orthogonalised(matrices: list[Tensor], settings: dict[str, Any]) -> Iterator
 
 def block_matrices(model: nn.Module) -> dict[Tensor, int]:
     """The matrices of all blocks, and how many each parameter holds: queries, keys and values are three in one."""
-    found: dict[Tensor, int] = {}
+    matrices: dict[Tensor, int] = {}
     for module in model.modules():
         if isinstance(module, Attention):
-            found |= {module.qkv.weight: 3, module.out.weight: 1}
+            matrices |= {module.qkv.weight: 3, module.out.weight: 1}
         elif isinstance(module, FeedForward):
-            found |= {module.up.weight: 1, module.down.weight: 1}
-    return found
+            matrices |= {module.up.weight: 1, module.down.weight: 1}
+    return matrices
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,49 +23,28 @@ COMMON_SHARE = 0.4  # of the peak, on a GPU
 CPU_SHARE = 0.5  # of what large matmuls reach, on a CPU
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The estimate for one run on `world` devices like the one at hand."""
-
-    parameters: int
-    parameters_without_embeddings: int
-    steps: int
-    tokens: int
-    epochs: float
-    training_gflops_per_token: float
-    total_flops: float
-    micro_batch: int
-    memory_gib_per_device: float
-    device: str
-    device_tflops: float | None
-    hours: float | None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 def make_plan(
-    run: RunConfig, tokens_in_data: int, device: torch.device, micro_batch: int, world: int = 1, fused: bool = False
-) -> Plan:
-    """The plan of a run whose data has this many training tokens."""
+    run: RunConfig, tokens_in_data: int, device: torch.device, micro_batch: int, world: int, fused: bool
+) -> dict[str, Any]:
+    """The estimate for a run on `world` devices like this one; epochs and hours are None where they are unknown."""
     cost, training = Cost(run.model), run.training
     per_token = training_flops_per_token(run)
     tokens = training.steps * training.batch * run.model.context
     rate = reachable_flops(device)
-    return Plan(
-        parameters=cost.parameters.total,
-        parameters_without_embeddings=cost.parameters.without_embeddings,
-        steps=training.steps,
-        tokens=tokens,
-        epochs=tokens / max(1, tokens_in_data),
-        training_gflops_per_token=per_token / 1e9,
-        total_flops=per_token * tokens,
-        micro_batch=micro_batch,
-        memory_gib_per_device=memory_bytes(run, micro_batch, world, fused) / 2**30,
-        device=device_name(device),
-        device_tflops=None if rate is None else rate / 1e12,
-        hours=None if rate is None else per_token * tokens / (rate * world) / 3600,
-    )
+    return {
+        "parameters": cost.parameters.total,
+        "parameters_without_embeddings": cost.parameters.without_embeddings,
+        "steps": training.steps,
+        "tokens": tokens,
+        "epochs": tokens / tokens_in_data if tokens_in_data else None,
+        "training_gflops_per_token": per_token / 1e9,
+        "total_flops": per_token * tokens,
+        "micro_batch": micro_batch,
+        "memory_gib_per_device": memory_bytes(run, micro_batch, world, fused) / 2**30,
+        "device": device_name(device),
+        "device_tflops": None if rate is None else rate / 1e12,
+        "hours": None if rate is None else per_token * tokens / (rate * world) / 3600,
+    }
 
 
 def training_flops_per_token(run: RunConfig, followed: Sequence[Trajectory | None] | None = None) -> float:
@@ -85,7 +63,7 @@ def training_flops_per_token(run: RunConfig, followed: Sequence[Trajectory | Non
     return flops
 
 
-def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1, fused: bool = False) -> float:
+def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool) -> float:
     """Weights, gradients and two moments in fp32, and what backward keeps of one micro-batch."""
     config, training = run.model, run.training
     shards = world if training.sharded else 1
@@ -103,16 +81,16 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int = 1, fused: bool =
         waiting = (FP8_PASSES_PER_GRADIENT - 1) * config.blocks * (8 * config.width + 2 * config.ffn) * fp8
     followed = costliest_step(run)
     passes = sum(
-        entry.rows * one.budget
-        for entry, one in zip(run.objective.trajectories, followed, strict=True)
-        if one is not None
+        entry.rows * trajectory.budget
+        for entry, trajectory in zip(run.objective.trajectories, followed, strict=True)
+        if trajectory is not None
     )
     if training.checkpoint_loops:
         per_token = passes * 4 * config.width + config.blocks * per_block + waiting
     else:
         per_token = passes * config.blocks * per_block
     chunk = min(run.objective.chunk, micro_batch * config.context)
-    together = sum(one is not None for one in followed)
+    together = sum(trajectory is not None for trajectory in followed)
     head = chunk * config.vocab_rows * 4 * 3 * together + config.vocab_rows * config.width * 4
     return states + micro_batch * config.context * per_token + head
 

@@ -29,10 +29,18 @@ from loopformer.config.run import validation_budgets
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import DTYPES, choose_device, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
-from loopformer.evaluation.benchmarks import LoadedModel
+from loopformer.evaluation.benchmarks import LoadedModel, accuracy, ask, model_facts, results
 from loopformer.evaluation.schedules import count_schedules, search
 from loopformer.evaluation.store import Piece
-from loopformer.evaluation.text import Protocol, ReportProgress, Text, default_text, perplexity, read_text
+from loopformer.evaluation.text import (
+    Protocol,
+    ReportProgress,
+    Text,
+    default_text,
+    perplexity,
+    placement,
+    read_text,
+)
 from loopformer.files import read_json
 from loopformer.inference.score import BATCH_TOKENS
 from loopformer.loading import find_config
@@ -321,8 +329,6 @@ class _Collector:
         return rows
 
     def _tasks(self, loaded: LoadedModel, report: ReportProgress | None) -> list[Piece]:
-        from loopformer.evaluation.benchmarks import ask, model_facts, results
-
         assert self.suite is not None
         trajectories = [loaded.model.resolve(budget) for budget in self.request.budgets_of(loaded.model.config)]
         runs = ask(loaded, self.suite.queries, trajectories, self.request.batch_tokens, report)
@@ -330,8 +336,6 @@ class _Collector:
         return rows
 
     def _search(self, loaded: LoadedModel, report: ReportProgress | None) -> Piece:
-        from loopformer.evaluation.benchmarks import accuracy
-
         request, loops = self.request, loaded.model.config.loops
         budget = request.search or max(1, loops // 2)
         require(budget <= loops, f"This model has {loops} loops, fewer than the {budget} of --search.")
@@ -356,15 +360,14 @@ class _Collector:
     def _analysis(self, loaded: LoadedModel, name: str, report: ReportProgress | None) -> Piece:
         """Representation dynamics along the full trajectory; kept like the others."""
         prompts, model = self._prompts(loaded.lm.need_tokenizer()), loaded.model
-        weight = model.tokens.weight
         key = {
             "kind": "dynamics",
             "weights": loaded.weights,
             "prompts": prompts.hash,
             "trajectory": str(model.resolve(None)),
             "states": "before",
-            "dtype": str(weight.dtype),
-            "device": weight.device.type,
+            "dtype": str(model.tokens.weight.dtype),
+            "device": model.device.type,
         }
         kept = loaded.store.get(key)
         if kept is None:
@@ -396,8 +399,7 @@ def _facts(loaded: LoadedModel, name: str) -> Piece:
         "source": short_path(loaded.source),
         "weights": loaded.weights,
         "tokenizer": loaded.lm.tokenizer and loaded.lm.tokenizer.hash,
-        "dtype": loaded.model.dtype_name,
-        "device": loaded.model.tokens.weight.device.type,
+        **placement(loaded.model),
         **size_facts(loaded.model.config),
     }
 
@@ -440,11 +442,11 @@ def training_facts(source: str | Path) -> TrainingFacts | None:
 
 def facts_of_run(run: RunConfig, step: int, speeds: Sequence[float], state: Mapping[str, Any]) -> TrainingFacts:
     """The same from its settings, the steps it took, and the tokens per second and the state that it recorded."""
-    per_token = training_flops_per_token(run)
+    per_token, entries = training_flops_per_token(run), run.objective.trajectories
     tokens = step * run.training.batch * run.model.context
     return TrainingFacts(
         elastic=run.objective.elastic,
-        short_fraction=max((one.rows for one in run.objective.trajectories if one.budget != "full"), default=0.0),
+        short_fraction=max((entry.rows for entry in entries if entry.budget != "full"), default=0.0),
         step=step,
         steps=run.training.steps,
         tokens=tokens,

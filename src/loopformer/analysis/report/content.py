@@ -19,7 +19,6 @@ from loopformer.analysis.report.tables import (
     CHANCE_AVERAGE,
     TOLERANCE,
     Table,
-    TrainingCost,
     counted,
     figure_tables,
     flops_table,
@@ -39,6 +38,7 @@ from loopformer.analysis.report.tables import (
 )
 from loopformer.analysis.results import (
     DEFINITIONS,
+    Cells,
     Dynamics,
     Entry,
     MaybeNumber,
@@ -372,17 +372,18 @@ def _training(results: ReportResults) -> list[PageBlock]:
         blocks.append(Items([f"{listed(names)}: {ratio}" for ratio, names in models_by_cost.items()]))
     if table := training_table(results):
         blocks.append(table)
-    blocks += [_clock_in_words(cost) for cost in training_costs(results) if cost.objective == "elastic"]
+    blocks += [_clock_in_words(cost) for cost in training_costs(results) if cost["objective"] == "elastic"]
     return [*blocks, *gaps(results, "training")]
 
 
-def _clock_in_words(cost: TrainingCost) -> str:
+def _clock_in_words(cost: Cells) -> str:
     """The overhead in wall-clock time, or why there is none."""
-    if cost.slowdown is None:
-        return f"The overhead of {cost.model} in wall-clock time is not known: {cost.compared_with}."
+    model, slowdown, compared_with = (cost[name] for name in ("model", "slowdown", "compared_with"))
+    if slowdown is None:
+        return f"The overhead of {model} in wall-clock time is not known: {compared_with}."
     return (
-        f"In wall-clock time {cost.model} trained {cost.slowdown:.2f} times slower than "
-        f"{cost.compared_with}, with the same model, batch, precision and number of threads and devices. Runs do "
+        f"In wall-clock time {model} trained {slowdown:.2f} times slower than "
+        f"{compared_with}, with the same model, batch, precision and number of threads and devices. Runs do "
         "not record the machine; the ratio means something if it was the same and equally busy."
     )
 

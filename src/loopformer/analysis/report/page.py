@@ -26,7 +26,7 @@ from loopformer.analysis.report.content import Page, compose, schedule_name
 from loopformer.analysis.report.tables import CHANCE_AVERAGE
 from loopformer.analysis.results import REPORT_FORMAT, Entry, ReportResults, entries
 from loopformer.errors import FileProblem
-from loopformer.files import write_together
+from loopformer.files import json_bytes, write_together
 from loopformer.plots import Line, Panel, available, line_figure, rendered, wide
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def write_report(plain: Mapping[str, Any], out: Path) -> list[Path]:
     }
     for name, figure in figures.items():
         contents |= {f"{FIGURES}/{name}.png": pictures[name], f"{FIGURES}/{name}.svg": rendered(figure, ".svg")}
-    stored = json.dumps({**plain, "files": list(contents)}, indent=1, ensure_ascii=False) + "\n"
-    write_together(out, {REPORT: stored.encode(), **contents})  # the list first: by it a report is known as ours
+    stored = json_bytes({**plain, "files": list(contents)})
+    write_together(out, {REPORT: stored, **contents})  # the list first: by it a report is known as ours
     _remove(out, [name for name in earlier if name not in contents])
     html, markdown, *others = contents
     return [out / name for name in (html, markdown, REPORT, *others)]

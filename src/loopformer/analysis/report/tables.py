@@ -273,28 +273,10 @@ def _score_columns(scores: Sequence[ScoreColumn]) -> list[Column]:
     return shown + [Column(f"error:{score.key}", f"{score.label}, error", hidden=True) for score in scores]
 
 
-@dataclass(frozen=True)
-class TrainingCost:
-    """What training one model took, and how much slower it was than a fixed-depth run of the same settings."""
-
-    model: str
-    objective: str  # elastic or fixed depth
-    fixed_flops_per_token: float
-    flops_per_token: float
-    overhead: float  # in FLOPs, as trained
-    formula: float | None  # in FLOPs, by the paper's formula
-    tokens_per_second: float | None
-    slowdown: float | None
-    compared_with: str | None  # the other run, or why there is none
-    tokens: int
-    flops: float
-    step: int
-    seed: int
-
-
-def training_costs(results: ReportResults) -> list[TrainingCost]:
-    """One for each model that has a run."""
-    rows = []
+def training_costs(results: ReportResults) -> list[Cells]:
+    """What training each model took that has a run, and how much slower it was than a fixed-depth run like it."""
+    copied = ("fixed_flops_per_token", "flops_per_token", "tokens_per_second", "tokens", "flops", "step", "seed")
+    rows: list[Cells] = []
     for model in results.models:
         facts = model.training
         if facts is None:
@@ -304,21 +286,15 @@ def training_costs(results: ReportResults) -> list[TrainingCost]:
             others = {other.name: other.training for other in results.models if other is not model}
             times, compared = slowdown(facts, others)
         rows.append(
-            TrainingCost(
-                model=model.name,
-                objective="elastic" if facts.elastic else "fixed depth",
-                fixed_flops_per_token=facts.fixed_flops_per_token,
-                flops_per_token=facts.flops_per_token,
-                overhead=facts.flops_per_token / facts.fixed_flops_per_token,
-                formula=model.training_overhead if facts.elastic else None,
-                tokens_per_second=facts.tokens_per_second,
-                slowdown=times,
-                compared_with=compared,
-                tokens=facts.tokens,
-                flops=facts.flops,
-                step=facts.step,
-                seed=facts.seed,
-            )
+            {
+                "model": model.name,
+                "objective": "elastic" if facts.elastic else "fixed depth",
+                **{name: getattr(facts, name) for name in copied},
+                "overhead": facts.flops_per_token / facts.fixed_flops_per_token,
+                "formula": model.training_overhead if facts.elastic else None,
+                "slowdown": times,
+                "compared_with": compared,  # the other run, or why there is none
+            }
         )
     return rows
 
@@ -349,7 +325,7 @@ def slowdown(elastic: TrainingFacts, others: Mapping[str, TrainingFacts | None])
 
 def training_table(results: ReportResults) -> Table | None:
     """What training took, and what elastic training adds."""
-    rows = [asdict(cost) for cost in training_costs(results)]
+    rows = training_costs(results)
     columns = [
         Column("model", "model", text=True),
         Column("objective", "objective", text=True),
