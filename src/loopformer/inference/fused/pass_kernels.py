@@ -1,4 +1,4 @@
-"""Triton kernels of a pass that rows share which stand at different loops (batch.py).
+"""Triton kernels of a pass that rows share which stand at different loops, and of what follows it (batch.py).
 
 Row i of a launch is in slot `order[i]`, and the slot says at which loop and place it stands; of each slot and loop
 there are modulations in a table and a list of pages with keys and values. So a launch knows nothing of its rows,
