@@ -229,11 +229,11 @@ def choice_kernel(
         before = tl.full([], 0, tl.float64)
         target = tl.full([], float("inf"), tl.float64)
         if top_k < vocab:
-            bound, _count = _smallest_below(own, vocab, top, 0.0, bound, top_k, BLOCK_N)
+            bound, _count = _smallest_below(own, vocab, top, cold, bound, top_k, True, BLOCK_N)
         if top_p < 1:
-            total, _two, _three = _weights_above(own, vocab, top, cold, bound, bound - 1, bound, bound, BLOCK_N)
+            total, _two, _three = _weights_above(own, vocab, top, cold, bound - 1, bound, bound, False, BLOCK_N)
             target = top_p * total
-            bound, before = _smallest_below(own, vocab, top, cold, bound, target, BLOCK_N)
+            bound, before = _smallest_below(own, vocab, top, cold, bound, target, False, BLOCK_N)
         each = tl.exp((_number(bound) - top) * cold).to(tl.float64)
         key = _hashed(tl.load(seeds + slot).to(tl.uint64, bitcast=True) + _position(lengths, slot, ALONE) * GOLDEN)
         best = tl.full([], float("-inf"), tl.float64)
@@ -246,12 +246,13 @@ def choice_kernel(
             stands_before = before + (ties + tl.cumsum(tied.to(tl.int32), axis=0) - 1).to(tl.float64) * each
             score = (value - top).to(tl.float64) / temperature
             keep = ((rank > bound) | (tied & (stands_before < target))) & inside & (score >= least)
-            bits = _hashed(key + (start + n).to(tl.uint64) * GOLDEN)
-            uniform = ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52: never 0 and never 1
-            noisy = tl.where(keep, score - tl.log(-tl.log(uniform)), float("-inf"))
-            high = tl.max(noisy)
-            token = tl.where(high > best, start + tl.argmax(noisy, axis=0), token)
-            best = tl.maximum(best, high)
+            if tl.max(keep.to(tl.int32)) > 0:  # noise costs most, and few of many tokens may be kept
+                bits = _hashed(key + (start + n).to(tl.uint64) * GOLDEN)
+                uniform = ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52: never 0 and never 1
+                noisy = tl.where(keep, score - tl.log(-tl.log(uniform)), float("-inf"))
+                high = tl.max(noisy)
+                token = tl.where(high > best, start + tl.argmax(noisy, axis=0), token)
+                best = tl.maximum(best, high)
             ties += tl.sum(tied.to(tl.int32))
     token = tl.minimum(token, vocab - 1)  # where logits are not numbers it may be any, but it is one
     tl.store(choices + row * 2, token.to(tl.float32))
@@ -259,14 +260,14 @@ def choice_kernel(
 
 
 @triton.jit
-def _smallest_below(own, vocab, top, cold, kept, target, BLOCK_N: tl.constexpr):
-    """The smallest place in the order that has less than `target` above it, and how much that is."""
+def _smallest_below(own, vocab, top, cold, kept, target, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The smallest kept place in the order that has less than `target` above it, and how much that is."""
     low = kept - 1
     high = _ordered(top).to(tl.int64)
     above = tl.full([], 0, tl.float64)
     while high - low > 1:
         one, two, three = low + (high - low) // 4, low + (high - low) // 2, low + (high - low) * 3 // 4
-        first, second, third = _weights_above(own, vocab, top, cold, kept, one, two, three, BLOCK_N)
+        first, second, third = _weights_above(own, vocab, top, cold, one, two, three, COUNT, BLOCK_N)
         low = tl.where(third >= target, three, tl.where(second >= target, two, tl.where(first >= target, one, low)))
         # Not `<`, so that it ends whatever is compared.
         if not (first >= target):
@@ -282,24 +283,29 @@ def _smallest_below(own, vocab, top, cold, kept, target, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _weights_above(own, vocab, top, cold, kept, one, two, three, BLOCK_N: tl.constexpr):
-    """How much the kept logits weigh whose order is above each of three; coldness 0 counts them."""
+def _weights_above(own, vocab, top, cold, one, two, three, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How much the logits weigh whose order is above each of three places, or how many they are. Minus infinity
+    weighs nothing, however hot it is.
+
+    This is read over and over, so it is kept short: whole numbers of 32 bits, and each lane adds in fp32 the few
+    that it sees, which is no coarser than their weights are.
+    """
     n = tl.arange(0, BLOCK_N)
-    first = tl.zeros([BLOCK_N], tl.float64)
-    second = tl.zeros([BLOCK_N], tl.float64)
-    third = tl.zeros([BLOCK_N], tl.float64)
+    first = tl.zeros([BLOCK_N], tl.float32)
+    second = tl.zeros([BLOCK_N], tl.float32)
+    third = tl.zeros([BLOCK_N], tl.float32)
+    least = _ordered(tl.full([], float("-inf"), tl.float32)).to(tl.int64)
+    from_one = (tl.maximum(one, least) + 1).to(tl.int32)
+    from_two = (tl.maximum(two, least) + 1).to(tl.int32)
+    from_three = (tl.maximum(three, least) + 1).to(tl.int32)
     for start in range(0, vocab, BLOCK_N):
         value = tl.load(own + start + n, mask=start + n < vocab, other=float("-inf"))
-        rank = tl.where(start + n < vocab, _ordered(value).to(tl.int64), LOWEST - 1)
-        # Minus infinity weighs nothing, however hot it is.
-        weight = tl.where(
-            (rank >= kept) & (value > float("-inf")), tl.exp(tl.maximum(value - top, -1e30) * cold), 0.0
-        )
-        weight = weight.to(tl.float64)
-        first += tl.where(rank > one, weight, 0.0)
-        second += tl.where(rank > two, weight, 0.0)
-        third += tl.where(rank > three, weight, 0.0)
-    return tl.sum(first), tl.sum(second), tl.sum(third)
+        rank = _ordered(value)
+        weight = 1.0 if COUNT else tl.exp(tl.maximum(value - top, -1e30) * cold)
+        first += tl.where(rank >= from_one, weight, 0.0)
+        second += tl.where(rank >= from_two, weight, 0.0)
+        third += tl.where(rank >= from_three, weight, 0.0)
+    return tl.sum(first.to(tl.float64)), tl.sum(second.to(tl.float64)), tl.sum(third.to(tl.float64))
 
 
 @triton.jit
