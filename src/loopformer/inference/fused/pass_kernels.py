@@ -197,7 +197,7 @@ def choice_kernel(
     rules,  # [S, 4] fp64: temperature, top-k, top-p, the logarithm of min-p (sampling.py)
     seeds,  # [S] int64
     choices,  # [B, 2] fp32: tokens, and their log-probabilities
-    stride,
+    stride,  # of rows, at least `vocab`; what stands between is padding
     vocab,
     ALONE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -212,7 +212,7 @@ def choice_kernel(
     mass = 0.0
     token = 0
     for start in range(0, vocab, BLOCK_N):
-        value = tl.load(own + start + n, mask=start + n < vocab, other=float("-inf"))
+        value = _logits(own, start + n, stride, vocab)
         high = tl.max(value)
         token = tl.where(high > top, start + tl.argmax(value, axis=0), token)
         above = tl.maximum(top, high)
@@ -229,18 +229,18 @@ def choice_kernel(
         before = tl.full([], 0, tl.float64)
         target = tl.full([], float("inf"), tl.float64)
         if top_k < vocab:
-            bound, _count = _smallest_below(own, vocab, top, cold, bound, top_k, True, BLOCK_N)
+            bound, _count = _smallest_below(own, stride, vocab, top, cold, bound, top_k, True, BLOCK_N)
         if top_p < 1:
-            total, _two, _three = _weights_above(own, vocab, top, cold, bound - 1, bound, bound, False, BLOCK_N)
+            total, _2, _3 = _weights_above(own, stride, vocab, top, cold, bound - 1, bound, bound, False, BLOCK_N)
             target = top_p * total
-            bound, before = _smallest_below(own, vocab, top, cold, bound, target, False, BLOCK_N)
+            bound, before = _smallest_below(own, stride, vocab, top, cold, bound, target, False, BLOCK_N)
         each = tl.exp((_number(bound) - top) * cold).to(tl.float64)
         key = _hashed(tl.load(seeds + slot).to(tl.uint64, bitcast=True) + _position(lengths, slot, ALONE) * GOLDEN)
         best = tl.full([], float("-inf"), tl.float64)
         ties = 0
         for start in range(0, vocab, BLOCK_N):
             inside = start + n < vocab
-            value = tl.load(own + start + n, mask=inside, other=float("-inf"))
+            value = _logits(own, start + n, stride, vocab)
             rank = _ordered(value).to(tl.int64)
             tied = (rank == bound) & inside
             stands_before = before + (ties + tl.cumsum(tied.to(tl.int32), axis=0) - 1).to(tl.float64) * each
@@ -260,14 +260,14 @@ def choice_kernel(
 
 
 @triton.jit
-def _smallest_below(own, vocab, top, cold, kept, target, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
+def _smallest_below(own, stride, vocab, top, cold, kept, target, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
     """The smallest kept place in the order that has less than `target` above it, and how much that is."""
     low = kept - 1
     high = _ordered(top).to(tl.int64)
     above = tl.full([], 0, tl.float64)
     while high - low > 1:
         one, two, three = low + (high - low) // 4, low + (high - low) // 2, low + (high - low) * 3 // 4
-        first, second, third = _weights_above(own, vocab, top, cold, one, two, three, COUNT, BLOCK_N)
+        first, second, third = _weights_above(own, stride, vocab, top, cold, one, two, three, COUNT, BLOCK_N)
         low = tl.where(third >= target, three, tl.where(second >= target, two, tl.where(first >= target, one, low)))
         # Not `<`, so that it ends whatever is compared.
         if not (first >= target):
@@ -283,7 +283,7 @@ def _smallest_below(own, vocab, top, cold, kept, target, COUNT: tl.constexpr, BL
 
 
 @triton.jit
-def _weights_above(own, vocab, top, cold, one, two, three, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
+def _weights_above(own, stride, vocab, top, cold, one, two, three, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
     """How much the logits weigh whose order is above each of three places, or how many they are. Minus infinity
     weighs nothing, however hot it is.
 
@@ -299,13 +299,21 @@ def _weights_above(own, vocab, top, cold, one, two, three, COUNT: tl.constexpr, 
     from_two = (tl.maximum(two, least) + 1).to(tl.int32)
     from_three = (tl.maximum(three, least) + 1).to(tl.int32)
     for start in range(0, vocab, BLOCK_N):
-        value = tl.load(own + start + n, mask=start + n < vocab, other=float("-inf"))
+        value = _logits(own, start + n, stride, vocab)
         rank = _ordered(value)
         weight = 1.0 if COUNT else tl.exp(tl.maximum(value - top, -1e30) * cold)
         first += tl.where(rank >= from_one, weight, 0.0)
         second += tl.where(rank >= from_two, weight, 0.0)
         third += tl.where(rank >= from_three, weight, 0.0)
     return tl.sum(first.to(tl.float64)), tl.sum(second.to(tl.float64)), tl.sum(third.to(tl.float64))
+
+
+@triton.jit
+def _logits(own, n, stride, vocab):
+    """A row's logits at some places, of which those from `vocab` on are none."""
+    # Read to the end of the row, which is aligned: a mask that ends anywhere would split up each lane's loads.
+    value = tl.load(own + n, mask=n < stride, other=float("-inf"))
+    return tl.where(n < vocab, value, float("-inf"))
 
 
 @triton.jit
