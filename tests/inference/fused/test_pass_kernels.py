@@ -78,6 +78,13 @@ def test_any_temperature_will_do(temperature: float) -> None:
         same(logits, [Draw(Sampling(temperature=temperature, top_p=top_p, top_k=top_k), seed=4, position=9)])
 
 
+def test_a_vocabulary_may_begin_with_what_is_ruled_out() -> None:
+    logits = torch.arange(float(VOCAB))[None] / 9
+    logits[:, :100] = -math.inf  # more than a block of the kernel's
+    for sampling in (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=60, top_p=0.9)):
+        same(logits, [Draw(sampling, seed=4, position=9)])
+
+
 def test_a_row_alone_says_where_the_token_will_stand() -> None:
     same(torch.arange(20.0)[None] / 9, [Draw(Sampling(temperature=1.0), seed=2**70 - 1, position=7)], alone=True)
 

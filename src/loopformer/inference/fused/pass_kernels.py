@@ -216,7 +216,8 @@ def choice_kernel(
         high = tl.max(value)
         token = tl.where(high > top, start + tl.argmax(value, axis=0), token)
         above = tl.maximum(top, high)
-        mass = mass * tl.exp(top - above) + tl.sum(tl.exp(value - above))
+        shift = tl.where(above > float("-inf"), above, 0.0)  # where all so far is minus infinity, it weighs nothing
+        mass = mass * tl.exp(top - shift) + tl.sum(tl.exp(value - shift))
         top = above
     temperature = tl.load(rules + slot * 4)
     if temperature > 0:
