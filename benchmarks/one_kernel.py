@@ -8,8 +8,10 @@ multiprocessor stays for the whole token. Its work is one list of tiles of weigh
 fetches into shared memory some turns ahead of their use, so memory goes on while programs wait for each other
 between two products. A token then is this kernel, the head, and the choice.
 
-Tokens are compared with those of `LoneRow` before either is timed. With one program it also runs in Triton's
-interpreter (TRITON_INTERPRET=1, --device cpu --dtype float32 --model demo --budgets 2 --context 20 --tokens 1).
+Tokens are compared with those of `LoneRow` before either is timed, and the logits of one token with themselves:
+roundings differ from those of `LoneRow`, so a program that did not wait for others would show there only. With one
+program it also runs in Triton's interpreter (TRITON_INTERPRET=1, --device cpu --dtype float32 --model demo
+--budgets 2 --context 20 --tokens 1).
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -361,6 +363,9 @@ SHAPES = [
 ]
 
 
+REPEATS = 50  # of one token
+
+
 class OneKernelRow(LoneRow):
     """A row that runs alone, through `token_kernel`."""
 
@@ -461,6 +466,8 @@ def measured(model: LoopedLM, budget: int, context: int, tokens: int, int8: bool
             row.enter(*state)
             row.replay("stay")
             logits = row.logits[0, : model.config.vocab].clone()
+            if row.ids.is_cuda:
+                line["unsteady"] = sum(_differs(row, logits) for _ in range(REPEATS))
             for _ in range(tokens):
                 row.replay("follow")
             said = row.chosen[context : context + tokens, 0].tolist()
@@ -476,6 +483,12 @@ def measured(model: LoopedLM, budget: int, context: int, tokens: int, int8: bool
         print(line, flush=True)
         found.append(line)
     return found
+
+
+def _differs(row: LoneRow, logits: Tensor) -> bool:
+    """Whether the same token once more has other logits, by a single bit: sums have an order, so it is a race."""
+    row.replay("stay")
+    return not torch.equal(row.logits[0, : len(logits)], logits)
 
 
 def _seconds(row: LoneRow, state: tuple[Tensor, ...], tokens: int) -> float:
