@@ -63,13 +63,21 @@ class StateSuite:
     steps: int
 
 
+S3_MODELS: Mapping[str, Settings] = {
+    "elastic-and-one": {},
+    **{f"specialist-{m}": {**ONE_BUDGET, "model.loops": m} for m in (5, 1, 3, 2, 4)},
+}
 SUITES = {
     "s3": StateSuite(
         {
-            "elastic-and-one": ("states", {}),
+            **{name: ("states", settings) for name, settings in S3_MODELS.items()},
             "elastic": ("states", ANY_BUDGET),
-            **{f"specialist-{m}": ("states", {**ONE_BUDGET, "model.loops": m}) for m in (5, 1, 3, 2, 4)},
             "elastic-not-injected": ("states", {**ANY_BUDGET, "model.inject": "none"}),
+            **{
+                f"{name}-{rate}": ("states", {**settings, "training.matrix_learning_rate": rate})
+                for rate in (0.04, 0.01)
+                for name, settings in S3_MODELS.items()
+            },
         },
         shared={"training.device": "cpu", "training.threads": 1},
         loops=5,
