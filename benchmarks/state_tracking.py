@@ -284,7 +284,7 @@ def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]], suite: Stat
 
     special: dict[float, list[float]] = {}
     for m in range(1, loops + 1):
-        rates = [at(name, [m])[m] for name in (f"specialist-{m}", f"specialist-{m}-0.01")]
+        rates = [at(f"specialist-{m}{rate}", [m])[m] for rate in ("", "-0.01", "-0.04")]
         special[m] = max(rates, key=lambda values: fmean(values) if values else 0.0)
     lines = [line("one elastic model, fixed budgets", at(best, range(1, loops + 1)))]
     settled = [
