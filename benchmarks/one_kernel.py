@@ -16,8 +16,8 @@ program it also runs in Triton's interpreter (TRITON_INTERPRET=1, --device cpu -
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 import argparse
-import statistics
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loopformer.benchmark.machine import describe, publish
-from loopformer.config import load_run, preset_names, whole_numbers, with_expected_vocab
-from loopformer.device import DTYPES
+from loopformer.benchmark.machine import best_of, describe, publish
+from loopformer.cli.bench import named_model
+from loopformer.config import preset_names, whole_numbers
 from loopformer.inference.decode import prefill
 from loopformer.inference.fused.batch import PAGE, LoneRow, SharedBatch, pages_of
-from loopformer.inference.fused.kernels import as_numbers
+from loopformer.inference.fused.kernels import as_numbers, gelu, weighed
 from loopformer.inference.fused.quantise import Weights, plain, quantised
-from loopformer.lm import lay_out, load
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON
 
@@ -114,12 +113,7 @@ def attend(
         k = tl.load(keys, mask=mask, other=0).to(tl.float32)
         v = tl.load(keys + H * PAGE * W, mask=mask, other=0).to(tl.float32)
         score = tl.where(valid, tl.sum(k * q[None, :], axis=1), float("-inf"))
-        above = tl.maximum(largest, tl.max(score))
-        shrink = tl.exp(largest - above)
-        likely = tl.exp(score - above)
-        mixed = mixed * shrink + tl.sum(likely[:, None] * v, axis=0)
-        mass = mass * shrink + tl.sum(likely)
-        largest = above
+        mixed, largest, mass = weighed(score, v, mixed, largest, mass)
     tl.store(sums + split * D + head * W + d, mixed, mask=inside)
     tl.store(tops + split * H + head, largest)
     tl.store(masses + split * H + head, mass)
@@ -318,7 +312,7 @@ def token_kernel(
                     if is_qkv:
                         tl.store(qkv + rows, out, mask=valid)
                     else:
-                        tl.store(wide + rows, 0.5 * out * (1 + tl.erf(out * 0.7071067811865476)), mask=valid)
+                        tl.store(wide + rows, gelu(out), mask=valid)
                 else:
                     gate = table + (step * 4 + tl.where(is_out, 0, 1)) * D
                     out *= tl.load(gate + rows, mask=valid, other=0).to(tl.float32)
@@ -361,8 +355,6 @@ SHAPES = [
     Shape(rows=16, cols=512),
     Shape(programs=2, rows=4, warps=4, ahead=12),
 ]
-
-
 REPEATS = 50  # of one token
 
 
@@ -468,16 +460,15 @@ def measured(model: LoopedLM, budget: int, context: int, tokens: int, int8: bool
             logits = row.logits[0, : model.config.vocab].clone()
             if row.ids.is_cuda:
                 line["unsteady"] = sum(_differs(row, logits) for _ in range(REPEATS))
-            for _ in range(tokens):
-                row.replay("follow")
+            _follow(row, state, tokens)
             said = row.chosen[context : context + tokens, 0].tolist()
             expected = expected or (logits, said)
             line["logits_off"] = float((logits - expected[0]).norm() / expected[0].norm())
             parts = [place for place, pair in enumerate(zip(said, expected[1], strict=True)) if pair[0] != pair[1]]
             line["same_tokens"] = min(parts, default=tokens)
             if row.ids.is_cuda:
-                seconds = [_seconds(row, state, tokens) for _ in range(5)]
-                line["tokens_per_second"] = tokens / statistics.median(seconds)
+                seconds = best_of(5, model.device, partial(_follow, row, state, tokens))
+                line["tokens_per_second"] = tokens / seconds
         except (RuntimeError, triton.runtime.errors.OutOfResources) as error:  # a shape that does not fit
             line["error"] = f"{type(error).__name__}: {error}"[:200]
         print(line, flush=True)
@@ -491,17 +482,11 @@ def _differs(row: LoneRow, logits: Tensor) -> bool:
     return not torch.equal(row.logits[0, : len(logits)], logits)
 
 
-def _seconds(row: LoneRow, state: tuple[Tensor, ...], tokens: int) -> float:
-    """How long so many tokens take, one after the other."""
+def _follow(row: LoneRow, state: tuple[Tensor, ...], tokens: int) -> None:
+    """So many tokens, one after the other, from the same place each time."""
     row.enter(*state)
-    make: Any = torch.cuda.Event
-    start, end = make(enable_timing=True), make(enable_timing=True)
-    start.record()
     for _ in range(tokens):
         row.replay("follow")
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1000
 
 
 def main() -> None:
@@ -515,16 +500,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    torch.manual_seed(0)
+    model = named_model(asked.model, asked.device, asked.dtype)
     if asked.model in preset_names():
-        model = LoopedLM(with_expected_vocab(*load_run(asked.model)).model)
         with torch.no_grad():
             for parameter in model.parameters():  # gates that start at zero would hide what blocks do
                 parameter.add_(0.02 * torch.randn_like(parameter))
-    else:
-        model = load(asked.model).model
-    model = lay_out(model.to(asked.device, DTYPES[asked.dtype])).eval()
-    report: dict[str, Any] = {"model": asked.model, "int8": asked.int8, **describe(torch.device(asked.device))}
+    report: dict[str, Any] = {"model": asked.model, "int8": asked.int8, **describe(model.device)}
     report["runs"] = [
         line
         for budget in whole_numbers(asked.budgets, "--budgets")

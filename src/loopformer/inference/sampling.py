@@ -127,9 +127,6 @@ def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     device, vocab = logits.device, logits.shape[-1]
     scores = logits.detach().to(torch.float32 if device.type == "mps" else torch.float64, copy=True)
 
-    def column(values: Sequence[float]) -> Tensor:
-        return sent(values, device, scores.dtype)[:, None]
-
     seen = [
         (row, token, draw.sampling.repetition_penalty)
         for row, draw in enumerate(draws)
@@ -138,26 +135,25 @@ def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     ]
     if seen:
         rows, tokens, penalties = zip(*seen, strict=True)
-        penalty = column(penalties)[:, 0]
+        penalty = sent(penalties, device, scores.dtype)
         where = sent(rows, device), sent(tokens, device)
         before = scores[where]
         scores[where] = torch.where(before > 0, before / penalty, before * penalty)
 
+    rules = sent([rule(draw.sampling, vocab) for draw in draws], device, scores.dtype)  # [B, 4]
+    temperature, top_k, top_p, least = rules[:, :, None].unbind(1)  # [B, 1] each
     samplings = [draw.sampling for draw in draws]
     # Less the largest, so that any temperature gives finite numbers; greedy rows keep their order.
-    scores = (scores - scores.amax(-1, keepdim=True)) / column(
-        [sampling.temperature or 1.0 for sampling in samplings]
-    )
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature.masked_fill(temperature == 0, 1.0)
     if any(sampling.top_k is not None or sampling.top_p < 1 for sampling in samplings):
         ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-        last = sent([min(sampling.top_k or vocab, vocab) - 1 for sampling in samplings], device)[:, None]
-        scores = scores.masked_fill(scores < ranked.gather(1, last), -math.inf)
-        likely = ranked.masked_fill(ranked < ranked.gather(1, last), -math.inf).softmax(-1)
+        last = ranked.gather(1, top_k.long() - 1)
+        scores = scores.masked_fill(scores < last, -math.inf)
+        likely = ranked.masked_fill(ranked < last, -math.inf).softmax(-1)
         # A token stays while those before it have not made up top_p.
-        within = likely.cumsum(-1) - likely < column([sampling.top_p for sampling in samplings])
+        within = likely.cumsum(-1) - likely < top_p
         scores = scores.masked_fill(~torch.zeros_like(within).scatter(1, order, within), -math.inf)
     if any(sampling.min_p > 0 for sampling in samplings):
-        least = column([_log_min_p(sampling) for sampling in samplings])
         scores = scores.masked_fill(scores < least, -math.inf)  # the most likely has 0
     return scores.log_softmax(-1) if not all(sampling.greedy for sampling in samplings) else scores
 
@@ -173,12 +169,9 @@ def gumbel_noise(keys: Sequence[int], vocab: int, device: torch.device) -> Tenso
 
 
 def rule(sampling: Sampling, vocab: int) -> tuple[float, float, float, float]:
-    """The settings as numbers, for kernels: temperature, top-k, top-p and the logarithm of min-p."""
-    return sampling.temperature, min(sampling.top_k or vocab, vocab), sampling.top_p, _log_min_p(sampling)
-
-
-def _log_min_p(sampling: Sampling) -> float:
-    return math.log(sampling.min_p) if sampling.min_p else -math.inf
+    """The settings as numbers, here and for kernels: temperature, top-k, top-p and the logarithm of min-p."""
+    least = math.log(sampling.min_p) if sampling.min_p else -math.inf
+    return sampling.temperature, min(sampling.top_k or vocab, vocab), sampling.top_p, least
 
 
 def hashed_seed(seed: int) -> int:

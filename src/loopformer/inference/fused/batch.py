@@ -111,9 +111,8 @@ class SharedBatch:
         self._written: dict[str, tuple[int, ...]] = {}
         self._choices = torch.zeros(most, 2, device=like.device)
         # How each slot chooses its tokens.
-        self._rules = torch.tensor([rule(GREEDY.sampling, config.vocab)] * rows, dtype=torch.float64).to(
-            like.device
-        )
+        greedy = [rule(GREEDY.sampling, config.vocab)] * rows
+        self._rules = torch.tensor(greedy, dtype=torch.float64, device=like.device)
         self._seeds = integers(rows)
         width, heads = config.width, config.heads
         self._qkv, self._mixed = like.new_zeros(most, 3 * width), like.new_zeros(most, width)

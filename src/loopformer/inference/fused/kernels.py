@@ -41,7 +41,7 @@ def _most_likely(values, where, start, programs):
 
 
 @triton.jit
-def _gelu(x):
+def gelu(x):
     """Exact, in fp32."""
     return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
 
@@ -118,7 +118,7 @@ def norm_linear_kernel(
         if SCALED:
             out *= grain
         if GELU:
-            out = _gelu(out)
+            out = gelu(out)
         if BEST:
             out = tl.where(rows < counted, out, float("-inf"))
             top = tl.max(out)
@@ -346,7 +346,7 @@ def gelu_kernel(x, count, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     wait(PDL)
     value = tl.load(x + n, mask=n < count, other=0).to(tl.float32)
-    tl.store(x + n, _gelu(value), mask=n < count)
+    tl.store(x + n, gelu(value), mask=n < count)
 
 
 @triton.jit
