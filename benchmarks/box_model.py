@@ -47,7 +47,7 @@ SETTINGS = {
     "model.ffn": 1920,
     "model.context": 512,
     "objective.chunk": 8192,
-    "training.steps": 9000,
+    "training.steps": 5500,
     "training.batch": 128,
     "training.micro_batch": 128,
     "training.save_every": 1000,
