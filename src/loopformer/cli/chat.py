@@ -26,6 +26,7 @@ from loopformer.cli.options import (
     TopK,
     TopP,
     TrajectoryOption,
+    warn_of_certainty,
 )
 from loopformer.cli.output import stoppable
 from loopformer.config.model import BOX
@@ -83,6 +84,7 @@ def chat(
     wanted = None if dtype is None else dtype_of(dtype)
     lm = load(model)
     fused = place(lm, device, wanted, "auto" if fast is None else fast, certainty is not None)
+    warn_of_certainty(certainty, lm.model.config.conditioning)
     template = ChatTemplate.find(lm.need_tokenizer(), located(model), run_of(model))
     lm.tokenizer = template.tokenizer
     (follows,) = lm.trajectories(1, budget, trajectory)

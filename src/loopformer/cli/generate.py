@@ -23,6 +23,7 @@ from loopformer.cli.options import (
     TopK,
     TopP,
     TrajectoryOption,
+    warn_of_certainty,
 )
 from loopformer.cli.output import number, output_file, print_files, print_table, progress, stoppable
 from loopformer.config.model import BOX
@@ -153,6 +154,7 @@ def generate(
     weights = None if schedule == "uniform" and source is None else weights_hash(lm.model)
     way: Fast = "auto" if fast is None and not plain else bool(fast)
     fused = place(lm, device, wanted, way, certainty is not None)
+    warn_of_certainty(certainty, lm.model.config.conditioning)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,

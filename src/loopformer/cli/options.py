@@ -8,7 +8,7 @@ An option that only one verb has, or that means something else there, stands in 
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
+from typer import Option, echo
 
 from loopformer.cli.completion import budgets, models, words
 
@@ -77,6 +77,16 @@ Examples = Annotated[int | None, Option(help="Only the first so many examples of
 OutFolder = Annotated[Path, Option("--out", "-o", help="The folder to write.")]
 OutFile = Annotated[Path | None, Option("--out", "-o", help="Also write the results to this file.")]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]
+
+
+def warn_of_certainty(certainty: float | None, conditioning: str) -> None:
+    """A model that is told its trajectory learns to be read after its last pass, and nowhere before."""
+    if certainty is not None and conditioning == "trajectory":
+        echo(
+            "Note: this model may predict nothing before its last pass, and then --certainty spoils its text; "
+            "`loopformer eval --certainty 0.9` says whether it does.",
+            err=True,
+        )
 
 
 def own_text(model: str) -> str:
