@@ -117,7 +117,6 @@ def eager(lm: LM, prompts: Prompts, new_tokens: int) -> Iterator[Row]:
         return [found[row] for row in range(len(batch))]
 
     drafts = [Draft(Trajectory.uniform(m), k) for m in _shorter(loops) for k in (2, 4, None)]
-    drafts += [Draft(full, 4, passes) for passes in _shorter(loops)]
     for together in (1, len(requests)):
         batches = [requests[start : start + together] for start in range(0, len(requests), together)]
         plain(batches[0])
@@ -133,7 +132,7 @@ def eager(lm: LM, prompts: Prompts, new_tokens: int) -> Iterator[Row]:
             )
             yield {
                 "batch": together,
-                "draft": f"first {draft.passes} of {loops}" if draft.passes else f"M = {draft.budget}",
+                "draft": f"M = {draft.budget}",
                 "length": draft.length or "adapted",
                 "acceptance": accepted / drafted if drafted else None,
                 "speed_up": (between - started) / (ended - between),

@@ -165,11 +165,9 @@ def _engine() -> Any:
 
 def _draft() -> Any:
     lm = load("net")
-    one, full = Trajectory.uniform(1), Trajectory.uniform(4)
     drafts = {
-        "fixed": Draft(one, 3),
+        "fixed": Draft(Trajectory.uniform(1), 3),
         "adapted": Draft(Trajectory.uniform(2), None),
-        "early": Draft(full, 3, passes=2),
     }
     sampled: dict[str, Any] = {"temperature": 3.0, "seed": 7}
     found: dict[str, Any] = {}

@@ -25,9 +25,8 @@ def run(lm: LM, draft: Draft, tokens: int = 20) -> tuple[list[Result], DraftRepo
 
 
 @pytest.mark.parametrize("length", [1, 3, 7, None])
-@pytest.mark.parametrize("passes", [None, 2])
-def test_greedy_text_is_the_full_models(lm: LM, length: int | None, passes: int | None) -> None:
-    draft = Draft(Trajectory.uniform(4 if passes else 2), length, passes)
+def test_greedy_text_is_the_full_models(lm: LM, length: int | None) -> None:
+    draft = Draft(Trajectory.uniform(2), length)
     results, report = run(lm, draft)
     plain = lm.generate(PROMPTS, trajectory=ROUTES, max_tokens=20)
     assert [(r.text, r.ids, r.reason) for r in results] == [(r.text, r.ids, r.reason) for r in plain]
@@ -126,7 +125,5 @@ def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
         Draft(Trajectory.uniform(1), wrong)
     with pytest.raises(LoopformerError, match=r"follows a Trajectory, not 2\.5"):
         Draft(wrong)
-    with pytest.raises(LoopformerError, match="1 to 4 passes"):
-        Draft(Trajectory.uniform(4), 2, passes=5)
     with pytest.raises(LoopformerError, match="above the model's 4 loops"):
         run(lm, Draft(Trajectory.uniform(6), 2))

@@ -513,7 +513,7 @@ class PlainBackend(PromptBackend):
         prompt, trajectory = row.request.prompt[:-1], self.draft.trajectory
         keys = RowKeys(trajectory, [])
         if prompt:
-            cache = self.model.cache(trajectory, 1, len(prompt), self.draft.passes, self._table)
+            cache = self.model.cache(trajectory, 1, len(prompt), condition=self._table)
             self.model.extend(padded(self.model, [prompt])[0], cache, check=False)
             keys = cache.read(0)
         self._draft_pool.admit(row.ticket, self._table(trajectory), keys, len(prompt), self.draft.budget)

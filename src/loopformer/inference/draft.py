@@ -5,8 +5,7 @@ lm.generate("Once upon", draft=Draft(Trajectory.uniform(1), length=4))
 Several drafted tokens are checked in one pass of the full trajectory. A drafted token is kept if it is the one that
 the full trajectory chooses there, greedily or with the same noise (sampling.py), so the text is the full model's
 own to the letter, sampled or not; only how fast it comes depends on the draft. A short trajectory is not a prefix
-of the long one, so a draft has a KV cache of its own; `Draft(full, length, passes=2)` instead drafts along the
-first passes of the full trajectory and stops there, which training does not prepare a model for.
+of the long one, so a draft has a KV cache of its own.
 """
 
 from __future__ import annotations
@@ -29,22 +28,16 @@ class Draft:
 
     trajectory: Trajectory
     length: int | None = 4
-    passes: int | None = None  # stop after so many passes of the trajectory
 
     def __post_init__(self) -> None:
         if not isinstance(self.trajectory, Trajectory):
             raise LoopformerError(f"A draft follows a Trajectory, not {self.trajectory!r}.")
         if not (self.length is None or (is_whole(self.length) and self.length >= 1)):
             raise LoopformerError(f"A draft needs 1 token or more, a whole number; got {self.length!r}.")
-        passes = self.passes
-        if not (passes is None or (is_whole(passes) and 1 <= passes <= self.trajectory.budget)):
-            raise LoopformerError(
-                f"A draft stops after 1 to {self.trajectory.budget} passes of its trajectory, not {self.passes}."
-            )
 
     @property
     def budget(self) -> int:
-        return self.passes or self.trajectory.budget
+        return self.trajectory.budget
 
 
 @dataclass

@@ -41,10 +41,6 @@ class Passes:
     conditions: list[Condition]  # each of the rows in its pass, or of 1 for all
     order: list[int] | None  # the rows, longest trajectories first; None where all are the same
 
-    def first(self, count: int | None) -> "Passes":
-        """Only the first `count` passes; None for all."""
-        return Passes(self.rows[:count], self.conditions[:count], self.order)
-
 
 @dataclass(frozen=True)
 class Place:

@@ -247,18 +247,16 @@ class LoopedLM(nn.Module):
         trajectory: TrajectoryLike | Sequence[TrajectoryLike],
         rows: int,
         capacity: int | None = None,
-        passes: int | None = None,
         condition: Callable[[Trajectory], Condition] | None = None,
     ) -> Cache:
         """An empty cache for `rows` sequences along one trajectory, or one each, of at most `capacity` tokens.
 
-        With `passes`, every row stops after so many passes of its trajectory. `condition` is a `condition` that
-        keeps what it has computed.
+        `condition` is a `condition` that keeps what it has computed.
         """
         trajectories = self.trajectories(trajectory, rows)
         each = [trajectories] * rows if isinstance(trajectories, Trajectory) else trajectories
         with torch.no_grad():
-            followed = self.passes(trajectories, rows, condition).first(passes)
+            followed = self.passes(trajectories, rows, condition)
         return Cache(self.config, each, followed, capacity or self.config.context, self.tokens.weight)
 
     @_not_compiled

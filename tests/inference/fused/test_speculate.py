@@ -136,11 +136,8 @@ def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
         followed(model, Draft(Trajectory.uniform(1), 16))
     with pytest.raises(LoopformerError, match="at most 3 tokens, got 4"):
         followed(model, Draft(Trajectory.uniform(1), 4), int8=True)
-    with pytest.raises(LoopformerError, match="leave its passes out"):
-        followed(model, Draft(Trajectory.uniform(2), 4, passes=1))
     short, penalised = Trajectory.uniform(1), lm.requests(["told"], repetition_penalty=1.5)
     assert draft_obstacle(Draft(short), penalised, int8=False) == "drafts without a repetition penalty"
-    assert draft_obstacle(Draft(short, 4, passes=1), [], int8=False) == "drafts along whole trajectories"
     assert draft_obstacle(Draft(short, 4), [], int8=True) == "drafts at most 3 tokens"
     assert draft_obstacle(Draft(short, 15), lm.requests(["told"], temperature=1.0), int8=False) is None
     speculator = Speculator(model, model.resolve(2), Draft(Trajectory.uniform(1)))

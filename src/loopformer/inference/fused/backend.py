@@ -68,8 +68,6 @@ def draft_obstacle(draft: Draft, requests: Sequence[Request], int8: bool) -> str
         return NO_CERTAINTY
     if any(request.sampling.repetition_penalty != 1 for request in requests):
         return "drafts without a repetition penalty"
-    if draft.passes is not None:
-        return "drafts along whole trajectories"
     if (draft.length or 1) > longest_draft(int8):
         return f"drafts at most {longest_draft(int8)} tokens"
     return None

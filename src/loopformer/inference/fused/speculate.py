@@ -54,7 +54,6 @@ class Speculator:
         weights: Weights | None = None,
         tuning: Tuning | None = None,
     ) -> None:
-        require(draft.passes is None, "With fast a draft follows a whole trajectory; leave its passes out.")
         self._weights = weights or plain(model)
         most = longest_draft(self._weights.int8)
         require((draft.length or 1) <= most, f"fast drafts at most {most} tokens, got {draft.length}; draft fewer.")
