@@ -84,7 +84,6 @@ def chat(
     wanted = None if dtype is None else dtype_of(dtype)
     lm = load(model)
     fused = place(lm, device, wanted, "auto" if fast is None else fast, certainty is not None)
-    warn_of_certainty(certainty, lm.model.config.conditioning)
     template = ChatTemplate.find(lm.need_tokenizer(), located(model), run_of(model))
     lm.tokenizer = template.tokenizer
     (follows,) = lm.trajectories(1, budget, trajectory)
@@ -92,6 +91,7 @@ def chat(
     start = Request((0,), follows, sampling, max_tokens, template.stops, certainty)
     engine = lm.engine(rows=1, queue=1, fast=fused if fast is None else fast)
     engine.backend.check(start)
+    warn_of_certainty(certainty, model)
     talk = _Chat(engine, template, start, [] if system is None else [{"role": "system", "content": system}])
     config = lm.model.config
     if sys.stdin.isatty():

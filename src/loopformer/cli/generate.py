@@ -154,7 +154,6 @@ def generate(
     weights = None if schedule == "uniform" and source is None else weights_hash(lm.model)
     way: Fast = "auto" if fast is None and not plain else bool(fast)
     fused = place(lm, device, wanted, way, certainty is not None)
-    warn_of_certainty(certainty, lm.model.config.conditioning)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -169,7 +168,8 @@ def generate(
     if source is not None and out is not None:
         defaults = {"budget": budget, "trajectory": trajectory, **options}
         with output_file(out):
-            _answer_file(lm, source, out, 16 if rows is None else rows, defaults, way is True or fused, weights)
+            fast_file = way is True or fused
+            _answer_file(lm, model, source, out, 16 if rows is None else rows, defaults, fast_file, weights)
         return
     if compared is not None:
         _compare(lm, text, compared, options, as_json)
@@ -179,6 +179,7 @@ def generate(
     if schedule != "uniform":
         budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule, weights))
     requests = lm.requests([text], budget, trajectory, **options)
+    warn_of_certainty(certainty, model)
     _stream(lm, requests, (draft, draft_length), way, int8, fused, max_ms_per_token, as_json)
 
 
@@ -198,7 +199,14 @@ def _standard_input() -> str:
 
 
 def _answer_file(
-    lm: "LM", source: Path, out: Path, rows: int, defaults: dict[str, Any], fast: bool, weights: str | None
+    lm: "LM",
+    model: str,
+    source: Path,
+    out: Path,
+    rows: int,
+    defaults: dict[str, Any],
+    fast: bool,
+    weights: str | None,
 ) -> None:
     """Answer a file of prompts; the defaults are what `lm.requests` is given where a line says nothing."""
     from loopformer.errors import RunFailed
@@ -206,11 +214,18 @@ def _answer_file(
     from loopformer.inference.request import Request
     from loopformer.inference.sampling import Sampling
 
+    warned = False
+
     def request_of(fields: dict[str, Any]) -> Request:
+        nonlocal warned
         own = {"stops" if name == "stop" else name: value for name, value in fields.items()}
         if "budget" in own or "trajectory" in own:
             own = {"budget": None, "trajectory": None, **own}
-        return lm.requests([own.pop("prompt")], **{**defaults, **own})[0]
+        request = lm.requests([own.pop("prompt")], **{**defaults, **own})[0]
+        if request.certainty is not None and not warned:
+            warn_of_certainty(request.certainty, model)
+            warned = True
+        return request
 
     settings = dict(defaults)
     (follows,) = lm.trajectories(1, settings.pop("budget"), settings.pop("trajectory"))

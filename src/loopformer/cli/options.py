@@ -79,12 +79,12 @@ OutFile = Annotated[Path | None, Option("--out", "-o", help="Also write the resu
 Json = Annotated[bool, Option("--json", help="Print JSON.")]
 
 
-def warn_of_certainty(certainty: float | None, conditioning: str) -> None:
-    """A model that is told its trajectory learns to be read after its last pass, and nowhere before."""
-    if certainty is not None and conditioning == "trajectory":
+def warn_of_certainty(certainty: float | None, model: str) -> None:
+    """Say what a model that learned to be read after its last pass alone makes of a certainty."""
+    if certainty is not None and certainty < 1:
         echo(
-            "Note: this model may predict nothing before its last pass, and then --certainty spoils its text; "
-            "`loopformer eval --certainty 0.9` says whether it does.",
+            "Note: a model may predict nothing before its last pass, and then a certainty spoils its text; "
+            f"`loopformer eval --model {model} --certainty {certainty:g}` measures it.",
             err=True,
         )
 

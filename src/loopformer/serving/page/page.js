@@ -450,8 +450,8 @@ async function look(text, token, place) {
     const answer = await (await ask("lens", body, own.signal)).json();
     $("lens").replaceChildren(...answer.loops.map((loop) => guesses(loop, text.ids[place])));
     const came = visible(token.textContent);
-    $("lens-of").textContent = `In ${text.title.textContent}, where “${came}” came next: what the model would say if
-      it stopped after each loop. What came is bold.`;
+    $("lens-of").textContent = `In ${text.title.textContent}, where “${came}” came next: what can be read from
+      the state after each loop; early ones may still hold the token before. What came is bold.`;
   } catch (refusal) {
     say(refusal, {}, (message) => ($("lens-of").textContent = message));
   }
