@@ -171,6 +171,14 @@ def test_what_a_line_does_not_say_the_options_say(model: str, tmp_path: Path) ->
     assert answer(model, source, out, "--trajectory", "2", "--stop", " ", *options, "--rows", "1") == answers
 
 
+def test_a_certainty_is_warned_of_once_in_a_file(model: str, tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    lines = [{"prompt": "every", "max_tokens": 2, "certainty": certainty} for certainty in (None, 1.0, 0.5, 0.5)]
+    source.write_text("\n".join(map(json.dumps, lines)))
+    said = CliRunner().invoke(app, file_words(model, source, tmp_path / "out")).stderr
+    assert (said.count("Note: "), said.count("--certainty 0.5")) == (1, 1)
+
+
 def test_a_bad_line_is_an_exit_code_at_the_end(
     model: str, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -391,7 +391,7 @@ def test_a_slot_that_a_row_left_is_clear(small: LM) -> None:
     pool, table = SlotPool(small.model, 3, reach=2), small.model.condition(Trajectory.uniform(2))
     cache, _ = prefill(small.model, [[5, 6, 7]], [Trajectory.uniform(2)])
     for ticket in (1, 2):
-        pool.admit(ticket, table, cache.read(0), 3, 2)
+        pool.admit(ticket, table, cache.read(0), 3)
     pool.tensors(0, 0)[1][1, :, 3] = float("nan")  # ticket 2's, beyond what counts
     pool.keep({2: 3})
     assert [slot and slot.ticket for slot in pool.layout] == [2, None, None]

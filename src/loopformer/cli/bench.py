@@ -72,7 +72,7 @@ def decode(
     lengths = None if contexts is None else whole_numbers(contexts, "--contexts")
     numbers = None if budgets is None else whole_numbers(budgets, "--budgets")
     require(tokens >= 1, f"--tokens must be 1 or more, got {tokens}.")
-    lm = named_model(model, device, dtype)
+    lm = _model(model, device, dtype)
     config = lm.config
     lengths = lengths or [config.context // 2]
     numbers = numbers or sorted({config.loops, max(1, config.loops // 2), max(1, config.loops // 4)})
@@ -128,7 +128,7 @@ def engine(
         if path not in PATHS:
             raise LoopformerError(f"There is no path {path!r}; {nearest(path, list(PATHS))}")
     require(rows >= 1 and tokens >= 2 and seconds > 0, "--rows and --seconds must be positive, --tokens 2 or more.")
-    lm = named_model(model, device, dtype)
+    lm = _model(model, device, dtype)
     loops, longest = lm.config.loops, context or lm.config.context // 2
     numbers = sorted({loops, max(1, loops // 2), max(1, loops // 4)}, reverse=True)
     if budgets is not None:
@@ -222,7 +222,7 @@ def _place(device: str, dtype: str | None) -> "tuple[torch.device, str]":
     return place, dtype or ("bfloat16" if place.type == "cuda" else "float32")
 
 
-def named_model(name: str, device: str, dtype: str | None) -> "LoopedLM":
+def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
     """A preset with random weights (seed 0), or a model on disk."""
     import torch
 

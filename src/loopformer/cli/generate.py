@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -168,8 +169,9 @@ def generate(
     if source is not None and out is not None:
         defaults = {"budget": budget, "trajectory": trajectory, **options}
         with output_file(out):
-            fast_file = way is True or fused
-            _answer_file(lm, model, source, out, 16 if rows is None else rows, defaults, fast_file, weights)
+            _answer_file(
+                lm, model, source, out, 16 if rows is None else rows, defaults, way is True or fused, weights
+            )
         return
     if compared is not None:
         _compare(lm, text, compared, options, as_json)
@@ -214,17 +216,14 @@ def _answer_file(
     from loopformer.inference.request import Request
     from loopformer.inference.sampling import Sampling
 
-    warned = False
+    warn = cache(partial(warn_of_certainty, model=model))  # once of each
 
     def request_of(fields: dict[str, Any]) -> Request:
-        nonlocal warned
         own = {"stops" if name == "stop" else name: value for name, value in fields.items()}
         if "budget" in own or "trajectory" in own:
             own = {"budget": None, "trajectory": None, **own}
         request = lm.requests([own.pop("prompt")], **{**defaults, **own})[0]
-        if request.certainty is not None and not warned:
-            warn_of_certainty(request.certainty, model)
-            warned = True
+        warn(request.certainty)
         return request
 
     settings = dict(defaults)

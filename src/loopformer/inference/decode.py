@@ -168,8 +168,9 @@ class SlotPool(Cache):
             after = next(self._budget(place) for place in taken if place > hole)
             self._move(max(place for place in taken if self._budget(place) == after), hole)
 
-    def admit(self, ticket: int, table: Condition, keys: RowKeys, length: int, budget: int) -> None:
+    def admit(self, ticket: int, table: Condition, keys: RowKeys, length: int) -> None:
         """Take in a row that has run `length` tokens, with what its M passes are told."""
+        budget = keys.trajectory.budget
         while len(self._kept) < budget:
             self._take_a_loop(table)
         place = self._slots - self.free
@@ -474,8 +475,7 @@ class PlainBackend(PromptBackend):
     def admit(self, row: RowState, keys: RowKeys) -> None:
         if self._draft_pool is not None:
             self._prefill_draft(row)
-        prompt, trajectory = row.request.prompt, row.trajectory
-        self.pool.admit(row.ticket, self._table(trajectory), keys, len(prompt), trajectory.budget)
+        self.pool.admit(row.ticket, self._table(row.trajectory), keys, len(row.request.prompt))
 
     @torch.no_grad()
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
@@ -516,7 +516,7 @@ class PlainBackend(PromptBackend):
             cache = self.model.cache(trajectory, 1, len(prompt), condition=self._table)
             self.model.extend(padded(self.model, [prompt])[0], cache, check=False)
             keys = cache.read(0)
-        self._draft_pool.admit(row.ticket, self._table(trajectory), keys, len(prompt), self.draft.budget)
+        self._draft_pool.admit(row.ticket, self._table(trajectory), keys, len(prompt))
 
     def _draft_length(self, rows: Sequence[RowState]) -> int:
         """How many tokens to draft: no more than are wanted, and no more than there is room for."""

@@ -25,7 +25,7 @@ def wait(PDL: tl.constexpr):
 
 
 @triton.jit
-def as_numbers(w, BYTES: tl.constexpr):
+def _as_numbers(w, BYTES: tl.constexpr):
     """Weights as fp32; a byte b stands for b - 128 (quantise.py)."""
     if BYTES:
         # Put into the mantissa of 1024 it is the half float 1024 + b: quicker than a conversion.
@@ -41,7 +41,7 @@ def _most_likely(values, where, start, programs):
 
 
 @triton.jit
-def gelu(x):
+def _gelu(x):
     """Exact, in fp32."""
     return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
 
@@ -113,12 +113,12 @@ def norm_linear_kernel(
     for b in tl.static_range(B):
         value = tl.load(x + b * K + k, mask=inside, other=0)
         # Scaled afterwards, so that the two sums do not wait for each other.
-        out = tl.sum(as_numbers(w, SCALED) * (value * factor)[None, :], axis=1)
+        out = tl.sum(_as_numbers(w, SCALED) * (value * factor)[None, :], axis=1)
         out *= tl.rsqrt(tl.sum(value * value) / K + EPSILON)
         if SCALED:
             out *= grain
         if GELU:
-            out = gelu(out)
+            out = _gelu(out)
         if BEST:
             out = tl.where(rows < counted, out, float("-inf"))
             top = tl.max(out)
@@ -158,13 +158,13 @@ def linear_residual_kernel(
     wait(PDL)
     for b in tl.static_range(B):
         value = tl.load(a + b * K + k, mask=k < K, other=0).to(tl.float32)
-        out = tl.sum(as_numbers(first, SCALED) * value[None, :], axis=1)
+        out = tl.sum(_as_numbers(first, SCALED) * value[None, :], axis=1)
         for start in tl.static_range(PIECE, K, PIECE):
             inside = start + k < K
             tile = rows[:, None] * K + (start + k)[None, :]
             w = tl.load(weight + tile, mask=valid[:, None] & inside[None, :], other=0)
             more = tl.load(a + b * K + start + k, mask=inside, other=0).to(tl.float32)
-            out += tl.sum(as_numbers(w, SCALED) * more[None, :], axis=1)
+            out += tl.sum(_as_numbers(w, SCALED) * more[None, :], axis=1)
         place = x + b * N + rows
         tl.store(place, tl.load(place, mask=valid, other=0) + factor * out, mask=valid)
 
@@ -346,7 +346,7 @@ def gelu_kernel(x, count, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     wait(PDL)
     value = tl.load(x + n, mask=n < count, other=0).to(tl.float32)
-    tl.store(x + n, gelu(value), mask=n < count)
+    tl.store(x + n, _gelu(value), mask=n < count)
 
 
 @triton.jit
