@@ -1,8 +1,9 @@
 """Elastic-depth language models: one shared stack of blocks, any compute budget.
 
 import loopformer as lf
-lf.Trajectory.parse("4-2-1-1")        # what a budget and a schedule are: loopformer/trajectory.py
-lm = lf.load("runs/demo")             # a folder of ours, or the authors' published weights
+lf.Trajectory.parse("4-2-1-1")        # a schedule; its length is the budget
+lm = lf.load("runs/demo")             # a run, a model folder, or published weights
+lm.generate("Once upon a time", budget=4).text
 lm.model(ids, lf.Trajectory.uniform(4)).logits
 """
 
@@ -14,37 +15,42 @@ from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from loopformer.config import ModelConfig
-    from loopformer.inference.draft import Draft
+    from loopformer.inference.engine import Engine
+    from loopformer.inference.request import Request, Result
+    from loopformer.inference.sampling import Sampling
     from loopformer.lm import LM, load, load_official
     from loopformer.model import LoopedLM
-    from loopformer.model.looped import Certainty
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LM",
-    "Certainty",
-    "Draft",
+    "Engine",
     "LoopedLM",
     "LoopformerError",
     "ModelConfig",
+    "Request",
+    "Result",
+    "Sampling",
     "Trajectory",
     "load",
     "load_official",
 ]
 
 _LAZY = {
-    "Certainty": "loopformer.model.looped",
-    "Draft": "loopformer.inference.draft",
+    "Engine": "loopformer.inference.engine",
     "LM": "loopformer.lm",
-    "load": "loopformer.lm",
-    "load_official": "loopformer.lm",
     "LoopedLM": "loopformer.model",
     "ModelConfig": "loopformer.config",
+    "Request": "loopformer.inference.request",
+    "Result": "loopformer.inference.request",
+    "Sampling": "loopformer.inference.sampling",
+    "load": "loopformer.lm",
+    "load_official": "loopformer.lm",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch only when it is asked for, so that `loopformer --help` stays quick."""
+    """Import on first use whatever needs torch, so that `loopformer --help` is quick."""
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'loopformer' has no attribute {name!r}")

@@ -25,9 +25,9 @@ from .models import save_small
 START = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
 START += "from loopformer.cli import main; main()"
 TOOK = re.compile(
-    r"\[(\d+) tokens, [\d.]+ ms each, prompt included; ([\d.]+) pass(?:es)? each; the limit of new tokens"
+    r"\[(\d+) tokens, [\d.]+ ms each including the prompt; (\d+) loops? each; the limit of new tokens"
 )
-STOPPED = re.compile(r"\[\d+ tokens, [\d.]+ ms each, prompt included; stopped\]\n")
+STOPPED = re.compile(r"\[\d+ tokens, [\d.]+ ms each including the prompt; 4 loops each; stopped\]\n")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_commands_change_the_next_answer(model: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("/budgt 2", "There is no /budgt; did you mean /budget? A space before it makes it text."),
+        ("/budgt 2", "There is no /budgt; did you mean /budget? Begin the line with a space to send it."),
         ("/budget", "Write it as /budget 2."),
         ("/budget two", "'two' is no number of loops; write it as /budget 2."),
         ("/budget 9", "Budget 9 is above the model's 4 loops; choose 1 to 4."),
@@ -109,7 +109,7 @@ def test_mistakes_of_the_command_and_the_encoding(model: str) -> None:
 
 def test_where_the_context_is_full_the_oldest_turns_go_and_it_is_said_once(model: str) -> None:
     done = talk(model, "every pass is told its time\n" * 6, "--system", "its step")
-    assert done.stderr.count("the context is full: from here on the oldest turns are left out") == 1
+    assert done.stderr.count("the context is full: the oldest messages are left out from now on") == 1
     assert len(TOOK.findall(done.stderr)) == 6
     again = talk(model, "every pass is told its time\n" * 6 + "/reset\n" + "every pass is told its time\n" * 6)
     assert again.stderr.count("the context is full") == 2, "a new chat has a context of its own"
@@ -142,7 +142,7 @@ def test_control_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         os.set_blocking(process.stdout.fileno(), False)
-        assert b"/help says what can be changed" in process.stderr.readline()
+        assert b"/help lists the commands" in process.stderr.readline()
         for _ in range(2):
             while process.stdout.read(1 << 16):
                 pass  # what is left of the answer before
@@ -169,12 +169,12 @@ def test_through_a_pipe_control_c_ends_the_chat(tmp_path: Path, moment: str) -> 
         if moment == "answering":
             process.stdout.read(1)
         else:
-            assert b"what was said is forgotten" in process.stderr.readline()
+            assert b"the conversation is forgotten" in process.stderr.readline()
             time.sleep(0.5)  # until it waits for the next line
         process.send_signal(signal.SIGINT)
         *before, last = process.communicate()[1].decode().splitlines(keepends=True)
         assert process.returncode == 130
-        assert last.startswith("loopformer: stopped; a chat is kept nowhere")
+        assert last.startswith("loopformer: stopped; a chat is not saved")
         assert len(before) == (moment == "answering"), "the second answer is not begun"
         assert all(STOPPED.fullmatch(line) for line in before)
 
@@ -205,7 +205,7 @@ def test_in_a_terminal_control_c_drops_the_line_and_control_d_ends(model: str) -
             assert process.poll() is None, shown
         shown = shown.partition(text)[2]
 
-    wait_for("/help says what can be changed")
+    wait_for("/help lists the commands")
     wait_for("> ")
     os.write(ours, b"half a line")
     wait_for("half a line")

@@ -32,7 +32,7 @@ def test_a_folder_that_is_no_model_stays_as_it_is(model: str, tmp_path: Path, ki
         save_small(out, context=16)
         seal(out)
     before = contents(out)
-    with pytest.raises(LoopformerError, match=r"out holds files that are no model folder of ours; choose another"):
+    with pytest.raises(LoopformerError, match=r"out holds other files than a model; choose another"):
         invoke("import", model, str(out), *force)
     assert contents(out) == before
 
@@ -90,7 +90,7 @@ def test_the_chat_template_and_the_default_of_an_export_come_along(
     (Path(model) / "chat_template.jinja").write_text("{{ messages[0].content }} ☕\n", encoding="utf-8")
     exported, out = tmp_path / "exported", tmp_path / "out"
     invoke("export", model, str(exported), *words)
-    assert f"follows {words[1]} where a call names no budget" in invoke("import", str(exported), str(out)).stdout
+    assert f"default trajectory {words[1]}" in invoke("import", str(exported), str(out)).stdout
     assert (out / "chat_template.jinja").read_bytes() == (Path(model) / "chat_template.jinja").read_bytes()
     again = load(out)
     assert again.default == again.model.resolve(default)
@@ -102,5 +102,5 @@ def test_the_chat_template_of_a_run_comes_along(tmp_path: Path) -> None:
     seal(Path(save_small(run / "checkpoints" / "step-00000005", context=16)))
     (run / "run.yaml").touch()
     (run / "chat_template.jinja").write_text("{{ messages }}")
-    assert "follows" not in invoke("import", str(run), str(tmp_path / "out")).stdout
+    assert "default trajectory" not in invoke("import", str(run), str(tmp_path / "out")).stdout
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"

@@ -78,9 +78,9 @@ def test_folders_with_nothing_to_look_at(data: Path, tmp_path: Path) -> None:
     (run := tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (run.parent / "run.yaml").touch()
     for empty in (tmp_path, run.parent):
-        assert "neither prepared data nor a checkpoint nor weights" in str(verify(empty)[str(empty)])
+        assert "no prepared data, checkpoint or weights" in str(verify(empty)[str(empty)])
     (data / "index.json").rename(data / STATE_FILE)
-    assert "not prepared to the end" in str(verify(data)[str(data)])
+    assert "its preparation is unfinished" in str(verify(data)[str(data)])
 
 
 def test_models(tiny: ModelConfig, tmp_path: Path) -> None:

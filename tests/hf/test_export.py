@@ -207,8 +207,8 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").touch()
     cases = [
-        (folder, tmp_path / "full", [], "holds files that are no export of ours"),
-        (folder, folder, [], "holds files that are no export of ours"),
+        (folder, tmp_path / "full", [], "holds files that are not an export"),
+        (folder, folder, [], "holds files that are not an export"),
         (folder, tmp_path / "full" / "thesis.txt", [], "is a file"),
         (folder, tmp_path / "new", ["--budget", "9"], "Budget 9 is above"),
         (folder, tmp_path / "new", ["--budget", "2", "--trajectory", "2-1"], "not both"),
@@ -277,7 +277,7 @@ def test_a_small_package_works_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("import loopformer.words", "write `from … import` instead"),
         ("from . import words", "only absolute imports by name"),
         ("from loopformer.words import *", "only absolute imports by name"),
-        ("from loopformer.inner import never", "not passed on by the package loopformer.inner"),
+        ("from loopformer.inner import never", "not exported by the package loopformer.inner"),
     ],
 )
 def test_what_cannot_be_flattened_is_said(tmp_path: Path, line: str, said: str) -> None:

@@ -1,7 +1,7 @@
 """The command line: one short file per verb. Heavy imports happen inside a verb, so that --help is quick.
 
-Options that verbs share are in options.py; tables, progress and places to write to in output.py.
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped; what a user got wrong is one sentence on stderr.
+Shared options are in options.py, tables, progress and output files in output.py.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C. A user's mistake is one sentence on stderr.
 """
 
 import sys
@@ -50,8 +50,8 @@ app.command("verify")(verify)
 app.add_typer(bench, name="bench")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"loopformer {loopformer.__version__}")
         raise typer.Exit
 
@@ -59,20 +59,20 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     pass
 
 
 def main() -> None:
-    """Run the command line and turn a user's mistake into one sentence."""
+    """Run the command line. A user's mistake becomes one sentence and an exit code."""
     try:
         app()
     except LoopformerError as error:
         print(f"loopformer: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:  # before a verb began, or a second time
+    except KeyboardInterrupt:  # before a verb started, or pressed twice
         print("loopformer: stopped.", file=sys.stderr)
         raise SystemExit(130) from None
     except OSError as error:

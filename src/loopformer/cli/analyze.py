@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loopformer.cli.completion import models
-from loopformer.cli.options import MODEL, Device, Field, Json, OutFolder, Trajectories, own_text
+from loopformer.cli.options import MODEL, Device, Field, Json, OutFolder, Trajectories, complete_model, own_text
 from loopformer.cli.output import number, output_folder, print_files, print_table, progress, stoppable
 from loopformer.config.model import BOX
 
@@ -26,7 +25,10 @@ def analyze(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            "--model", "-m", help=f"{MODEL}; may be given several times. By default box.", autocompletion=models
+            "--model",
+            "-m",
+            help=f"{MODEL}; may be given several times. By default box.",
+            autocompletion=complete_model,
         ),
     ] = None,
     text: Annotated[

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loopformer.cli.completion import models_and_presets
-from loopformer.cli.options import Device, Json
+from loopformer.cli.options import Device, Json, complete_model_or_preset
 from loopformer.cli.output import output_file, print_files, stoppable
 from loopformer.config.model import BOX
 from loopformer.files import write_json
@@ -28,7 +27,7 @@ AnyModel = Annotated[
         "--model",
         "-m",
         help="A preset (random weights), a run, a model folder or box.",
-        autocompletion=models_and_presets,
+        autocompletion=complete_model_or_preset,
     ),
 ]
 AnySettings = Annotated[
@@ -37,7 +36,7 @@ AnySettings = Annotated[
         "--model",
         "-m",
         help="A preset, a run, a model folder or box: its settings.",
-        autocompletion=models_and_presets,
+        autocompletion=complete_model_or_preset,
     ),
 ]
 BenchDtype = Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 elsewhere.")]

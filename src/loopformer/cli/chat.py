@@ -13,20 +13,19 @@ import typer
 
 from loopformer.cli.options import (
     BudgetOption,
-    CertaintyOption,
     DecodeDtype,
     Device,
     FastOption,
     MinP,
     Model,
     NewTokens,
+    RemovedCertainty,
     RepetitionPenalty,
     Seed,
     Temperature,
     TopK,
     TopP,
     TrajectoryOption,
-    warn_of_certainty,
 )
 from loopformer.cli.output import stoppable
 from loopformer.config.model import BOX
@@ -39,19 +38,20 @@ if TYPE_CHECKING:
 HELP = """/budget 2              loops per token
 /trajectory 4-2-1-1    a schedule instead
 /temperature 0.7       0 is greedy
-/reset                 forget what was said
-/help                  this
-/quit                  end, as Ctrl-D does; Ctrl-C stops an answer
-A line that begins with a space is said as it is."""
+/reset                 forget the conversation
+/help                  this list
+/quit                  end the chat, like Ctrl-D; Ctrl-C stops an answer
+A line that begins with a space is sent as text."""
+# Commands, each with an example of its value.
+COMMANDS = {"budget": "2", "trajectory": "4-2-1-1", "temperature": "0.7", "reset": "", "help": "", "quit": ""}
 
 
-@stoppable("a chat is kept nowhere, the same command begins a new one")
+@stoppable("a chat is not saved, the same command begins a new one")
 def chat(
     model: Model = BOX,
     budget: BudgetOption = None,
     trajectory: TrajectoryOption = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the chat.")] = None,
-    certainty: CertaintyOption = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: NewTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
@@ -62,12 +62,13 @@ def chat(
     fast: FastOption = None,
     device: Device = "auto",
     dtype: DecodeDtype = None,
+    removed_certainty: RemovedCertainty = None,
 ) -> None:
-    """Talk with a model; /help says what can be changed on the way.
+    """Talk with a model; /help lists what can be changed during the chat.
 
-    Turns become a prompt by the chat template of the model's folder, or as `prepare --supervised` writes them. Each
-    line of standard input is a turn, also through a pipe: the answers go to stdout, all else to stderr; the exit
-    code is 1 if a turn failed.
+    The chat template of the model's folder turns messages into a prompt; without one they are written as
+    `prepare --supervised` writes them. Each line of standard input is a message. Answers go to stdout, everything
+    else to stderr. The exit code is 1 if an answer failed.
 
     Examples: loopformer chat --model runs/mine --temperature 0.7
 
@@ -81,112 +82,111 @@ def chat(
     from loopformer.lm import load, place
     from loopformer.loading.folder import located, run_of
 
-    wanted = None if dtype is None else dtype_of(dtype)
+    chosen_dtype = None if dtype is None else dtype_of(dtype)
     lm = load(model)
-    fused = place(lm, device, wanted, "auto" if fast is None else fast, certainty is not None)
+    fused = place(lm, device, chosen_dtype, "auto" if fast is None else fast)
     template = ChatTemplate.find(lm.need_tokenizer(), located(model), run_of(model))
     lm.tokenizer = template.tokenizer
-    (follows,) = lm.trajectories(1, budget, trajectory)
+    (first_trajectory,) = lm.trajectories(1, budget, trajectory)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    start = Request((0,), follows, sampling, max_tokens, template.stops, certainty)
+    settings = Request((0,), first_trajectory, sampling, max_tokens, template.stops)  # without its prompt
     engine = lm.engine(rows=1, queue=1, fast=fused if fast is None else fast)
-    engine.backend.check(start)
-    warn_of_certainty(certainty, model)
-    talk = _Chat(engine, template, start, [] if system is None else [{"role": "system", "content": system}])
+    engine.backend.check(settings)
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    conversation = Conversation(engine, template, settings, messages)
     config = lm.model.config
     if sys.stdin.isatty():
-        with suppress(ImportError):  # where it is there, `input` can be edited and has a history
+        with suppress(ImportError):  # gives `input` line editing and history
             import readline  # noqa: F401
-        _say(f"{config.blocks}⊗{config.loops}, {config.context} tokens of context; /help says what can be changed")
+        _note(f"{config.blocks}⊗{config.loops}, {config.context} tokens of context; /help lists the commands")
     failed = False
-    with _interrupts() as interrupt:
-        while (line := interrupt.read()) is not None:
+    with _handling_interrupts() as terminal:
+        while (line := terminal.read_line()) is not None:
             try:
                 if line.startswith("/"):
-                    if not talk.obey(line):
+                    if not conversation.run_command(line):
                         break
                 elif line.strip():
-                    talk.answer(line.strip(), lambda: interrupt.pressed)
+                    conversation.answer(line.strip(), lambda: terminal.interrupted)
             except LoopformerError as error:
                 failed = True
                 typer.echo(f"loopformer: {error}", err=True)
-    if failed and not sys.stdin.isatty():  # at a terminal it was seen
+    if failed and not sys.stdin.isatty():  # a person at a terminal has seen the error
         raise typer.Exit(1)
 
 
-def _say(sentence: str) -> None:
-    """What is not part of the chat."""
+def _note(sentence: str) -> None:
+    """Print what is not part of the chat."""
     typer.secho(f"[{sentence}]", dim=True, err=True)
 
 
 @dataclass
-class _Chat:
-    """What was said so far, and how the next answer is made: as the request `like`, with a prompt of its own."""
+class Conversation:
+    """The messages so far, and the settings of the next answer."""
 
     engine: "Engine"
     template: "ChatTemplate"
-    like: "Request"
+    settings: "Request"  # its prompt is replaced for each answer
     messages: "list[Message]" = field(default_factory=list)
-    forgets: bool = False  # whether it was said that the context is full
+    warned_of_context: bool = False
 
-    def obey(self, line: str) -> bool:
-        """Do what a line such as `/budget 2` says; False if it is to end."""
+    def run_command(self, line: str) -> bool:
+        """Run a command such as `/budget 2`. False means that the chat ends."""
         from loopformer.errors import LoopformerError, nearest
 
         command, _, value = line[1:].strip().partition(" ")
         value = value.strip()
-        known = {"budget": "2", "trajectory": "4-2-1-1", "temperature": "0.7", "reset": "", "help": "", "quit": ""}
-        if command not in known:
-            advice = nearest(f"/{command}", [f"/{name}" for name in known])
-            raise LoopformerError(f"There is no /{command}; {advice} A space before it makes it text.")
-        if bool(value) != bool(known[command]):
-            raise LoopformerError(f"Write it as /{command} {known[command]}".rstrip() + ".")
+        if command not in COMMANDS:
+            advice = nearest(f"/{command}", [f"/{name}" for name in COMMANDS])
+            raise LoopformerError(f"There is no /{command}; {advice} Begin the line with a space to send it.")
+        if bool(value) != bool(COMMANDS[command]):
+            raise LoopformerError(f"Write it as /{command} {COMMANDS[command]}".rstrip() + ".")
         if command == "quit":
             return False
         if command == "help":
             typer.echo(HELP, err=True)
         elif command == "reset":
             self.messages = [message for message in self.messages if message["role"] == "system"]
-            self.forgets = False
-            _say("what was said is forgotten")
+            self.warned_of_context = False
+            _note("the conversation is forgotten")
         else:
-            self._set(command, value)
+            self._change_setting(command, value)
         return True
 
-    def _set(self, name: str, value: str) -> None:
+    def _change_setting(self, name: str, value: str) -> None:
         from loopformer.errors import LoopformerError
 
         if name == "temperature":
             try:
-                sampling = replace(self.like.sampling, temperature=float(value))
+                temperature = float(value)
             except ValueError as error:
-                if isinstance(error, LoopformerError):
-                    raise
                 raise LoopformerError(f"{value!r} is no number; write it as /temperature 0.7.") from error
-            self.like = replace(self.like, sampling=sampling)
+            sampling = replace(self.settings.sampling, temperature=temperature)
+            self.settings = replace(self.settings, sampling=sampling)
         else:
             if name == "budget" and not value.isdecimal():
                 raise LoopformerError(f"{value!r} is no number of loops; write it as /budget 2.")
-            self.like = replace(self.like, trajectory=self.engine.model.resolve(value))
-        _say(f"trajectory {self.like.trajectory}, temperature {self.like.sampling.temperature:g}")
+            self.settings = replace(self.settings, trajectory=self.engine.model.resolve(value))
+        _note(f"trajectory {self.settings.trajectory}, temperature {self.settings.sampling.temperature:g}")
 
-    def answer(self, question: str, stopped: Callable[[], bool]) -> None:
-        """Stream the answer to a question, until it ends or is stopped; both are remembered."""
+    def answer(self, question: str, is_stopped: Callable[[], bool]) -> None:
+        """Stream the answer to a question until it ends or is stopped, and remember both."""
         from loopformer.errors import RunFailed
         from loopformer.inference.request import REASONS
 
         started, tokens = time.perf_counter(), self.engine.counts.new_tokens
         context = self.engine.model.config.context
-        chat, ids = self.template.fit(
+        # The answer gets at least a quarter of the context.
+        messages, prompt = self.template.fit(
             [*self.messages, {"role": "user", "content": question}],
-            context - min(self.like.max_tokens, context // 4),
+            context - min(self.settings.max_tokens, context // 4),
         )
-        ticket = self.engine.submit(replace(self.like, prompt=ids))
-        if len(chat) <= len(self.messages) and not self.forgets:
-            self.forgets = True
-            _say("the context is full: from here on the oldest turns are left out")
+        ticket = self.engine.submit(replace(self.settings, prompt=prompt))
+        if len(messages) <= len(self.messages) and not self.warned_of_context:
+            self.warned_of_context = True
+            _note("the context is full: the oldest messages are left out from now on")
         text, result = "", None
-        while result is None and not stopped():
+        while result is None and not is_stopped():
             for event in self.engine.step():
                 result = event.result
                 piece = event.piece if text else event.piece.lstrip()
@@ -197,73 +197,73 @@ class _Chat:
         sys.stdout.write("\n")
         sys.stdout.flush()
         if text.strip():
-            self.messages = [*chat, {"role": "assistant", "content": text.strip()}]
+            self.messages = [*messages, {"role": "assistant", "content": text.strip()}]
         if result is not None and result.error is not None:
             raise RunFailed(result.error)
         seconds, tokens = time.perf_counter() - started, self.engine.counts.new_tokens - tokens
-        passes = (
-            ""
-            if result is None
-            else f"; {result.mean_passes:.3g} {'pass' if result.mean_passes == 1 else 'passes'} each"
-        )
+        budget = self.settings.trajectory.budget
         reason = "stopped" if result is None else REASONS[result.reason]
-        _say(f"{tokens} tokens, {seconds / max(1, tokens) * 1e3:.1f} ms each, prompt included{passes}; {reason}")
+        _note(
+            f"{tokens} tokens, {seconds / max(1, tokens) * 1e3:.1f} ms each including the prompt; "
+            f"{budget} {'loop' if budget == 1 else 'loops'} each; {reason}"
+        )
 
 
-class _Interrupt:
-    """Ctrl-C as a chat takes it: at a terminal it stops the answer, or drops the line that is being typed.
+class Terminal:
+    """Standard input, and what Ctrl-C means in a chat.
 
-    Where lines come from a pipe or a file nobody is there to go on, and it stops the answer and then the chat.
+    At a terminal, Ctrl-C stops the answer or drops the line being typed. Where lines come from a pipe or a file,
+    nobody is there to go on, so it stops the answer and then the chat.
     """
 
     def __init__(self) -> None:
-        self.pressed = self.reading = False
+        self.interrupted = self._reading = False
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.pressed = True
-        if self.reading:
+    def handle_signal(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+        if self._reading:
             raise KeyboardInterrupt
 
-    def read(self) -> str | None:
-        """The next line that is said; None at the end."""
+    def read_line(self) -> str | None:
+        """The next line; None at the end of the input."""
         from loopformer.errors import LoopformerError
 
         typed = sys.stdin.isatty()
-        at_terminal = typed and sys.stdout.isatty()
+        has_prompt = typed and sys.stdout.isatty()
         while True:
             try:
-                self.reading = True
-                if self.pressed and not typed:
+                self._reading = True
+                if self.interrupted and not typed:
                     raise KeyboardInterrupt
-                self.pressed = False
-                line = input("> " if at_terminal else "")
-                self.reading = False
+                self.interrupted = False
+                line = input("> " if has_prompt else "")
+                self._reading = False
                 return line
             except KeyboardInterrupt:
                 if not typed:
                     raise
-                if at_terminal:
+                if has_prompt:
                     typer.echo("")
-                    _say("Ctrl-D or /quit ends the chat")
+                    _note("Ctrl-D or /quit ends the chat")
             except EOFError:
-                if at_terminal:
+                if has_prompt:
                     typer.echo("")
                 return None
             except UnicodeDecodeError as error:
                 raise LoopformerError("Standard input is not UTF-8 text; convert it.") from error
             finally:
-                self.reading = False
+                self._reading = False
 
 
 @contextmanager
-def _interrupts() -> Iterator[_Interrupt]:
-    """Take Ctrl-C over as long as the chat lasts, unless it is ignored, as in the background."""
-    interrupt, before = _Interrupt(), signal.getsignal(signal.SIGINT)
+def _handling_interrupts() -> Iterator[Terminal]:
+    """Handle Ctrl-C during the chat, unless it is ignored, as in a background job."""
+    terminal, before = Terminal(), signal.getsignal(signal.SIGINT)
     if not callable(before):
-        yield interrupt
+        yield terminal
         return
-    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGINT, terminal.handle_signal)
     try:
-        yield interrupt
+        yield terminal
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""`loopformer export`: a folder that Hugging Face's tools load."""
+"""`loopformer export`: write a folder that Hugging Face's tools load."""
 
 import json
 from pathlib import Path
@@ -6,27 +6,29 @@ from typing import Annotated
 
 import typer
 
-from loopformer.cli.completion import budgets, models
-from loopformer.cli.options import Heads, Json, Loops
+from loopformer.cli.options import MODEL, Heads, Json, Loops, ModelOption, complete_budget, complete_model
 from loopformer.cli.output import stoppable
 
 
-@stoppable("an export is there when it is whole, the same command starts again")
+@stoppable("an export appears only when it is complete, the same command starts again")
 def export(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="A run, a model folder or published weights.", autocompletion=models),
-    ],
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help=f"{MODEL}.", autocompletion=complete_model)
+    ] = None,
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The folder to write; an earlier export in it is replaced.")
-    ],
+        Path | None, typer.Argument(metavar="OUT", help="The folder to write. An earlier export in it is replaced.")
+    ] = None,
+    model_option: ModelOption = None,
     self_contained: Annotated[
-        bool, typer.Option("--self-contained", help="Add the model's code, for places without loopformer.")
+        bool, typer.Option("--self-contained", help="Include the model's code, for machines without loopformer.")
     ] = False,
     budget: Annotated[
-        int | None, typer.Option(help="Loops per token where a call does not say, 1 to L.", autocompletion=budgets)
+        int | None,
+        typer.Option(help="Default budget of the exported model, 1 to L.", autocompletion=complete_budget),
     ] = None,
-    trajectory: Annotated[str | None, typer.Option(help="The same as a schedule: 4-2-1-1, cosine:4.")] = None,
+    trajectory: Annotated[
+        str | None, typer.Option(help="Default schedule of the exported model, such as 4-2-1-1 or cosine:4.")
+    ] = None,
     heads: Heads = None,
     loops: Loops = None,
     as_json: Json = False,
@@ -35,12 +37,17 @@ def export(
 
     Example: loopformer export runs/mine exported --self-contained
     """
+    from loopformer.errors import LoopformerError
     from loopformer.files import no_empty_folder
     from loopformer.hf.export import export as run
 
+    if model_option is not None and out is None and model is not None:  # `export --model MODEL OUT`
+        model, out = model_option, Path(model)
+    elif model is None or out is None or model_option is not None:
+        raise LoopformerError("Give the model and the folder to write, as in loopformer export runs/mine exported.")
     with no_empty_folder(out):
-        done = run(
-            source,
+        exported = run(
+            model,
             out,
             self_contained=self_contained,
             budget=budget,
@@ -48,16 +55,16 @@ def export(
             heads=heads,
             loops=loops,
         )
-    config, parameters = done.model.config, done.model.cost.parameters.total
-    default = done.config.trajectory or done.config.budget or config.loops
+    config, parameters = exported.model.config, exported.model.cost.parameters.total
+    default = exported.config.trajectory or exported.config.budget or config.loops
     if as_json:
-        summary = {"out": str(out), "parameters": parameters, "default": str(default), "files": done.files}
+        summary = {"out": str(out), "parameters": parameters, "default": str(default), "files": exported.files}
         typer.echo(json.dumps(summary))
         return
-    tokenizer = "" if "tokenizer.json" in done.files else "; no tokenizer came with the weights"
+    tokenizer = "" if "tokenizer.json" in exported.files else "; no tokenizer came with the weights"
     typer.echo(
-        f"{out}: {config.blocks}⊗{config.loops}, {parameters:,} parameters, "
-        f"{len(done.files)} files; follows {default} where a call names no budget{tokenizer}"
+        f"{out}: {config.blocks}⊗{config.loops}, {parameters:,} parameters, {len(exported.files)} files; "
+        f"default trajectory {default}{tokenizer}"
     )
     trust = ", trust_remote_code=True" if self_contained else ""
     first = "" if self_contained else "import loopformer.hf; "

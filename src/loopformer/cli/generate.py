@@ -1,9 +1,8 @@
-"""`loopformer generate`: continue a prompt, or a file of prompts, at a budget of the user's choice."""
+"""`loopformer generate`: continue a prompt, or a file of prompts, at a chosen budget."""
 
 import json
 import sys
 import time
-from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,20 +10,21 @@ import typer
 
 from loopformer.cli.options import (
     BudgetOption,
-    CertaintyOption,
     DecodeDtype,
     Device,
     FastOption,
     MinP,
     Model,
     NewTokens,
+    RemovedCertainty,
+    RemovedInt8,
     RepetitionPenalty,
     Seed,
     Temperature,
     TopK,
     TopP,
     TrajectoryOption,
-    warn_of_certainty,
+    check_at_most_one,
 )
 from loopformer.cli.output import number, output_file, print_files, print_table, progress, stoppable
 from loopformer.config.model import BOX
@@ -37,34 +37,35 @@ if TYPE_CHECKING:
 
 def _kept(*_: Any, source: Path | None = None, **__: Any) -> str:
     if source is None:
-        return "nothing is kept but the text so far, the same command starts again"
-    return "what is answered is kept, the same command goes on after it"
+        return "only the text printed so far is kept, the same command starts again"
+    return "answered lines are kept, the same command continues after them"
 
 
 @stoppable(_kept)
 def generate(
     model: Model = BOX,
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue; standard input without it.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue. Default: standard input.")] = None,
     budget: BudgetOption = None,
     trajectory: TrajectoryOption = None,
     schedule: Annotated[
-        str, typer.Option(help="Steps of a budget: uniform, or best, as `loopformer search` found them.")
+        str, typer.Option(help="The schedule of a budget: uniform, or best, the one `loopformer search` found.")
     ] = "uniform",
     max_ms_per_token: Annotated[
-        float | None, typer.Option(help="The largest budget that is this fast here.")
+        float | None, typer.Option(help="Use the largest budget that is this fast on this machine.")
     ] = None,
     max_flops: Annotated[
-        float | None, typer.Option(help="The largest budget of at most these FLOPs per token.")
+        float | None, typer.Option(help="Use the largest budget within this many FLOPs per token.")
     ] = None,
-    compare: Annotated[str | None, typer.Option(help="Budgets and schedules side by side: 1,2,4-2-1-1.")] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="Show budgets and schedules side by side: 1,2,4-2-1-1.")
+    ] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Draft tokens at this smaller budget or schedule and verify them; the text is the same."),
+        typer.Option(help="Speculative decoding: draft at this smaller budget or schedule. The text is the same."),
     ] = None,
     draft_length: Annotated[
-        int | None, typer.Option(help="Tokens per draft; by default as many as pay, from what is accepted.")
+        int | None, typer.Option(help="Tokens per draft. Default: adapted to the acceptance rate.")
     ] = None,
-    certainty: CertaintyOption = None,
     max_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
@@ -73,27 +74,26 @@ def generate(
     repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be given several times.")
+        list[str] | None, typer.Option(help="Stop before this text; may be given several times.")
     ] = None,
     fast: FastOption = None,
-    int8: Annotated[
-        bool, typer.Option("--int8", help="On a GPU: int8 copies of the weights; the text may differ.")
-    ] = False,
     device: Device = "auto",
     dtype: DecodeDtype = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON at the end instead of text as it comes.")
+        bool, typer.Option("--json", help="Print JSON at the end instead of streaming text.")
     ] = False,
     source: Annotated[
-        Path | None,
-        typer.Option("--input", "-i", help="A file of prompts instead, one JSON object per line; with --out."),
+        Path | None, typer.Option("--input", "-i", help="A file of prompts, one JSON object per line; needs --out.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Where their answers go; what is there is continued.")
+        Path | None,
+        typer.Option("--out", "-o", help="The file of answers to --input. An existing one is continued."),
     ] = None,
-    rows: Annotated[int | None, typer.Option(help="Prompts of --input that run at once; 16 by default.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Prompts of --input that run at once. Default: 16.")] = None,
+    removed_certainty: RemovedCertainty = None,
+    removed_int8: RemovedInt8 = False,
 ) -> None:
-    """Continue a prompt, streaming; the budget is a number, a schedule or a target.
+    """Continue a prompt, streaming. The budget is a number of loops, a schedule or a target.
 
     Examples: loopformer generate "Once upon a time" --budget 4
 
@@ -101,8 +101,8 @@ def generate(
 
     loopformer generate --input prompts.jsonl --out answers.jsonl --budget 2
 
-    A line of --input has a prompt, and what else it has goes before the options: budget or trajectory, max_tokens,
-    temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, certainty; an id is passed on.
+    A line of --input has a prompt. Its other fields override the options: budget or trajectory, max_tokens,
+    temperature, top_k, top_p, min_p, repetition_penalty, seed, stop. An id is copied to the answer.
     """
     from loopformer.device import dtype_of
     from loopformer.errors import require
@@ -110,51 +110,33 @@ def generate(
     from loopformer.evaluation.store import weights_hash
     from loopformer.lm import load, place
 
-    one_prompt = {
-        "a prompt": prompt is not None,
-        "--compare": compare is not None,
-        "--draft": draft is not None,
-        "--max-flops": max_flops is not None,
-        "--max-ms-per-token": max_ms_per_token is not None,
-        "--schedule": schedule != "uniform",
-        "--int8": int8,
-        "--json": as_json,
-    }
-    for name, given in one_prompt.items():
-        require(source is None or not given, f"--input goes without {name}; leave out one of them.")
+    targets = {"--max-ms-per-token": max_ms_per_token, "--max-flops": max_flops}
+    check_at_most_one({"--budget": budget, "--trajectory": trajectory, **targets, "--compare": compare})
+    check_at_most_one({"--draft": draft, "--compare": compare})
+    one_prompt = {"a prompt": prompt, "--draft": draft, "--compare": compare, **targets, "--json": as_json}
+    for name, value in {**one_prompt, "--schedule": schedule != "uniform"}.items():
+        check_at_most_one({"--input": source, name: value})
+    # Both of these measure the plain path, so fused kernels would measure something else.
+    for name, value in {"--compare": compare, "--max-ms-per-token": max_ms_per_token}.items():
+        check_at_most_one({"--fast": fast, name: value})
     require((source is None) == (out is None), "--input, the prompts, and --out, their answers, go together.")
     require(rows is None or source is not None, "--rows goes with --input.")
-    text = prompt if prompt is not None else _standard_input() if source is None else ""
-    require(text != "" or source is not None, "The prompt is empty; give one, or pipe text into standard input.")
-    depths = (budget, trajectory, max_ms_per_token, max_flops, compare)
-    require(
-        sum(depth is not None for depth in depths) <= 1,
-        "Give one of --budget, --trajectory, --max-ms-per-token, --max-flops and --compare.",
-    )
-    require(draft is None or compare is None, "Give --draft or --compare, not both.")
-    require(not fast or compare is None, "--fast goes without --compare, which measures the plain path.")
-    require(
-        certainty is None or (compare is None and max_flops is None and max_ms_per_token is None),
-        "--certainty goes without --compare, --max-flops and --max-ms-per-token, which are for fixed budgets.",
-    )
-    require(fast is not False or not int8, "Give --int8 or --no-fast, not both.")
-    require(
-        not (fast or int8) or max_ms_per_token is None,
-        "--fast and --int8 go without --max-ms-per-token, which measures the plain path; give --budget.",
-    )
-    plain = compare is not None or max_ms_per_token is not None
     require(draft_length is None or draft is not None, "--draft-length goes with --draft.")
     require(
-        schedule == "uniform" or any(depth is not None for depth in (budget, max_flops, max_ms_per_token)),
+        schedule == "uniform" or any(value is not None for value in (budget, *targets.values())),
         "--schedule goes with --budget, --max-flops or --max-ms-per-token.",
     )
-    wanted = None if dtype is None else dtype_of(dtype)
+    text = prompt if prompt is not None else _standard_input() if source is None else ""
+    require(text != "" or source is not None, "The prompt is empty; give one, or pipe text into standard input.")
+
+    chosen_dtype = None if dtype is None else dtype_of(dtype)
     lm = load(model)
     compared = None if compare is None else [lm.model.resolve(part) for part in compare.split(",")]
-    # What was found for these weights knows them as they are on disk, before they are cast.
+    # Saved schedules and answers are keyed by the weights on disk, so hash them before they are cast.
     weights = None if schedule == "uniform" and source is None else weights_hash(lm.model)
-    way: Fast = "auto" if fast is None and not plain else bool(fast)
-    fused = place(lm, device, wanted, way, certainty is not None)
+    plain = compare is not None or max_ms_per_token is not None
+    mode: Fast = "auto" if fast is None and not plain else bool(fast)
+    fused = place(lm, device, chosen_dtype, mode)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -164,29 +146,24 @@ def generate(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
         "stops": tuple(stop or ()),
-        "certainty": certainty,
     }
     if source is not None and out is not None:
         defaults = {"budget": budget, "trajectory": trajectory, **options}
         with output_file(out):
-            _answer_file(
-                lm, model, source, out, 16 if rows is None else rows, defaults, way is True or fused, weights
-            )
-        return
-    if compared is not None:
+            _answer_file(lm, source, out, 16 if rows is None else rows, defaults, mode is True or fused, weights)
+    elif compared is not None:
         _compare(lm, text, compared, options, as_json)
-        return
-    if max_flops is not None or max_ms_per_token is not None:
-        budget = _budget_for(lm, text, max_flops, max_ms_per_token)
-    if schedule != "uniform":
-        budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule, weights))
-    requests = lm.requests([text], budget, trajectory, **options)
-    warn_of_certainty(certainty, model)
-    _stream(lm, requests, (draft, draft_length), way, int8, fused, max_ms_per_token, as_json)
+    else:
+        if max_flops is not None or max_ms_per_token is not None:
+            budget = _budget_for(lm, text, max_flops, max_ms_per_token)
+        if schedule != "uniform":
+            budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule, weights))
+        requests = lm.requests([text], budget, trajectory, **options)
+        _stream(lm, requests, draft, draft_length, mode, fused, max_ms_per_token, as_json)
 
 
 def _standard_input() -> str:
-    """All of it, without the newline at its end."""
+    """All of standard input, without the final newline."""
     from loopformer.errors import LoopformerError
 
     if sys.stdin.isatty():
@@ -197,85 +174,70 @@ def _standard_input() -> str:
         raise LoopformerError("Standard input is not UTF-8 text; convert it.") from error
 
 
-# All that this verb uses of the decode paths is below.
-
-
 def _answer_file(
-    lm: "LM",
-    model: str,
-    source: Path,
-    out: Path,
-    rows: int,
-    defaults: dict[str, Any],
-    fast: bool,
-    weights: str | None,
+    lm: "LM", source: Path, out: Path, rows: int, defaults: dict[str, Any], fast: bool, weights: str | None
 ) -> None:
-    """Answer a file of prompts; the defaults are what `lm.requests` is given where a line says nothing."""
+    """Answer a file of prompts. `defaults` holds the arguments of `lm.requests` for fields that a line lacks."""
     from loopformer.errors import RunFailed
     from loopformer.inference.batch_file import answer_file
     from loopformer.inference.request import Request
     from loopformer.inference.sampling import Sampling
 
-    warn = cache(partial(warn_of_certainty, model=model))  # once of each
-
     def request_of(fields: dict[str, Any]) -> Request:
-        own = {"stops" if name == "stop" else name: value for name, value in fields.items()}
-        if "budget" in own or "trajectory" in own:
-            own = {"budget": None, "trajectory": None, **own}
-        request = lm.requests([own.pop("prompt")], **{**defaults, **own})[0]
-        warn(request.certainty)
-        return request
+        line = {"stops" if name == "stop" else name: value for name, value in fields.items()}
+        if "budget" in line or "trajectory" in line:  # then neither comes from the command line
+            line = {"budget": None, "trajectory": None, **line}
+        return lm.requests([line.pop("prompt")], **{**defaults, **line})[0]
 
     settings = dict(defaults)
-    (follows,) = lm.trajectories(1, settings.pop("budget"), settings.pop("trajectory"))
+    (trajectory,) = lm.trajectories(1, settings.pop("budget"), settings.pop("trajectory"))
     engine = lm.engine(rows, queue=rows, fast=fast)
     sampling = Sampling(**{name: settings[name] for name in Sampling.__dataclass_fields__})
-    others = {name: settings[name] for name in ("max_tokens", "stops", "certainty")}
-    engine.backend.check(Request((0,), follows, sampling, **others))  # what is wrong with all lines is said at once
-    settings |= {"weights": weights, "tokenizer": lm.need_tokenizer().hash, "trajectory": str(follows)}
+    # A wrong option is wrong for every line, so refuse it before the first.
+    engine.backend.check(Request((0,), trajectory, sampling, settings["max_tokens"], settings["stops"]))
+    settings |= {"weights": weights, "tokenizer": lm.need_tokenizer().hash, "trajectory": str(trajectory)}
     settings |= {"device": lm.model.device.type, "dtype": lm.model.dtype_name, "fast": fast}
     with progress("prompts") as report:
         done = answer_file(source, out, engine, request_of, settings, lambda *count: report(source.name, *count))
     print_files([out])
     if done.errors:
         raise RunFailed(
-            f"{done.errors} of {done.lines} lines could not be run; see `error` in {out}, and put these lines, "
-            "corrected, into a file of their own."
+            f"{done.errors} of {done.lines} lines failed; see `error` in {out}, then correct these lines and put "
+            "them into a file of their own."
         )
 
 
 def _budget_for(lm: "LM", text: str, max_flops: float | None, max_ms_per_token: float | None) -> int:
-    """The budget for a target, said on stderr."""
+    """The largest budget within a target, which is also printed."""
     from loopformer.inference.budget import budget_for_flops, budget_for_milliseconds
 
     if max_flops is not None:
         budget = budget_for_flops(lm.model, max_flops)
-        said = f"{lm.model.cost.forward_flops(budget):.4g} FLOPs per token"
+        expected = f"{lm.model.cost.forward_flops(budget):.4g} FLOPs per token"
     else:
         prompt = lm.requests([text])[0].prompt
-        budget, expected = budget_for_milliseconds(lm.model, max_ms_per_token or 0.0, prompt)
-        said = f"about {expected:.3g} ms per token here"
-    typer.echo(f"budget {budget} of {lm.model.config.loops}: {said}", err=True)
+        budget, milliseconds = budget_for_milliseconds(lm.model, max_ms_per_token or 0.0, prompt)
+        expected = f"about {milliseconds:.3g} ms per token here"
+    typer.echo(f"budget {budget} of {lm.model.config.loops}: {expected}", err=True)
     return budget
 
 
 def _stream(
     lm: "LM",
     requests: "list[Request]",
-    draft: tuple[str | None, int | None],
-    fast: "Fast",
-    int8: bool,
+    draft: str | None,
+    draft_length: int | None,
+    mode: "Fast",
     fused: bool,
-    promised: float | None,
+    max_ms_per_token: float | None,
     as_json: bool,
 ) -> None:
-    """Run a request, showing its text as it comes; `draft` is a budget or schedule, and a length, `promised` the
-    milliseconds that a token may take."""
+    """Run one request and print its text as it comes, then how long it took."""
     from loopformer.inference.draft import Draft
     from loopformer.inference.request import REASONS
 
     results = []
-    first: float | None = None  # when it came
+    first: float | None = None  # when the first token came
 
     def show(event: "Event") -> None:
         nonlocal first
@@ -287,15 +249,14 @@ def _stream(
             sys.stdout.flush()
 
     extra: dict[str, Any] = {}
-    said = ""
+    notes = ""
     started = time.perf_counter()
-    if draft[0] is not None:
-        plan = Draft(lm.model.resolve(draft[0]), draft[1])
-        _, report = lm.speculate(requests, plan, fast, show, int8)
-        extra["draft_acceptance"] = kept = report.acceptance
-        said = " nothing was drafted;" if kept is None else f" {kept:.0%} of drafted tokens accepted;"
+    if draft is not None:
+        _, report = lm.speculate(requests, Draft(lm.model.resolve(draft), draft_length), mode, show)
+        extra["draft_acceptance"] = rate = report.acceptance
+        notes = " nothing was drafted;" if rate is None else f" {rate:.0%} of drafted tokens accepted;"
     else:
-        for event in lm.events(requests, fast, int8):
+        for event in lm.events(requests, mode):
             show(event)
     ended, (result,) = time.perf_counter(), results
     seconds, count = ended - started, len(result.ids)
@@ -303,24 +264,21 @@ def _stream(
     if as_json:
         content = {"text": result.text, "reason": result.reason, "trajectory": str(result.trajectory)}
         counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": count}
-        took = {"mean_passes": result.mean_passes, "seconds": seconds, "ms_per_token": decoding}
-        typer.echo(json.dumps({**content, **counts, **took, **extra, "logprobs": result.logprobs}))
+        timing = {"seconds": seconds, "ms_per_token": decoding}
+        typer.echo(json.dumps({**content, **counts, **timing, **extra, "logprobs": result.logprobs}))
         return
     sys.stdout.write("\n")
     each = "" if decoding is None else f" {decoding:.1f} ms each after the first,"
     included = "the prompt and compilation" if fused else "the prompt"
-    if requests[0].certainty is not None:
-        said = f" {result.mean_passes:.2f} passes each;{said}"
-    if promised is not None and decoding is not None and decoding > promised:
-        said += f" slower than the {promised:g} ms asked for, as the machine is busier than when it was measured;"
+    if max_ms_per_token is not None and decoding is not None and decoding > max_ms_per_token:
+        notes += f" slower than {max_ms_per_token:g} ms because the machine is busier than when it was measured;"
     typer.echo(
-        f"[{count} tokens,{each} {seconds:.2f} s with {included};{said} {REASONS[result.reason]}]",
-        err=True,
+        f"[{count} tokens,{each} {seconds:.2f} s including {included};{notes} {REASONS[result.reason]}]", err=True
     )
 
 
 def _compare(lm: "LM", text: str, compared: "list[Trajectory]", options: dict[str, Any], as_json: bool) -> None:
-    """The same prompt along several trajectories: continuation, time per token, perplexity of the prompt."""
+    """Continue the same prompt along several trajectories, with time per token and perplexity of the prompt."""
     from loopformer.inference.budget import milliseconds_per_token
 
     rows: list[dict[str, Any]] = []
@@ -343,7 +301,7 @@ def _compare(lm: "LM", text: str, compared: "list[Trajectory]", options: dict[st
     if as_json:
         typer.echo(json.dumps(rows))
         return
-    columns = ["passes", "decode,\nms/token", "in all,\ns", "prompt\nperplexity", "continuation"]
+    columns = ["loops", "decode,\nms/token", "total,\ns", "prompt\nperplexity", "continuation"]
     cells = [
         [
             row["trajectory"],

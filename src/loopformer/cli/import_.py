@@ -1,4 +1,4 @@
-"""`loopformer import`: turn the authors' weights into a model folder of ours."""
+"""`loopformer import`: convert published weights into a model folder."""
 
 import json
 from pathlib import Path
@@ -10,22 +10,22 @@ from loopformer.cli.options import Json
 from loopformer.cli.output import stoppable
 
 
-@stoppable("a model is there when it is whole, the same command starts again")
+@stoppable("a model appears only when it is complete, the same command starts again")
 def import_(
     source: Annotated[str, typer.Argument(help="A .safetensors or .pt file, a Hugging Face folder, or a Hub id.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
-    heads: Annotated[int | None, typer.Option(help="Attention heads, where no config says so.")] = None,
-    loops: Annotated[int | None, typer.Option(help="Loops L, where no config says so.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads, for weights without a config.")] = None,
+    loops: Annotated[int | None, typer.Option(help="Loops L, for weights without a config.")] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="gpt2 (from the Hub), a tokenizer.json, or a folder with one; the authors used gpt2."),
+        typer.Option(help="gpt2 (from the Hub), a tokenizer.json, or its folder. The published weights use gpt2."),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a model that is already there, with all that belongs to it.")
+        bool, typer.Option("--force", help="Replace an existing model and everything that belongs to it.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Import published weights; nothing that comes with them is run.
+    """Import published weights. Code that comes with them is never run.
 
     Example: loopformer import armenjeddi/LoopFormer-3block-8iterations models/3x8 --loops 8 --tokenizer gpt2
     """
@@ -45,7 +45,7 @@ def import_(
         staged,
     )
 
-    _check_place(out, force)
+    _check_target(out, force)
     chosen = None if tokenizer is None else Tokenizer.find(tokenizer)
     with no_empty_folder(out):
         lm, default, template = from_model_folder(
@@ -57,17 +57,19 @@ def import_(
             ),
         )
         if chosen is not None:
-            words, rows = chosen.vocab_size, lm.model.config.vocab
-            require(words <= rows, f"{tokenizer} has {words} tokens, the model {rows}; it is not the model's own.")
+            tokens, vocab = chosen.vocab_size, lm.model.config.vocab
+            require(
+                tokens <= vocab, f"{tokenizer} has {tokens} tokens, the model {vocab}; it is not the model's own."
+            )
             lm = LM(lm.model, chosen)
-        place = out.resolve()
-        with staged(place) as stage:
+        target = out.resolve()
+        with staged(target) as stage:
             save_model(lm.model, stage, source={"imported_from": source}, default=default)
             if lm.tokenizer is not None:
                 lm.tokenizer.save(stage)
             if template is not None:
                 (stage / TEMPLATE).write_text(template, encoding="utf-8")
-            put_model(stage, place, [SCHEDULES])
+            put_model(stage, target, [SCHEDULES])
     config = lm.model.config
     if as_json:
         typer.echo(json.dumps({"out": str(out), "parameters": lm.model.cost.parameters.total}))
@@ -75,13 +77,13 @@ def import_(
         typer.echo(
             f"{out}: {config.blocks}⊗{config.loops}, conditioning {config.conditioning}, "
             f"{lm.model.cost.parameters.total:,} parameters"
-            + ("" if default is None else f"; follows {default} where a call names no budget")
+            + ("" if default is None else f"; default trajectory {default}")
             + ("" if lm.tokenizer else "; no tokenizer.json beside the weights: for text, import with --tokenizer")
         )
 
 
-def _check_place(out: Path, force: bool) -> None:
-    """Refuse a place that holds anything but an earlier model; that one, too, without --force."""
+def _check_target(out: Path, force: bool) -> None:
+    """Refuse a folder with anything but an earlier model in it. An earlier model needs --force."""
     from loopformer.data.shards import is_prepared
     from loopformer.errors import require
     from loopformer.loading.folder import is_checkpoint, is_model_folder, is_run_folder
@@ -92,6 +94,6 @@ def _check_place(out: Path, force: bool) -> None:
     other = is_checkpoint(out) or is_run_folder(out) or is_prepared(out)
     require(
         is_model_folder(out) and not other,
-        f"{out} holds files that are no model folder of ours; choose another folder.",
+        f"{out} holds other files than a model; choose another folder.",
     )
     require(force, f"{out} already holds a model; choose another folder or add --force.")

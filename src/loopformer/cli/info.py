@@ -7,45 +7,49 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loopformer.cli.completion import models_and_presets
-from loopformer.cli.options import Heads, Json, Loops
+from loopformer.cli.options import MODEL, Heads, Json, Loops, complete_model_or_preset, the_model
 from loopformer.cli.output import print_table, stoppable
 
 if TYPE_CHECKING:
     from loopformer.config import ModelConfig
 
 
-@stoppable("nothing is kept, the same command starts again")
+@stoppable("nothing is written, the same command starts again")
 def info(
     model: Annotated[
+        str | None,
+        typer.Argument(help=f"{MODEL}; or a preset.", autocompletion=complete_model_or_preset),
+    ] = None,
+    model_option: Annotated[
         str | None,
         typer.Option(
             "--model",
             "-m",
-            help="A model folder, published weights, or a preset's name.",
-            autocompletion=models_and_presets,
+            help="The model or preset, instead of the argument.",
+            autocompletion=complete_model_or_preset,
         ),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Count costs at this context instead of the model's own.")
+        int | None, typer.Option(help="Count costs at this context. Default: the model's own.")
     ] = None,
     heads: Heads = None,
     loops: Loops = None,
-    settings: Annotated[bool, typer.Option("--settings", help="List what `loopformer train` can be told.")] = False,
+    settings: Annotated[bool, typer.Option("--settings", help="List the settings of `loopformer train`.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print sizes, k⊗L and the cost of each budget; without --model, the presets.
+    """Print a model's sizes, k⊗L and the cost of each budget; without a model, list the presets.
 
-    Example: loopformer info --model paper/loopformer-3x8
+    Example: loopformer info paper/loopformer-3x8
     """
     from loopformer.errors import require
 
     if settings:
         _show_settings(as_json)
         return
-    if model is None:
+    if model is None and model_option is None:
         _show_presets(as_json)
         return
+    model = the_model(model, model_option)
     require(context is None or context >= 1, f"--context must be 1 or more, got {context}.")
     report = _describe(config_of(model, heads, loops), context)
     if as_json:

@@ -1,97 +1,206 @@
-"""Options that several verbs share, each declared once; a verb gives its own default.
+"""Options that several verbs share, each declared once, and what a shell completes for them.
 
-    def search(model: Model, budget: …, device: Device = "auto", as_json: Json = False) -> None: …
+    def search(model: Model = BUNDLED, budget: …, device: Device = "auto", as_json: Json = False) -> None: …
 
-An option that only one verb has, or that means something else there, stands in that verb's file.
+A verb gives its own default. An option that only one verb has is declared in that verb's file. Nothing here imports
+torch, because every press of TAB starts a process.
 """
 
+from collections.abc import Callable, Iterator, Mapping
+from glob import escape, iglob
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option, echo
+from typer import Argument, Context, Option
 
-from loopformer.cli.completion import budgets, models, words
+from loopformer.config import load_run
+from loopformer.config.model import BOX, box_folder
+from loopformer.config.run import preset_summaries
+from loopformer.errors import LoopformerError, require
+from loopformer.files import read_json, read_yaml
 
-# The model, and where it runs.
-MODEL = "A run, a model folder, published weights, or box, the model that comes with loopformer"
-Model = Annotated[str, Option("--model", "-m", help=f"{MODEL}.", autocompletion=models)]
+RUN_FILE, MODEL_FILE = "run.yaml", "config.json"  # a folder with one of these is a run or a model
+MAX_FOLDERS = 2000  # folders that completion looks into when only the beginning of a path is typed
+
+
+# Completion. Where nothing fits, the shell completes file names as usual.
+
+
+def complete_from(*choices: str) -> Callable[[str], list[str]]:
+    """A completer for a fixed list of words."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return complete
+
+
+def complete_preset(incomplete: str) -> list[str]:
+    """Presets of the package. The sizes of a preset are offered once its name is typed."""
+    names = []
+    for preset in preset_summaries():
+        sizes = preset.sizes if incomplete.startswith(preset.name) else ()
+        names += [preset.name, *(f"{preset.name}-{size}" for size in sizes)]
+    return complete_from(*names)(incomplete)
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """The bundled model, and runs and model folders up to two levels below the typed path."""
+
+    def folders() -> Iterator[str]:
+        for pattern in ("*", "*/*"):
+            for path in islice(iglob(escape(incomplete) + pattern), MAX_FOLDERS):
+                if (Path(path) / RUN_FILE).is_file() or (Path(path) / MODEL_FILE).is_file():
+                    yield path
+
+    return [*complete_from(BOX)(incomplete), *sorted(folders())]
+
+
+def complete_model_or_preset(incomplete: str) -> list[str]:
+    return [*complete_model(incomplete), *complete_preset(incomplete)]
+
+
+def complete_budget(context: Context, incomplete: str) -> list[str]:
+    """1 to L of the model on the command line, or of the bundled model."""
+    model = str(context.params.get("model") or next(iter(context.args), BOX))  # --model, or the first argument
+    folder = box_folder() if model == BOX else Path(model)
+    try:
+        if (folder / RUN_FILE).is_file():
+            loops = read_yaml(folder / RUN_FILE)["model"]["loops"]
+        elif (folder / MODEL_FILE).is_file():
+            loops = read_json(folder / MODEL_FILE)["model"]["loops"]
+        else:
+            loops = load_run(model)[0].model.loops
+        return complete_from(*(str(budget) for budget in range(1, loops + 1)))(incomplete)
+    except (LoopformerError, OSError, KeyError, TypeError):
+        return []
+
+
+# The model and where it runs.
+MODEL = "A run, a model folder, published weights, or box, the bundled model"
+Model = Annotated[str, Option("--model", "-m", help=f"{MODEL}.", autocompletion=complete_model)]
+# For verbs that also take the model as their first argument; see `the_model`.
+ModelArgument = Annotated[str | None, Argument(metavar="[MODEL]", help=f"{MODEL}.", autocompletion=complete_model)]
+ModelOption = Annotated[
+    str | None, Option("--model", "-m", help="The model, instead of the argument.", autocompletion=complete_model)
+]
+ModelsOption = Annotated[
+    list[str] | None,
+    Option("--model", "-m", help="A model; may be given several times.", autocompletion=complete_model),
+]
 Heads = Annotated[int | None, Option(help="Attention heads, for weights without a config.")]
 Loops = Annotated[int | None, Option(help="Loops L, for weights without a config.")]
-DEVICES, DTYPES = words("auto", "cpu", "cuda", "mps"), words("float32", "bfloat16", "float16")
-Device = Annotated[str, Option(help="auto, cpu, cuda or mps.", autocompletion=DEVICES)]
-Dtype = Annotated[str, Option(help="float32, bfloat16 or float16.", autocompletion=DTYPES)]
+complete_dtype = complete_from("float32", "bfloat16", "float16")
+Device = Annotated[
+    str, Option(help="auto, cpu, cuda or mps.", autocompletion=complete_from("auto", "cpu", "cuda", "mps"))
+]
+Dtype = Annotated[str, Option(help="float32, bfloat16 or float16.", autocompletion=complete_dtype)]
 BatchTokens = Annotated[int, Option(help="Tokens in a batch.")]
 
-# What it follows.
-Budgets = Annotated[str | None, Option(help="Loops: 1,2,4,8; 1, L/4, L/2 and L by default.")]
+# Budgets and schedules to measure.
+Budgets = Annotated[str | None, Option(help="Budgets, such as 1,2,4,8. Default: 1, L/4, L/2 and L.")]
 Trajectories = Annotated[
     list[str] | None, Option("--trajectory", help="A schedule, such as 4-2-1-1; may be given several times.")
 ]
 
-# How it makes text.
+# Generation.
 BudgetOption = Annotated[
-    int | None, Option("--budget", help="Loops per token, 1 to L; L by default.", autocompletion=budgets)
+    int | None, Option("--budget", help="Loops per token, 1 to L. Default: L.", autocompletion=complete_budget)
 ]
-TrajectoryOption = Annotated[str | None, Option("--trajectory", help="A schedule: 4-2-1-1, 1/2,1/4,1/4, cosine:4.")]
-CertaintyOption = Annotated[
-    float | None,
-    Option("--certainty", help="A token whose next one is likelier than this takes no further pass: 0.9."),
+TrajectoryOption = Annotated[
+    str | None, Option("--trajectory", help="A schedule, such as 4-2-1-1, 1/2,1/4,1/4 or cosine:4.")
 ]
-NewTokens = Annotated[int, Option("--max-tokens", help="New tokens at most.")]
-Temperature = Annotated[float, Option(help="0 is greedy.")]
-TopK = Annotated[int | None, Option(help="Only the k most likely tokens.")]
-TopP = Annotated[float, Option(help="Only the most likely that make up this probability.")]
-MinP = Annotated[float, Option(help="Only those this fraction as likely as the most likely.")]
-RepetitionPenalty = Annotated[float, Option(help="Above 1 makes repetition less likely.")]
+NewTokens = Annotated[int, Option("--max-tokens", help="Maximum number of new tokens.")]
+Temperature = Annotated[float, Option(help="Sampling temperature; 0 is greedy.")]
+TopK = Annotated[int | None, Option(help="Sample from the k most likely tokens.")]
+TopP = Annotated[float, Option(help="Sample from the most likely tokens that reach this total probability.")]
+MinP = Annotated[float, Option(help="Drop tokens below this fraction of the highest probability.")]
+RepetitionPenalty = Annotated[float, Option(help="Values above 1 make repeated tokens less likely.")]
 Seed = Annotated[int | None, Option(help="The same seed gives the same text.")]
 FastOption = Annotated[
-    bool | None,
-    Option("--fast/--no-fast", help="Fused kernels as CUDA graphs, compiled at first use; by default on a GPU."),
+    bool | None, Option("--fast/--no-fast", help="Decode with fused CUDA kernels. Default: on a GPU.")
 ]
 DecodeDtype = Annotated[
     str | None,
     Option(
         "--dtype",
-        help="float32, bfloat16 or float16; by default bfloat16 for fused kernels, else float32.",
-        autocompletion=DTYPES,
+        help="float32, bfloat16 or float16. Default: bfloat16 with fused kernels, else float32.",
+        autocompletion=complete_dtype,
     ),
 ]
 
-# What it is measured on: text.
+
+def _removed(sentence: str) -> Callable[[object], None]:
+    """A callback that refuses an option of an earlier version. The sentence names what to use instead."""
+
+    def refuse(value: object) -> None:
+        require(value in (None, False), sentence)
+
+    return refuse
+
+
+RemovedCertainty = Annotated[
+    float | None,
+    Option(
+        "--certainty",
+        hidden=True,
+        callback=_removed(
+            "--certainty was removed here, because it spoils text; choose a --budget. `loopformer eval text` and "
+            "`eval states` still measure early exit with --certainty."
+        ),
+    ),
+]
+RemovedInt8 = Annotated[
+    bool,
+    Option(
+        "--int8",
+        hidden=True,
+        callback=_removed(
+            "--int8 was removed, because it gained little; decode in bfloat16, the default on a GPU."
+        ),
+    ),
+]
+
+# Text to measure on.
 TEXT = (
     "Files, folders or globs of .txt .md .jsonl .parquet (also .gz .xz .zst), hf:DATASET[:config][:split], a "
     "prepared folder (its validation split), or the held-out part of stdlib, pile, fineweb-edu or openwebtext"
 )
-Field = Annotated[str, Option(help="The field of .jsonl, .parquet and datasets that is text.")]
-Window = Annotated[int | None, Option(help="Tokens the model sees at a time; its context.")]
+Field = Annotated[str, Option(help="The text field of .jsonl, .parquet and datasets.")]
+Window = Annotated[int | None, Option(help="Tokens the model sees at a time. Default: its context.")]
 Join = Annotated[bool, Option("--join", help="Join documents into one stream, as in training.")]
-MaxTokens = Annotated[int | None, Option(help="Score only the first so many tokens of a text.")]
+MaxTokens = Annotated[int | None, Option(help="Score only the first N tokens of a text.")]
 
-# What it is measured on: benchmarks.
+# Tasks to measure on.
 TaskData = Annotated[
-    Path | None, Option("--data", help="A folder with the paper's benchmarks as files, instead of the Hub.")
+    Path | None, Option("--data", help="A folder with the paper's tasks as files, instead of the Hub.")
 ]
-Examples = Annotated[int | None, Option(help="Only the first so many examples of each task.")]
+Examples = Annotated[int | None, Option(help="Use only the first N examples of each task.")]
 
-# What comes out.
+# Output.
 OutFolder = Annotated[Path, Option("--out", "-o", help="The folder to write.")]
 OutFile = Annotated[Path | None, Option("--out", "-o", help="Also write the results to this file.")]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]
 
 
-def warn_of_certainty(certainty: float | None, model: str) -> None:
-    """Say what a model that learned to be read after its last pass alone makes of a certainty."""
-    if certainty is not None and certainty < 1:
-        echo(
-            "Note: a model may predict nothing before its last pass, and then a certainty spoils its text; "
-            f"`loopformer eval --model {model} --certainty {certainty:g}` measures it.",
-            err=True,
-        )
+def the_model(argument: str | None, option: str | None, default: str = BOX) -> str:
+    """The model of a verb that takes it as its first argument or as --model."""
+    require(
+        argument is None or option is None, "The model was given twice; use either the first argument or --model."
+    )
+    return argument or option or default
+
+
+def check_at_most_one(options: Mapping[str, object]) -> None:
+    """Refuse options that exclude each other. None and False mean that an option was not given."""
+    given = [name for name, value in options.items() if value not in (None, False)]
+    require(len(given) <= 1, f"{' and '.join(given)} exclude each other; give only one of them.")
 
 
 def own_text(model: str) -> str:
-    """What --text is where it is not given: the data that a run was trained with, for its validation split."""
-    from loopformer.errors import FileProblem, LoopformerError
+    """The text to measure on when --text is missing: the validation split of the data a run was trained on."""
+    from loopformer.errors import FileProblem
     from loopformer.evaluation.states import own_group
     from loopformer.evaluation.text import default_text
     from loopformer.loading.folder import run_of
@@ -100,8 +209,8 @@ def own_text(model: str) -> str:
         return prepared
     if group := own_group(model):
         raise LoopformerError(
-            f"{model} was trained on words over {group}, not on text; give a text with --text, or see how it does "
-            f"there with loopformer eval --model {model}."
+            f"{model} was trained on words over {group}, not on text; give a text with --text, or measure it on "
+            f"its own task with loopformer eval states --model {model}."
         )
     if run_of(model) is not None:
         raise FileProblem(

@@ -1,7 +1,7 @@
-"""What a verb shows and writes: tables on stdout, progress on stderr, results in a file.
+"""What a verb prints and writes: tables on stdout, progress on stderr, results in files.
 
 with progress("prompts") as report:
-    report("runs/mine", 12, 64)                     # what is being done, how much of it, of how much
+    report("runs/mine", 12, 64)                     # what is running, how much is done, of how much
 print_table(["text", "loss"], [["news", "3.21"]], left=1)
 """
 
@@ -19,28 +19,35 @@ from typing import ParamSpec
 import typer
 
 P = ParamSpec("P")
-Display = Callable[[str, float, float | None], None]  # what is done, how much of it, of how much (None: not known)
+Display = Callable[[str, float, float | None], None]  # what is running, how much is done, the total if known
 
-_LINE_SECONDS = 5.0  # between two lines where there is no terminal
+LINE_SECONDS = 5.0  # between two progress lines where there is no terminal
 
 
 @contextmanager
 def progress(unit: str = "tokens") -> Iterator[Display]:
-    """Show how far long work is, on stderr: a bar on a terminal, a line every few seconds elsewhere."""
-    pace = _Pace()
+    """Show the progress of long work on stderr: a bar on a terminal, a line every few seconds elsewhere."""
+    begun: dict[str, tuple[float, float]] = {}  # when the work began or resumed, and how much was done then
+
+    def rate(work: str, done: float) -> float:
+        now = time.monotonic()
+        start, before = begun.setdefault(work, (now, done))
+        per_second = (done - before) / (now - start) if now > start else 0.0
+        return round(per_second) if isinstance(done, int) else per_second
+
     if not sys.stderr.isatty():
         last_line = time.monotonic()
 
-        def show_line(doing: str, done: float, total: float | None) -> None:
+        def show_line(work: str, done: float, total: float | None) -> None:
             nonlocal last_line
-            speed = pace.speed(doing, done)
-            if time.monotonic() - last_line < _LINE_SECONDS:
+            per_second = rate(work, done)
+            if time.monotonic() - last_line < LINE_SECONDS:
                 return
             last_line = time.monotonic()
-            line = f"{doing}: {_amount(done)} {f'of {_amount(total)} ' if total else ''}{unit}"
-            if speed:
-                line += f", {_amount(speed)} {unit}/s"
-                line += f", about {duration(max(0, total - done) / speed)} left" if total else ""
+            line = f"{work}: {_amount(done)} {f'of {_amount(total)} ' if total else ''}{unit}"
+            if per_second:
+                line += f", {_amount(per_second)} {unit}/s"
+                line += f", about {duration(max(0, total - done) / per_second)} left" if total else ""
             typer.echo(line, err=True)
 
         yield show_line
@@ -50,33 +57,20 @@ def progress(unit: str = "tokens") -> Iterator[Display]:
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[count]}"))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bars:
-        current: dict[str, TaskID] = {}
+        current: dict[str, TaskID] = {}  # one bar at a time
 
-        def show_bar(doing: str, done: float, total: float | None) -> None:
-            if doing not in current:
+        def show_bar(work: str, done: float, total: float | None) -> None:
+            if work not in current:
                 for task in current.values():
                     bars.remove_task(task)
                 current.clear()
-                current[doing] = bars.add_task(doing, total=total, count="")
+                current[work] = bars.add_task(work, total=total, count="")
             count = f"{_amount(done)} {unit}"
-            if speed := pace.speed(doing, done):
-                count += f", {_amount(speed)} {unit}/s"
-            bars.update(current[doing], completed=done, total=total, count=count)
+            if per_second := rate(work, done):
+                count += f", {_amount(per_second)} {unit}/s"
+            bars.update(current[work], completed=done, total=total, count=count)
 
         yield show_bar
-
-
-class _Pace:
-    """How much is done per second, since each thing was begun or continued."""
-
-    def __init__(self) -> None:
-        self._first: dict[str, tuple[float, float]] = {}
-
-    def speed(self, doing: str, done: float) -> float:
-        now = time.monotonic()
-        began, before = self._first.setdefault(doing, (now, done))
-        speed = (done - before) / (now - began) if now > began else 0.0
-        return round(speed) if isinstance(done, int) else speed
 
 
 def _amount(value: float) -> str:
@@ -84,7 +78,7 @@ def _amount(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time that a person can plan with."""
+    """A duration in the largest unit that fits."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     units = (("minutes", 60.0), ("hours", 3600.0), ("days", 86_400.0), ("years", 365.25 * 86_400))
@@ -93,7 +87,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None, form: str, missing: str = "not a number") -> str:
-    """A number for a table, and what stands there where the model could not compute one."""
+    """A number for a table. `missing` is shown where the model gave none."""
     return missing if value is None else format(value, form)
 
 
@@ -104,32 +98,34 @@ def print_table(
     lines: bool = False,
     text: Sequence[int] = (),
 ) -> None:
-    """Print plain cells: the first `left` columns and those of `text` to the left, all others to the right; with
-    `lines` in a frame."""
+    """Print a table of plain text cells.
+
+    The first `left` columns and the columns in `text` are aligned left, all others right. `lines` adds a frame.
+    """
     from rich.box import HEAVY_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=HEAVY_HEAD if lines else None, pad_edge=lines, show_lines=lines)
-    for place, column in enumerate(columns):
-        table.add_column(Text(column), justify="left" if place < left or place in text else "right")
+    for index, column in enumerate(columns):
+        table.add_column(Text(column), justify="left" if index < left or index in text else "right")
     for row in rows:
         table.add_row(*map(Text, row))
     Console().print(table, highlight=False)
 
 
 def print_files(files: Iterable[Path]) -> None:
-    """Where the results are."""
+    """Name the files that were written."""
     typer.secho(f"written: {', '.join(map(str, files))}", dim=True)
 
 
-# Where results go: checked before the work, and left as it was if nothing came of it.
+# Output folders are checked before the work starts, and removed again if the work leaves them empty.
 
 
 @contextmanager
 def output_folder(out: Path, option: str = "--out") -> Iterator[None]:
-    """Make a folder for what is written inside, and refuse one that cannot be written to."""
+    """Create the folder to write to. A folder that cannot be written to is refused."""
     from loopformer.errors import FileProblem
     from loopformer.files import check_writable, no_empty_folder
 
@@ -143,7 +139,7 @@ def output_folder(out: Path, option: str = "--out") -> Iterator[None]:
 
 @contextmanager
 def output_file(path: Path | None, option: str = "--out") -> Iterator[None]:
-    """The same for the folder of a file, if one is to be written."""
+    """Create the parent folder of the file to write, if there is one to write."""
     from loopformer.errors import LoopformerError
 
     if path is None:
@@ -156,9 +152,9 @@ def output_file(path: Path | None, option: str = "--out") -> Iterator[None]:
 
 
 def stoppable(kept: str | Callable[..., str]) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Decorate a verb: Ctrl-C anywhere in it is one sentence, what is kept and how to go on, and exit code 130.
+    """Decorate a verb so that Ctrl-C anywhere in it prints one sentence and exits with code 130.
 
-    What is `kept` may follow from the verb's options.
+    `kept` says what is saved and how to go on. It may be a function of the verb's options.
     """
 
     def decorate(verb: Callable[P, None]) -> Callable[P, None]:
@@ -166,17 +162,17 @@ def stoppable(kept: str | Callable[..., str]) -> Callable[[Callable[P, None]], C
         def run(*args: P.args, **options: P.kwargs) -> None:
             pressed = False
 
-            def note(number: int, frame: FrameType | None) -> None:
+            def interrupt(number: int, frame: FrameType | None) -> None:
                 nonlocal pressed
                 pressed = True
                 signal.default_int_handler(number, frame)
 
             in_main_thread = threading.current_thread() is threading.main_thread()
-            ours = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            if ours:
-                signal.signal(signal.SIGINT, note)
+            handles = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if handles:
+                signal.signal(signal.SIGINT, interrupt)
             try:
-                # Code of others may swallow the interruption, and go on or fail in words of its own.
+                # A library may swallow the KeyboardInterrupt and return, or fail with an error of its own.
                 try:
                     verb(*args, **options)
                 except Exception:
@@ -185,12 +181,12 @@ def stoppable(kept: str | Callable[..., str]) -> Callable[[Callable[P, None]], C
                 if pressed:
                     raise KeyboardInterrupt
             except KeyboardInterrupt:
-                after_the_key = "\n" if sys.stderr.isatty() else ""  # a terminal has shown ^C
-                said = kept if isinstance(kept, str) else kept(*args, **options)
-                typer.echo(f"{after_the_key}loopformer: stopped; {said}.", err=True)
+                newline = "\n" if sys.stderr.isatty() else ""  # the terminal has echoed ^C
+                sentence = kept if isinstance(kept, str) else kept(*args, **options)
+                typer.echo(f"{newline}loopformer: stopped; {sentence}.", err=True)
                 raise typer.Exit(130) from None
             finally:
-                if ours:
+                if handles:
                     signal.signal(signal.SIGINT, signal.default_int_handler)
 
         return run

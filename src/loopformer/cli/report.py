@@ -6,18 +6,32 @@ from typing import Annotated
 
 import typer
 
-from loopformer.cli.completion import models
-from loopformer.cli.options import TEXT, BatchTokens, Budgets, Device, Dtype, Examples, Field, MaxTokens, TaskData
+from loopformer.cli.options import (
+    TEXT,
+    BatchTokens,
+    Budgets,
+    Device,
+    Dtype,
+    Examples,
+    Field,
+    MaxTokens,
+    ModelsOption,
+    TaskData,
+    complete_model,
+)
 from loopformer.cli.output import output_folder, progress, stoppable
 
 
 @stoppable("what is finished is kept, the same command continues")
 def report(
-    models: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN...", help="Runs, model folders or published weights.", autocompletion=models),
-    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write, empty or an earlier report.")],
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL...", help="Runs, model folders or published weights.", autocompletion=complete_model
+        ),
+    ] = None,
+    models_option: ModelsOption = None,
     text: Annotated[
         list[str] | None,
         typer.Option(
@@ -55,9 +69,12 @@ def report(
     from loopformer.analysis.report.content import PART_NAMES, gaps
     from loopformer.analysis.report.page import check_folder, write_report
     from loopformer.analysis.results import ReportResults
+    from loopformer.errors import require
 
+    paths = (*(models or []), *(models_option or []))
+    require(bool(paths), "There is nothing to report on; name a run or a model.")
     request = ReportRequest(
-        tuple(models),
+        paths,
         texts=read_texts(text or []),
         tasks=tasks,
         data=data,

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from loopformer.cli.completion import budgets
 from loopformer.cli.eval import load_tasks
 from loopformer.cli.options import (
     TEXT,
@@ -21,6 +20,7 @@ from loopformer.cli.options import (
     OutFile,
     TaskData,
     Window,
+    complete_budget,
     own_text,
 )
 from loopformer.cli.output import number, output_file, print_table, progress, stoppable
@@ -32,7 +32,7 @@ _SHOWN = 5  # schedules at each end of the table
 
 @stoppable("what is finished is kept, the same command continues")
 def search(
-    budget: Annotated[int, typer.Option(help="Loops M, 1 to L.", autocompletion=budgets)],
+    budget: Annotated[int, typer.Option(help="Loops M, 1 to L.", autocompletion=complete_budget)],
     model: Model = BOX,
     text: Annotated[str | None, typer.Option(help=f"{TEXT}. A run's own data by default.")] = None,
     tasks: Annotated[

@@ -5,15 +5,14 @@ from typing import Annotated
 
 import typer
 
-from loopformer.cli.completion import models
-from loopformer.cli.options import MODEL, DecodeDtype, Device, FastOption
+from loopformer.cli.options import DecodeDtype, Device, FastOption, ModelArgument, ModelOption, the_model
 from loopformer.cli.output import stoppable
-from loopformer.config.model import BOX
 
 
 @stoppable("nothing runs any more, the same command starts again")
 def serve(
-    model: Annotated[str, typer.Argument(help=f"{MODEL}.", autocompletion=models)] = BOX,
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for other machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
     rows: Annotated[int, typer.Option(min=1, help="Texts that are generated at once.")] = 16,
@@ -73,7 +72,9 @@ def serve(
             f"Serving needs {error.name}, which is not installed; pip install 'loopformer[serve]'"
         ) from error
 
-    worker = WorkerSettings(model, rows, memory, device, dtype, "auto" if fast is None else fast, step_seconds)
+    worker = WorkerSettings(
+        the_model(model, model_option), rows, memory, device, dtype, "auto" if fast is None else fast, step_seconds
+    )
     settings = ServerSettings(
         worker,
         host,

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from loopformer.cli.completion import presets
-from loopformer.cli.options import Json
+from loopformer.cli.options import Json, complete_preset
 from loopformer.cli.output import duration, stoppable
 from loopformer.config import DEFAULT_PRESET
 
@@ -18,7 +17,8 @@ def train(
     config: Annotated[
         str | None,
         typer.Argument(
-            help="A .yaml file or a preset's name (`loopformer info`); elastic by default.", autocompletion=presets
+            help="A .yaml file or a preset's name (`loopformer info`); elastic by default.",
+            autocompletion=complete_preset,
         ),
     ] = None,
     settings: Annotated[list[str] | None, typer.Argument(help="key=value, as in training.steps=100.")] = None,

@@ -1,12 +1,12 @@
-"""From a run or model folder to a folder that Transformers loads, and loopformer too.
+"""Write a folder that both Transformers and loopformer load, from a run or a model folder.
 
     export("runs/mine", "exported", self_contained=True, budget=4)
 
-In it are the weights, settings, the tokenizer as `AutoTokenizer` reads it, a model card, and with `self_contained`
-the model's own source files, for places where loopformer is not installed.
+It holds the weights, settings, the tokenizer as `AutoTokenizer` reads it, and a model card. `self_contained` adds
+the model's source files, for machines without loopformer.
 
-Everything is written beside the place and put there when it is whole. A folder that holds an earlier export is
-brought up to date; files that are not ours stay in it. Any other folder with files in it is refused.
+Everything is written to a temporary folder and moved when it is complete. An earlier export is replaced, other
+files beside it stay. Any other folder with files in it is refused.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from safetensors import SafetensorError
 from transformers import GenerationConfig
 
 import loopformer
-from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, require
 from loopformer.files import read_json, sha256_of
@@ -78,41 +78,43 @@ def export(
 ) -> Exported:
     """Write a model for Transformers.
 
-    self_contained      also the model's source files, for `trust_remote_code=True` without loopformer
-    budget, trajectory  what the model follows where a call does not say; the full budget by default
+    self_contained      add the model's source files, for `trust_remote_code=True` without loopformer
+    budget, trajectory  the default of the exported model; the full budget if neither is given
     heads, loops        for published weights without a config
     """
-    place = Path(out).resolve()
-    _check_place(place)
+    target = Path(out).resolve()
+    require(not target.is_file(), f"{target} is a file; name a folder to write to.")
+    if target.is_dir() and any(target.iterdir()):
+        require(is_export(target), f"{target} holds files that are not an export; choose another folder.")
     folder = model_folder(source)
-    model, with_tokenizer = find_model(folder, heads, loops)
-    tokenizer = Tokenizer.load(with_tokenizer) if with_tokenizer else None
-    known: dict[str, Any] = {"imported_from": str(source)}
+    model, tokenizer_folder = find_model(folder, heads, loops)
+    tokenizer = Tokenizer.load(tokenizer_folder) if tokenizer_folder else None
+    provenance: dict[str, Any] = {"imported_from": str(source)}
     if is_model_folder(folder):
-        known = read_json(folder / CONFIG).get("source", {})
-    measured = find_measured(folder, known.pop("validation", None))
+        provenance = read_json(folder / CONFIG).get("source", {})
+    validation = find_validation(folder, provenance.pop("validation", None))
     special: dict[str, Any] = {}
-    if tokenizer:  # the end token also begins and pads
+    if tokenizer:  # the end token is also the beginning and padding token
         special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
     classes: dict[str, Any] = {"auto_map": _AUTO_MAP} if self_contained else {}
     config = LoopFormerConfig(
         model=model.config,
         budget=budget,
         trajectory=trajectory,
-        source={**known, "exported_with": f"{PACKAGE} {loopformer.__version__}"},
+        source={**provenance, "exported_with": f"{PACKAGE} {loopformer.__version__}"},
         dtype="float32",
         architectures=[LoopFormerForCausalLM.__name__],
         **special,
         **classes,
     )
-    LoopFormerForCausalLM(config, model)  # refuses a default that the model cannot follow
+    LoopFormerForCausalLM(config, model)  # refuses a default trajectory that the model cannot follow
 
     try:
-        with staged(place) as stage:
+        with staged(target) as stage:
             tensors = {PREFIX + name: tensor.contiguous() for name, tensor in model.state_dict().items()}
             write_safetensors(tensors, stage / WEIGHTS)
-            if measured:
-                config.source["validation"] = measured.plain(sha256_of(stage / WEIGHTS))
+            if validation:
+                config.source["validation"] = validation.plain(sha256_of(stage / WEIGHTS))
             config.save_pretrained(stage)
             GenerationConfig(**special).save_pretrained(stage)
             if tokenizer:
@@ -120,29 +122,23 @@ def export(
                 save_tokenizer(tokenizer, stage, model.config.context, template)
             for name, text in (flatten([CONFIGURATION, MODELING]) if self_contained else {}).items():
                 (stage / name).write_text(text, encoding="utf-8")
-            card = write_card(place.name, config, measured, tokenizer is not None, self_contained)
+            card = write_card(target.name, config, validation, tokenizer is not None, self_contained)
             (stage / CARD).write_text(card, encoding="utf-8")
             files = sorted(path.name for path in stage.iterdir())
-            put_model(stage, place)
+            put_model(stage, target)
     except SafetensorError as error:
-        raise FileProblem(f"The weights could not be written to {place} ({error}); free some space.") from error
+        raise FileProblem(f"The weights could not be written to {target} ({error}); free some space.") from error
     return Exported(Path(out), model, config, files)
-
-
-def _check_place(place: Path) -> None:
-    require(not place.is_file(), f"{place} is a file; name a folder to write to.")
-    if place.is_dir() and any(place.iterdir()):
-        require(is_export(place), f"{place} holds files that are no export of ours; choose another folder.")
 
 
 # The tokenizer, in the files that `AutoTokenizer.from_pretrained` reads.
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int, chat_template: str | None = None) -> None:
-    """Write tokenizer.json, byte for byte as it is, and what stands beside it.
+    """Write tokenizer.json unchanged, with the files that Transformers reads beside it.
 
-    Padding goes to the left, as generation in batches needs it. Unlike ours, Transformers' tokenizers read special
-    tokens out of text.
+    Padding goes to the left, because batches are generated from the end. Unlike loopformer's tokenizer, those of
+    Transformers turn the text of a special token into that token.
     """
     tokenizer.save(folder)
     end = tokenizer.decode([tokenizer.eot], special=True)
@@ -161,164 +157,94 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int, chat_templa
         (folder / TEMPLATE).write_text(chat_template, encoding="utf-8")
 
 
-# What was measured of these very weights: the validation that the run recorded at the checkpoint's step.
+# The validation losses of these exact weights, as the run recorded them at the checkpoint's step.
 
 _LOSS = "loss_at_"
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Validation losses by budget, at a step of training."""
+class Validation:
+    """Validation losses by budget, at a training step."""
 
     step: int
     losses: dict[int, float]
 
     def plain(self, weights: str) -> dict[str, Any]:
-        """As it stands in config.json, with the sha256 of the weights file it is of."""
+        """The entry in config.json, with the sha256 of the weights file."""
         losses = {str(budget): loss for budget, loss in self.losses.items()}
         return {"step": self.step, "loss": losses, "weights_sha256": weights}
 
 
-def find_measured(folder: Path, kept: dict[str, Any] | None = None) -> Measured | None:
-    """What was measured of the model in a folder: by its run, or as an earlier export has `kept` it."""
+def find_validation(folder: Path, exported: dict[str, Any] | None = None) -> Validation | None:
+    """The validation losses of the model in a folder, from its run or from the entry of an earlier export."""
     if run := run_of(folder):
         step = step_of(folder)
         for record in read_metrics(run):
             if record.get("kind") == "validation" and record.get("step") == step:
                 named = {name: loss for name, loss in record.items() if name.startswith(_LOSS) and loss is not None}
                 losses = {int(name.removeprefix(_LOSS)): loss for name, loss in named.items()}
-                return Measured(step, losses) if losses else None
+                return Validation(step, losses) if losses else None
         return None
-    if not kept or kept["weights_sha256"] != sha256_of(folder / WEIGHTS):  # an export that was trained further
+    if not exported or exported["weights_sha256"] != sha256_of(folder / WEIGHTS):  # it was trained further
         return None
-    return Measured(kept["step"], {int(budget): loss for budget, loss in kept["loss"].items()})
+    return Validation(exported["step"], {int(budget): loss for budget, loss in exported["loss"].items()})
 
 
-# The model card: what the model is, what each budget costs and was measured to give, how to load it.
-
-_CONDITIONING = {
-    "none": "nothing of its place",
-    "index": "its number",
-    "time": "its time t",
-    "step": "its step Δ",
-    "trajectory": "its time t and its step Δ",
-}
+# The model card: what the model is, what each budget costs, its measured losses, and how to load it.
 
 
 def write_card(
-    name: str, config: LoopFormerConfig, measured: Measured | None, has_tokenizer: bool, self_contained: bool
+    name: str, config: LoopFormerConfig, validation: Validation | None, has_tokenizer: bool, self_contained: bool
 ) -> str:
     """The text of README.md."""
-    model, parameters = config.settings, Cost(config.settings).parameters
-    default = config.trajectory or config.budget or model.loops
-    trust = ", trust_remote_code=True" if self_contained else ""
-    register = "import loopformer.hf  # pip install 'loopformer[hf]'; makes the model known to Transformers\n"
-    lm_eval = f":\n`lm_eval --model hf --model_args pretrained={name},trust_remote_code=True,budget=1`."
-    tokenizer_class = _tokenizer_class(self_contained)
-    tools = lm_eval if self_contained else "."  # lm-eval does not import loopformer, so it needs the sources
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- loopformer
-- elastic-depth
-- looped-transformer
----
-
-# {name}
-
-An elastic-depth language model, {model.blocks}⊗{model.loops}: one shared stack of {_count(model.blocks, "block")},
-applied up to {_count(model.loops, "time")}; each pass is told {_CONDITIONING[model.conditioning]}.
-The number of passes M is the compute budget. It is chosen at each call; the default here is {default}.
-
-| | |
-|---|---|
-| parameters | {parameters.total:,}; without embeddings {parameters.without_embeddings:,} |
-| width, heads, FFN | {model.width}, {model.heads}, {model.ffn} |
-| context, positions | {model.context} tokens, {model.positions} |
-| vocabulary | {model.vocab:,} ids{"" if has_tokenizer else "; no tokenizer came with the weights"} |
-| weights | {str(config.dtype).removeprefix("torch.")}, embedding and head tied |
-
-## Budgets
-
-{_budget_table(model, measured)}
-
-FLOPs are those of the forward pass, averaged over a full context, a multiply-add counted as two; KV is what the
-cache keeps, in bfloat16. {_validation_note(measured, model.loops)}
-
-## Use
-
-```python
-{"" if self_contained else register}from transformers import AutoModelForCausalLM, {tokenizer_class}
-
-model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
-{_example(name, model, self_contained, has_tokenizer)}
-```
-
-`from_pretrained(…, budget=1)` changes the default, which serves tools that only pass settings on{tools}
-`loopformer.load("{name}")` reads this folder too.
-"""
-
-
-def _budget_table(model: ModelConfig, measured: Measured | None) -> str:
-    """A row for each budget: its cost, and its loss where that was measured."""
-    cost = Cost(model)
+    model, cost = config.settings, Cost(config.settings)
+    losses = {} if validation is None else validation.losses
     full = cost.forward_flops()
     unit, size = ("GFLOP", 1e9) if full >= 1e9 else ("MFLOP", 1e6)
-    columns = ["budget M", f"{unit} per token", "of full", "KV per token"]
-    columns += ["validation loss", "perplexity"] if measured else []
-    rows = [columns, ["---"] * len(columns)]
+    budgets = []
     for budget in range(1, model.loops + 1):
-        flops = cost.forward_flops(budget)
-        row = [str(budget), f"{flops / size:.4g}", f"{flops / full:.0%}", f"{cost.kv_bytes(budget) / 1024:.4g} KiB"]
-        if measured:
-            loss = measured.losses.get(budget)
-            row += ["–", "–"] if loss is None else [f"{loss:.4f}", f"{math.exp(min(loss, 700)):.4g}"]
-        rows.append(row)
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _validation_note(measured: Measured | None, loops: int) -> str:
-    if measured is None:
-        return "No validation of these weights was recorded,\nso the table holds costs only."
-    left_out = "" if len(measured.losses) == loops else "; – where a budget was not measured"
-    return f"Loss and perplexity are per token, from the\nrun's own validation at step {measured.step}{left_out}."
-
-
-def _tokenizer_class(self_contained: bool) -> str:
-    """What loads the tokenizer, which has no code of its own: before it looks at it, `AutoTokenizer` reads
-    config.json, and asks whether it may run the code that a self-contained one names."""
-    return "PreTrainedTokenizerFast" if self_contained else "AutoTokenizer"
-
-
-def _example(name: str, model: ModelConfig, self_contained: bool, has_tokenizer: bool) -> str:
-    """How to generate, with a budget and a schedule that this model can follow."""
-    schedule = model.loops > 2 and model.conditioning not in ("none", "index")
-    call = f"max_new_tokens=32, budget={max(1, model.loops // 2)})"
-    call += '  # or trajectory="2-1-1"' if schedule else ""
-    if not has_tokenizer:
-        return f"model.generate(ids, {call}"
-    return f"""tokenizer = {_tokenizer_class(self_contained)}.from_pretrained("{name}")
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-ids = model.generate(**inputs, {call}
-print(tokenizer.decode(ids[0]))"""
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+        flops, loss = cost.forward_flops(budget), losses.get(budget)
+        row = {"budget": budget, "flops": f"{flops / size:.4g}", "share": f"{flops / full:.0%}"}
+        row["kv"] = f"{cost.kv_bytes(budget) / 1024:.4g} KiB"
+        row["loss"] = "–" if loss is None else f"{loss:.4f}"
+        row["perplexity"] = "–" if loss is None else f"{math.exp(min(loss, 700)):.4g}"
+        budgets.append(row)
+    templates = Environment(
+        loader=PackageLoader("loopformer.hf", ""),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return templates.get_template("card.md.j2").render(
+        name=name,
+        model=model,
+        parameters=cost.parameters,
+        default=config.trajectory or config.budget or model.loops,
+        dtype=str(config.dtype).removeprefix("torch."),
+        flops_unit=unit,
+        budgets=budgets,
+        losses=losses,
+        step=None if validation is None else validation.step,
+        has_schedules=model.loops > 2 and model.conditioning not in ("none", "index"),
+        has_tokenizer=has_tokenizer,
+        self_contained=self_contained,
+        # AutoTokenizer reads config.json first, and would ask whether it may run the code that a self-contained
+        # config.json names. The tokenizer has no code, so its class is loaded directly.
+        tokenizer_class="PreTrainedTokenizerFast" if self_contained else "AutoTokenizer",
+    )
 
 
 # The model's own source files in one flat folder.
 #
-# Transformers loads such code by copying a file and, from `from .name import …`, the files beside it. So each
-# module that is needed becomes a file named after it, and our imports become relative. A name that a package only
-# passes on is taken from the module that has it, so that nothing else of the package comes along.
+# Transformers copies a file and, for `from .name import …`, the files beside it. So each module becomes a file with
+# a flat name, and its loopformer imports become relative. A name that a package re-exports is imported from the
+# module that defines it, so that the rest of the package is not needed.
 
 _HEADER = f"# A module of {PACKAGE} (MIT licence), copied by `{PACKAGE} export`; only its imports are changed.\n"
 
 
 def _flat(module: str) -> str:
-    """The name of a module's copy."""
+    """The name of a module in the flat folder."""
     return module.replace(".", "_")
 
 
@@ -329,7 +255,7 @@ _AUTO_MAP = {  # where Transformers finds the classes
 
 
 def flatten(modules: Iterable[str], root: Path = _ROOT) -> dict[str, str]:
-    """The modules and all of ours that they import, as files by name; `root` is the folder of the package."""
+    """Modules and all loopformer modules they import, as file texts by name. `root` contains the package."""
     texts: dict[str, str] = {}
     waiting = list(modules)
     while waiting:
@@ -344,52 +270,56 @@ def flatten(modules: Iterable[str], root: Path = _ROOT) -> dict[str, str]:
 
 
 def _rewritten(module: str, root: Path) -> tuple[str, list[str]]:
-    """A module's text with its imports of ours made relative, and the modules these are."""
+    """A module's text with relative imports, and the modules it imports."""
     text = _path(module, root).read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
     needed: list[str] = []
-    for node in sorted(_imports(text, module), key=lambda node: -node.lineno):  # from the end, so that numbers stay
-        homes: dict[str, list[str]] = {}
+    for node in sorted(
+        _imports(text, module), key=lambda node: -node.lineno
+    ):  # from the end, so that earlier line numbers stay valid
+        names_by_module: dict[str, list[str]] = {}
         for alias in node.names:
-            home, name = _home(node.module or "", alias.name, root)
-            known_as = alias.asname or alias.name
-            homes.setdefault(home, []).append(name if name == known_as else f"{name} as {known_as}")
+            definition, name = _definition(node.module or "", alias.name, root)
+            local = alias.asname or alias.name
+            names_by_module.setdefault(definition, []).append(name if name == local else f"{name} as {local}")
         indent = " " * node.col_offset
-        new = [f"{indent}from .{_flat(home)} import {', '.join(names)}\n" for home, names in homes.items()]
+        new = [
+            f"{indent}from .{_flat(name)} import {', '.join(names)}\n" for name, names in names_by_module.items()
+        ]
         lines[node.lineno - 1 : node.end_lineno] = new
-        needed += homes
+        needed += names_by_module
     return "".join(lines), needed
 
 
 def _imports(text: str, module: str) -> list[ast.ImportFrom]:
-    """The imports of ours in a module, wherever they stand."""
+    """All imports of loopformer modules in a module."""
     imports = []
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import) and any(_is_ours(alias.name) for alias in node.names):
+        if isinstance(node, ast.Import) and any(_is_loopformer(alias.name) for alias in node.names):
             raise LoopformerError(f"{module} says `import {node.names[0].name}`; write `from … import` instead.")
-        if isinstance(node, ast.ImportFrom) and (node.level or _is_ours(node.module or "")):
+        if isinstance(node, ast.ImportFrom) and (node.level or _is_loopformer(node.module or "")):
             if node.level or any(alias.name == "*" for alias in node.names):
                 raise LoopformerError(f"{module}, line {node.lineno}: only absolute imports by name can be copied.")
             imports.append(node)
     return imports
 
 
-def _is_ours(module: str) -> bool:
+def _is_loopformer(module: str) -> bool:
     return module.split(".")[0] == PACKAGE
 
 
-def _home(module: str, name: str, root: Path) -> tuple[str, str]:
-    """Where a name that is imported from a module is: packages pass on what their modules have."""
+def _definition(module: str, name: str, root: Path) -> tuple[str, str]:
+    """The module that defines a name, and its name there. Packages re-export names of their modules."""
     path = _path(module, root)
     if path.name != "__init__.py":
         return module, name
     for node in _imports(path.read_text(encoding="utf-8"), module):
         for alias in node.names:
             if (alias.asname or alias.name) == name:
-                return _home(node.module or "", alias.name, root)
-    raise LoopformerError(f"{name} is not passed on by the package {module}, so it cannot be copied.")
+                return _definition(node.module or "", alias.name, root)
+    raise LoopformerError(f"{name} is not exported by the package {module}, so it cannot be copied.")
 
 
 def _path(module: str, root: Path) -> Path:
-    place = root.joinpath(*module.split("."))
-    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    path = root.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
