@@ -1,9 +1,9 @@
 """Where depth pays: products over a group, tracked by elastic models, specialists and models of fixed depth.
 
-    python benchmarks/state_tracking.py run s3 --runs runs/states --workers 2          # minutes each, one CPU core
-    python benchmarks/state_tracking.py run a5 --runs runs/states --workers 6          # on a GPU
-    python benchmarks/state_tracking.py run a5 elastic specialist-8 --runs runs/states --seeds 0 1 --steps 10000
-    python benchmarks/state_tracking.py collect --runs runs/states                     # into results/state_tracking
+    python experiments/state_tracking.py run s3 --runs runs/states --workers 2          # minutes each, one CPU core
+    python experiments/state_tracking.py run a5 --runs runs/states --workers 6          # on a GPU
+    python experiments/state_tracking.py run a5 elastic specialist-8 --runs runs/states --seeds 0 1 --steps 10000
+    python experiments/state_tracking.py collect --runs runs/states                     # into results/state_tracking
 
 A suite is a queue of models that `run` works through, `--workers` at a time, each in a process of its own, or only
 the models named. A model that is done is left out, one that was stopped goes on from its last checkpoint; SIGTERM
@@ -28,7 +28,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
-from queueing import RAW, add_run_options, collected, passed_on, rounded, spread, trained, work_through
+from common import RAW, add_run_options, collected, passed_on, rounded, spread, trained, work_through
 
 from loopformer.data.states import Group
 from loopformer.device import device_name

@@ -1,10 +1,10 @@
-"""benchmarks/paper_judge.py: verdicts by two standard errors, and tables that stand where they are asked for."""
+"""experiments/paper_judge.py: verdicts by two standard errors, and tables that stand where they are asked for."""
 
 import runpy
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-JUDGE = runpy.run_path(str(ROOT / "benchmarks" / "paper_judge.py"))
+JUDGE = runpy.run_path(str(ROOT / "experiments" / "paper_judge.py"))
 
 
 def test_a_sign_needs_two_standard_errors() -> None:

@@ -1,8 +1,8 @@
 """The model in the box: its text, its training, and the folder that ships with the package.
 
-    python benchmarks/box_model.py prepare CORPUS --data data/box          # tokens of text that may be passed on
-    python benchmarks/box_model.py train --data data/box --run runs/box    # on a GPU
-    python benchmarks/box_model.py pack runs/box --data data/box --out src/loopformer/box
+    python experiments/box_model.py prepare CORPUS --data data/box          # tokens of text that may be passed on
+    python experiments/box_model.py train --data data/box --run runs/box    # on a GPU
+    python experiments/box_model.py pack runs/box --data data/box --out src/loopformer/box
 
 CORPUS has the files of SOURCES and, in `heldout`, of HELD as .zst: public-domain books, Wikipedia (CC BY-SA),
 documents of the US government (public domain) and MDN's manuals (CC BY-SA, code CC0 or MIT). `train` goes on with a
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import RAW, rounded, trained
 from elastic import DEVICE, measured, perplexities
 from paper_claims import DATA, TEXT, lines, write_texts
-from queueing import RAW, rounded, trained
 
 from loopformer.data.prepare import prepare
 from loopformer.device import device_name
@@ -76,7 +76,7 @@ offensive, as old books can be.
 
 On `{held_out}`, which is held out of its data; `loopformer eval --budgets 1,2,4,8` says it again. English, after
 {seen:.0f} M tokens ({epochs:.1f} epochs, {steps:,} steps, seed {seed}) on {hardware}, with the preset `elastic`;
-`benchmarks/box_model.py` made it.
+`experiments/box_model.py` made it.
 
 Trained only on text that may be passed on: books of Project Gutenberg in the public domain, English Wikipedia
 (CC BY-SA), Foreign Relations of the United States (public domain) and MDN Web Docs (CC BY-SA 2.5, code CC0 or MIT).

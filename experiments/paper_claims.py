@@ -1,10 +1,10 @@
 """The models of the paper's main table at 3⊗8, trained small and alike, and measured at 24×, 12× and 6× and M = 1.
 
-    python benchmarks/paper_claims.py prepare CORPUS EVAL --inputs data/claims       # texts, tokens, requests
-    python benchmarks/paper_claims.py run --inputs data/claims --runs runs/claims    # train and measure, on a GPU
-    python benchmarks/paper_claims.py collect EVAL --runs runs/claims                # into results/paper_claims
-    python benchmarks/paper_claims.py judge docs/paper-claims.md                     # its tables, from these
-    python benchmarks/paper_claims.py report                                         # pages and pictures, too
+    python experiments/paper_claims.py prepare CORPUS EVAL --inputs data/claims       # texts, tokens, requests
+    python experiments/paper_claims.py run --inputs data/claims --runs runs/claims    # train and measure, on a GPU
+    python experiments/paper_claims.py collect EVAL --runs runs/claims                # into results/paper_claims
+    python experiments/paper_claims.py judge docs/paper-claims.md                     # its tables, from these
+    python experiments/paper_claims.py report                                         # pages and pictures, too
 
 `prepare` and `collect` need lm-evaluation-harness, `run` does not. QUEUE is what `run` works through, `--workers`
 models at a time, or only the models named; a model that is done is left out, one that was stopped goes on from its
@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from common import RAW, add_run_options, passed_on, rounded, trained, work_through
 from paper_judge import TEXTS as TITLES_OF_TEXTS
 from paper_judge import TITLES, Results, fill
-from queueing import RAW, add_run_options, passed_on, rounded, trained, work_through
 
 from loopformer.analysis.dynamics import analyze, read_prompts
 from loopformer.analysis.report.collect import VERSION, ReportRequest, facts_of_run, size_facts
@@ -261,7 +261,7 @@ def reported(results: Results) -> dict[str, Any]:
             "torch": first["torch"],
             "lm_eval": first["tasks"]["harness"],
             "matplotlib": version("matplotlib"),
-            "command": "python benchmarks/paper_claims.py report",
+            "command": "python experiments/paper_claims.py report",
         },
         "asked": ReportRequest(
             tuple(run["tasks"]["model"]["path"] for run in runs.values()),

@@ -1,6 +1,6 @@
 """The paper's claims against results/paper_claims: Markdown tables in which every number of ours is computed.
 
-    python benchmarks/paper_claims.py judge docs/paper-claims.md results/paper_claims/README.md
+    python experiments/paper_claims.py judge docs/paper-claims.md results/paper_claims/README.md
 
 fills each file between `<!-- judge: NAME -->` and `<!-- end -->` with the table of that NAME (TABLES).
 

@@ -1,7 +1,7 @@
 """Which recipe lets one model serve every budget: one change at a time, beside the paper's recipe and specialists.
 
-    python benchmarks/elastic.py run parts --data data/claims/data --runs runs/elastic --workers 6
-    python benchmarks/elastic.py collect --runs runs/elastic      # into results/elastic; tables, a picture
+    python experiments/elastic.py run parts --data data/claims/data --runs runs/elastic --workers 6
+    python experiments/elastic.py collect --runs runs/elastic      # into results/elastic; tables, a picture
 
 The tokens are those of `paper_claims.py prepare`. A suite is a queue of runs (SUITES), or only those named are run;
 every run is a preset, COMMON, and what its line says. All of them see the same samples in the same order.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from queueing import RAW, add_run_options, collected, passed_on, rounded, spread, trained, work_through
+from common import RAW, add_run_options, collected, passed_on, rounded, spread, trained, work_through
 
 from loopformer.config import ModelConfig, from_mapping
 from loopformer.data.loader import Windows, validation_windows
