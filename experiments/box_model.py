@@ -18,9 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RAW, rounded, trained
-from elastic import DEVICE, measured, perplexities
-from paper_claims import DATA, TEXT, lines, write_texts
+from common import (
+    DATA,
+    DEVICE,
+    RAW,
+    TEXT,
+    measure_windows,
+    perplexities,
+    read_zst_lines,
+    to_json,
+    train_run,
+    write_texts,
+)
 
 from loopformer.data.prepare import prepare
 from loopformer.device import device_name
@@ -55,13 +64,13 @@ SETTINGS = {
     "training.keep": 1,
 }
 HELD = {"gutenberg_books": 22, "wikipedia_en": 20, "frus_documents": 10, "mdn_web_docs": 10}  # documents held out
-WHOSE = {  # and what is said of each
+SOURCE_NOTES = {  # and what is said of each
     "gutenberg_books": "Project Gutenberg: {author}, {title}; public domain",
     "wikipedia_en": "Wikipedia: {title}; CC BY-SA",
     "frus_documents": "Foreign Relations of the United States: {volume}; public domain",
     "mdn_web_docs": "MDN Web Docs, Mozilla contributors; CC BY-SA 2.5, code CC0 or MIT",
 }
-PIECE = 1600  # characters of each of them
+EXCERPT = 1600  # characters of each
 CARD = """\
 # The model in the box
 
@@ -88,35 +97,32 @@ settings: MIT, as loopformer.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    one = verbs.add_parser("prepare")
-    one.add_argument("corpus", type=Path)
-    one.add_argument("--data", type=Path, required=True)
-    one = verbs.add_parser("train")
-    one.add_argument("--data", type=Path, required=True)
-    one.add_argument("--run", type=Path, required=True)
-    one.add_argument("--commit", default="unknown")
-    one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of `loopformer train`")
-    one = verbs.add_parser("pack")
-    one.add_argument("run", type=Path)
-    one.add_argument("--data", type=Path, required=True)
-    one.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
-    if asked.verb == "prepare":
-        write_texts(asked.corpus, asked.data / TEXT, SOURCES)
-        write_held_out(asked.corpus, asked.data / HELD_OUT)
-        print(prepare([str(asked.data / TEXT)], asked.data / DATA, train_tokenizer=VOCAB, val_fraction=0.003))
-    elif asked.verb == "train":
-        train(asked.data / DATA, asked.run, asked.commit, asked.set)
+    prepare_box, train_box, pack_box = (verbs.add_parser(verb) for verb in ("prepare", "train", "pack"))
+    for verb in (prepare_box, train_box, pack_box):
+        verb.add_argument("--data", type=Path, required=True)
+    prepare_box.add_argument("corpus", type=Path)
+    train_box.add_argument("--run", type=Path, required=True)
+    train_box.add_argument("--commit", default="unknown")
+    train_box.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of `loopformer train`")
+    pack_box.add_argument("run", type=Path)
+    pack_box.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    if args.verb == "prepare":
+        write_texts(args.corpus, args.data / TEXT, SOURCES)
+        write_held_out(args.corpus, args.data / HELD_OUT)
+        print(prepare([str(args.data / TEXT)], args.data / DATA, train_tokenizer=VOCAB, val_fraction=0.003))
+    elif args.verb == "train":
+        train(args.data / DATA, args.run, args.commit, args.set)
     else:
-        pack(asked.run, asked.data / DATA, asked.out)
+        pack(args.run, args.data / DATA, args.out)
 
 
-def train(data: Path, run: Path, commit: str, trial: list[str]) -> None:
+def train(data: Path, run: Path, commit: str, changes: list[str]) -> None:
     """Train, then measure what is held out at every budget and along every schedule of half the loops."""
-    facts = trained(PRESET, {**SETTINGS, "data.path": data}, trial, run, commit)
-    found = {"hardware": device_name(DEVICE), **facts, "windows": measured(run, data)}
-    (run / RAW).write_text(rounded(found) + "\n", encoding="utf-8")
-    print("  ".join(f"{ppl:.2f}" for ppl in perplexities(found).values()))
+    facts = train_run(PRESET, {**SETTINGS, "data.path": data}, changes, run, commit)
+    result = {"hardware": device_name(DEVICE), **facts, "windows": measure_windows(run, data)}
+    (run / RAW).write_text(to_json(result) + "\n", encoding="utf-8")
+    print("  ".join(f"{value:.2f}" for value in perplexities(result).values()))
 
 
 def pack(run: Path, data: Path, out: Path) -> None:
@@ -157,10 +163,10 @@ def write_held_out(corpus: Path, path: Path) -> None:
     """A piece out of each of some documents that are in no training file."""
     with path.open("w", encoding="utf-8") as file:
         for name, count in HELD.items():
-            for line in islice(lines(corpus / "heldout" / f"{name}.jsonl.zst"), count):
+            for line in islice(read_zst_lines(corpus / "heldout" / f"{name}.jsonl.zst"), count):
                 document = json.loads(line)
                 text = document["text"]
-                kept = {"text": text[len(text) // 3 :][:PIECE], "source": WHOSE[name].format_map(document)}
+                kept = {"text": text[len(text) // 3 :][:EXCERPT], "source": SOURCE_NOTES[name].format_map(document)}
                 file.write(json.dumps(kept, ensure_ascii=False) + "\n")
 
 

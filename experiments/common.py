@@ -1,18 +1,19 @@
-"""A queue of runs on one machine, some at a time, each in a process of its own; what is done already is left out.
+"""What the experiments share: a queue of runs, text from a corpus, and the loss on held-out windows.
 
-work_through({"a": ["python", "train.py", "a"], …}, Path("runs"), workers=4)     # logs in runs/a.log, …
-facts = trained("states", {"training.seed": 1}, [], Path("runs/a"), commit)      # what such a command begins with
-
-A suite has two verbs: `run` works through its queue, and calls itself as `model` for each run in it.
+An experiment has two verbs. `run` works through its queue, `--workers` runs at a time, and starts the same program
+as `model` for each of them, in a process of its own. A finished run is skipped, and one that was stopped resumes
+from its last checkpoint. SIGTERM stops all runs in order. The log of a run is RUNS/NAME.log.
 """
 
 import argparse
+import io
 import json
+import math
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
@@ -21,13 +22,26 @@ from typing import Any
 
 import torch
 
+from loopformer.data.loader import Windows, validation_windows
+from loopformer.data.shards import TokenData
+from loopformer.inference.score import token_logprobs
+from loopformer.loading import find_model
+from loopformer.model import LoopedLM
 from loopformer.training.launch import launch, plan
+from loopformer.trajectory import Trajectory
 
-RAW = "raw.json"  # what a run that is done leaves in its folder
+RAW = "raw.json"  # written into the folder of a finished run
+TEXT, DATA = "text", "data"  # folders that `prepare` writes: the chosen text, and its tokens
+WINDOWS = 512  # held-out windows, as long as the context
+EVAL_BATCH = 64  # windows
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# A queue of runs
 
 
 def add_run_options(parser: argparse.ArgumentParser, workers: int) -> None:
-    """The options that `run` and `model` have in every suite."""
+    """The options that `run` and `model` have in every experiment."""
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=workers)
     parser.add_argument("--commit", default="unknown")
@@ -36,14 +50,14 @@ def add_run_options(parser: argparse.ArgumentParser, workers: int) -> None:
     )
 
 
-def passed_on(asked: argparse.Namespace) -> list[str]:
-    """Those of them that `run` gives to each `model`."""
-    changes = [word for change in asked.set for word in ("--set", change)]
-    return ["--runs", str(asked.runs), "--commit", asked.commit, *changes]
+def run_options(args: argparse.Namespace) -> list[str]:
+    """The options that `run` passes to each `model`."""
+    changes = [word for change in args.set for word in ("--set", change)]
+    return ["--runs", str(args.runs), "--commit", args.commit, *changes]
 
 
-def work_through(commands: Mapping[str, Sequence[str]], runs: Path, workers: int) -> None:
-    """Run each command that has not left its `raw.json` yet; SIGTERM stops all of them in order."""
+def run_queue(commands: Mapping[str, Sequence[str]], runs: Path, workers: int) -> None:
+    """Run every command that has not left its `raw.json` yet."""
     runs.mkdir(parents=True, exist_ok=True)
     running: dict[str, subprocess.Popen[bytes]] = {}
     stopped = False
@@ -60,18 +74,67 @@ def work_through(commands: Mapping[str, Sequence[str]], runs: Path, workers: int
         with (runs / f"{name}.log").open("ab") as log:
             running[name] = subprocess.Popen(commands[name], stdout=log, stderr=subprocess.STDOUT)
             code = running[name].wait()
-        print(f"{name}: {'done' if code == 0 else f'ended with {code}'}", flush=True)
+        print(f"{name}: {'done' if code == 0 else f'exit code {code}'}", flush=True)
 
     signal.signal(signal.SIGTERM, stop)
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(work, commands))
 
 
-def trained(
-    preset: str, settings: Mapping[str, Any], trial: Sequence[str], run: Path, commit: str
+def run_suites(
+    parser: argparse.ArgumentParser,
+    suites: Mapping[str, Collection[str]],
+    seeds: Mapping[str, Sequence[int]],
+    option: str,
+    option_settings: Mapping[str, Any],
+    run_name: Callable[[str, str, int], str],
+    train_and_measure: Callable[[argparse.Namespace, str, int, Path], None],
+    collect: Callable[[Path, Path], None],
+    results: Path,
+) -> None:
+    """The command line of an experiment with suites of named runs: `run`, `model` and `collect`.
+
+    `option` is what the experiment adds to `run` and `model`.
+    """
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb in ("run", "model"):
+        run = verbs.add_parser(verb)
+        add_run_options(run, workers=4)
+        run.add_argument("suite", choices=list(suites))
+        run.add_argument("names", nargs="*", metavar="RUN", help="all of the suite by default")
+        run.add_argument("--seeds", type=int, nargs="+", help="those of the suite by default")
+        run.add_argument(f"--{option}", **option_settings)
+    collecting = verbs.add_parser("collect")
+    collecting.add_argument("--runs", type=Path, required=True)
+    collecting.add_argument("--out", type=Path, default=results)
+    args = parser.parse_args()
+    if args.verb == "collect":
+        collect(args.runs, args.out)
+        return
+    chosen, chosen_seeds = args.names or list(suites[args.suite]), args.seeds or seeds[args.suite]
+    if unknown := set(chosen) - set(suites[args.suite]):
+        parser.error(f"{args.suite} has no {', '.join(sorted(unknown))}; it has {', '.join(suites[args.suite])}")
+    if args.verb == "model":
+        (name,), (seed,) = chosen, chosen_seeds
+        train_and_measure(args, name, seed, args.runs / run_name(args.suite, name, seed))
+        return
+    shared = run_options(args)
+    if (value := getattr(args, option)) is not None:
+        shared += [f"--{option}", str(value)]
+    start = [sys.executable, sys.argv[0], "model", args.suite]
+    commands = {
+        run_name(args.suite, name, seed): [*start, name, "--seeds", str(seed), *shared]
+        for seed in chosen_seeds
+        for name in chosen
+    }
+    run_queue(commands, args.runs, args.workers)
+
+
+def train_run(
+    preset: str, settings: Mapping[str, Any], changes: Sequence[str], run: Path, commit: str
 ) -> dict[str, Any]:
-    """Train a run to its end, or go on with it, and say what it was: command, commit, plan, settings and curve."""
-    overrides = [*(f"{key}={value}" for key, value in settings.items()), *trial]
+    """Train or resume a run to its end; return its command, commit, plan, settings and training curve."""
+    overrides = [*(f"{key}={value}" for key, value in settings.items()), *changes]
     if not launch(preset, overrides, run, resume=True)["finished"]:
         sys.exit(128 + signal.SIGTERM)
     return {
@@ -84,23 +147,86 @@ def trained(
     }
 
 
-def collected(runs: Path, out: Path) -> list[dict[str, Any]]:
-    """Keep the results of every run that is done, one file each; all that are there, those kept before included."""
+def collect_results(runs: Path, out: Path) -> list[dict[str, Any]]:
+    """Copy the results of every finished run into `out`, and read all that are there."""
     out.mkdir(parents=True, exist_ok=True)
     for raw in sorted(runs.glob(f"*/{RAW}")):
         (out / f"{raw.parent.name}.json").write_text(raw.read_text("utf-8") + "\n", encoding="utf-8")
     return [json.loads(file.read_text("utf-8")) for file in sorted(out.glob("*.json"))]
 
 
-def spread(values: Sequence[float]) -> str:
-    """The mean of the seeds, and from the lowest to the highest."""
+def mean_and_range(values: Sequence[float]) -> str:
+    """A table cell: the mean over the seeds, with the lowest and the highest."""
     if not values:
         return ""
     return f"{fmean(values):.1f}" + (f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else "")
 
 
-def rounded(value: Any) -> str:
+def to_json(value: Any) -> str:
     """JSON with six digits of each number, which is more than any of them is worth."""
     return json.dumps(
         json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}")), ensure_ascii=False
     )
+
+
+# Text from a corpus
+
+
+def read_zst_lines(path: Path) -> Iterator[str]:
+    """The lines of a .zst file."""
+    import zstandard  # not installed where the models are trained
+
+    with path.open("rb") as file:
+        unpacked = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(file)
+        yield from io.TextIOWrapper(unpacked, encoding="utf-8", newline="")
+
+
+def write_texts(corpus: Path, out: Path, sources: Mapping[str, int]) -> None:
+    """Write the first megabytes of each source as JSON lines, whole documents only."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, megabytes in sources.items():
+        bytes_left = megabytes * 1_000_000
+        with (out / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            for record in map(json.loads, read_zst_lines(corpus / f"{name}.jsonl.zst")):
+                size = len(record["text"].encode())
+                if size <= bytes_left and not record.get("sciq_overlap"):
+                    file.write(json.dumps({"text": record["text"]}, ensure_ascii=False) + "\n")
+                    bytes_left -= size
+
+
+# The loss on held-out windows
+
+
+def measure_windows(run: Path, data: Path) -> dict[str, Any]:
+    """The nats of every held-out window at each budget, and per token along each schedule of half the loops."""
+    model = find_model(run)[0].to(DEVICE).eval()
+    windows = validation_windows(TokenData.open(str(data), "val"), model.config.context, WINDOWS)
+    loops, tokens = model.config.loops, model.config.context
+    uniform = [Trajectory.uniform(budget) for budget in range(1, loops + 1)]
+    nats = {str(trajectory): window_losses(model, windows, trajectory) for trajectory in uniform}
+    schedules: dict[str, float] = {}
+    if model.config.conditioning == "trajectory":
+        for trajectory in Trajectory.enumerate(loops, (loops + 1) // 2):
+            if not trajectory.is_uniform:
+                schedules[str(trajectory)] = fmean(window_losses(model, windows, trajectory)) / tokens
+    return {"tokens": tokens, "nats": nats, "schedules": schedules}
+
+
+@torch.no_grad()
+def window_losses(model: LoopedLM, windows: Windows, trajectory: Trajectory) -> list[float]:
+    """The summed nats of every window, in bf16 on a GPU."""
+    sums: list[float] = []
+    for start in range(0, len(windows), EVAL_BATCH):
+        batch = windows.batch(start, min(start + EVAL_BATCH, len(windows)))
+        inputs, targets = batch.inputs.to(model.device), batch.targets.to(model.device)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+            hidden = model(inputs, trajectory, logits=False, check=False).hidden
+            logprobs = token_logprobs(model, hidden.flatten(0, 1), targets.flatten())[0]
+        sums += (-logprobs.view(targets.shape).sum(1)).tolist()
+    return sums
+
+
+def perplexities(result: Mapping[str, Any]) -> dict[str, float]:
+    """Held-out perplexity at every budget, from the stored nats."""
+    tokens, nats = result["windows"]["tokens"], result["windows"]["nats"]
+    return {budget: math.exp(fmean(sums) / tokens) for budget, sums in nats.items()}

@@ -4,39 +4,39 @@
     python experiments/paper_claims.py run --inputs data/claims --runs runs/claims    # train and measure, on a GPU
     python experiments/paper_claims.py collect EVAL --runs runs/claims                # into results/paper_claims
     python experiments/paper_claims.py judge docs/paper-claims.md                     # its tables, from these
-    python experiments/paper_claims.py report                                         # pages and pictures, too
 
-`prepare` and `collect` need lm-evaluation-harness, `run` does not. QUEUE is what `run` works through, `--workers`
-models at a time, or only the models named; a model that is done is left out, one that was stopped goes on from its
-last checkpoint. SIGTERM stops all of them in order. CORPUS has the files of SOURCES and, in `heldout`, of TEXTS, as
-.zst; EVAL those of docs/benchmarks.md.
+`prepare` and `collect` need lm-evaluation-harness, `run` does not. `run` works through QUEUE, or only through the
+models named. CORPUS has the files of SOURCES and, in `heldout`, of TEXTS, as .zst. EVAL has those of
+docs/benchmarks.md.
 
-The objective, the starting weights and AdamW are those of the presets `paper/…`; SETTINGS are all that differs, and
+The objective, the starting weights and AdamW are those of the presets `paper/…`. SETTINGS are all that differs, and
 DIFFERENCES say it in words. All models see the same samples in the same order.
 """
 
 import argparse
-import io
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from common import RAW, add_run_options, passed_on, rounded, trained, work_through
-from paper_judge import TEXTS as TITLES_OF_TEXTS
-from paper_judge import TITLES, Results, fill
+from common import (
+    DATA,
+    RAW,
+    TEXT,
+    add_run_options,
+    read_zst_lines,
+    run_options,
+    run_queue,
+    to_json,
+    train_run,
+    write_texts,
+)
+from paper_judge import Results, fill
 
 from loopformer.analysis.dynamics import analyze, read_prompts
-from loopformer.analysis.report.collect import VERSION, ReportRequest, facts_of_run, size_facts
-from loopformer.analysis.report.page import write_report
-from loopformer.analysis.results import REPORT_FORMAT, TextSource
 from loopformer.config import load_run
-from loopformer.config.run import run_from_mapping
 from loopformer.data.prepare import prepare as prepare_data
 from loopformer.evaluation.benchmarks import LoadedModel, ask, collect, model_facts
 from loopformer.evaluation.schedules import search
@@ -109,7 +109,7 @@ BATCH_TOKENS = 32768
 RESULTS = Path("results/paper_claims")
 # Trained on these texts at commit 7536208, which cut them into other pieces than later ones do.
 TOKENIZER = RESULTS / "tokenizer/tokenizer.json"
-TEXT, DATA, REQUESTS, ANSWERS = "text", "data", "requests.jsonl", "answers.jsonl"
+REQUESTS, ANSWERS = "requests.jsonl", "answers.jsonl"
 
 
 def main() -> None:
@@ -121,39 +121,32 @@ def main() -> None:
     inputs.add_argument("--inputs", type=Path, required=True)
     verbs.add_parser("prepare", parents=[corpus, tasks, inputs])
     for verb in ("run", "model"):
-        one = verbs.add_parser(verb, parents=[inputs])
-        add_run_options(one, workers=3)
-        one.add_argument("models", nargs="*", choices=[*QUEUE, []], metavar="MODEL", help=", ".join(QUEUE))
-    one = verbs.add_parser("collect", parents=[tasks])
-    one.add_argument("--runs", type=Path, required=True)
-    one.add_argument("--out", type=Path, default=RESULTS)
-    one = verbs.add_parser("judge", help="fill the tables of Markdown files")
-    one.add_argument("documents", type=Path, nargs="+")
-    one.add_argument("--results", type=Path, default=RESULTS)
-    one = verbs.add_parser("report", help="write what `loopformer report` would of the models themselves")
-    one.add_argument("--results", type=Path, default=RESULTS)
-    one.add_argument("--out", type=Path, default=RESULTS / "report")
-    asked = parser.parse_args()
-    if asked.verb == "prepare":
-        prepare(asked.corpus, asked.eval, asked.inputs)
-    elif asked.verb == "run":
-        shared = ["--inputs", str(asked.inputs), *passed_on(asked)]
-        start = [sys.executable, __file__, "model"]
-        commands = {name: [*start, name, *shared] for name in asked.models or QUEUE}
-        work_through(commands, asked.runs, asked.workers)
-    elif asked.verb == "model":
-        (name,) = asked.models
-        train_and_measure(name, asked.inputs, asked.runs / name, asked.commit, asked.set)
-    elif asked.verb == "judge":
-        for document in asked.documents:
-            fill(document, Results(asked.results))
-    elif asked.verb == "report":
-        print(write_report(reported(Results(asked.results)), asked.out)[0])
+        run = verbs.add_parser(verb, parents=[inputs])
+        add_run_options(run, workers=3)
+        run.add_argument("models", nargs="*", choices=[*QUEUE, []], metavar="MODEL", help=", ".join(QUEUE))
+    collecting = verbs.add_parser("collect", parents=[tasks])
+    collecting.add_argument("--runs", type=Path, required=True)
+    collecting.add_argument("--out", type=Path, default=RESULTS)
+    judging = verbs.add_parser("judge", help="fill the tables of Markdown files")
+    judging.add_argument("documents", type=Path, nargs="+")
+    judging.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if args.verb == "prepare":
+        prepare(args.corpus, args.eval, args.inputs)
+    elif args.verb == "run":
+        start, shared = [sys.executable, __file__, "model"], ["--inputs", str(args.inputs), *run_options(args)]
+        run_queue({name: [*start, name, *shared] for name in args.models or QUEUE}, args.runs, args.workers)
+    elif args.verb == "model":
+        (name,) = args.models
+        train_and_measure(name, args.inputs, args.runs / name, args.commit, args.set)
+    elif args.verb == "judge":
+        for document in args.documents:
+            fill(document, Results(args.results))
     else:
-        suite = tasks_of(asked.eval)
-        asked.out.mkdir(parents=True, exist_ok=True)
-        for raw in sorted(asked.runs.glob(f"*/{RAW}")):
-            publish(raw.parent, suite, asked.out)
+        suite = load_tasks(args.eval)
+        args.out.mkdir(parents=True, exist_ok=True)
+        for raw in sorted(args.runs.glob(f"*/{RAW}")):
+            publish(raw.parent, suite, args.out)
 
 
 def prepare(corpus: Path, tasks: Path, out: Path) -> None:
@@ -161,50 +154,29 @@ def prepare(corpus: Path, tasks: Path, out: Path) -> None:
     write_texts(corpus, out / TEXT, SOURCES)
     prepare_data([str(out / TEXT)], out / DATA, tokenizer=str(TOKENIZER))
     for name in TEXTS:
-        (out / name).write_text("".join(lines(corpus / "heldout" / f"{name}.zst")), encoding="utf-8")
-    write_requests(out / REQUESTS, tasks_of(tasks).requests)
+        (out / name).write_text("".join(read_zst_lines(corpus / "heldout" / f"{name}.zst")), encoding="utf-8")
+    write_requests(out / REQUESTS, load_tasks(tasks).requests)
 
 
-def write_texts(corpus: Path, out: Path, sources: Mapping[str, int]) -> None:
-    """The first megabytes of each source, whole documents, as JSON lines."""
-    out.mkdir(parents=True, exist_ok=True)
-    for name, megabytes in sources.items():
-        left = megabytes * 1_000_000
-        with (out / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-            for record in map(json.loads, lines(corpus / f"{name}.jsonl.zst")):
-                size = len(record["text"].encode())
-                if size <= left and not record.get("sciq_overlap"):
-                    file.write(json.dumps({"text": record["text"]}, ensure_ascii=False) + "\n")
-                    left -= size
-
-
-def tasks_of(folder: Path) -> "Suite":
+def load_tasks(folder: Path) -> "Suite":
     from loopformer.evaluation.harness import Suite  # needs the harness
 
     return Suite.load(["paper"], data=folder)
 
 
-def lines(path: Path) -> Iterator[str]:
-    import zstandard  # not where the models are trained
-
-    with path.open("rb") as file:
-        unpacked = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(file)
-        yield from io.TextIOWrapper(unpacked, encoding="utf-8", newline="")
-
-
-def train_and_measure(name: str, inputs: Path, run: Path, commit: str, trial: Sequence[str]) -> None:
-    """One model: its run folder, the answers to all requests, and everything else in one file."""
-    preset, own = QUEUE[name]
+def train_and_measure(name: str, inputs: Path, run: Path, commit: str, changes: Sequence[str]) -> None:
+    """Train one model, write its answers to all requests, and everything else that was measured into one file."""
+    preset, model_settings = QUEUE[name]
     elastic = load_run(preset)[0].objective.elastic
-    settings = SETTINGS | (ELASTIC if elastic else {}) | own | {"data.path": inputs / DATA}
-    facts = trained(preset, settings, trial, run, commit)
+    settings = SETTINGS | (ELASTIC if elastic else {}) | model_settings | {"data.path": inputs / DATA}
+    facts = train_run(preset, settings, changes, run, commit)
     torch.set_float32_matmul_precision("high")  # TF32 matmuls: far faster, and far finer than bf16
     loaded = LoadedModel.open(str(run))
     trajectories = list(reversed(loaded.trajectories()))
-    kept: Mapping[str, Any] = {"weights": loaded.weights, "store": loaded.store, "batch_tokens": BATCH_TOKENS}
+    shared: Mapping[str, Any] = {"weights": loaded.weights, "store": loaded.store, "batch_tokens": BATCH_TOKENS}
     protocol, tokenizer = Protocol(max_tokens=SCORED), loaded.lm.need_tokenizer()
     texts = [read_text(str(inputs / text), tokenizer, max_tokens=SCORED) for text in TEXTS]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "model": name,
         **facts,
         "hardware": f"one {torch.cuda.get_device_name()}, several runs at a time"
@@ -215,95 +187,33 @@ def train_and_measure(name: str, inputs: Path, run: Path, commit: str, trial: Se
         "weights": loaded.weights,
         "evaluated_in": f"{loaded.model.dtype_name} with TF32 matmuls",
         "perplexity": [
-            row for text in texts for row in perplexity(loaded.model, text, trajectories, protocol, **kept)
+            row for text in texts for row in perplexity(loaded.model, text, trajectories, protocol, **shared)
         ],
     }
     requests = read_requests(inputs / REQUESTS)
     runs = ask(loaded, requests.queries, trajectories, BATCH_TOKENS, together=True)
     write_answers(run / ANSWERS, Answers(requests.facts, model_facts(loaded, runs), runs))
     prompts = read_prompts(str(inputs / TEXTS[-1]), tokenizer, PROMPTS, PROMPT_TOKENS)
-    found["analysis"] = [analyze(loaded.model, prompts, name, one).to_json() for one in trajectories]
+    result["analysis"] = [analyze(loaded.model, prompts, name, trajectory).to_json() for trajectory in trajectories]
     if loaded.model.config.conditioning == "trajectory":
-        found["schedules"] = [search(loaded.model, 4, text=text, protocol=protocol, **kept) for text in texts]
-    write_atomic(run / RAW, json.dumps(found).encode())
+        result["schedules"] = [search(loaded.model, 4, text=text, protocol=protocol, **shared) for text in texts]
+    write_atomic(run / RAW, json.dumps(result).encode())
 
 
 def publish(run: Path, suite: "Suite", out: Path) -> None:
-    """The results of one model, with the tasks' numbers and which examples were right, in one compact file."""
-    found, answers = json.loads((run / RAW).read_text("utf-8")), read_answers(run / ANSWERS)
-    found["tasks"] = collect(suite, answers)
-    found["outcomes"] = {
+    """Write the results of one model, the tasks' scores and which examples were right into one compact file."""
+    result, answers = json.loads((run / RAW).read_text("utf-8")), read_answers(run / ANSWERS)
+    result["tasks"] = collect(suite, answers)
+    result["outcomes"] = {
         "meaning": "of each trajectory and task, 1 or 0 per example in the order of the data, by the task's metric",
         **{
-            trajectory: {task: outcomes(suite, task, one.values) for task, one in answered.items()}
+            trajectory: {task: outcomes(suite, task, answer.values) for task, answer in answered.items()}
             for trajectory, answered in answers.runs.items()
         },
     }
-    found["training"] = table(found["training"])
-    (out / f"{found['model']}.json").write_text(rounded(found) + "\n", encoding="utf-8")
-    print(f"{found['model']}: {out / found['model']}.json")
-
-
-def reported(results: Results) -> dict[str, Any]:
-    """The stored results of each model of the whole training, of its first seed, as a report.json has them."""
-    runs = {title: results.runs(name)[0] for name, title in TITLES.items() if name != "loopformer-34k"}
-    first = next(iter(runs.values()))
-    return {
-        "format": REPORT_FORMAT,
-        "version": VERSION,
-        "made": {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "device": first["plan"]["device"],
-            "machine": "one GPU, several runs at a time",
-            "dtype": first["evaluated_in"],
-            "python": "3.12",
-            "loopformer": f"commits {', '.join(sorted({run['commit'] for run in results.files.values()}))}",
-            "torch": first["torch"],
-            "lm_eval": first["tasks"]["harness"],
-            "matplotlib": version("matplotlib"),
-            "command": "python experiments/paper_claims.py report",
-        },
-        "asked": ReportRequest(
-            tuple(run["tasks"]["model"]["path"] for run in runs.values()),
-            tuple(map(TextSource, TITLES_OF_TEXTS, TEXTS)),
-            data=Path("data/eval"),
-            budgets=(1, 2, 4, 8),
-            search=4,
-            prompts=PROMPTS,
-            max_tokens=SCORED,
-            device="cuda",
-        ).to_json(),
-        "tasks": {name: first["tasks"][name] for name in ("harness", "limit", "tasks", "notes")},
-        "models": [reported_model(title, run) for title, run in runs.items()],
-    }
-
-
-def reported_model(title: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    texts = {str(Path("data/claims", text)): name for text, name in zip(TEXTS, TITLES_OF_TEXTS, strict=True)}
-    run = run_from_mapping(found["settings"])
-    records, searches = found["training"]["train"], found.get("schedules", [])
-    missing = {} if searches else {"search": "Only models that are told their steps were searched."}
-    states = found["analysis"][0] if run.model.loops > 1 else None
-    if states is None:
-        missing["analysis"] = "A plain stack has one pass."
-    training = facts_of_run(run, found["plan"]["steps"], records["tokens_per_second"], found["plan"])
-    return {
-        "name": title,
-        "source": found["tasks"]["model"]["path"],
-        "weights": found["weights"],
-        "tokenizer": found["tasks"]["model"]["tokenizer"],
-        "dtype": "float32",
-        "device": "cuda",
-        **size_facts(run.model),
-        "training": asdict(training),
-        "perplexity": [{**row, "text": texts[row["text"]]} for row in found["perplexity"]],
-        "tasks": found["tasks"]["runs"],
-        "search": {**searches[0], "text": {**searches[0]["text"], "text": TITLES_OF_TEXTS[0]}}
-        if searches
-        else None,
-        "analysis": states and {**states, "model": title, "text": texts[states["text"]]},
-        "missing": missing,
-    }
+    result["training"] = table(result["training"])
+    (out / f"{result['model']}.json").write_text(to_json(result) + "\n", encoding="utf-8")
+    print(f"{result['model']}: {out / result['model']}.json")
 
 
 def outcomes(suite: "Suite", task: str, values: Sequence[Any]) -> str:

@@ -1,13 +1,11 @@
 """Where depth pays: products over a group, tracked by elastic models, specialists and models of fixed depth.
 
-    python experiments/state_tracking.py run s3 --runs runs/states --workers 2          # minutes each, one CPU core
-    python experiments/state_tracking.py run a5 --runs runs/states --workers 6          # on a GPU
+    python experiments/state_tracking.py run s3 --runs runs/states --workers 2     # minutes each, one CPU core
+    python experiments/state_tracking.py run a5 --runs runs/states --workers 6     # on a GPU
     python experiments/state_tracking.py run a5 elastic specialist-8 --runs runs/states --seeds 0 1 --steps 10000
-    python experiments/state_tracking.py collect --runs runs/states                     # into results/state_tracking
+    python experiments/state_tracking.py collect --runs runs/states                # into results/state_tracking
 
-A suite is a queue of models that `run` works through, `--workers` at a time, each in a process of its own, or only
-the models named. A model that is done is left out, one that was stopped goes on from its last checkpoint; SIGTERM
-stops all of them in order. All models of a suite and seed see the same words in the same order.
+A suite is a queue of models, and all models of a suite and seed see the same words in the same order.
 
 A specialist M is the network of `elastic` trained at uniform(M) only, as a model of M loops. These and the plain
 stacks are trained with Muon; `elastic-paper` and the models with early exits have the paper's objective and AdamW,
@@ -20,7 +18,6 @@ along all schedules of half of it where passes are told their steps, and by cert
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +25,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
-from common import RAW, add_run_options, collected, passed_on, rounded, spread, trained, work_through
+from common import RAW, collect_results, mean_and_range, run_suites, to_json, train_run
 
 from loopformer.data.states import Group
 from loopformer.device import device_name
@@ -139,73 +136,41 @@ SUITES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in ("run", "model"):
-        one = verbs.add_parser(verb)
-        add_run_options(one, workers=2)
-        one.add_argument("suite", choices=list(SUITES))
-        one.add_argument("models", nargs="*", metavar="MODEL", help="those of the suite by default")
-        one.add_argument("--seeds", type=int, nargs="+", help="those of the suite by default")
-        one.add_argument("--steps", type=int, help="those of the suite by default")
-    one = verbs.add_parser("collect")
-    one.add_argument("--runs", type=Path, required=True)
-    one.add_argument("--out", type=Path, default=Path("results/state_tracking"))
-    asked = parser.parse_args()
-    if asked.verb == "collect":
-        collect(asked.runs, asked.out)
-        return
-    suite = SUITES[asked.suite]
-    models, seeds, steps = (
-        asked.models or list(suite.models),
-        asked.seeds or suite.seeds,
-        asked.steps or suite.steps,
+    run_suites(
+        argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter),
+        {name: suite.models for name, suite in SUITES.items()},
+        seeds={name: suite.seeds for name, suite in SUITES.items()},
+        option="steps",
+        option_settings={"type": int, "help": "those of the suite by default"},
+        run_name=lambda suite, name, seed: f"{suite}-{name}-seed{seed}",
+        train_and_measure=train_and_measure,
+        collect=collect,
+        results=Path("results/state_tracking"),
     )
-    if unknown := set(models) - set(suite.models):
-        parser.error(f"{asked.suite} has no {', '.join(sorted(unknown))}; it has {', '.join(suite.models)}")
-    if asked.verb == "model":
-        (name,), (seed,) = models, seeds
-        folder = asked.runs / run_name(asked.suite, name, seed)
-        train_and_measure(asked.suite, name, seed, steps, folder, asked.commit, asked.set)
-        return
-    shared = ["--steps", str(steps), *passed_on(asked)]
-    commands = {
-        run_name(asked.suite, name, seed): [
-            *(sys.executable, __file__, "model", asked.suite, name, "--seeds", str(seed)),
-            *shared,
-        ]
-        for seed in seeds
-        for name in models
-    }
-    work_through(commands, asked.runs, asked.workers)
 
 
-def run_name(suite: str, name: str, seed: int) -> str:
-    return f"{suite}-{name}-seed{seed}"
-
-
-def train_and_measure(
-    suite: str, name: str, seed: int, steps: int, run: Path, commit: str, trial: Sequence[str]
-) -> None:
-    """One model: its run folder, and everything that was measured in one file."""
-    preset, own = SUITES[suite].models[name]
-    settings = {**SUITES[suite].shared, "training.steps": steps, "training.seed": seed, **own}
-    facts = trained(preset, settings, trial, run, commit)
+def train_and_measure(args: argparse.Namespace, name: str, seed: int, run: Path) -> None:
+    """Train one model, and write everything that was measured into one file."""
+    suite = SUITES[args.suite]
+    preset, model_settings = suite.models[name]
+    steps = args.steps or suite.steps
+    settings = {**suite.shared, "training.steps": steps, "training.seed": seed, **model_settings}
+    facts = train_run(preset, settings, args.set, run, args.commit)
     torch.set_float32_matmul_precision("high")  # TF32 matmuls: far faster, and far finer than bf16
     loaded = LoadedModel.open(str(run), facts["settings"]["training"]["device"])
     group = Group.named(facts["settings"]["data"]["states"])
-    along = measured_along(loaded.model, SUITES[suite].loops)
-    found = {
+    along = measured_along(loaded.model, suite.loops)
+    result = {
         "model": name,
-        "suite": suite,
+        "suite": args.suite,
         "seed": seed,
         "hardware": hardware(loaded.model.device),
         **facts,
         "weights": loaded.weights,
         "states": track_states(loaded.model, group, along, batch_tokens=1 << 16),
     }
-    (run / RAW).write_text(rounded(found), encoding="utf-8")
-    print(json.dumps({"model": name, "seed": seed, "tracked": tracked(found)}))
+    (run / RAW).write_text(to_json(result), encoding="utf-8")
+    print(json.dumps({"model": name, "seed": seed, "tracked": tracked(result)}))
 
 
 def measured_along(model: LoopedLM, loops: int) -> list[Trajectory]:
@@ -233,7 +198,7 @@ def tracked(found: Mapping[str, Any]) -> dict[str, int]:
 
 def collect(runs: Path, out: Path) -> None:
     """The results of every run that is done, one file each; then, of all that are there, tables and a picture."""
-    every = collected(runs, out)
+    every = collect_results(runs, out)
     for name, suite in SUITES.items():
         found = {
             model: [one for one in every if one["suite"] == name and one["model"] == model]
@@ -255,7 +220,7 @@ def markdown(found: Mapping[str, Sequence[Mapping[str, Any]]], loops: int) -> st
     for model, seeds in found.items():
         if seeds:
             cells = [
-                spread([100 * at for one in seeds if (at := accuracy(one, budget)) is not None])
+                mean_and_range([100 * at for one in seeds if (at := accuracy(one, budget)) is not None])
                 for budget in budgets
             ]
             lines.append(f"| {model} | {len(seeds)} | {' | '.join(cells)} |")
