@@ -33,8 +33,17 @@ VOCAB = 16384
 def random_model(context: int, width: int) -> LoopedLM:
     """A 3⊗8 model with open gates: behind closed gates the matmuls would multiply zeros."""
     torch.manual_seed(0)
-    sizes = {"blocks": 3, "loops": 8, "width": width, "heads": width // 64, "ffn": width * 5 // 2}
-    return LoopedLM(ModelConfig(**sizes, context=context, vocab=VOCAB, modulator_start="one")).eval()
+    config = ModelConfig(
+        blocks=3,
+        loops=8,
+        width=width,
+        heads=width // 64,
+        ffn=width * 5 // 2,
+        context=context,
+        vocab=VOCAB,
+        modulator_start="one",
+    )
+    return LoopedLM(config).eval()
 
 
 @torch.no_grad()
