@@ -46,7 +46,7 @@ demo: install
 
 soak: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[soak]'
-	$(BIN)/python benchmarks/soak.py --commit $$(git describe --always --dirty) --out results/serving_soak.json
+	$(BIN)/python benchmarks/soak.py --commit $$(git describe --always --dirty) --out results/serving/soak.json
 
 # Pages lie as in the repository, so that links between them are right here and there.
 docs: install

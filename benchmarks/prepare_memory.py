@@ -5,7 +5,7 @@ python benchmarks/prepare_memory.py --only newlines --seconds 60
 
 Each input is written to a temporary folder and prepared by a process of its own, which may take `--seconds` and an
 address space of `--gigabytes`. The peak is of its resident memory and that of its children, read from /proc ten
-times a second. The last line is JSON, which also goes to results/prepare_memory.json; what is there of an earlier
+times a second. The last line is JSON, which also goes to results/cpu/prepare_memory.json. What it has of an earlier
 version (`before`) stays. Random text is the same each time.
 """
 
@@ -30,7 +30,7 @@ import pyarrow.parquet
 import tokenizers
 import zstandard
 
-RESULT = Path(__file__).parent.parent / "results" / "prepare_memory.json"
+RESULT = Path(__file__).parent.parent / "results" / "cpu" / "prepare_memory.json"
 WORDS = "the loop runs again and time moves on while depth grows step by step until the text is read "
 
 
@@ -178,6 +178,7 @@ def main() -> None:
         "command": " ".join(["python", "benchmarks/prepare_memory.py", *sys.argv[1:]]),
         "hardware": f"{len(os.sched_getaffinity(0))} CPU cores",
         "versions": {"python": platform.python_version(), "tokenizers": tokenizers.__version__},
+        "seed": 0,
         "inputs": {name: (make.__doc__ or "").strip() for name, (_, make) in INPUTS.items()},
         "found": found,
     }

@@ -7,7 +7,7 @@ python benchmarks/prepare_throughput.py --text corpus.jsonl.zst --tokenizer gpt2
 comparison `encode_batch_fast`, which leaves out offsets and is what prepare calls. Prepare reads, hashes, splits,
 tokenizes, writes, checksums and syncs. They are run in turns, each in a process of its own, and the best of each
 counts. All figures, the ratios and the machine are printed; the last line is JSON, which also goes to
-results/prepare_throughput.json. Nothing is random, so there is no seed.
+results/cpu/prepare_throughput.json. Nothing is random, so there is no seed.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from loopformer.data.formats import Meter
 from loopformer.data.prepare import prepare
 from loopformer.data.tokenizer import FILE, Tokenizer
 
-RESULT = Path(__file__).parent.parent / "results" / "prepare_throughput.json"
+RESULT = Path(__file__).parent.parent / "results" / "cpu" / "prepare_throughput.json"
 
 
 def write_sample(source: str, path: Path, most: int) -> int:

@@ -1,7 +1,7 @@
 """A server under load, overload, attack and misfortune: does it stay right, whole and up?
 
     make soak                                                  # all of it, some 20 minutes on two cores
-    python benchmarks/soak.py [load overload hostile misfortune] [--out results/serving_soak.json]
+    python benchmarks/soak.py [load overload hostile misfortune] [--out results/serving/soak.json]
 
 Every part starts `loopformer serve` with the model in the box on loopback, as a user does.
 

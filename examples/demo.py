@@ -1,6 +1,6 @@
 """What elastic depth is, in minutes on two CPU cores: text at four budgets, then a task on which depth pays.
 
-    python examples/demo.py [--steps 3000] [--out runs/demo] [--results results/demo.json]
+    python examples/demo.py [--steps 3000] [--out runs/demo] [--results results/demo/demo.json]
 
 First the model in the box continues a prompt at four budgets. Then one elastic model is trained to multiply in the
 group S3, and beside it specialists, each of one budget alone; all of them are asked for the product at every place
