@@ -53,7 +53,7 @@ docs: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	rm -rf build/pages build/site
 	mkdir -p build/pages/src/loopformer/box
-	ln -s $(addprefix $(CURDIR)/,README.md CHANGELOG.md CITATION.cff docs examples results) build/pages
+	ln -s $(addprefix $(CURDIR)/,README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md CITATION.cff docs examples results) build/pages
 	ln -s $(CURDIR)/src/loopformer/box/README.md build/pages/src/loopformer/box
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "The site is in build/site; open build/site/index.html."
