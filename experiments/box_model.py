@@ -5,9 +5,9 @@
     python experiments/box_model.py pack runs/box --data data/box --out src/loopformer/box
 
 CORPUS has the files of SOURCES and, in `heldout`, of HELD as .zst: public-domain books, Wikipedia (CC BY-SA),
-documents of the US government (public domain) and MDN's manuals (CC BY-SA, code CC0 or MIT). `train` goes on with a
-run that was stopped; `pack` writes bf16 weights, settings, tokenizer, the held-out text, and the card with all
-budgets' perplexities.
+documents of the US government (public domain) and MDN's manuals (CC BY-SA, code CC0 or MIT). `train` resumes a run
+that was stopped. `pack` writes bf16 weights, settings, tokenizer, the held-out text, and a card with the perplexity
+at every budget.
 """
 
 import argparse
@@ -64,7 +64,7 @@ SETTINGS = {
     "training.keep": 1,
 }
 HELD = {"gutenberg_books": 22, "wikipedia_en": 20, "frus_documents": 10, "mdn_web_docs": 10}  # documents held out
-SOURCE_NOTES = {  # and what is said of each
+SOURCE_NOTES = {  # the origin and licence that the held-out file gives for each
     "gutenberg_books": "Project Gutenberg: {author}, {title}; public domain",
     "wikipedia_en": "Wikipedia: {title}; CC BY-SA",
     "frus_documents": "Foreign Relations of the United States: {volume}; public domain",
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def train(data: Path, run: Path, commit: str, changes: list[str]) -> None:
-    """Train, then measure what is held out at every budget and along every schedule of half the loops."""
+    """Train, then measure the held-out windows at every budget and along every schedule of half the loops."""
     facts = train_run(PRESET, {**SETTINGS, "data.path": data}, changes, run, commit)
     result = {"hardware": device_name(DEVICE), **facts, "windows": measure_windows(run, data)}
     (run / RAW).write_text(to_json(result) + "\n", encoding="utf-8")
@@ -126,11 +126,11 @@ def train(data: Path, run: Path, commit: str, changes: list[str]) -> None:
 
 
 def pack(run: Path, data: Path, out: Path) -> None:
-    """The folder of the package: the model in bf16, its tokenizer, a held-out text and the card."""
+    """Write the folder that ships: the model in bf16, its tokenizer, a held-out text and the card."""
     model, facts = find_model(run)[0], json.loads((run / RAW).read_text("utf-8"))
     state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
     about = {name: facts[name] for name in ("command", "commit", "hardware")}
-    about["command"] = about["command"].replace(str(data), "data/box/data")  # wherever it lay
+    about["command"] = about["command"].replace(str(data), "data/box/data")  # wherever the data was
     save_tensors(state, model.config, out, about)
     shutil.copyfile(data / TOKENIZER, out / TOKENIZER)
     shutil.copyfile(data.parent / HELD_OUT, out / HELD_OUT)
@@ -139,16 +139,16 @@ def pack(run: Path, data: Path, out: Path) -> None:
 
 
 def card(folder: Path, facts: dict[str, Any]) -> str:
-    """What the model is, what it was trained on, and how good it is at each budget, as `loopformer eval` says."""
+    """The card: what the model is, its training data, and its perplexity as `loopformer eval` measures it."""
     loaded, plan = LoadedModel.open(str(folder)), facts["plan"]
     config = loaded.model.config
     text = read_text(str(folder / HELD_OUT), loaded.lm.need_tokenizer())
-    found = perplexity(loaded.model, text, range(1, config.loops + 1))
+    perplexity_rows = perplexity(loaded.model, text, range(1, config.loops + 1))
     return CARD.format(
         **{name: getattr(config, name) for name in ("blocks", "loops", "width", "context", "vocab")},
         parameters=plan["parameters"] / 1e6,
         rows="\n".join(
-            f"| {row['budget']} | {row['perplexity']:.2f} | {row['bits_per_byte']:.3f} |" for row in found
+            f"| {row['budget']} | {row['perplexity']:.2f} | {row['bits_per_byte']:.3f} |" for row in perplexity_rows
         ),
         seen=plan["tokens"] / 1e6,
         epochs=plan["epochs"],
@@ -160,14 +160,17 @@ def card(folder: Path, facts: dict[str, Any]) -> str:
 
 
 def write_held_out(corpus: Path, path: Path) -> None:
-    """A piece out of each of some documents that are in no training file."""
+    """Write an excerpt of each of some documents that are in no training file."""
     with path.open("w", encoding="utf-8") as file:
         for name, count in HELD.items():
             for line in islice(read_zst_lines(corpus / "heldout" / f"{name}.jsonl.zst"), count):
                 document = json.loads(line)
                 text = document["text"]
-                kept = {"text": text[len(text) // 3 :][:EXCERPT], "source": SOURCE_NOTES[name].format_map(document)}
-                file.write(json.dumps(kept, ensure_ascii=False) + "\n")
+                excerpt = {
+                    "text": text[len(text) // 3 :][:EXCERPT],
+                    "source": SOURCE_NOTES[name].format_map(document),
+                }
+                file.write(json.dumps(excerpt, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

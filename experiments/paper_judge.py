@@ -1,15 +1,14 @@
-"""The paper's claims against results/paper_claims: Markdown tables in which every number of ours is computed.
+"""The paper's claims against results/paper_claims: Markdown tables computed from the stored results.
 
     python experiments/paper_claims.py judge docs/paper-claims.md results/paper_claims/README.md
 
-fills each file between `<!-- judge: NAME -->` and `<!-- end -->` with the table of that NAME (TABLES).
+This fills each file between `<!-- judge: NAME -->` and `<!-- end -->` with the table of that name (TABLES).
 
-Errors. Perplexities are compared by the mean of their logarithms over the texts; one run's standard deviation is
-pooled over the models that were trained with two seeds, at the same budget, and taken for the others too. Task
-averages have that deviation and, beside it, the error of the mean over the examples, which both models of a pair
-answered. What is said of one model trained twice (its budgets, its loops) has the error of its own two seeds. A
-difference under two standard errors is undecided, and so is one of task averages where either is no better than
-guessing by two.
+Errors. Perplexities are compared by the mean of their logarithms over the texts. The standard deviation of a run
+is pooled over the models that were trained with two seeds, at the same budget, and used for the other models too.
+Task averages add the error of the mean over the examples, which both models of a pair answered. A statement about a
+single model that was trained twice has the error of its own two seeds. A difference below two standard errors is
+undecided. So is a difference of task averages if either model is less than two standard errors above guessing.
 """
 
 import json
@@ -53,7 +52,7 @@ TASKS = (
     "winogrande",
 )
 BUDGETS = {8: "24×", 4: "12×", 2: "6×", 1: "3×"}
-GUESSING = {  # in per cent; ARC has three to five choices
+GUESSING = {  # percent right by chance; ARC has three to five choices
     "copa": 50,
     "hellaswag": 25,
     "lambada": 0,
@@ -89,7 +88,7 @@ PAPER: dict[tuple[str, int], tuple[float, float, float, float]] = {  # the Pile,
 PAPER_SPREAD = 1.4  # of perplexity over the 35 schedules of M = 4, "~1.4"
 METRICS = {"curvature": "curvature", "anisotropy": "anisotropy", "prompt_entropy": "prompt entropy"}
 HOLDS, FAILS, OPEN, GUESSED = "holds", "**does not hold**", "undecided", "undecided: guessing"
-At = tuple[str, int]  # a model and a budget M
+ModelAt = tuple[str, int]  # a model and a budget M
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class Value:
 
     @property
     def sign(self) -> int:
-        """Which side of zero it is on, or 0 where two standard errors do not say."""
+        """The sign of the value, or 0 within two standard errors of zero."""
         return 0 if abs(self.value) < 2 * self.error else 1 if self.value > 0 else -1
 
 
@@ -109,36 +108,39 @@ class Results:
     """All measured models, and the differences between them."""
 
     def __init__(self, folder: Path) -> None:
-        found = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))}
-        self.files: dict[str, Result] = {name: one for name, one in found.items() if "perplexity" in one}
+        results = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))}
+        self.files: dict[str, Result] = {name: run for name, run in results.items() if "perplexity" in run}
 
     def runs(self, model: str) -> list[Result]:
         return [self.files[name] for name in SEEDS.get(model, (model,))]
 
-    def log_perplexity(self, at: At) -> Value:
+    def log_perplexity(self, at: ModelAt) -> Value:
         return self._over_seeds(at, log_perplexity)
 
-    def average(self, at: At) -> Value:
-        """The average of the ten tasks in per cent; its error is that over examples and seeds."""
+    def average(self, at: ModelAt) -> Value:
+        """The average of the ten tasks in percent, with the error over examples and seeds."""
         over_seeds, examples = self._over_seeds(at, task_average), _example_error(self._outcomes(at))
         return Value(over_seeds.value, math.hypot(over_seeds.error, examples))
 
-    def longer(self, a: At, b: At) -> Value:
+    def log_ratio(self, a: ModelAt, b: ModelAt) -> Value:
         """ln of the perplexity of `a` over that of `b`."""
         if a[0] == b[0] and a[0] in SEEDS:
-            return self.own(a[0], lambda run: log_perplexity(run, a[1]) - log_perplexity(run, b[1]))
-        one, other = self.log_perplexity(a), self.log_perplexity(b)
-        return Value(one.value - other.value, math.hypot(one.error, other.error))
+            return self.over_own_seeds(a[0], lambda run: log_perplexity(run, a[1]) - log_perplexity(run, b[1]))
+        mine, theirs = self.log_perplexity(a), self.log_perplexity(b)
+        return Value(mine.value - theirs.value, math.hypot(mine.error, theirs.error))
 
-    def better(self, a: At, b: At) -> Value:
+    def task_gain(self, a: ModelAt, b: ModelAt) -> Value:
         """Points by which the task average of `a` is above that of `b`, on the same examples."""
-        one, other = self._over_seeds(a, task_average), self._over_seeds(b, task_average)
-        mine, theirs = self._outcomes(a), self._outcomes(b)
-        paired = {task: [x - y for x, y in zip(values, theirs[task], strict=True)] for task, values in mine.items()}
-        return Value(one.value - other.value, math.hypot(one.error, other.error, _example_error(paired)))
+        mine, theirs = self._over_seeds(a, task_average), self._over_seeds(b, task_average)
+        my_outcomes, their_outcomes = self._outcomes(a), self._outcomes(b)
+        paired = {
+            task: [x - y for x, y in zip(values, their_outcomes[task], strict=True)]
+            for task, values in my_outcomes.items()
+        }
+        return Value(mine.value - theirs.value, math.hypot(mine.error, theirs.error, _example_error(paired)))
 
-    def own(self, model: str, of: Callable[[Result], float]) -> Value:
-        """The mean over a model's runs, with the error of these alone."""
+    def over_own_seeds(self, model: str, of: Callable[[Result], float]) -> Value:
+        """The mean over a model's runs, with the error of those runs alone."""
         values = [of(run) for run in self.runs(model)]
         return Value(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)))
 
@@ -146,25 +148,27 @@ class Results:
         """A statistic of the states along the full trajectory."""
         return self._over_seeds((model, 8), lambda run, budget: over(statistic)(run))
 
-    def above_guessing(self, at: At) -> bool:
+    def above_guessing(self, at: ModelAt) -> bool:
         average = self.average(at)
         return average.value - statistics.fmean(GUESSING.values()) >= 2 * average.error
 
-    def _over_seeds(self, at: At, of: Callable[[Result, int], float]) -> Value:
-        """The mean over a model's runs, and its error by the deviation of those trained twice."""
+    def _over_seeds(self, at: ModelAt, of: Callable[[Result, int], float]) -> Value:
+        """The mean over a model's runs, with the error pooled from the models that were trained twice."""
         model, budget = at
         values = [of(run, budget) for run in self.runs(model)]
-        trained = 8 if plain(model) else budget  # a plain stack is run as it was trained
+        trained = 8 if is_plain_stack(model) else budget  # a plain stack is run as it was trained
         pairs = [[of(run, trained) for run in self.runs(name)] for name in SEEDS]
         deviation = math.sqrt(statistics.fmean(statistics.variance(pair) for pair in pairs))
         return Value(statistics.fmean(values), deviation / math.sqrt(len(values)))
 
-    def _outcomes(self, at: At) -> dict[str, list[float]]:
-        """Of each task, how often each example was right over a model's runs, in per cent."""
+    def _outcomes(self, at: ModelAt) -> dict[str, list[float]]:
+        """For each task and example, the percentage of a model's runs that got it right."""
         model, budget = at
-        found = [run["outcomes"][uniform(run, budget)] for run in self.runs(model)]
-        columns = {task: zip(*(one[task] for one in found), strict=True) for task in TASKS}
-        return {task: [100 * statistics.fmean(map(int, one)) for one in column] for task, column in columns.items()}
+        outcomes = [run["outcomes"][uniform(run, budget)] for run in self.runs(model)]
+        examples = {task: zip(*(outcome[task] for outcome in outcomes), strict=True) for task in TASKS}
+        return {
+            task: [100 * statistics.fmean(map(int, right)) for right in rows] for task, rows in examples.items()
+        }
 
 
 def over(statistic: Callable[[Result], float]) -> Callable[[Result], float]:
@@ -188,7 +192,7 @@ def task_average(run: Result, budget: int) -> float:
 
 
 def _example_error(outcomes: Mapping[str, Sequence[float]]) -> float:
-    """Of the average over ten benchmarks, ARC being the mean of two tasks."""
+    """The error of the average over ten benchmarks, where ARC is the mean of two tasks."""
     total = 0.0
     for task, values in outcomes.items():
         share, mean = 0.05 if task.startswith("arc_") else 0.1, statistics.fmean(values)
@@ -202,40 +206,40 @@ def _example_error(outcomes: Mapping[str, Sequence[float]]) -> float:
 
 @dataclass(frozen=True)
 class Pair:
-    """One comparison: the perplexity of `a` against that of `b`, or their task averages."""
+    """A comparison of two perplexities, or of two task averages."""
 
-    a: At
-    b: At
+    a: ModelAt
+    b: ModelAt
     tasks: bool = False
 
     def ours(self, results: Results) -> Value:
-        return results.better(self.a, self.b) if self.tasks else results.longer(self.a, self.b)
+        return results.task_gain(self.a, self.b) if self.tasks else results.log_ratio(self.a, self.b)
 
     @property
     def paper(self) -> float | None:
         """The same difference in the paper."""
         if self.a not in PAPER or self.b not in PAPER:
             return None
-        one, other = PAPER[self.a], PAPER[self.b]
+        mine, theirs = PAPER[self.a], PAPER[self.b]
         if self.tasks:
-            return one[3] - other[3]
-        return statistics.fmean(math.log(x / y) for x, y in zip(one[:3], other[:3], strict=True))
+            return mine[3] - theirs[3]
+        return statistics.fmean(math.log(x / y) for x, y in zip(mine[:3], theirs[:3], strict=True))
 
     def written(self, value: float, error: float | None = None) -> str:
         if self.tasks:
             return f"{value:+.1f}" + ("" if error is None else f" ± {error:.1f}") + " points"
-        per_cent, beside = 100 * (math.exp(value) - 1), 100 * math.exp(value) * (error or 0)
-        digits = 1 if abs(per_cent) < 100 else 0
-        return f"{per_cent:+.{digits}f}" + ("" if error is None else f" ± {beside:.{digits}f}") + " %"
+        percent, margin = 100 * (math.exp(value) - 1), 100 * math.exp(value) * (error or 0)
+        digits = 1 if abs(percent) < 100 else 0
+        return f"{percent:+.{digits}f}" + ("" if error is None else f" ± {margin:.{digits}f}") + " %"
 
     def name(self) -> str:
-        (one, m), (other, n) = self.a, self.b
-        if one == other:
-            return f"{TITLES[one]}, {BUDGETS[m]} against {BUDGETS[n]}"
-        return f"{TITLES[one]} against {TITLES[other]}, {BUDGETS[m]}"
+        (mine, m), (theirs, n) = self.a, self.b
+        if mine == theirs:
+            return f"{TITLES[mine]}, {BUDGETS[m]} against {BUDGETS[n]}"
+        return f"{TITLES[mine]} against {TITLES[theirs]}, {BUDGETS[m]}"
 
     def verdict(self, results: Results, expected: int) -> str:
-        """Whether the difference has the expected sign; with 0, whether it is no worse than the paper's own."""
+        """Whether the difference has the expected sign, or with 0 whether it is no worse than the paper's."""
         ours = self.ours(results)
         if self.tasks and not (results.above_guessing(self.a) and results.above_guessing(self.b)):
             return GUESSED
@@ -246,13 +250,13 @@ class Pair:
         return {1: FAILS, 0: OPEN, -1: HOLDS}[Value(worse, ours.error).sign]
 
 
-def plain(model: str) -> bool:
+def is_plain_stack(model: str) -> bool:
     return model.removeprefix("base-").isdigit()
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the paper, what decides it, and the sign that each difference must have for it."""
+    """A sentence of the paper, the comparisons that decide it, and the sign they must have."""
 
     text: str
     pairs: tuple[Pair, ...]
@@ -261,15 +265,11 @@ class Claim:
     def row(self, results: Results) -> list[str]:
         verdicts = [pair.verdict(results, self.expected) for pair in self.pairs]
         paper = [pair.written(pair.paper) if pair.paper is not None else "no number" for pair in self.pairs]
-        ours = [pair.written((one := pair.ours(results)).value, one.error) for pair in self.pairs]
+        differences = [pair.ours(results) for pair in self.pairs]
+        ours = [pair.written(value.value, value.error) for pair, value in zip(self.pairs, differences, strict=True)]
         names = [pair.name() for pair in self.pairs]
-        return [self.text, "<br>".join(names), "<br>".join(paper), "<br>".join(ours), together(verdicts)]
-
-
-def together(verdicts: Sequence[str]) -> str:
-    if len(set(verdicts)) == 1:
-        return verdicts[0]
-    return "<br>".join(verdicts)
+        verdict = verdicts[0] if len(set(verdicts)) == 1 else "<br>".join(verdicts)
+        return [self.text, "<br>".join(names), "<br>".join(paper), "<br>".join(ours), verdict]
 
 
 def pairs(of: str, against: Sequence[str], budget: int, tasks: bool = False) -> tuple[Pair, ...]:
@@ -365,25 +365,25 @@ def models(results: Results) -> list[str]:
     rows = []
     for budget, flops in BUDGETS.items():
         for title, (model, run) in runs.items():
-            if plain(model) and model != blocks[budget]:
+            if is_plain_stack(model) and model != blocks[budget]:
                 continue
-            found = [row for row in run["perplexity"] if row["trajectory"] == uniform(run, budget)]
+            texts = [row for row in run["perplexity"] if row["trajectory"] == uniform(run, budget)]
             right = run["outcomes"][uniform(run, budget)]
-            error = _example_error({task: [100.0 * int(one) for one in right[task]] for task in TASKS})
+            error = _example_error({task: [100.0 * int(digit) for digit in right[task]] for task in TASKS})
             weights = f"{run['plan']['parameters_without_embeddings'] / 1e6:.1f} M"
-            perplexities = [f"{row['perplexity']:.1f}" for row in found]
+            perplexities = [f"{row['perplexity']:.1f}" for row in texts]
             rows.append([flops, title, weights, *perplexities, f"{task_average(run, budget):.2f} ± {error:.2f}"])
     return table(["FLOPs", "model", "weights", *TEXTS, "task average, %"], rows, "llrrrrr")
 
 
 def tasks(results: Results) -> list[str]:
-    """Each task at the full budget, and what guessing gives."""
+    """Each task at the full budget, with the score of guessing."""
     names = ["base-24", *LOOPED, "recurrent-depth", LF]
     rows = []
     for name in names:
         scores = [run["tasks"]["runs"][0]["paper"] for run in results.runs(name)]
         rows.append(
-            [TITLES[name], *(f"{100 * statistics.fmean(one[task] for one in scores):.1f}" for task in GUESSING)]
+            [TITLES[name], *(f"{100 * statistics.fmean(score[task] for score in scores):.1f}" for task in GUESSING)]
         )
     rows.append(["guessing", *(f"{share:.1f}" for share in GUESSING.values())])
     return table(["24×, %", *GUESSING], rows, "l" + "r" * len(GUESSING))
@@ -411,7 +411,7 @@ def peak(curve: Sequence[float]) -> int:
 
 
 def representation(results: Results) -> list[str]:
-    """How far each metric moves over the loops, where it is highest, and how alike the loops are."""
+    """The range of each metric over the loops, the loop where it peaks, and the similarity of the loops."""
     rows = []
     for model in (*LOOPED, "recurrent-depth", LF, "loopformer-sequential"):
         cells = [TITLES[model]]
@@ -420,7 +420,7 @@ def representation(results: Results) -> list[str]:
             peaks = [peak(run["analysis"][0]["metrics"][name]["mean"][1:]) for run in results.runs(model)]
             cells += [f"{moved.value:.3f} ± {moved.error:.3f}", ", ".join(map(str, peaks))]
         alike = [results.over_loops(model, of) for of in (similarity, late)]
-        rows.append([*cells, *(f"{one.value:.3f} ± {one.error:.3f}" for one in alike)])
+        rows.append([*cells, *(f"{value.value:.3f} ± {value.error:.3f}" for value in alike)])
     heads = [word for title in METRICS.values() for word in (f"{title}: range", "peak")]
     return table(["M = 8", *heads, "CKA between loops", "5 to 8"], rows, "l" + "r" * 8)
 
@@ -437,10 +437,10 @@ def representation_claims(results: Results) -> list[str]:
             mine, theirs = results.over_loops(LF, of), results.over_loops(other, of)
             rows.append(_moves(f"{title}: lower than in {TITLES[other]}", mine, theirs, -1))
     for name, title in METRICS.items():
-        rises = results.own(LF, over(metric(name, lambda curve: max(curve[1:-1]) - curve[0])))
-        tapers = results.own(LF, over(metric(name, lambda curve: max(curve[1:-1]) - curve[-1])))
+        rises = results.over_own_seeds(LF, over(metric(name, lambda curve: max(curve[1:-1]) - curve[0])))
+        tapers = results.over_own_seeds(LF, over(metric(name, lambda curve: max(curve[1:-1]) - curve[-1])))
         verdict = FAILS if -1 in (rises.sign, tapers.sign) else HOLDS if rises.sign == tapers.sign == 1 else OPEN
-        ours = [f"{one.value:+.3f} ± {one.error:.3f}" for one in (rises, tapers)]
+        ours = [f"{value.value:+.3f} ± {value.error:.3f}" for value in (rises, tapers)]
         highest = f"highest of loops 2 to 7: {ours[0]} above loop 1, {ours[1]} above loop 8"
         rows.append([f"{title}: rises to mid-depth, then tapers", highest, verdict])
     return table(["claim about LoopFormer (figures, no numbers in the paper)", "ours", "verdict"], rows)
@@ -457,16 +457,16 @@ def _moves(text: str, mine: Value, theirs: Value, expected: int) -> list[str]:
 
 def by_schedule(run: Result) -> dict[str, float]:
     """ln perplexity of each schedule of M = 4, the mean over the texts."""
-    found: dict[str, list[float]] = {}
+    logs: dict[str, list[float]] = {}
     for text in run["schedules"]:
         for row in text["schedules"]:
-            found.setdefault(row["schedule"], []).append(math.log(row["perplexity"]))
-    return {schedule: statistics.fmean(values) for schedule, values in found.items()}
+            logs.setdefault(row["schedule"], []).append(math.log(row["perplexity"]))
+    return {schedule: statistics.fmean(values) for schedule, values in logs.items()}
 
 
 def lateness(schedule: str) -> int:
-    """The higher, the later the coarse steps come."""
-    return sum(place * int(step) for place, step in enumerate(schedule.split("-"), 1))
+    """A number that is higher the later the coarse steps come."""
+    return sum(position * int(step) for position, step in enumerate(schedule.split("-"), 1))
 
 
 def mirrored(run: Result) -> list[float]:
@@ -504,7 +504,7 @@ def schedules(results: Results) -> list[str]:
                 str(1 + ranked.index("2-2-2-2")),
                 f"{100 * math.expm1(values[ranked[-1]] - values[ranked[0]]):.1f} %",
                 " ".join(f"{statistics.fmean(column):.2f}" for column in zip(*best, strict=True)),
-                f"{sum(one < 0 for one in pairs)} of {len(pairs)}",
+                f"{sum(difference < 0 for difference in pairs)} of {len(pairs)}",
                 f"{100 * math.expm1(statistics.fmean(pairs)):+.1f} %",
             ]
         )
@@ -534,7 +534,7 @@ def schedule_claims(results: Results) -> list[str]:
         for sampler, names in samplers.items():
             ours = over_seeds(of, names)
             verdict = {expected: HOLDS, 0: OPEN, -expected: FAILS}[ours.sign]
-            rows.append([f"{text}; {sampler}", paper, _per_cent(ours), verdict])
+            rows.append([f"{text}; {sampler}", paper, _percent(ours), verdict])
     rows.append(["Task averages differ between schedules", "1.3 points", "not measured", OPEN])
     return table(["claim", "paper", "ours ± standard error", "verdict"], rows)
 
@@ -545,19 +545,19 @@ def best_over_uniform(run: Result) -> float:
     return early - values["2-2-2-2"]
 
 
-def _per_cent(value: Value) -> str:
+def _percent(value: Value) -> str:
     return f"{100 * math.expm1(value.value):+.1f} ± {100 * math.exp(value.value) * value.error:.1f} %"
 
 
 def cost(results: Results) -> list[str]:
-    """Training FLOPs per token, and of the shorter run as a whole."""
-    per_token, whole = (
+    """Training FLOPs per token, and in total for the shorter run."""
+    per_token, total = (
         [results.files[name]["plan"][key] for name in (LF, "loopformer-34k", "base-loop")]
         for key in ("training_gflops_per_token", "total_flops")
     )
     counted = {
         "Elastic training costs 1.5 times the FLOPs of fixed depth": (1.5, per_token[0] / per_token[2]),
-        "34/50 of the steps cost the training FLOPs of fixed depth": (1.0, whole[1] / whole[2]),
+        "34/50 of the steps cost the training FLOPs of fixed depth": (1.0, total[1] / total[2]),
     }
     rows = [
         [text, f"about {paper:g}", f"{ours:.2f}", HOLDS if abs(ours - paper) < 0.1 else FAILS]
@@ -579,12 +579,12 @@ TABLES: Mapping[str, Callable[[Results], list[str]]] = {
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str | None = None) -> list[str]:
-    dashes = ["---:" if one == "r" else "---" for one in (align or "l" * len(head))]
+    dashes = ["---:" if side == "r" else "---" for side in (align or "l" * len(head))]
     return [f"| {' | '.join(cells)} |" for cells in (head, dashes, *rows)]
 
 
 def fill(path: Path, results: Results) -> None:
-    """Put every table in its place."""
+    """Replace every judged table of a Markdown file."""
     path.write_text("\n".join(_filled(path.read_text("utf-8").splitlines(), results)) + "\n", encoding="utf-8")
 
 
