@@ -1,8 +1,8 @@
 """What the experiments share: a queue of runs, text from a corpus, and the loss on held-out windows.
 
-An experiment has two verbs. `run` works through its queue, `--workers` runs at a time, and starts the same program
-as `model` for each of them, in a process of its own. A finished run is skipped, and one that was stopped resumes
-from its last checkpoint. SIGTERM stops all runs in order. The log of a run is RUNS/NAME.log.
+The verb `run` works through the queue of an experiment, `--workers` runs at a time, each in a process of its own,
+which is the same command with `--single NAME`. A finished run is skipped, and one that was stopped resumes from its
+last checkpoint. SIGTERM stops all runs in order. The log of a run is RUNS/NAME.log.
 """
 
 import argparse
@@ -40,20 +40,15 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # A queue of runs
 
 
-def add_run_options(parser: argparse.ArgumentParser, workers: int) -> None:
-    """The options that `run` and `model` have in every experiment."""
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `run` has in every experiment."""
     parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--workers", type=int, default=workers)
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="of `loopformer train`, over all else"
     )
-
-
-def run_options(args: argparse.Namespace) -> list[str]:
-    """The options that `run` passes to each `model`."""
-    changes = [word for change in args.set for word in ("--set", change)]
-    return ["--runs", str(args.runs), "--commit", args.commit, *changes]
+    parser.add_argument("--single", metavar="NAME", help="train this run in this process")
 
 
 def run_queue(commands: Mapping[str, Sequence[str]], runs: Path, workers: int) -> None:
@@ -81,51 +76,47 @@ def run_queue(commands: Mapping[str, Sequence[str]], runs: Path, workers: int) -
         list(pool.map(work, commands))
 
 
-def run_suites(
-    parser: argparse.ArgumentParser,
-    suites: Mapping[str, Collection[str]],
-    seeds: Mapping[str, Sequence[int]],
-    option: str,
-    option_settings: Mapping[str, Any],
-    run_name: Callable[[str, str, int], str],
-    train_and_measure: Callable[[argparse.Namespace, str, int, Path], None],
-    collect: Callable[[Path, Path], None],
-    results: Path,
-) -> None:
-    """The command line of an experiment with suites of named runs: `run`, `model` and `collect`.
-
-    `option` is what the experiment adds to `run` and `model`.
-    """
+def suite_parser(
+    description: str | None, suites: Collection[str], results: Path
+) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The parser of an experiment with suites of named runs, and that of its verb `run`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in ("run", "model"):
-        run = verbs.add_parser(verb)
-        add_run_options(run, workers=4)
-        run.add_argument("suite", choices=list(suites))
-        run.add_argument("names", nargs="*", metavar="RUN", help="all of the suite by default")
-        run.add_argument("--seeds", type=int, nargs="+", help="those of the suite by default")
-        run.add_argument(f"--{option}", **option_settings)
+    run = verbs.add_parser("run")
+    add_run_options(run)
+    run.add_argument("suite", choices=list(suites))
+    run.add_argument("names", nargs="*", metavar="RUN", help="all of the suite by default")
+    run.add_argument("--seeds", type=int, nargs="+", help="those of the suite by default")
     collecting = verbs.add_parser("collect")
     collecting.add_argument("--runs", type=Path, required=True)
     collecting.add_argument("--out", type=Path, default=results)
-    args = parser.parse_args()
-    if args.verb == "collect":
-        collect(args.runs, args.out)
-        return
-    chosen, chosen_seeds = args.names or list(suites[args.suite]), args.seeds or seeds[args.suite]
-    if unknown := set(chosen) - set(suites[args.suite]):
-        parser.error(f"{args.suite} has no {', '.join(sorted(unknown))}; it has {', '.join(suites[args.suite])}")
-    if args.verb == "model":
-        (name,), (seed,) = chosen, chosen_seeds
-        train_and_measure(args, name, seed, args.runs / run_name(args.suite, name, seed))
-        return
-    shared = run_options(args)
-    if (value := getattr(args, option)) is not None:
-        shared += [f"--{option}", str(value)]
-    start = [sys.executable, sys.argv[0], "model", args.suite]
-    commands = {
-        run_name(args.suite, name, seed): [*start, name, "--seeds", str(seed), *shared]
-        for seed in chosen_seeds
+    return parser, run
+
+
+def run_suite(
+    args: argparse.Namespace,
+    names: Collection[str],
+    seeds: Sequence[int],
+    run_name: str,
+    train_and_measure: Callable[[argparse.Namespace, str, int, Path], None],
+) -> None:
+    """Run the names and seeds that were asked for. `run_name` is a format of suite, name and seed."""
+    chosen = [args.single] if args.single else args.names or list(names)
+    if unknown := set(chosen) - set(names):
+        sys.exit(f"{args.suite} has no {', '.join(sorted(unknown))}; it has {', '.join(names)}")
+    runs = {
+        run_name.format(suite=args.suite, name=name, seed=seed): (name, seed)
+        for seed in args.seeds or seeds
         for name in chosen
+    }
+    if args.single:
+        ((folder, (name, seed)),) = runs.items()
+        train_and_measure(args, name, seed, args.runs / folder)
+        return
+    # Of an option that is given twice, argparse takes the last.
+    commands = {
+        folder: [sys.executable, *sys.argv, "--single", name, "--seeds", str(seed)]
+        for folder, (name, seed) in runs.items()
     }
     run_queue(commands, args.runs, args.workers)
 

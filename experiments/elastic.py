@@ -24,7 +24,8 @@ from common import (
     mean_and_range,
     measure_windows,
     perplexities,
-    run_suites,
+    run_suite,
+    suite_parser,
     to_json,
     train_run,
 )
@@ -179,17 +180,13 @@ LABELS = {  # lines of the picture
 
 
 def main() -> None:
-    run_suites(
-        argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter),
-        SUITES,
-        seeds=dict.fromkeys(SUITES, (0,)),
-        option="data",
-        option_settings={"type": Path, "required": True},
-        run_name=lambda suite, name, seed: f"{suite}-{name}-s{seed}",
-        train_and_measure=train_and_measure,
-        collect=collect,
-        results=Path("results/elastic"),
-    )
+    parser, run = suite_parser(__doc__, SUITES, results=Path("results/elastic"))
+    run.add_argument("--data", type=Path, required=True)
+    args = parser.parse_args()
+    if args.verb == "collect":
+        collect(args.runs, args.out)
+    else:
+        run_suite(args, SUITES[args.suite], (0,), "{suite}-{name}-s{seed}", train_and_measure)
 
 
 def train_and_measure(args: argparse.Namespace, name: str, seed: int, run: Path) -> None:

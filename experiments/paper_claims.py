@@ -27,7 +27,6 @@ from common import (
     TEXT,
     add_run_options,
     read_zst_lines,
-    run_options,
     run_queue,
     to_json,
     train_run,
@@ -120,10 +119,9 @@ def main() -> None:
     tasks.add_argument("eval", type=Path)
     inputs.add_argument("--inputs", type=Path, required=True)
     verbs.add_parser("prepare", parents=[corpus, tasks, inputs])
-    for verb in ("run", "model"):
-        run = verbs.add_parser(verb, parents=[inputs])
-        add_run_options(run, workers=3)
-        run.add_argument("models", nargs="*", choices=[*QUEUE, []], metavar="MODEL", help=", ".join(QUEUE))
+    run = verbs.add_parser("run", parents=[inputs])
+    add_run_options(run)
+    run.add_argument("models", nargs="*", choices=[*QUEUE, []], metavar="MODEL", help=", ".join(QUEUE))
     collecting = verbs.add_parser("collect", parents=[tasks])
     collecting.add_argument("--runs", type=Path, required=True)
     collecting.add_argument("--out", type=Path, default=RESULTS)
@@ -133,12 +131,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.verb == "prepare":
         prepare(args.corpus, args.eval, args.inputs)
+    elif args.verb == "run" and args.single:
+        train_and_measure(args.single, args.inputs, args.runs / args.single, args.commit, args.set)
     elif args.verb == "run":
-        start, shared = [sys.executable, __file__, "model"], ["--inputs", str(args.inputs), *run_options(args)]
-        run_queue({name: [*start, name, *shared] for name in args.models or QUEUE}, args.runs, args.workers)
-    elif args.verb == "model":
-        (name,) = args.models
-        train_and_measure(name, args.inputs, args.runs / name, args.commit, args.set)
+        commands = {name: [sys.executable, *sys.argv, "--single", name] for name in args.models or QUEUE}
+        run_queue(commands, args.runs, args.workers)
     elif args.verb == "judge":
         for document in args.documents:
             fill(document, Results(args.results))

@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
-from common import RAW, collect_results, mean_and_range, run_suites, to_json, train_run
+from common import RAW, collect_results, mean_and_range, run_suite, suite_parser, to_json, train_run
 
 from loopformer.data.states import Group
 from loopformer.device import device_name
@@ -136,17 +136,14 @@ SUITES = {
 
 
 def main() -> None:
-    run_suites(
-        argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter),
-        {name: suite.models for name, suite in SUITES.items()},
-        seeds={name: suite.seeds for name, suite in SUITES.items()},
-        option="steps",
-        option_settings={"type": int, "help": "those of the suite by default"},
-        run_name=lambda suite, name, seed: f"{suite}-{name}-seed{seed}",
-        train_and_measure=train_and_measure,
-        collect=collect,
-        results=Path("results/state_tracking"),
-    )
+    parser, run = suite_parser(__doc__, SUITES, results=Path("results/state_tracking"))
+    run.add_argument("--steps", type=int, help="those of the suite by default")
+    args = parser.parse_args()
+    if args.verb == "collect":
+        collect(args.runs, args.out)
+    else:
+        suite = SUITES[args.suite]
+        run_suite(args, suite.models, suite.seeds, "{suite}-{name}-seed{seed}", train_and_measure)
 
 
 def train_and_measure(args: argparse.Namespace, name: str, seed: int, run: Path) -> None:
