@@ -1,4 +1,4 @@
-"""Where depth pays: products over a group, tracked by elastic models, specialists and models of fixed depth.
+"""Where depth pays: elastic models, specialists and models of fixed depth track products over a group.
 
     python experiments/state_tracking.py run s3 --runs runs/states --workers 2     # minutes each, one CPU core
     python experiments/state_tracking.py run a5 --runs runs/states --workers 6     # on a GPU
@@ -8,11 +8,11 @@
 A suite is a queue of models, and all models of a suite and seed see the same words in the same order.
 
 A specialist M is the network of `elastic` trained at uniform(M) only, as a model of M loops. These and the plain
-stacks are trained with Muon; `elastic-paper` and the models with early exits have the paper's objective and AdamW,
-with one short trajectory in a step. Positions, start of the gates and time scale are the same for all.
+stacks are trained with Muon. `elastic-paper` and the models with early exits have the paper's objective and AdamW,
+with a single short trajectory in a step. Positions, the start of the gates and the time scale are the same for all.
 
-Every model is measured at all budgets up to twice the longest (beyond what it was trained for, where it is looped),
-along all schedules of half of it where passes are told their steps, and by certainty (evaluation/states.py).
+Every model is measured at all budgets up to twice its longest, which a looped model was not trained for, with early
+exit, and along all schedules of half its longest budget if it is conditioned on the step size.
 """
 
 import argparse
@@ -42,20 +42,20 @@ Settings = Mapping[str, Any]
 
 MUON: Settings = {"training.optimizer": "muon", "training.learning_rate": 2e-3, "training.weight_decay": 0.1}
 OURS: Settings = {**MUON, "model.inject": "gated"}
-SLOWER: Settings = {"training.matrix_learning_rate": 0.01}  # what suits few passes may be too much for many
-ANY_BUDGET: Settings = {"objective.trajectories": "[{budget: any}]"}  # a random one in every step
+SLOWER: Settings = {"training.matrix_learning_rate": 0.01}  # many loops may need a lower rate than few
+ANY_BUDGET: Settings = {"objective.trajectories": "[{budget: any}]"}  # a random budget in every step
 ANY_AND_ONE: Settings = {"objective.trajectories": "[{budget: any},{budget: 1, weight: 0.5}]"}
 ONE_BUDGET: Settings = {"objective.trajectories": "[{budget: full}]"}
 
 
 @dataclass(frozen=True)
 class StateSuite:
-    """Models by name, each a preset and what is set over it, and what all of them share."""
+    """Models by name, each a preset with its settings, and the settings that all of them share."""
 
     models: Mapping[str, tuple[str, Settings]]
     shared: Settings
     loops: int  # of the longest trajectory
-    shown: str  # the elastic model that the picture is of
+    shown: str  # the elastic model of the picture
     seeds: tuple[int, ...]
     steps: int
 
@@ -171,7 +171,7 @@ def train_and_measure(args: argparse.Namespace, name: str, seed: int, run: Path)
 
 
 def measured_along(model: LoopedLM, loops: int) -> list[Trajectory]:
-    """Every budget to twice `loops`, and the schedules of half of it; a plain stack has only one trajectory."""
+    """Every budget up to twice `loops`, and the schedules of half of it. A plain stack has one trajectory."""
     config = model.config
     if config.loops == 1 and config.conditioning == "none":
         return [Trajectory.uniform(1)]
@@ -187,46 +187,46 @@ def hardware(device: torch.device) -> str:
     return f"{where}, several runs at a time"
 
 
-def tracked(found: Mapping[str, Any]) -> dict[str, int]:
-    """The longest prefix with 95 % at every place, at each uniform budget."""
-    rows = found["states"]["trajectories"]
+def tracked(result: Mapping[str, Any]) -> dict[str, int]:
+    """The longest prefix with 95 % accuracy at every position, at each uniform budget."""
+    rows = result["states"]["trajectories"]
     return {row["trajectory"]: row["tracked"] for row in rows if row["trajectory"] == str(row["budget"])}
 
 
 def collect(runs: Path, out: Path) -> None:
-    """The results of every run that is done, one file each; then, of all that are there, tables and a picture."""
-    every = collect_results(runs, out)
+    """Copy the results of finished runs, then print a table and draw the picture of each suite."""
+    results = collect_results(runs, out)
     for name, suite in SUITES.items():
-        found = {
-            model: [one for one in every if one["suite"] == name and one["model"] == model]
+        by_model = {
+            model: [result for result in results if (result["suite"], result["model"]) == (name, model)]
             for model in suite.models
         }
-        if any(found.values()):
-            print(f"\n{name}: accuracy over all places in percent, mean of the seeds (lowest to highest)\n")
-            print(markdown(found, suite.loops))
-            save(compute_figure(found, suite), out / f"{name}.png")
+        if any(by_model.values()):
+            print(f"\n{name}: accuracy over all positions in percent, mean of the seeds (lowest to highest)\n")
+            print(markdown(by_model, suite.loops))
+            save(compute_figure(by_model, suite), out / f"{name}.png")
 
 
-def markdown(found: Mapping[str, Sequence[Mapping[str, Any]]], loops: int) -> str:
-    """A row for each model, a column for each uniform budget that it was trained for or reaches beyond."""
+def markdown(by_model: Mapping[str, Sequence[Mapping[str, Any]]], loops: int) -> str:
+    """A row for each model, and a column for each uniform budget, two of them beyond the longest trained one."""
     budgets = [*range(1, loops + 1), loops + 1, 2 * loops]
     lines = [
         f"| model | seeds | {' | '.join(f'M={budget}' for budget in budgets)} |",
         "|---" * (len(budgets) + 2) + "|",
     ]
-    for model, seeds in found.items():
+    for model, seeds in by_model.items():
         if seeds:
             cells = [
-                mean_and_range([100 * at for one in seeds if (at := accuracy(one, budget)) is not None])
+                mean_and_range([100 * share for result in seeds if (share := accuracy(result, budget)) is not None])
                 for budget in budgets
             ]
             lines.append(f"| {model} | {len(seeds)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def accuracy(found: Mapping[str, Any], budget: int) -> float | None:
-    """Over all places, along so many equal steps."""
-    rows = {row["trajectory"]: row["mean_accuracy"] for row in found["states"]["trajectories"]}
+def accuracy(result: Mapping[str, Any], budget: int) -> float | None:
+    """The accuracy over all positions along a uniform trajectory."""
+    rows = {row["trajectory"]: row["mean_accuracy"] for row in result["states"]["trajectories"]}
     return rows.get(str(budget))
 
 
