@@ -46,14 +46,14 @@ demo: install
 
 soak: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[soak]'
-	$(BIN)/python benchmarks/soak.py --commit $$(git describe --always --dirty) --out results/serving_soak.json
+	$(BIN)/python benchmarks/soak.py --commit $$(git describe --always --dirty) --out results/serving/soak.json
 
 # Pages lie as in the repository, so that links between them are right here and there.
 docs: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	rm -rf build/pages build/site
 	mkdir -p build/pages/src/loopformer/box
-	ln -s $(addprefix $(CURDIR)/,README.md CHANGELOG.md CITATION.cff docs examples results) build/pages
+	ln -s $(addprefix $(CURDIR)/,README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md CITATION.cff docs examples results) build/pages
 	ln -s $(CURDIR)/src/loopformer/box/README.md build/pages/src/loopformer/box
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "The site is in build/site; open build/site/index.html."

@@ -1,10 +1,10 @@
-"""Malformed and hostile requests: what schemathesis makes of the server's own schema, and hand-made ones.
+"""Malformed and hostile requests: those that schemathesis derives from the server's schema, and hand-made ones.
 
     report = attack("http://127.0.0.1:8000", seed=0, examples=150)     # statuses by kind, what is `broken`
 
-Every request must be answered, or its connection closed, within `PATIENCE` seconds, and never with 5xx. Hand-made
-are: every field of every route with values that do not belong there, bodies that are no JSON, too deep, too large
-or cut short, and connections that are slow, half closed, reset, idle, or do not speak HTTP.
+Every request must be answered within `TIMEOUT` seconds, and never with 5xx, or its connection closed. The hand-made
+requests put wrong values into every field of every route. Their bodies are not JSON, too deep, too large or cut
+short, and their connections are slow, half closed, reset, idle, or do not speak HTTP.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-PATIENCE = 40.0  # seconds, the server's own for a body and a reader included
-ROUTES: dict[str, dict[str, Any]] = {  # a request that is right, little work and with all its fields
+TIMEOUT = 40.0  # seconds, longer than the server's own timeouts
+ROUTES: dict[str, dict[str, Any]] = {  # a valid cheap request with all fields of the route
     "/v1/completions": {
         "prompt": "x",
         "max_tokens": 2,
@@ -60,7 +60,7 @@ ROUTES: dict[str, dict[str, Any]] = {  # a request that is right, little work an
     "/detokenize": {"tokens": [1]},
     "/lens": {"prompt": "x", "trajectory": "2-1-1", "top": 2},
 }
-VALUES = [  # as they stand in JSON
+VALUES = [  # JSON text
     *("-1", "0", "1", "1.5", "-0.0", "1e308", "1e999", "NaN", "Infinity", "-Infinity", "true", "false"),
     *("2147483648", "9223372036854775808", "-9223372036854775809", "9" * 400, "9" * 5000, "-" + "9" * 400),
     *('""', '"x"', r'"\u0000"', r'"\ud800"', '"\U0001f600"', '"../../etc/passwd"', '"1-1-1-1-1-1-1-1-1-1-1-1"'),
@@ -71,7 +71,7 @@ VALUES = [  # as they stand in JSON
     '{"a":' * 900 + "1" + "}" * 900,
 ]  # fmt: skip
 ERROR = {"message", "type", "param", "code"}
-KINDS = [
+CONTENT_TYPES = [
     *("", "text/plain", "application/xml", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"),
     *("application/json; charset=utf-16", "application/jsonx", "image/png", "application/json" * 500),
 ]
@@ -79,7 +79,7 @@ HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: applic
 
 
 class Tally:
-    """Statuses by kind of request, and what must not be."""
+    """Counts statuses by kind of request, and collects broken promises."""
 
     def __init__(self) -> None:
         self.statuses: dict[str, Counter[str]] = {}
@@ -89,14 +89,14 @@ class Tally:
     def count(self, kind: str, status: int | str, what: object, seconds: float) -> None:
         self.statuses.setdefault(kind, Counter())[str(status)] += 1
         self.slowest = max(self.slowest, seconds)
-        if seconds > PATIENCE or status in ("hangs", "cut off") or (isinstance(status, int) and status >= 500):
+        if seconds > TIMEOUT or status in ("hangs", "cut off") or (isinstance(status, int) and status >= 500):
             self.broken.append(f"{kind}: {status} after {seconds:.1f} s: {str(what)[:300]}")
 
 
 def attack(url: str, seed: int, examples: int) -> dict[str, Any]:
     tally = Tally()
-    generated(url, examples, tally)
-    asyncio.run(hand_made(url, random.Random(seed), tally))
+    send_generated(url, examples, tally)
+    asyncio.run(send_hand_made(url, random.Random(seed), tally))
     return {
         "requests": sum(counts.total() for counts in tally.statuses.values()),
         "statuses": tally.statuses,
@@ -105,8 +105,8 @@ def attack(url: str, seed: int, examples: int) -> dict[str, Any]:
     }
 
 
-def generated(url: str, examples: int, tally: Tally) -> None:
-    """What fits the schema and what does not, as far as schemathesis knows."""
+def send_generated(url: str, examples: int, tally: Tally) -> None:
+    """Send requests that schemathesis derives from the schema, valid and invalid."""
     import schemathesis
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis.errors import Unsatisfiable
@@ -123,7 +123,7 @@ def generated(url: str, examples: int, tally: Tally) -> None:
         @given(case=operation.as_strategy(mode))
         def run(case: Any) -> None:
             began = time.perf_counter()
-            status = case.call(timeout=PATIENCE).status_code
+            status = case.call(timeout=TIMEOUT).status_code
             tally.count(f"schemathesis, {mode}", status, case.as_curl_command(), time.perf_counter() - began)
 
         return run
@@ -133,16 +133,16 @@ def generated(url: str, examples: int, tally: Tally) -> None:
         for mode in schemathesis.GenerationMode:
             with warnings.catch_warnings(), suppress(Unsatisfiable):
                 warnings.simplefilter("ignore")
-                check(mode, operation)()  # a route without parameters has no wrong ones, and says so
+                check(mode, operation)()  # raised where a route has no parameters
 
 
-async def hand_made(url: str, draw: random.Random, tally: Tally) -> None:
-    places = asyncio.Semaphore(24)
+async def send_hand_made(url: str, rng: random.Random, tally: Tally) -> None:
+    slots = asyncio.Semaphore(24)
     address = (str(urlsplit(url).hostname), int(urlsplit(url).port or 80))
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, verify=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, verify=False) as client:
 
         async def post(kind: str, path: str, body: bytes, headers: dict[str, str]) -> None:
-            async with places:
+            async with slots:
                 began = time.perf_counter()
                 status: int | str
                 try:
@@ -152,71 +152,76 @@ async def hand_made(url: str, draw: random.Random, tally: Tally) -> None:
                         tally.broken.append(f"{kind}: {status} without an error of OpenAI's form")
                 except httpx.TimeoutException:
                     status = "hangs"
-                except httpx.TransportError:  # a body that is far too large is not read to its end
+                except httpx.TransportError:  # the server does not read an oversized body to its end
                     status = "closed" if kind == "large" else "cut off"
                 tally.count(kind, status, (path, headers, body), time.perf_counter() - began)
 
-        async def talk(talk: "Talk") -> None:
+        async def run_connection(connection: "Connection") -> None:
             began = time.perf_counter()
             try:
-                status = await asyncio.wait_for(talk.run(address), PATIENCE)
+                status = await asyncio.wait_for(connection.run(address), TIMEOUT)
             except TimeoutError:
                 status = "hangs"
-            tally.count(talk.kind, status, talk, time.perf_counter() - began)
+            tally.count(connection.kind, status, connection, time.perf_counter() - began)
 
-        await asyncio.gather(*(post(*one) for one in bodies(draw)), *map(talk, talks(draw)))
+        await asyncio.gather(
+            *(post(*request) for request in hand_made_bodies(rng)), *map(run_connection, hand_made_connections(rng))
+        )
 
 
-def bodies(draw: random.Random) -> list[tuple[str, str, bytes, dict[str, str]]]:
+def hand_made_bodies(rng: random.Random) -> list[tuple[str, str, bytes, dict[str, str]]]:
     plain = {"content-type": "application/json"}
-    made = []
-    for path, right in ROUTES.items():
-        whole = json.dumps(right).encode()
-        for name in (*right, "unknown", r"\ud800", "logit_bias", "tools"):
-            rest = json.dumps({key: value for key, value in right.items() if key != name})[1:]
+    requests = []
+    for path, valid in ROUTES.items():
+        complete = json.dumps(valid).encode()
+        for name in (*valid, "unknown", r"\ud800", "logit_bias", "tools"):
+            rest = json.dumps({key: value for key, value in valid.items() if key != name})[1:]
             for value in VALUES:
                 text = "{" + f'"{name}": {value}' + (", " if rest != "}" else "") + rest
-                made.append(("a field", path, text.encode(), plain))
+                requests.append(("a field", path, text.encode(), plain))
         for _ in range(40):
-            changed = bytearray(whole)
-            for _ in range(draw.randint(1, 4)):
-                changed[draw.randrange(len(changed))] = draw.randrange(256)
-            made.append(("changed bytes", path, bytes(changed), plain))
-        made += [("cut short", path, whole[:end], plain) for end in range(0, len(whole), 7)]
-        made += [("kind of content", path, whole, {"content-type": kind}) for kind in KINDS]
+            changed = bytearray(complete)
+            for _ in range(rng.randint(1, 4)):
+                changed[rng.randrange(len(changed))] = rng.randrange(256)
+            requests.append(("changed bytes", path, bytes(changed), plain))
+        requests += [("cut short", path, complete[:end], plain) for end in range(0, len(complete), 7)]
+        requests += [("kind of content", path, complete, {"content-type": kind}) for kind in CONTENT_TYPES]
         coded = {**plain, "content-encoding": "gzip"}
-        made += [("coding", path, *one) for one in ((whole.decode().encode("utf-16"), plain), (whole, coded))]
-        made += [("coding", path, b"\xef\xbb\xbf" + whole, plain), ("coding", path, b"\xff" * 1000, plain)]
+        requests += [
+            ("coding", path, *request)
+            for request in ((complete.decode().encode("utf-16"), plain), (complete, coded))
+        ]
+        requests += [("coding", path, b"\xef\xbb\xbf" + complete, plain), ("coding", path, b"\xff" * 1000, plain)]
         for depth in (100, 10_000, 400_000):
-            made += [
+            requests += [
                 ("deep", path, start * depth + end * depth, plain)
                 for start, end in ((b"[", b"]"), (b'{"a":', b"}"))
             ]
         for size in (1 << 20, (1 << 20) + 1, 1 << 23, 1 << 25):
-            made.append(("large", path, b'{"prompt": "' + b"x" * size + b'"}', plain))
-    draw.shuffle(made)
-    return made
+            requests.append(("large", path, b'{"prompt": "' + b"x" * size + b'"}', plain))
+    rng.shuffle(requests)
+    return requests
 
 
 @dataclass(frozen=True)
-class Talk:
-    """A connection: what is sent, how slowly, and how it ends."""
+class Connection:
+    """A connection: the bytes it sends, how slowly, and how it ends."""
 
     kind: str
     pieces: Sequence[bytes]
     pause: float = 0.0
-    end: str = "wait"  # for the server to answer or close; "half": our side is closed; "reset": it breaks
+    end: str = "wait"  # wait: for the server; half: close our side; reset: break it
 
     async def run(self, address: tuple[str, int]) -> int | str:
         reader, writer = await asyncio.open_connection(*address)
-        said = bytearray()
+        received = bytearray()
 
-        async def listen() -> None:
+        async def read_answer() -> None:
             with suppress(ConnectionError):
-                while heard := await reader.read(1 << 16):
-                    said.extend(heard)
+                while chunk := await reader.read(1 << 16):
+                    received.extend(chunk)
 
-        listening = asyncio.create_task(listen())
+        reading = asyncio.create_task(read_answer())
         try:
             for piece in self.pieces:
                 writer.write(piece)
@@ -228,18 +233,18 @@ class Talk:
                 linger = struct.pack("ii", 1, 0)
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 return "reset"
-            await listening
+            await reading
         except ConnectionError:
-            await listening
+            await reading
         finally:
             writer.close()
-        return max(map(int, re.findall(rb"HTTP/1.1 (\d{3})", said)), default="closed")
+        return max(map(int, re.findall(rb"HTTP/1.1 (\d{3})", received)), default="closed")
 
 
-def talks(draw: random.Random) -> list[Talk]:
-    right = json.dumps({"prompt": "x", "max_tokens": 16}).encode()
+def hand_made_connections(rng: random.Random) -> list[Connection]:
+    valid = json.dumps({"prompt": "x", "max_tokens": 16}).encode()
     stream = json.dumps({"prompt": "x", "max_tokens": 16, "stream": True}).encode()
-    whole = [f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in (right, stream)]
+    complete = [f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in (valid, stream)]
     heads = [
         *(b"\x00" * 100, b"\x16\x03\x01\x02\x00\x01\x00", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET /\r\n"),
         b"\r\n" * 99,
@@ -261,15 +266,24 @@ def talks(draw: random.Random) -> list[Talk]:
         HEAD.encode() + b"Transfer-Encoding: gzip\r\n\r\n{}",
     ]  # fmt: skip
     chunks = [f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode(), *[b"10000\r\n" + b"[" * 65536 + b"\r\n"] * 200]
-    made = [Talk("no HTTP", [head], end=end) for head in heads for end in ("wait", "half", "reset")]
-    made += [Talk("chunks without end", chunks) for _ in range(3)]
-    made += [Talk("slow head", [bytes([byte]) for byte in whole[0][:60]], pause=0.5) for _ in range(20)]
-    made += [Talk("slow body", [f"{HEAD}Content-Length: 99\r\n\r\n".encode(), *[b" "] * 60], pause=0.6)] * 10
-    made += [Talk("half closed", [each], end="half") for each in whole * 20]
-    made += [Talk("reset", [each], pause=draw.random() / 5, end="reset") for each in whole * 40]
-    made += [
-        Talk("half a body", [each[:-5]], end=end) for each in whole for end in ("half", "reset") for _ in range(10)
+    connections = [Connection("no HTTP", [head], end=end) for head in heads for end in ("wait", "half", "reset")]
+    connections += [Connection("chunks without end", chunks) for _ in range(3)]
+    connections += [
+        Connection("slow head", [bytes([byte]) for byte in complete[0][:60]], pause=0.5) for _ in range(20)
     ]
-    made += [Talk("pipelined", [each * 20]) for each in whole]
-    made += [Talk("idle", []) for _ in range(400)]
-    return made
+    connections += [
+        Connection("slow body", [f"{HEAD}Content-Length: 99\r\n\r\n".encode(), *[b" "] * 60], pause=0.6)
+    ] * 10
+    connections += [Connection("half closed", [request], end="half") for request in complete * 20]
+    connections += [
+        Connection("reset", [request], pause=rng.random() / 5, end="reset") for request in complete * 40
+    ]
+    connections += [
+        Connection("half a body", [request[:-5]], end=end)
+        for request in complete
+        for end in ("half", "reset")
+        for _ in range(10)
+    ]
+    connections += [Connection("pipelined", [request * 20]) for request in complete]
+    connections += [Connection("idle", []) for _ in range(400)]
+    return connections

@@ -1,12 +1,12 @@
-"""How much memory `loopformer prepare` takes for text that is made to take much.
+"""The peak memory of `loopformer prepare` on text that was made to need much of it.
 
 python benchmarks/prepare_memory.py                       # all of them
 python benchmarks/prepare_memory.py --only newlines --seconds 60
 
-Each input is written to a temporary folder and prepared by a process of its own, which may take `--seconds` and an
-address space of `--gigabytes`. The peak is of its resident memory and that of its children, read from /proc ten
-times a second. The last line is JSON, which also goes to results/prepare_memory.json; what is there of an earlier
-version (`before`) stays. Random text is the same each time.
+Each input is written to a temporary folder and prepared by a process of its own, limited to `--seconds` and to an
+address space of `--gigabytes`. The peak is the resident memory of that process and its children, read from /proc
+ten times a second. The last line is JSON, which also goes to results/cpu/prepare_memory.json. What that file has of
+an earlier version (`before`) stays. Random text is the same each time.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import pyarrow.parquet
 import tokenizers
 import zstandard
 
-RESULT = Path(__file__).parent.parent / "results" / "prepare_memory.json"
+RESULT = Path(__file__).parent.parent / "results" / "cpu" / "prepare_memory.json"
 WORDS = "the loop runs again and time moves on while depth grows step by step until the text is read "
 
 
@@ -112,43 +112,43 @@ INPUTS: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 
 def measure(path: Path, out: Path, seconds: float, gigabytes: float, options: list[str]) -> dict[str, object]:
-    """Prepare one file; what it came to, and the most memory that it had."""
+    """Prepare one file, and report how it ended and its peak memory."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (int(gigabytes * 1e9), int(gigabytes * 1e9)))
 
     command = [sys.executable, "-m", "loopformer", "prepare", str(path), "--out", str(out), *options]
-    began, peak = time.monotonic(), 0
-    with tempfile.TemporaryFile("w+") as told:
-        process = subprocess.Popen(command, preexec_fn=limit, stdout=told, stderr=told)
+    started, peak = time.monotonic(), 0
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, preexec_fn=limit, stdout=log, stderr=log)
         while process.poll() is None:
-            peak = max(peak, sum(resident(number) for number in family(process.pid)))
-            if time.monotonic() - began > seconds:
+            peak = max(peak, sum(resident(number) for number in process_tree(process.pid)))
+            if time.monotonic() - started > seconds:
                 process.kill()
                 process.wait()
                 break
             time.sleep(0.1)
-        told.seek(0)
-        last = (told.read().strip().splitlines() or [""])[-1]
-    ended = "stopped by us" if process.returncode == -9 else f"exit code {process.returncode}"
+        log.seek(0)
+        last = (log.read().strip().splitlines() or [""])[-1]
+    outcome = "stopped by us" if process.returncode == -9 else f"exit code {process.returncode}"
     return {
         "file_megabytes": round(path.stat().st_size / 1e6, 2),
         "peak_gigabytes": round(peak / 1e9, 2),
-        "seconds": round(time.monotonic() - began, 1),
-        "ended": ended,
+        "seconds": round(time.monotonic() - started, 1),
+        "ended": outcome,
         "last_line": last.replace(str(path.parent) + "/", "")[:200],
     }
 
 
-def family(process: int) -> Iterator[int]:
-    """A process and those that it started."""
+def process_tree(process: int) -> Iterator[int]:
+    """The process and its descendants."""
     yield process
     try:
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     except OSError:
         return
     for child in children:
-        yield from family(int(child))
+        yield from process_tree(int(child))
 
 
 def resident(process: int) -> int:
@@ -160,28 +160,29 @@ def resident(process: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=INPUTS, help="one of them, and no file is written")
+    parser.add_argument("--only", choices=INPUTS, help="a single input, and write no file")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--gigabytes", type=float, default=12)
     parser.add_argument("--options", default="--on-bad skip --train-tokens 2000000", help="of `loopformer prepare`")
-    options = parser.parse_args()
-    found = {}
-    for name in [options.only] if options.only else INPUTS:
+    args = parser.parse_args()
+    results = {}
+    for name in [args.only] if args.only else INPUTS:
         with tempfile.TemporaryDirectory() as folder:
             file, make = INPUTS[name]
             make(Path(folder) / file)
-            place = Path(folder) / file
-            given = options.options.split()
-            found[name] = measure(place, Path(folder) / "out", options.seconds, options.gigabytes, given)
-        print(name, found[name], flush=True)
+            path = Path(folder) / file
+            options = args.options.split()
+            results[name] = measure(path, Path(folder) / "out", args.seconds, args.gigabytes, options)
+        print(name, results[name], flush=True)
     result: dict[str, object] = {
         "command": " ".join(["python", "benchmarks/prepare_memory.py", *sys.argv[1:]]),
         "hardware": f"{len(os.sched_getaffinity(0))} CPU cores",
         "versions": {"python": platform.python_version(), "tokenizers": tokenizers.__version__},
+        "seed": 0,
         "inputs": {name: (make.__doc__ or "").strip() for name, (_, make) in INPUTS.items()},
-        "found": found,
+        "found": results,
     }
-    if not options.only:
+    if not args.only:
         result["before"] = json.loads(RESULT.read_text())["before"] if RESULT.exists() else None
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

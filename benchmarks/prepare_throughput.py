@@ -1,13 +1,12 @@
-"""How fast `loopformer prepare` is beside the tokenizers library alone: same text, same tokenizer, same cores.
+"""The speed of `loopformer prepare` beside the tokenizers library alone, on the same text, tokenizer and cores.
 
 python benchmarks/prepare_throughput.py                                        # the embedded corpus, repeated
 python benchmarks/prepare_throughput.py --text corpus.jsonl.zst --tokenizer gpt2
 
-"Alone" is the library on text that is already in memory and nothing else: `encode_batch`, and for a stricter
-comparison `encode_batch_fast`, which leaves out offsets and is what prepare calls. Prepare reads, hashes, splits,
-tokenizes, writes, checksums and syncs. They are run in turns, each in a process of its own, and the best of each
-counts. All figures, the ratios and the machine are printed; the last line is JSON, which also goes to
-results/prepare_throughput.json. Nothing is random, so there is no seed.
+The library alone tokenizes text that is already in memory: with `encode_batch`, and with `encode_batch_fast`, which
+leaves out offsets and is what prepare calls. Prepare reads, hashes, splits, tokenizes, writes, checksums and syncs.
+They take turns, each in a process of its own, and the best turn counts. The last line is JSON, which also goes to
+results/cpu/prepare_throughput.json. Nothing is random, so there is no seed.
 """
 
 import argparse
@@ -28,54 +27,54 @@ from loopformer.data.formats import Meter
 from loopformer.data.prepare import prepare
 from loopformer.data.tokenizer import FILE, Tokenizer
 
-RESULT = Path(__file__).parent.parent / "results" / "prepare_throughput.json"
+RESULT = Path(__file__).parent.parent / "results" / "cpu" / "prepare_throughput.json"
 
 
-def write_sample(source: str, path: Path, most: int) -> int:
-    """Up to `most` bytes of the source as .jsonl, gone through again where it is shorter; the bytes of text."""
+def write_sample(source: str, path: Path, max_bytes: int) -> int:
+    """Write up to `max_bytes` of the source as .jsonl, repeating a shorter source; return the bytes of text."""
     (parsed,) = parse_sources([source])
     size = rounds = 0
     with path.open("w", encoding="utf-8") as file:
-        while size < most:
+        while size < max_bytes:
             for _, text in parsed.texts("text", Position(), Meter()):
                 # A round's number makes every document of it new, as in a real corpus.
                 text = f"{rounds}\n{text}" if rounds else text
                 file.write(json.dumps({"text": text}) + "\n")
                 size += len(text.encode())
-                if size >= most:
+                if size >= max_bytes:
                     break
             rounds += 1
     return size
 
 
-def alone(sample: Path, tokenizer: Path, method: str) -> float:
-    """Seconds of the library's own `encode_batch` or `encode_batch_fast` on texts in memory."""
+def tokenizer_seconds(sample: Path, tokenizer: Path, method: str) -> float:
+    """The seconds of the library's own `encode_batch` or `encode_batch_fast` on texts in memory."""
     with sample.open(encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for line in lines]
     encode = getattr(tokenizers.Tokenizer.from_file(str(tokenizer / FILE)), method)
     encode(texts[:10], add_special_tokens=False)
-    # In batches of prepare's size, because the encodings of all text at once would measure the machine's memory.
+    # Batches of prepare's size: all encodings at once would measure the machine's memory instead.
     batches: list[list[str]] = [[]]
     for text in texts:
         if sum(map(len, batches[-1])) >= 4 << 20:
             batches.append([])
         batches[-1].append(text)
-    began = time.perf_counter()
+    started = time.perf_counter()
     for batch in batches:
         encode(batch, add_special_tokens=False)
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
-def whole(sample: Path, tokenizer: Path) -> float:
-    """Seconds of prepare, from the file to the synced shards."""
+def prepare_seconds(sample: Path, tokenizer: Path) -> float:
+    """The seconds of prepare, from the file to the synced shards."""
     with tempfile.TemporaryDirectory() as folder:
-        began = time.perf_counter()
+        started = time.perf_counter()
         prepare([str(sample)], Path(folder) / "out", tokenizer=str(tokenizer))
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
 
 def measure(kind: str, sample: Path, tokenizer: Path) -> float:
-    """Run one measurement in its own process, so that no cache or heap of one helps or hinders the other."""
+    """Measure in a process of its own, so that no cache or heap carries over."""
     command = [sys.executable, __file__, "--measure", kind, str(sample), str(tokenizer)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -95,42 +94,42 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--measure", nargs=3, metavar=("KIND", "SAMPLE", "TOKENIZER"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        kind, sample, tokenizer = options.measure
-        where = Path(sample), Path(tokenizer)
-        print(whole(*where) if kind == "prepare" else alone(*where, kind))
+    args = parser.parse_args()
+    if args.measure:
+        kind, sample, tokenizer = args.measure
+        paths = Path(sample), Path(tokenizer)
+        print(prepare_seconds(*paths) if kind == "prepare" else tokenizer_seconds(*paths, kind))
         return
 
     with tempfile.TemporaryDirectory() as name:
         sample, folder = Path(name) / "sample.jsonl", Path(name)
-        size = write_sample(options.text, sample, int(options.megabytes * 1e6))
-        if options.tokenizer:
-            chosen = Tokenizer.find(options.tokenizer)
+        size = write_sample(args.text, sample, int(args.megabytes * 1e6))
+        if args.tokenizer:
+            chosen = Tokenizer.find(args.tokenizer)
         else:
             with sample.open(encoding="utf-8") as lines:
                 chosen = Tokenizer.train((json.loads(line)["text"] for line in itertools.islice(lines, 1000)), 4096)
         chosen.save(folder)
         seconds: dict[str, list[float]] = {"encode_batch": [], "encode_batch_fast": [], "prepare": []}
-        for _ in range(options.repeats):
-            for kind, found in seconds.items():
-                found.append(measure(kind, sample, folder))
-    speed = {kind: size / min(found) / 1e6 for kind, found in seconds.items()}
+        for _ in range(args.repeats):
+            for kind, timings in seconds.items():
+                timings.append(measure(kind, sample, folder))
+    speed = {kind: size / min(timings) / 1e6 for kind, timings in seconds.items()}
     result = {
         "command": " ".join(["python", "benchmarks/prepare_throughput.py", *sys.argv[1:]]),
         "hardware": {"processor": processor(), "cores": len(os.sched_getaffinity(0))},
         "versions": {"python": platform.python_version(), "tokenizers": tokenizers.__version__},
         "seed": "nothing is random",
-        "text": options.text,
+        "text": args.text,
         "text_megabytes": round(size / 1e6, 2),
         "vocab_size": chosen.vocab_size,
         "megabytes_per_second": {kind: round(value, 2) for kind, value in speed.items()},
         "ratio": round(speed["prepare"] / speed["encode_batch"], 3),
         "ratio_to_fast": round(speed["prepare"] / speed["encode_batch_fast"], 3),
-        "seconds": {kind: [round(value, 2) for value in found] for kind, found in seconds.items()},
+        "seconds": {kind: [round(value, 2) for value in timings] for kind, timings in seconds.items()},
         "load_average": round(os.getloadavg()[0], 1),
     }
-    print(f"{result['hardware']}, {size / 1e6:.1f} MB of {options.text}, vocabulary {chosen.vocab_size}")
+    print(f"{result['hardware']}, {size / 1e6:.1f} MB of {args.text}, vocabulary {chosen.vocab_size}")
     for kind, value in speed.items():
         print(f"{kind:18} {value:6.2f} MB/s, prepare is {speed['prepare'] / value:.3f} of it")
     RESULT.write_text(json.dumps(result, indent=1) + "\n")

@@ -54,8 +54,8 @@ class ServeProcess:
         wait_until(lambda: not self.metric("num_requests_running") + self.metric("num_requests_waiting"))
 
 
-def wait_until(so: Callable[[], bool], seconds: float = 120.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     until = time.monotonic() + seconds
-    while not so():
-        assert time.monotonic() < until, "it takes too long"
+    while not condition():
+        assert time.monotonic() < until, "The condition did not become true in time."
         time.sleep(0.05)

@@ -4,23 +4,24 @@
                                             [--rounds 3] [--parts engine,server,stream,transformers]
                                             [--temperature 0] [--out FILE]
 
-engine        the engine alone in this process, as the server makes it; text and stop strings included
-server        `loopformer serve` on loopback, a client for each row, whole answers; aimed at: 0.85 of the engine
-stream        the same with server-sent events; aimed at: 0.6
+engine        the engine in this process, set up as the server does it, with text and stop strings
+server        `loopformer serve` on loopback, a client for each row, complete answers; goal: 0.85 of the engine
+stream        the same with server-sent events; goal: 0.6
 transformers  Transformers' continuous batching of a GPT-2 of the same compute (k·L blocks), without making text
 
-All run the same requests: random prompts of 64 to 256 tokens, 64 to 192 new ones, greedy unless there is a
-temperature (which Transformers is not given), a stop string. There are
-as many clients as rows; each sends its next request when it has its answer. Loads: `full` has all requests at the
-largest budget, `mixed` has a third each at L, L/2 and L/4; Transformers has one depth and so the full load alone.
-After rounds that warm up through the same paths, tokens are counted for `--seconds` while all rows are busy.
-Engine, server and streams take turns, `--rounds` times: what a host can do changes within seconds, so a share is of
-the engine as it was beside it. Shares of single rounds are kept, too.
+All parts run the same requests: random prompts of 64 to 256 tokens, 64 to 192 new tokens, a stop string, greedy
+unless `--temperature` is set (Transformers always decodes greedily). There are as many clients as rows, and each
+sends its next request when it has its answer. The load `full` has all requests at the largest budget, `mixed` a
+third each at L, L/2 and L/4. Transformers has one depth and so runs `full` alone.
 
-A preset gets random weights (seed 0) and a vocabulary of words of its size; `box` is the model in the box. The
-clients have processes of their own (http_clients.py), whose CPU seconds, of all their time, stand beside those of
-the server and its engine, of the seconds that count. Times to the first token are those of requests sent while
-tokens were counted, times to the last those of requests that ended then. The last line is JSON.
+After warm-up rounds on the same paths, tokens are counted for `--seconds` while all rows are busy. The speed of a
+host changes within seconds. So engine, server and streams take turns, `--rounds` times, and a share compares a part
+with the engine of the same round.
+
+A preset gets random weights (seed 0) and a vocabulary of its size; `box` is the model in the box. The clients run
+in processes of their own (http_clients.py). Their CPU seconds cover their life, those of the server and its engine
+only the counted seconds. Times to the first token are of requests sent while tokens were counted, times to the
+last of requests that ended then. The last line is JSON.
 """
 
 import argparse
@@ -63,14 +64,14 @@ from loopformer.trajectory import Trajectory
 Report = dict[str, Any]
 PARTS = ("engine", "server", "stream", "transformers")
 PROMPT, NEW = (64, 256), (64, 192)  # tokens of a request, from and to
-EACH = 48  # requests of a client, which begin again then
-RAMP = 1.0  # seconds until all rows are busy and their ends have spread
-WARM, ROUNDS, ALIKE = 1.0, 8, 0.15  # seconds of a round that warms up, how many at most, until two are so alike
+EACH = 48  # requests of a client, repeated when they run out
+RAMP = 1.0  # seconds until all rows are busy and no longer end together
+WARM, MAX_WARM_ROUNDS, ALIKE = 1.0, 8, 0.15  # warm-up rounds: seconds, most, and the difference at which they end
 CLIENTS = Path(__file__).with_name("http_clients.py")
 
 
-class Asked(NamedTuple):
-    """A request as plain data."""
+class ClientRequest(NamedTuple):
+    """A request, for the server and for the engine."""
 
     prompt: list[int]
     budget: int
@@ -92,8 +93,11 @@ class Asked(NamedTuple):
         return Request(tuple(self.prompt), trajectory, sampling, self.tokens, STOPS)
 
 
+Queues = Sequence[Sequence[ClientRequest]]  # the requests of each client, in its order
+
+
 class Times(NamedTuple):
-    """When a request was sent, and its first and last token came."""
+    """When a request was sent, and when its first and last token came."""
 
     sent: float
     first: float
@@ -101,43 +105,46 @@ class Times(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What was counted between two times: tokens, requests, CPU seconds by process."""
+    """Tokens, requests and CPU seconds by process, counted between two times."""
 
     since: float
     until: float
     tokens: float
     times: Sequence[Times]
     cpu: dict[str, float]
-    events: tuple[int, int] = (0, 0)  # tokens of streams, and events that brought them
+    events: tuple[int, int] = (0, 0)  # tokens of streams, and the events that carried them
 
     @property
     def rate(self) -> float:
         return self.tokens / (self.until - self.since)
 
 
-def draw(vocab: int, budgets: Sequence[int], clients: int, temperature: float, seed: int) -> list[list[Asked]]:
-    """What each client asks for, in its order."""
+def draw_requests(
+    vocab: int, budgets: Sequence[int], clients: int, temperature: float, seed: int
+) -> list[list[ClientRequest]]:
+    """The requests of each client, in its order."""
     rng = random.Random(seed)
 
-    def one(number: int) -> Asked:
+    def draw_request(number: int) -> ClientRequest:
         prompt = rng.choices(range(1, vocab), k=rng.randint(*PROMPT))  # 0 ends a text
-        return Asked(prompt, budgets[number % len(budgets)], rng.randint(*NEW), temperature)
+        return ClientRequest(prompt, budgets[number % len(budgets)], rng.randint(*NEW), temperature)
 
-    return [[one(client + number) for number in range(EACH)] for client in range(clients)]
+    return [[draw_request(client + number) for number in range(EACH)] for client in range(clients)]
 
 
 def summary(windows: Sequence[Window], engine: Sequence[Window] = ()) -> Report:
-    """Tokens a second, the share of an engine's beside them, and the milliseconds of requests that were sent, or
-    ended, meanwhile."""
+    """Rate, share of the engine's rate in the same rounds, and times of the requests sent or ended meanwhile."""
 
     def percentiles(values: Sequence[float]) -> Report:
         ordered = sorted(1e3 * value for value in values)
         return {f"p{p}": round(ordered[p * (len(ordered) - 1) // 100], 2) for p in (50, 95)} if ordered else {}
 
-    sent = [one for each in windows for one in each.times if each.since <= one.sent < each.until]
-    ended = [one for each in windows for one in each.times if each.since <= one.last < each.until]
-    tokens, seconds = sum(one.tokens for one in windows), sum(one.until - one.since for one in windows)
-    shares = [one.rate / other.rate for one, other in zip(windows, engine, strict=False)]
+    requests = [(window, times) for window in windows for times in window.times]
+    sent = [times for window, times in requests if window.since <= times.sent < window.until]
+    ended = [times for window, times in requests if window.since <= times.last < window.until]
+    tokens = sum(window.tokens for window in windows)
+    seconds = sum(window.until - window.since for window in windows)
+    shares = [window.rate / other.rate for window, other in zip(windows, engine, strict=False)]
     report: Report = {
         "tokens_per_second": tokens / seconds,
         "tokens": tokens,
@@ -145,21 +152,21 @@ def summary(windows: Sequence[Window], engine: Sequence[Window] = ()) -> Report:
         "share": statistics.median(shares) if shares else None,
         "shares": shares,
         "ended": len(ended),
-        "first_token_ms": percentiles([one.first - one.sent for one in sent]),
-        "whole_ms": percentiles([one.last - one.sent for one in ended]),
-        "cpu_seconds": {name: sum(one.cpu[name] for one in windows) for name in windows[0].cpu},
+        "first_token_ms": percentiles([times.first - times.sent for times in sent]),
+        "whole_ms": percentiles([times.last - times.sent for times in ended]),
+        "cpu_seconds": {name: sum(window.cpu[name] for window in windows) for name in windows[0].cpu},
     }
     if "server" in windows[0].cpu:
         report["server_us_per_token"] = 1e6 * report["cpu_seconds"]["server"] / max(1, tokens)
-    if events := sum(one.events[1] for one in windows):
-        report["tokens_per_event"] = sum(one.events[0] for one in windows) / events
+    if events := sum(window.events[1] for window in windows):
+        report["tokens_per_event"] = sum(window.events[0] for window in windows) / events
     return report
 
 
 def settle(measure: Callable[[], Window]) -> None:
-    """Run rounds that do not count until two are alike: kernels are compiled and graphs recorded at first use."""
+    """Warm up until two rounds are alike: kernels are compiled and graphs captured at first use."""
     before = 0.0
-    for _ in range(ROUNDS):
+    for _ in range(MAX_WARM_ROUNDS):
         rate = measure().rate
         if abs(rate - before) <= ALIKE * rate:
             return
@@ -170,20 +177,20 @@ def settle(measure: Callable[[], Window]) -> None:
 
 
 def prepare(name: str, folder: Path, device: torch.device) -> str:
-    """The model's place: a preset with random weights is written into the folder, with a tokenizer."""
+    """The path of the model. A preset is written into the folder, with random weights and a tokenizer."""
     if name not in preset_names():
         return name
     torch.manual_seed(0)
     with device:
         model = LoopedLM(with_expected_vocab(*load_run(name)).model)
-    place = folder / name.replace("/", "-")
-    save_model(model.to(torch.bfloat16), place)
-    vocabulary(model.config.vocab).save(place)
-    return str(place)
+    model_path = folder / name.replace("/", "-")
+    save_model(model.to(torch.bfloat16), model_path)
+    vocabulary(model.config.vocab).save(model_path)
+    return str(model_path)
 
 
 def vocabulary(size: int) -> Tokenizer:
-    """The tokenizer in the box with more words, each made of two of its own."""
+    """The tokenizer of the box, filled up to this size with pairs of its words."""
     content = json.loads((located(BOX) / "tokenizer.json").read_text(encoding="utf-8"))
     known = content["model"]["vocab"]
     words = [word for word in known if word.isascii() and word.isalpha()]
@@ -198,9 +205,9 @@ def vocabulary(size: int) -> Tokenizer:
 # The engine.
 
 
-def drive(engine: Engine, asked: Sequence[Sequence[Asked]], seconds: float) -> Window:
-    """Clients in this process: each submits its next request when its last has ended."""
-    clients = [iter(list(each) * 100) for each in asked]
+def drive(engine: Engine, queues: Queues, seconds: float) -> Window:
+    """Measure the engine. Each client submits its next request when its last has ended."""
+    clients = [iter(list(queue) * 100) for queue in queues]
     owners = {engine.submit(next(client).request()): client for client in clients}
     sent, first, times = dict.fromkeys(owners, time.monotonic()), dict[int, float](), list[Times]()
     since = time.monotonic() + RAMP
@@ -227,23 +234,23 @@ def drive(engine: Engine, asked: Sequence[Sequence[Asked]], seconds: float) -> W
 
 
 class Server(ServeProcess):
-    """With a row for each client."""
+    """A server with a row for each client."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         rows = str(settings.rows)
         super().__init__(settings.model, "--rows", rows, "--queue", rows, "--device", settings.device)
 
     def counts(self) -> tuple[float, float, float, float]:
-        """The time, all tokens so far, and the CPU seconds of both processes."""
+        """The time, the tokens so far, and the CPU seconds of both processes."""
         tokens = self.metric("generation_tokens_total")
         return time.monotonic(), tokens, cpu_seconds(self.process.pid), cpu_seconds(self.engine)
 
-    def measure(self, stream: bool, processes: int, asked: Sequence[Sequence[Asked]], seconds: float) -> Window:
-        """Tokens that the server gives out while all clients are there, and their own times."""
+    def measure(self, stream: bool, processes: int, queues: Queues, seconds: float) -> Window:
+        """Count the tokens that the server generates while all clients are busy, and time the requests."""
         until = time.monotonic() + RAMP + seconds + 0.5
         clients = []
         for number in range(processes):
-            bodies = [[one.body(stream) for one in each] for each in asked[number::processes]]
+            bodies = [[request.body(stream) for request in queue] for queue in queues[number::processes]]
             task = json.dumps({"port": urlsplit(self.url).port, "until": until, "bodies": bodies})
             client = subprocess.Popen(
                 [sys.executable, str(CLIENTS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -257,14 +264,14 @@ class Server(ServeProcess):
         before = self.counts()
         time.sleep(seconds)
         after = self.counts()
-        said = [json.loads(client.communicate()[0]) for client in clients]
+        outputs = [json.loads(client.communicate()[0]) for client in clients]
         self.settle()
-        failures = [failure for each in said for failure in each["failures"]]
+        failures = [failure for output in outputs for failure in output["failures"]]
         if failures:
             raise SystemExit(f"{len(failures)} requests failed: {failures[0]}")
         _, tokens, front, engine = (now - then for now, then in zip(after, before, strict=True))
-        cpu = {"server": front, "engine": engine, "clients": sum(each["cpu"] for each in said)}
-        answers = [answer for each in said for answer in each["answers"]]
+        cpu = {"server": front, "engine": engine, "clients": sum(output["cpu"] for output in outputs)}
+        answers = [answer for output in outputs for answer in output["answers"]]
         events = (sum(answer[3] for answer in answers), sum(answer[4] for answer in answers)) if stream else (0, 0)
         return Window(before[0], after[0], tokens, [Times(*answer[:3]) for answer in answers], cpu, events)
 
@@ -278,15 +285,15 @@ def cpu_seconds(process: int) -> float:
 # Transformers.
 
 
-def transformers_rate(lm: LM, asked: Sequence[Sequence[Asked]], seconds: float) -> Report:
-    """The same requests through Transformers' continuous batching; when each token came is what it says itself."""
+def transformers_rate(lm: LM, queues: Queues, seconds: float) -> Report:
+    """Run the same requests through Transformers' continuous batching, which times each token itself."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     config, weight = lm.model.config, lm.model.tokens.weight
     model = gpt2(config, config.loops, weight)
     if find_spec("flash_attn") is None and find_spec("flash_attn_interface") is None:
         model.set_attn_implementation("paged|sdpa")  # else it may look for kernels on the Hub
-    rows, blocks = len(asked), -(-(PROMPT[1] + NEW[1]) // 256) + 1
+    rows, blocks = len(queues), -(-(PROMPT[1] + NEW[1]) // 256) + 1
     batching = ContinuousBatchingConfig(
         num_blocks=rows * blocks, max_batch_tokens=2048, max_requests_per_batch=rows, allow_block_sharing=False
     )
@@ -295,27 +302,27 @@ def transformers_rate(lm: LM, asked: Sequence[Sequence[Asked]], seconds: float) 
     with model.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=batching
     ) as manager:
-        clients = {str(number): iter(list(each) * 100) for number, each in enumerate(asked)}
+        clients = {str(number): iter(list(queue) * 100) for number, queue in enumerate(queues)}
 
-        def ask(client: str, most: int = NEW[1]) -> None:
-            one = next(clients[client])
+        def submit(client: str, most: int = NEW[1]) -> None:
+            request = next(clients[client])
             name = f"{client} {len(outputs)} {time.monotonic()}"
-            manager.add_request(one.prompt, name, min(most, one.tokens), record_timestamps=True)
+            manager.add_request(request.prompt, name, min(most, request.tokens), record_timestamps=True)
 
         def run(until: float, most: int = NEW[1]) -> None:
-            """Keep all clients at it until then, and let them end."""
+            """Keep all clients busy until then, and wait for their last requests."""
             for client in clients:
-                ask(client, most)
-            going = len(clients)
-            while going:
+                submit(client, most)
+            running = len(clients)
+            while running:
                 output = manager.get_result(timeout=60)
                 if output is None or output.error:
                     raise SystemExit(f"Transformers failed: {output and output.error}")
                 outputs.append(output)
-                going -= 1
+                running -= 1
                 if time.monotonic() < until:
-                    ask(output.request_id.split()[0], most)
-                    going += 1
+                    submit(output.request_id.split()[0], most)
+                    running += 1
 
         run(time.monotonic() + 2 * WARM, most=16)
         outputs.clear()
@@ -330,14 +337,14 @@ def transformers_rate(lm: LM, asked: Sequence[Sequence[Asked]], seconds: float) 
     return {**summary([Window(since, until, tokens, times, {"engine": cpu})]), "attention": implementation}
 
 
-# All of it.
+# The command line.
 
 
 def line(part: str, load: str, row: Report) -> str:
     words = [f"{part:12} {load:5} {row['tokens_per_second']:9,.0f} tokens/s"]
     if row["share"] is not None:
         words.append(f"{row['share']:.2f} of the engine ({min(row['shares']):.2f} to {max(row['shares']):.2f})")
-    for name, label in (("first_token_ms", "first token"), ("whole_ms", "whole")):
+    for name, label in (("first_token_ms", "first token"), ("whole_ms", "last token")):
         if row[name]:
             words.append(f"{label} {row[name]['p50']:.0f} ms (p95 {row[name]['p95']:.0f})")
     words.append("CPU s " + ", ".join(f"{name} {value:.1f}" for name, value in row["cpu_seconds"].items()))
@@ -358,34 +365,36 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="of the texts; 0: the most likely tokens")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    parts, names = asked.parts.split(","), asked.loads.split(",")
+    args = parser.parse_args()
+    parts, names = args.parts.split(","), args.loads.split(",")
     if unknown := set(parts) - set(PARTS) or set(names) - {"full", "mixed"}:
         parser.error(f"there is no {', '.join(sorted(unknown))}")
 
     began = time.monotonic()
     rows: list[Report] = []
 
-    def note(part: str, load: str, found: Report) -> None:
+    def record(part: str, load: str, result: Report) -> None:
         if part == "server":
-            found["first_token_ms"] = None  # nobody sees it
-        rows.append({"part": part, "load": load, **found})
+            result["first_token_ms"] = None  # a complete answer has no first token
+        rows.append({"part": part, "load": load, **result})
         print(line(part, load, rows[-1]), flush=True)
 
-    def say(what: str) -> None:
-        print(f"{time.monotonic() - began:6.1f} s: {what}", flush=True)
+    def log(text: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} s: {text}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        place = prepare(asked.model, Path(folder), choose_device(asked.device))
-        settings = WorkerSettings(place, asked.rows, device=asked.device)
+        model_path = prepare(args.model, Path(folder), choose_device(args.device))
+        settings = WorkerSettings(model_path, args.rows, device=args.device)
         lm, _ = load_served(settings)
         config, device = lm.model.config, lm.model.device
-        say(f"the model is there, {lm.model.dtype_name} on {device}")
+        log(f"model loaded, {lm.model.dtype_name} on {device}")
         loops = config.loops
         budgets = {"full": [loops], "mixed": sorted({loops, max(1, loops // 2), max(1, loops // 4)})}
-        loads = {name: draw(config.vocab, budgets[name], asked.rows, asked.temperature, 0) for name in names}
+        loads = {
+            name: draw_requests(config.vocab, budgets[name], args.rows, args.temperature, seed=0) for name in names
+        }
         warmest = budgets["mixed" if "mixed" in names else "full"]
-        warm = draw(config.vocab, warmest, asked.rows, asked.temperature, 1)
+        warm = draw_requests(config.vocab, warmest, args.rows, args.temperature, 1)
         report: Report = {
             "benchmark": "serving_throughput",
             "command": shlex.join(["python", *sys.argv]),
@@ -393,46 +402,46 @@ def main() -> None:
             **describe(device),
             "cores": os.cpu_count(),
             "dtype": lm.model.dtype_name,
-            "model": asked.model,
-            "rows": asked.rows,
+            "model": args.model,
+            "rows": args.rows,
             "prompt_tokens": PROMPT,
             "new_tokens": NEW,
-            "client_processes": asked.processes,
-            "rounds": asked.rounds,
-            "temperature": asked.temperature,
+            "client_processes": args.processes,
+            "rounds": args.rounds,
+            "temperature": args.temperature,
         }
         try:
             with ExitStack() as stack:
-                measures: dict[str, Callable[[Sequence[Sequence[Asked]], float], Window]] = {}
+                measures: dict[str, Callable[[Queues, float], Window]] = {}
                 if "engine" in parts:
-                    measures["engine"] = partial(drive, lm.engine(asked.rows, queue=asked.rows))
+                    measures["engine"] = partial(drive, lm.engine(args.rows, queue=args.rows))
                 if "server" in parts or "stream" in parts:
-                    say("the server starts")
+                    log("the server starts")
                     server = stack.enter_context(Server(settings))
-                    say("the server is ready")
+                    log("the server is ready")
                     measures |= {
-                        part: partial(server.measure, part == "stream", asked.processes)
+                        part: partial(server.measure, part == "stream", args.processes)
                         for part in ("server", "stream")
                         if part in parts
                     }
                 for part, measure in measures.items():
                     settle(partial(measure, warm, WARM))
-                    say(f"{part}: warm")
+                    log(f"{part}: warm")
                 for name, requests in loads.items():
-                    found: dict[str, list[Window]] = {part: [] for part in measures}
-                    for _ in range(asked.rounds):
+                    result: dict[str, list[Window]] = {part: [] for part in measures}
+                    for _ in range(args.rounds):
                         for part, measure in measures.items():
-                            found[part].append(measure(requests, asked.seconds))
-                    for part, windows in found.items():
-                        note(part, name, summary(windows, found.get("engine", ())))
+                            result[part].append(measure(requests, args.seconds))
+                    for part, windows in result.items():
+                        record(part, name, summary(windows, result.get("engine", ())))
             measures.clear()
             synchronise(device)
             free_memory(device)
             if "transformers" in parts and "full" in loads:
-                say("Transformers starts")
-                note("transformers", "full", transformers_rate(lm, loads["full"], asked.seconds))
-        finally:  # what was measured stays measured
-            publish({**report, "total_seconds": time.monotonic() - began, "measured": rows}, asked.out)
+                log("Transformers starts")
+                record("transformers", "full", transformers_rate(lm, loads["full"], args.seconds))
+        finally:  # an error must not lose what was measured
+            publish({**report, "total_seconds": time.monotonic() - began, "measured": rows}, args.out)
 
 
 if __name__ == "__main__":

@@ -334,7 +334,7 @@ def lay_out(model: LoopedLM) -> LoopedLM:
     """Put the weights that every token reads into the memory order that decoding reads fastest; in place.
 
     On the CPU a matmul with one row is limited by reading the weight, and PyTorch reads a weight [out, in] on all
-    cores only when it lies in memory by columns (benchmarks/decode_cpu.py). Values, shapes and files stay the same.
+    cores only when it lies in memory by columns (results/cpu/decode.json). Values, shapes and files stay the same.
     """
     by_columns = model.device.type == "cpu"
     linears = [module for module in model.stack.modules() if isinstance(module, nn.Linear)]
