@@ -2,13 +2,13 @@
 
     found = track_states(loaded.model, Group.named("S3"), [Trajectory.uniform(m) for m in range(1, 6)])
     found["trajectories"][0]["accuracy"]             # at each place along the first trajectory
-    found["certainty"][0]["mean_passes"]             # depth by certainty, beside fixed depths
+    found["certainty"][0]["mean_passes"]             # with early exit, beside the fixed budgets
 
 The words are drawn afresh from a stream of their own (data/states.py); the answer at a place is the most likely
 element. Every number of right answers is given by place, so that any mean and its standard error can be had.
 
-Depth by certainty follows the full trajectory, and the longest of those asked for where that is longer; a place
-whose best element is likelier than a threshold settles (`Certainty`) and takes no further pass.
+Early exit (early_exit.py) is measured along the full trajectory, and also along the longest of the given ones where
+that is longer: a position leaves the loop once the probability of its top token exceeds a threshold.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import Tensor
 from loopformer.config import load_run
 from loopformer.data.states import TEST, Group, StateWindows, word_length
 from loopformer.errors import LoopformerError, RunFailed, require
+from loopformer.evaluation.early_exit import early_exit
 from loopformer.evaluation.text import ReportProgress, placement
 from loopformer.inference.score import BATCH_TOKENS, TrajectoryTree
 from loopformer.loading.folder import SETTINGS, located, run_of
 from loopformer.model import LoopedLM
-from loopformer.model.looped import Certainty
 from loopformer.plots import grid_figure
 from loopformer.trajectory import Trajectory
 
@@ -60,7 +60,7 @@ def track_states(
     report: ReportProgress | None = None,
     thresholds: Sequence[float] = THRESHOLDS,
 ) -> dict[str, Any]:
-    """Accuracy by place along each trajectory, and of depth by certainty at each threshold."""
+    """Accuracy by place along each trajectory, and with early exit at each threshold."""
     config, device = model.config, model.device
     require(sequences >= 1, f"--sequences must be 1 or more, got {sequences}.")
     require(seed >= 0, f"--seed must be 0 or more, got {seed}.")
@@ -86,10 +86,9 @@ def track_states(
         for trajectory, hidden in tree.run(ids):
             answers[trajectory].add(part, model, group, hidden[:, 1:], labels)
         for (trajectory, threshold), answered in certain.items():
-            certainty = Certainty(threshold)
-            out = model(ids, trajectory, logits=False, beyond=True, check=False, certainty=certainty)
+            out = early_exit(model, ids, threshold, trajectory, beyond=True)
             answered.add(part, model, group, out.hidden[:, 1:], labels)
-            answered.passes[part] = certainty.passes[:, 1:].cpu().numpy()
+            answered.passes[part] = out.loops[:, 1:].cpu().numpy()
         if report:
             report(f"words over {group.name}", part.stop, sequences)
     return {
@@ -123,7 +122,7 @@ def track_states(
 
 
 class _Answers:
-    """Of each word and place: whether the answer is right, and after how many passes it settled."""
+    """Of each word and place: whether the answer is right, and with early exit how many loops it took."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
         self.right = np.zeros(shape, bool)

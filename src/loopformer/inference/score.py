@@ -3,7 +3,6 @@
     spans = [Span((*context, *continuation), scored=len(continuation))]
     loglikelihoods(model, spans, trajectories)[trajectory].answers[0]    # (log-likelihood, is it the greedy choice)
     for batch in score_spans(model, windows, trajectories): ...          # log-probabilities token by token
-    for batch in score_spans(…, certainty=0.9): batch.passes             # tokens that are sure take fewer passes
     token_logprobs(model, hidden, targets)                               # of hidden states that are there already
 
 A log-probability is computed in fp32 over the model's vocabulary, without the rows that only pad it; sums are in
@@ -21,8 +20,8 @@ are neighbours; neighbours that share half of what precedes their scored tokens 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
@@ -35,7 +34,6 @@ from loopformer.errors import LoopformerError, RunFailed
 from loopformer.model import LoopedLM
 from loopformer.model.block import Rotary
 from loopformer.model.conditioning import Condition
-from loopformer.model.looped import Certainty
 from loopformer.trajectory import Trajectory
 
 Tokens = tuple[int, ...]
@@ -147,17 +145,8 @@ class TrajectoryTree:
         rotary: Rotary | None,
         mask: Tensor | None,
         start: Tensor | None = None,
-        certainty: Certainty | None = None,
     ) -> Iterator[tuple[Trajectory, Tensor]]:
-        """The same from the embeddings [B, T, D], and the state before the first pass where that is another.
-
-        With `certainty`, which counts the passes of the trajectory that was yielded last, each is run on its own.
-        """
-        if certainty is not None:
-            for trajectory in self.trajectories:
-                passes = self.model.passes(trajectory, len(x))
-                yield trajectory, self.model.follow(passes, x, rotary, mask, start, certainty=certainty)
-            return
+        """The same from the embeddings [B, T, D], and the state before the first pass where that is another."""
         first = x if start is None else start.to(x.dtype).expand_as(x)
         path: list[Tensor] = [first]  # path[i]: the state after i steps of `before`
         before: tuple[Fraction, ...] = ()
@@ -216,37 +205,52 @@ class PackedBatch:
         """Tokens that go through the model, padding not counted."""
         return sum(map(len, self.packs))
 
-    def passes(self, trajectory: Trajectory, certainty: Certainty | None) -> Counter[int]:
-        """How many of these tokens took so many passes of a trajectory."""
-        if certainty is None:
-            return Counter({trajectory.budget: self.tokens})
-        rows = zip(certainty.passes.tolist(), self.packs, strict=True)
-        return Counter(chain.from_iterable(row[: len(pack)] for row, pack in rows))
+    def ids(self, device: torch.device) -> Tensor:
+        """The token ids of the packs [B, T], padded at the end, where no token attends to them."""
+        return _padded((chain(pack.prefix, *pack.suffixes) for pack in self.packs), device)
+
+    def targets(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+        """Where the scored outputs lie in the flattened batch [N], and the tokens that they should predict [N]."""
+        length = max(map(len, self.packs))
+        indices = [
+            pack * length + position
+            for number, pack, end in self.spans
+            for position in range(end - spans[number].scored, end)
+        ]
+        tokens = [token for number, _, _ in self.spans for token in spans[number].targets]
+        return torch.tensor(indices), torch.tensor(tokens)
 
     def start(self, model: LoopedLM) -> tuple[Tensor, Rotary | None, Tensor | None, Tensor | None]:
         """The embeddings [B, T, D], angles, mask and random start: each row of a pack as if alone."""
         device = model.device
-
-        def padded(rows: Iterable[Iterable[int]]) -> Tensor:  # [B, T]; no earlier token sees what is added
-            return pad_sequence([torch.tensor([*row]) for row in rows], batch_first=True).to(device)
-
-        ids = padded(chain(pack.prefix, *pack.suffixes) for pack in self.packs)
+        ids = self.ids(device)
         positions, mask = torch.arange(ids.shape[1], device=device)[None], None
         if self.packs[0].shared:  # then all of them are
             shared = [len(pack.prefix) for pack in self.packs]
-            positions = padded(
-                chain(range(first), *(range(first, first + len(suffix)) for suffix in pack.suffixes))
-                for pack, first in zip(self.packs, shared, strict=True)
+            positions = _padded(
+                (
+                    chain(range(first), *(range(first, first + len(suffix)) for suffix in pack.suffixes))
+                    for pack, first in zip(self.packs, shared, strict=True)
+                ),
+                device,
             )
             # 0 for the prefix, which all may see, and a number for each suffix, which only itself may see
-            owners = padded(
-                chain([0] * first, *([number] * len(suffix) for number, suffix in enumerate(pack.suffixes, 1)))
-                for pack, first in zip(self.packs, shared, strict=True)
+            owners = _padded(
+                (
+                    chain([0] * first, *([number] * len(suffix) for number, suffix in enumerate(pack.suffixes, 1)))
+                    for pack, first in zip(self.packs, shared, strict=True)
+                ),
+                device,
             )
             visible = (owners[:, None, :] == owners[:, :, None]) | (owners[:, None, :] == 0)
             mask = visible.tril()[:, None]  # [B, 1, T, T]
         x, rotary = model.place(model.tokens(ids), positions)
         return x, rotary, mask, model.random_start(positions)
+
+
+def _padded(rows: Iterable[Iterable[int]], device: torch.device) -> Tensor:
+    """Rows of different lengths as one tensor [B, T], with zeros at the end."""
+    return pad_sequence([torch.tensor([*row]) for row in rows], batch_first=True).to(device)
 
 
 def plan_batches(
@@ -256,6 +260,8 @@ def plan_batches(
 
     Equal rows run once, and their common prefixes too, unless `share` is False.
     """
+    if batch_tokens < 1:
+        raise LoopformerError(f"--batch-tokens must be 1 or more, got {batch_tokens}.")
     numbers: dict[Tokens, list[int]] = {}  # of the spans that a row answers
     free: dict[Tokens, int] = {}  # tokens of a row whose outputs nobody needs
     for number, span in enumerate(spans):
@@ -318,7 +324,6 @@ class BatchScores:
     targets: Tensor  # [N]
     along: dict[Trajectory, tuple[Tensor, Tensor]]  # log-probabilities [N] in fp32; whether each is most likely [N]
     tokens: int  # that were run for them, padding not counted
-    passes: dict[Trajectory, Counter[int]]  # how many of these took so many passes
 
 
 @torch.no_grad()
@@ -328,45 +333,42 @@ def score_spans(
     trajectories: Iterable[Trajectory],
     batch_tokens: int = BATCH_TOKENS,
     share: bool = True,
-    certainty: float | None = None,
 ) -> Iterator[BatchScores]:
-    """Score spans, none longer than the context + 1, batch by batch along all trajectories.
+    """Score spans, none longer than the context + 1, batch by batch along all trajectories."""
+    check_tokens(model, spans)
+    tree = TrajectoryTree(model, trajectories)
+    for batch in plan_batches(spans, model.config.context, batch_tokens, share):
+        numbers = [number for number, _, _ in batch.spans]
+        sizes = [spans[number].scored for number in numbers]
+        indices, targets = batch.targets(spans)  # [N] each
+        along = {}
+        with out_of_memory_advice(batch_tokens):
+            start = batch.start(model)
+            where, wanted = indices.to(start[0].device), targets.to(start[0].device)
+            for trajectory, hidden in tree.run_from(*start):
+                logprobs, greedy = token_logprobs(model, hidden.flatten(0, 1)[where], wanted)
+                along[trajectory] = logprobs.cpu(), greedy.cpu()
+        yield BatchScores(numbers, sizes, targets, along, batch.tokens)
 
-    With `certainty` a token whose next one is likelier takes no further pass.
-    """
-    if batch_tokens < 1:
-        raise LoopformerError(f"--batch-tokens must be 1 or more, got {batch_tokens}.")
+
+def check_tokens(model: LoopedLM, spans: Iterable[Span]) -> None:
+    """Refuse tokens that are not in the model's vocabulary."""
     largest, vocab = max((max(span.tokens) for span in spans), default=0), model.config.vocab
     if largest >= vocab:
         raise LoopformerError(
             f"There are token ids up to {largest} but the model knows {vocab}; is this the model's own tokenizer?"
         )
-    tree, settling = TrajectoryTree(model, trajectories), None if certainty is None else Certainty(certainty)
-    for batch in plan_batches(spans, model.config.context, batch_tokens, share):
-        numbers = [number for number, _, _ in batch.spans]
-        sizes = [spans[number].scored for number in numbers]
-        targets = torch.tensor([token for number in numbers for token in spans[number].targets])  # [N]
-        length = max(map(len, batch.packs))
-        places = torch.tensor(
-            [
-                pack * length + place
-                for number, pack, end in batch.spans
-                for place in range(end - spans[number].scored, end)
-            ]
-        )
-        along, passes = {}, {}
-        try:
-            start = batch.start(model)
-            where, wanted = places.to(start[0].device), targets.to(start[0].device)
-            for trajectory, hidden in tree.run_from(*start, settling):
-                logprobs, greedy = token_logprobs(model, hidden.flatten(0, 1)[where], wanted)
-                along[trajectory] = logprobs.cpu(), greedy.cpu()
-                passes[trajectory] = batch.passes(trajectory, settling)
-        except torch.OutOfMemoryError as error:
-            raise RunFailed(
-                f"Batches of {batch_tokens} tokens do not fit into the device's memory; lower --batch-tokens."
-            ) from error
-        yield BatchScores(numbers, sizes, targets, along, batch.tokens, passes)
+
+
+@contextmanager
+def out_of_memory_advice(batch_tokens: int) -> Iterator[None]:
+    """Say which option to lower where a batch does not fit the device's memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(
+            f"Batches of {batch_tokens} tokens do not fit into the device's memory; lower --batch-tokens."
+        ) from error
 
 
 @dataclass(frozen=True)
