@@ -1,4 +1,4 @@
-"""Early exit: parity with stored outputs and with a decoder that is written out, and what such a decoder computes."""
+"""Early exit: parity with stored outputs and with a decoder that is written out, and that decoder's FLOPs."""
 
 from dataclasses import replace
 

@@ -4,12 +4,12 @@
     out.loops                                        # loops taken by each position [B, T]
     out.predictions, out.logprobs                    # what it predicts there, and how likely that is
 
-After every loop the head reads each position that is still in the loop. A position exits once the probability of its
+After every loop the head reads each position that has not exited. A position exits once the probability of its
 top token exceeds the threshold. Its state then stays as it is, and in the remaining loops later positions attend to
 keys and values of that frozen state. Nothing is run twice, and no retraining is needed.
 
-This measures what early exit would do, on whole sequences and outside of decoding: every loop runs all positions, so
-it saves no time. `early_exit_flops` counts what a decoder with early exit would compute.
+This measures what early exit would do, on whole sequences and outside of decoding. Every loop runs all positions,
+so it saves no time. `early_exit_flops` counts what a decoder with early exit would compute.
 """
 
 from collections.abc import Iterator, Sequence

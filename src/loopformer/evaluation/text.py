@@ -294,8 +294,8 @@ def perplexity(
 ) -> list[Piece]:
     """One plain row of results per trajectory, in the order given.
 
-    With `certainty`, the threshold of early exit (early_exit.py), `passes` counts the positions that took 1…M loops,
-    and FLOPs are those of a decoder with early exit.
+    With `certainty`, the threshold of early exit (early_exit.py), `passes` counts the positions that took 1…M
+    loops, and FLOPs are those of a decoder with early exit.
 
     `weights` is the hash the results are kept under, that of the model as it is by default; a caller that casts the
     model to another dtype gives that of the model as it was loaded.

@@ -24,7 +24,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, unreadable
+from loopformer.errors import REMOVED_CERTAINTY, FileProblem, LoopformerError, RunFailed, nearest, unreadable
 from loopformer.files import append, opened_alone, read_json, write_json, writing
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Event, Request, Result
@@ -46,7 +46,6 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "repetition_penalty": _NUMBER,
     "seed": _WHOLE,
     "stop": ((str, list), "text or a list of texts"),
-    "certainty": _NUMBER,
 }
 
 
@@ -158,6 +157,8 @@ def _is_json(value: Any) -> bool:
 def _checked(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a prompt; whether their values can be, those who use them say."""
     for name, value in fields.items():
+        if name == "certainty":
+            raise LoopformerError(REMOVED_CERTAINTY)
         if name not in _FIELDS:
             raise LoopformerError(f"Unknown field {name}; {nearest(name, [*_FIELDS, 'id'])}")
         types, wanted = _FIELDS[name]
@@ -217,7 +218,6 @@ def _answer(name: Any, result: Result) -> AnswerLine:
         "trajectory": str(result.trajectory),
         "prompt_tokens": result.prompt_tokens,
         "new_tokens": len(result.ids),
-        "mean_passes": result.mean_passes,
     }
 
 

@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple, Protocol
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.inference.sampling import Choice, Draw, Sampling, is_whole
-from loopformer.model.looped import Certainty
 from loopformer.trajectory import Trajectory
 
 Reason = Literal["stop", "end", "length", "context", "error"]
@@ -42,7 +41,6 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int = 128
     stops: tuple[str, ...] = ()
-    certainty: float | None = None  # a token whose next one is likelier than this takes no further pass
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -51,7 +49,6 @@ class Request:
             raise LoopformerError(f"{self.trajectory!r} is no Trajectory; make one of it.")
         if not (is_whole(self.max_tokens) and self.max_tokens >= 1):
             raise LoopformerError(f"max_tokens must be 1 or more, a whole number; got {self.max_tokens!r}.")
-        Certainty(self.certainty)  # refuses what is none
         stops: object = self.stops
         if isinstance(stops, str):
             raise LoopformerError(f"stops takes a tuple of texts, not the one text {stops!r}; put it in brackets.")
@@ -59,30 +56,18 @@ class Request:
             if not isinstance(stop, str):
                 raise LoopformerError(f"A stop string must be text, got {stop!r}.")
 
-    @property
-    def depth(self) -> tuple[Trajectory, float | None]:
-        """What its keys follow from besides its tokens: those of one depth mean nothing at another."""
-        return self.trajectory, self.certainty
-
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a request. `logprobs[i]` is the model's log-probability of `ids[i]`, before any sampling, and
-    `passes[i]` how many passes led to it: those that the token before it took."""
+    """What became of a request. `logprobs[i]` is the model's log-probability of `ids[i]`, before any sampling."""
 
     text: str
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    passes: tuple[int, ...]
     reason: Reason
     prompt_tokens: int
     trajectory: Trajectory
     error: str | None = None  # one sentence where the reason is "error"; text and ids are what came before
-
-    @property
-    def mean_passes(self) -> float:
-        """Passes per new token; the budget, unless certainty decides."""
-        return sum(self.passes) / max(1, len(self.passes))
 
 
 class Event(NamedTuple):
@@ -118,7 +103,6 @@ class RowState(NamedTuple):
     end: int  # the token that ends a text
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    passes: tuple[int, ...] = ()  # where certainty decides
 
     @classmethod
     def start(cls, ticket: int, request: Request, tokenizer: EndingDetokenizer, config: ModelConfig) -> RowState:
@@ -187,23 +171,18 @@ class RowState(NamedTuple):
                     break
         if text.stopped:
             reason = "stop"
-        passes = self.passes
-        if self.request.certainty is not None:
-            budget = self.trajectory.budget
-            passes = (*passes, *[budget if choice.passes is None else choice.passes for choice in new])
         ids, logprobs = (*self.ids, *tokens), (*self.logprobs, *[choice.logprob for choice in new])
-        ticket, request = self.ticket, self.request
-        after = RowState(ticket, request, text, self.seed, self.context, self.end, ids, logprobs, passes)
+        after = self._replace(text=text, ids=ids, logprobs=logprobs)
         if reason is None:
-            return after, Event(ticket, piece, None, tuple(new))
+            return after, Event(self.ticket, piece, None, tuple(new))
         piece += text.finish()
         result = after._result(reason, NOT_A_NUMBER if reason == "error" else None)
-        return after, Event(ticket, piece, result, tuple(new))
+        return after, Event(self.ticket, piece, result, tuple(new))
 
     def _until_end(self, choices: Sequence[Choice]) -> tuple[Sequence[Choice], Reason | None]:
         """Those that still belong to the text, whatever it says, and why none can follow them."""
         wanted, places = self.request.max_tokens - len(self.ids), self.places_left + 1  # the last one needs none
-        for number, (token, logprob, _) in enumerate(choices[: min(wanted, places)]):
+        for number, (token, logprob) in enumerate(choices[: min(wanted, places)]):
             if math.isnan(logprob):
                 return choices[:number], "error"
             if token == self.end:
@@ -217,9 +196,8 @@ class RowState(NamedTuple):
         return Event(self.ticket, self.text.copy().flush(), self._result("error", sentence))
 
     def _result(self, reason: Reason, error: str | None) -> Result:
-        prompt, trajectory = len(self.request.prompt), self.request.trajectory
-        passes = self.passes if self.request.certainty is not None else (trajectory.budget,) * len(self.ids)
-        return Result(self.text.text, self.ids, self.logprobs, passes, reason, prompt, trajectory, error)
+        prompt = len(self.request.prompt)
+        return Result(self.text.text, self.ids, self.logprobs, reason, prompt, self.trajectory, error)
 
 
 BROKEN = "\ufffd"  # what decoding half a character gives

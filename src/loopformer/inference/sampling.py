@@ -81,7 +81,6 @@ class Choice(NamedTuple):
 
     token: int
     logprob: float
-    passes: int | None = None  # that led to it, where certainty decides; None: those of its trajectory
 
 
 def is_whole(value: object) -> bool:

@@ -7,8 +7,7 @@ With `model.norms` sandwich each of the two sums goes through a learned norm of 
 
 `Stack` is one pass through all k blocks: the unit that `torch.compile` sees. Unconditioned models have
 learned norm weights instead of a modulation. `mask` [B, 1, T, T] says who may look at whom; None is causal.
-With `slots`, one per block, keys and values of earlier tokens are kept and looked at. Tokens that are `settled`
-[B, T] stay as they are; others still look at their keys, which come from the state they settled in.
+With `slots`, one per block, keys and values of earlier tokens are kept and looked at.
 Lists take what is wanted of each block: in `states` the state after it, in `maps` its attention [B, H, T, keys].
 """
 
@@ -74,11 +73,6 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         out: Tensor = self.out(self.mix(q, k, v, rotary, mask, slot, maps))
         return out
-
-    def store(self, x: Tensor, rotary: Rotary | None, slot: Slot) -> None:
-        """Only keep the keys and values of x [B, T, D], for later tokens to look at."""
-        k, v = F.linear(x, self.qkv.weight[x.shape[-1] :]).chunk(2, dim=-1)
-        slot.store(self._placed(k, rotary), self._heads(v))
 
     def mix(
         self,
@@ -181,25 +175,15 @@ class Stack(nn.Module):
         rotary: Rotary | None = None,
         mask: Tensor | None = None,
         slots: Sequence[Slot] | None = None,
-        settled: Tensor | None = None,
         states: list[Tensor] | None = None,
         maps: list[Tensor] | None = None,
     ) -> Tensor:
         for number, block in enumerate(self.blocks):
             own = None if modulation is None else modulation[:, number]
-            new = block(x, own, rotary, mask, None if slots is None else slots[number], maps)
-            x = new if settled is None else torch.where(settled[..., None], x, new)
+            x = block(x, own, rotary, mask, None if slots is None else slots[number], maps)
             if states is not None:
                 states.append(x)
         return x
-
-    def store(self, x: Tensor, modulation: Tensor | None, rotary: Rotary | None, slots: Sequence[Slot]) -> None:
-        """Only the keys and values of a pass in which every token of x [B, T, D] is settled."""
-        for number, block in enumerate(self.each()):
-            scaled = block.norm_1(x)
-            if modulation is not None:
-                scaled = scaled * (1 + modulation[:, number, 2, None])
-            block.attention.store(scaled, rotary, slots[number])
 
 
 def attention_map(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

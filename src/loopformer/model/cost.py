@@ -96,19 +96,6 @@ class Cost:
         loops = self.config.loops if budget is None else budget
         return 2 * self.head_products + loops * self.loop_flops(context, causal)
 
-    def settled_flops(
-        self, passes: int, budget: int | None = None, context: int | None = None, causal: bool = True
-    ) -> float:
-        """Embedding to logits, of a token that took so many passes of its budget before it settled (`Certainty`).
-
-        The head looks at it after each of them, unless that was the last there is. In the others it has only its
-        keys and values, and what an adapter makes of it for them.
-        """
-        loops = self.config.loops if budget is None else budget
-        looks = min(passes, loops - 1) * 2 * self.head_products
-        stored = self.config.blocks * 2 * (2 * self.config.width**2) + 2 * self.adapter_products
-        return self.forward_flops(passes, context, causal) + looks + (loops - passes) * stored
-
     def prefill_flops(self, tokens: int, budget: int | None = None) -> float:
         """A prompt of so many tokens, with the logits of its last one."""
         loops = self.config.loops if budget is None else budget

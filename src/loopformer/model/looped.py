@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -30,9 +29,8 @@ from loopformer.trajectory import Trajectory, resolve
 
 START_STD = math.sqrt(2 / 5)  # of a random start, as Geiping et al. (2025) have it
 TrajectoryLike = Trajectory | str | int | None
-Step = Callable[..., Tensor]  # one pass: its number, x, modulation, rotary, mask, and with certainty `settled`
+Step = Callable[..., Tensor]  # one pass: its number, x, modulation, rotary, mask
 F_ = TypeVar("F_", bound=Callable[..., Any])
-CHECKED_AT_A_TIME = 4096  # tokens whose logits exist while their certainty is looked at
 
 # Under `torch.compile(model)` the loop would unroll into a graph per budget. It runs as plain Python instead, and
 # the modules it calls are compiled: the same one graph of the step that `model.compile()` gives.
@@ -58,55 +56,6 @@ class Output:
     hidden: Tensor  # [B, T, D], after the final norm
     logits: Tensor | None = None  # [B, T, V]; None when not asked for
     states: tuple[Tensor, ...] = ()  # each [B, T, D]; a row that is done keeps its last state
-
-
-class Certainty:
-    """Depth by certainty: a token whose next token is likelier than a threshold settles, and stays as it is.
-
-    Later tokens go on looking at it: its keys in passes that it does not take come from the state it settled in.
-    After a run, `passes` [B, T] says how many each token took.
-    """
-
-    passes: Tensor
-
-    def __init__(self, *thresholds: float | None) -> None:
-        """One threshold in (0, 1] for all rows, or one for each; None: in that row nothing settles."""
-        given: tuple[object, ...] = thresholds
-        for threshold in given:
-            known = isinstance(threshold, Real) and 0 < threshold <= 1  # type: ignore[operator]
-            if threshold is not None and not known:
-                raise LoopformerError(f"certainty must lie in (0, 1], got {threshold!r}.")
-        self.thresholds = thresholds
-
-    def start(self, model: "LoopedLM", x: Tensor, order: list[int] | None) -> None:
-        """Begin with the states x [B, T, D] before the first pass; `order` are the rows as the loop has them."""
-        if len(self.thresholds) not in (1, len(x)):
-            raise LoopformerError(
-                f"{len(self.thresholds)} certainties were given for {len(x)} rows; give one each."
-            )
-        each = self.thresholds * (len(x) // len(self.thresholds))
-        each = each if order is None else tuple(each[row] for row in order)
-        thresholds = [math.inf if threshold is None else threshold for threshold in each]
-        self._model, self._thresholds = model, torch.tensor(thresholds, device=x.device)
-        self._settled = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-        self.passes = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
-
-    def settled(self, rows: int) -> Tensor:
-        """Which tokens of the rows of a pass have settled before it [rows, T]; the others take it."""
-        self._settled = self._settled[:rows]
-        self.passes[:rows] += ~self._settled
-        return self._settled
-
-    def look(self, x: Tensor) -> None:
-        """Settle what is sure enough in the states x [rows, T, D] after a pass, of the rows that take another."""
-        thresholds = self._thresholds[: len(x), None].expand(x.shape[:2])
-        unsettled = (~self._settled[: len(x)] & thresholds.isfinite()).nonzero()  # [N, 2]
-        for first in range(0, len(unsettled), CHECKED_AT_A_TIME):
-            rows, tokens = unsettled[first : first + CHECKED_AT_A_TIME].unbind(1)
-            hidden = self._model.final_norm(x[rows, tokens])
-            logits = self._model.head(hidden)[:, : self._model.config.vocab].float()
-            likeliest = (logits.amax(-1) - logits.logsumexp(-1)).exp()
-            self._settled[rows, tokens] = likeliest > thresholds[rows, tokens]
 
 
 class LoopedLM(nn.Module):
@@ -152,7 +101,6 @@ class LoopedLM(nn.Module):
         beyond: bool = False,
         check: bool = True,
         stack: Callable[..., Tensor] | None = None,
-        certainty: Certainty | None = None,
     ) -> Output:
         """Run ids [B, T] along one trajectory for all rows, or a list of one per row.
 
@@ -162,43 +110,19 @@ class LoopedLM(nn.Module):
         beyond     True allows more passes than the model was trained for
         check      False trusts the ids' values, so that nothing waits for the GPU
         stack      another way to run a pass than `self.stack`, as training has them
-        certainty  tokens that are sure enough take fewer passes
         """
         self.check(ids, documents, check)
         passes = self.passes(self.trajectories(trajectory, len(ids), beyond), len(ids))
         x, rotary, mask = self.embed(ids, documents)
-        kept: list[Tensor] = []
         start = self.random_start(torch.arange(ids.shape[1], device=ids.device)[None], ids)
-        keep = kept if states else None
-        hidden = self.follow(passes, x, rotary, mask, start, keep=keep, stack=stack, certainty=certainty)
-        return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
+        run, kept = stack or self.stack, list[Tensor]()
 
-    @_not_compiled_itself
-    def follow(
-        self,
-        passes: Passes,
-        x: Tensor,
-        rotary: Rotary | None,
-        mask: Tensor | None,
-        start: Tensor | None,
-        *,
-        keep: list[Tensor] | None = None,
-        stack: Callable[..., Tensor] | None = None,
-        certainty: Certainty | None = None,
-    ) -> Tensor:
-        """The same from embeddings [B, T, D], as `loop` takes them: hidden [B, T, D] after the final norm."""
-        run = stack or self.stack
+        def step(number: int, *inputs: Any) -> Tensor:
+            return run(*inputs)
 
-        def step(
-            number: int, x: Tensor, modulation: Tensor | None, *more: Any, settled: Tensor | None = None
-        ) -> Tensor:
-            if settled is None:
-                return run(x, modulation, *more)
-            return x if bool(settled.all()) else run(x, modulation, *more, settled=settled)
-
-        x = self.loop(step, x, passes, rotary, mask, keep, start, certainty)
+        x = self.loop(step, x, passes, rotary, mask, kept if states else None, start)
         hidden: Tensor = self.final_norm(x)
-        return hidden
+        return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
 
     @torch.no_grad()
     def extend(
@@ -207,13 +131,11 @@ class LoopedLM(nn.Module):
         cache: Cache,
         counts: Sequence[int] | None = None,
         check: bool = True,
-        certainty: Certainty | None = None,
     ) -> Tensor:
         """Run new tokens [B, T] on top of the cache, which keeps them: hidden [B, T, D] after the final norm.
 
         `counts` says how many tokens of each row count, where rows are padded at the end; what lies beyond is not
         kept and its output means nothing. `check` False trusts the ids' values, as those a model has chosen itself.
-        With `certainty` tokens that are sure enough take fewer passes.
         """
         self.check(ids, values=check)
         cache.require_model(self.tokens.weight)
@@ -225,19 +147,13 @@ class LoopedLM(nn.Module):
         positions, mask = cache.place(ids.shape[1])
         x, rotary = self.place(self.tokens(ids), positions)
 
-        def step(
-            number: int, x: Tensor, modulation: Tensor | None, *more: Any, settled: Tensor | None = None
-        ) -> Tensor:
-            slots = cache.slots(number)
-            if settled is not None and bool(settled.all()):
-                self.stack.store(x, modulation, more[0], slots)
-                return x
-            out: Tensor = self.stack(x, modulation, *more, slots, settled)
+        def step(number: int, *inputs: Any) -> Tensor:
+            out: Tensor = self.stack(*inputs, cache.slots(number))
             return out
 
         start = self.random_start(positions)
         with attention_of_any_length():
-            x = self.loop(step, x, cache.passes, rotary, mask, None, start, certainty)
+            x = self.loop(step, x, cache.passes, rotary, mask, None, start)
         hidden: Tensor = self.final_norm(x)
         cache.advance(counts)
         return hidden
@@ -355,7 +271,6 @@ class LoopedLM(nn.Module):
         mask: Tensor | None,
         keep: list[Tensor] | None,
         start: Tensor | None = None,
-        certainty: Certainty | None = None,
     ) -> Tensor:
         """Every pass of every row. Longest trajectories first, so that a row that is done leaves at the end.
 
@@ -368,26 +283,14 @@ class LoopedLM(nn.Module):
             start = _rows(start, passes.order)
         embedded, x = x, x if start is None else start.to(x.dtype).expand_as(x)
         done: list[Tensor] = []  # longest first
-        if certainty is not None:
-            certainty.start(self, x, passes.order)
         for number, (rows, condition) in enumerate(zip(passes.rows, passes.conditions, strict=True)):
             if rows < len(x):
                 done.insert(0, x[rows:])
                 x, embedded = x[:rows], embedded[:rows]
                 rotary, mask = _rotary_rows(rotary, slice(rows)), _rows(mask, slice(rows))
-            injected = self.inject(x, embedded, condition, number)
-            if certainty is None:
-                x = step(number, injected, condition.modulation, rotary, mask)
-            else:
-                settled = certainty.settled(rows)
-                new = step(number, injected, condition.modulation, rotary, mask, settled=settled)
-                x = torch.where(settled[..., None], x, new)
-                following = passes.rows[number + 1] if number + 1 < len(passes.rows) else 0
-                certainty.look(x[:following])
+            x = step(number, self.inject(x, embedded, condition, number), condition.modulation, rotary, mask)
             if keep is not None:
                 keep.append(x if back is None else torch.cat([x, *done])[back])
-        if certainty is not None and back is not None:
-            certainty.passes = certainty.passes[back]
         return x if back is None else torch.cat([x, *done])[back]
 
     @_not_compiled
