@@ -14,7 +14,7 @@ stacks are trained with Muon; `elastic-paper` and the models with early exits ha
 with one short trajectory in a step. Positions, start of the gates and time scale are the same for all.
 
 Every model is measured at all budgets up to twice the longest (beyond what it was trained for, where it is looped),
-along all schedules of half of it where passes are told their steps, and by certainty (evaluation/states.py).
+along all schedules of half of it where passes are told their steps, and by early exit (evaluation/early_exit.py).
 """
 
 import argparse
@@ -269,7 +269,7 @@ def accuracy(found: Mapping[str, Any], budget: int) -> float | None:
 
 
 def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]], suite: StateSuite) -> "Figure":
-    """Accuracy against passes per place, means over the seeds: fixed budgets, depth by certainty, specialists, each
+    """Accuracy against passes per place, means over the seeds: fixed budgets, early exit, specialists, each
     at the better of its rates."""
     best, loops = suite.shown, suite.loops
 
