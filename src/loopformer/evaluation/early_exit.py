@@ -19,16 +19,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from loopformer.errors import LoopformerError
-from loopformer.inference.score import (
-    Span,
-    check_tokens,
-    head_chunks,
-    out_of_memory_advice,
-    plan_batches,
-    token_logprobs,
-)
+from loopformer.errors import LoopformerError, RunFailed
+from loopformer.inference.score import Span, head_chunks, plan_batches, token_logprobs
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
 from loopformer.model.looped import TrajectoryLike
@@ -104,14 +98,18 @@ def score_with_early_exit(
     model: LoopedLM, spans: Sequence[Span], threshold: float, trajectory: TrajectoryLike, batch_tokens: int
 ) -> Iterator[ExitScores]:
     """Score spans as `score_spans` does, batch by batch, with early exit along one trajectory."""
-    check_tokens(model, spans)
     for batch in plan_batches(spans, model.config.context, batch_tokens, share=False):
-        indices, targets = batch.targets(spans)  # [N] each
-        with out_of_memory_advice(batch_tokens):
-            out = early_exit(model, batch.ids(model.device), threshold, trajectory)
-            scored = out.hidden.flatten(0, 1)[indices.to(model.device)]
-            logprobs, _ = token_logprobs(model, scored, targets.to(model.device))
-        loops = [row[: len(pack)] for row, pack in zip(out.loops.cpu(), batch.packs, strict=True)]  # no padding
+        rows = [torch.tensor(pack.rows[0]) for pack in batch.packs]  # padded at the end, where nothing attends to
+        targets = torch.tensor([token for number, _, _ in batch.spans for token in spans[number].targets])  # [N]
+        try:
+            out = early_exit(model, pad_sequence(rows, batch_first=True).to(model.device), threshold, trajectory)
+            parts = [out.hidden[row, end - spans[number].scored : end] for number, row, end in batch.spans]
+            logprobs, _ = token_logprobs(model, torch.cat(parts), targets.to(model.device))
+        except torch.OutOfMemoryError as error:
+            raise RunFailed(
+                f"Batches of {batch_tokens} tokens do not fit into the device's memory; lower --batch-tokens."
+            ) from error
+        loops = [out.loops[number, : len(row)].cpu() for number, row in enumerate(rows)]
         yield ExitScores(targets, logprobs.cpu(), torch.cat(loops))
 
 

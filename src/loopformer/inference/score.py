@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
@@ -205,52 +204,30 @@ class PackedBatch:
         """Tokens that go through the model, padding not counted."""
         return sum(map(len, self.packs))
 
-    def ids(self, device: torch.device) -> Tensor:
-        """The token ids of the packs [B, T], padded at the end, where no token attends to them."""
-        return _padded((chain(pack.prefix, *pack.suffixes) for pack in self.packs), device)
-
-    def targets(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-        """Where the scored outputs lie in the flattened batch [N], and the tokens that they should predict [N]."""
-        length = max(map(len, self.packs))
-        indices = [
-            pack * length + position
-            for number, pack, end in self.spans
-            for position in range(end - spans[number].scored, end)
-        ]
-        tokens = [token for number, _, _ in self.spans for token in spans[number].targets]
-        return torch.tensor(indices), torch.tensor(tokens)
-
     def start(self, model: LoopedLM) -> tuple[Tensor, Rotary | None, Tensor | None, Tensor | None]:
         """The embeddings [B, T, D], angles, mask and random start: each row of a pack as if alone."""
         device = model.device
-        ids = self.ids(device)
+
+        def padded(rows: Iterable[Iterable[int]]) -> Tensor:  # [B, T]; no earlier token sees what is added
+            return pad_sequence([torch.tensor([*row]) for row in rows], batch_first=True).to(device)
+
+        ids = padded(chain(pack.prefix, *pack.suffixes) for pack in self.packs)
         positions, mask = torch.arange(ids.shape[1], device=device)[None], None
         if self.packs[0].shared:  # then all of them are
             shared = [len(pack.prefix) for pack in self.packs]
-            positions = _padded(
-                (
-                    chain(range(first), *(range(first, first + len(suffix)) for suffix in pack.suffixes))
-                    for pack, first in zip(self.packs, shared, strict=True)
-                ),
-                device,
+            positions = padded(
+                chain(range(first), *(range(first, first + len(suffix)) for suffix in pack.suffixes))
+                for pack, first in zip(self.packs, shared, strict=True)
             )
             # 0 for the prefix, which all may see, and a number for each suffix, which only itself may see
-            owners = _padded(
-                (
-                    chain([0] * first, *([number] * len(suffix) for number, suffix in enumerate(pack.suffixes, 1)))
-                    for pack, first in zip(self.packs, shared, strict=True)
-                ),
-                device,
+            owners = padded(
+                chain([0] * first, *([number] * len(suffix) for number, suffix in enumerate(pack.suffixes, 1)))
+                for pack, first in zip(self.packs, shared, strict=True)
             )
             visible = (owners[:, None, :] == owners[:, :, None]) | (owners[:, None, :] == 0)
             mask = visible.tril()[:, None]  # [B, 1, T, T]
         x, rotary = model.place(model.tokens(ids), positions)
         return x, rotary, mask, model.random_start(positions)
-
-
-def _padded(rows: Iterable[Iterable[int]], device: torch.device) -> Tensor:
-    """Rows of different lengths as one tensor [B, T], with zeros at the end."""
-    return pad_sequence([torch.tensor([*row]) for row in rows], batch_first=True).to(device)
 
 
 def plan_batches(
@@ -260,8 +237,6 @@ def plan_batches(
 
     Equal rows run once, and their common prefixes too, unless `share` is False.
     """
-    if batch_tokens < 1:
-        raise LoopformerError(f"--batch-tokens must be 1 or more, got {batch_tokens}.")
     numbers: dict[Tokens, list[int]] = {}  # of the spans that a row answers
     free: dict[Tokens, int] = {}  # tokens of a row whose outputs nobody needs
     for number, span in enumerate(spans):
@@ -335,40 +310,38 @@ def score_spans(
     share: bool = True,
 ) -> Iterator[BatchScores]:
     """Score spans, none longer than the context + 1, batch by batch along all trajectories."""
-    check_tokens(model, spans)
-    tree = TrajectoryTree(model, trajectories)
-    for batch in plan_batches(spans, model.config.context, batch_tokens, share):
-        numbers = [number for number, _, _ in batch.spans]
-        sizes = [spans[number].scored for number in numbers]
-        indices, targets = batch.targets(spans)  # [N] each
-        along = {}
-        with out_of_memory_advice(batch_tokens):
-            start = batch.start(model)
-            where, wanted = indices.to(start[0].device), targets.to(start[0].device)
-            for trajectory, hidden in tree.run_from(*start):
-                logprobs, greedy = token_logprobs(model, hidden.flatten(0, 1)[where], wanted)
-                along[trajectory] = logprobs.cpu(), greedy.cpu()
-        yield BatchScores(numbers, sizes, targets, along, batch.tokens)
-
-
-def check_tokens(model: LoopedLM, spans: Iterable[Span]) -> None:
-    """Refuse tokens that are not in the model's vocabulary."""
+    if batch_tokens < 1:
+        raise LoopformerError(f"--batch-tokens must be 1 or more, got {batch_tokens}.")
     largest, vocab = max((max(span.tokens) for span in spans), default=0), model.config.vocab
     if largest >= vocab:
         raise LoopformerError(
             f"There are token ids up to {largest} but the model knows {vocab}; is this the model's own tokenizer?"
         )
-
-
-@contextmanager
-def out_of_memory_advice(batch_tokens: int) -> Iterator[None]:
-    """Say which option to lower where a batch does not fit the device's memory."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise RunFailed(
-            f"Batches of {batch_tokens} tokens do not fit into the device's memory; lower --batch-tokens."
-        ) from error
+    tree = TrajectoryTree(model, trajectories)
+    for batch in plan_batches(spans, model.config.context, batch_tokens, share):
+        numbers = [number for number, _, _ in batch.spans]
+        sizes = [spans[number].scored for number in numbers]
+        targets = torch.tensor([token for number in numbers for token in spans[number].targets])  # [N]
+        length = max(map(len, batch.packs))
+        places = torch.tensor(
+            [
+                pack * length + place
+                for number, pack, end in batch.spans
+                for place in range(end - spans[number].scored, end)
+            ]
+        )
+        along = {}
+        try:
+            start = batch.start(model)
+            where, wanted = places.to(start[0].device), targets.to(start[0].device)
+            for trajectory, hidden in tree.run_from(*start):
+                logprobs, greedy = token_logprobs(model, hidden.flatten(0, 1)[where], wanted)
+                along[trajectory] = logprobs.cpu(), greedy.cpu()
+        except torch.OutOfMemoryError as error:
+            raise RunFailed(
+                f"Batches of {batch_tokens} tokens do not fit into the device's memory; lower --batch-tokens."
+            ) from error
+        yield BatchScores(numbers, sizes, targets, along, batch.tokens)
 
 
 @dataclass(frozen=True)
