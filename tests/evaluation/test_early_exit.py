@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from loopformer import LoopedLM, LoopformerError, ModelConfig
 from loopformer.evaluation.early_exit import early_exit, early_exit_flops
+from loopformer.model.block import rotate
 from loopformer.model.cache import Cache
 from loopformer.model.cost import Cost
 
@@ -96,9 +97,9 @@ def decode(model: LoopedLM, ids: Tensor, cache: Cache, threshold: float) -> tupl
                 continue
             normed = block.norm_1(state)
             normed = normed if modulation is None else normed * (1 + modulation[:, 2, None])
-            q_k_v = F.linear(normed, block.attention.qkv.weight[model.config.width :])
-            k, v = q_k_v.chunk(2, dim=-1)
-            slot.store(block.attention._placed(k, rotary), block.attention._heads(v))
+            keys_values = F.linear(normed, block.attention.qkv.weight[model.config.width :])
+            k, v = keys_values.view(1, 1, 2, model.config.heads, -1).transpose(1, 3).unbind(2)  # [1, H, 1, D/H]
+            slot.store(k if rotary is None else rotate(k, *rotary), v)
         if not exited:
             x, taken = state, taken + 1
             if number + 1 < len(cache.passes.conditions):

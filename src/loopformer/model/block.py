@@ -86,7 +86,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """What lies between the two products: queries, keys and values [B, T, D] each → [B, T, D]."""
         batch, length, width = q.shape
-        q, k, v = self._placed(q, rotary), self._placed(k, rotary), self._heads(v)
+        shape = batch, length, self.heads, width // self.heads
+        q, k, v = [part.view(shape).transpose(1, 2) for part in (q, k, v)]  # [B, H, T, D/H] each
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
         if slot is not None:
             k, v = slot.store(k, v)  # [B, H, earlier and new, D/H]
         # One new token may look at everything that is kept; several without a mask are a prompt's first.
@@ -97,16 +100,6 @@ class Attention(nn.Module):
             maps.append(attention_map(q, k, mask, causal))
             mixed = maps[-1] @ v
         return mixed.transpose(1, 2).reshape(batch, length, width)
-
-    def _heads(self, part: Tensor) -> Tensor:
-        """[B, T, D] → [B, H, T, D/H]."""
-        batch, length, width = part.shape
-        return part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
-
-    def _placed(self, part: Tensor, rotary: Rotary | None) -> Tensor:
-        """Queries or keys [B, T, D] as attention compares them [B, H, T, D/H]."""
-        heads = self._heads(part)
-        return heads if rotary is None else rotate(heads, *rotary)
 
 
 class FeedForward(nn.Module):
@@ -162,7 +155,7 @@ class Stack(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
 
-    def each(self) -> Iterator["Block"]:
+    def each(self) -> Iterator[Block]:
         """The blocks, with their type."""
         for block in self.blocks:
             assert isinstance(block, Block)
