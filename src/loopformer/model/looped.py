@@ -4,10 +4,10 @@
     out = model(ids, Trajectory.parse("2-1-1"))      # ids [B, T]; None means uniform(L)
     out.logits, out.hidden                           # [B, T, V] and [B, T, D] after the final norm
 
-A model k⊗L is a Transformer of k blocks, the stack, that is applied M times to one state, with the same weights each
-time. A trajectory says how far each of the M loops goes: step sizes Δ₁…Δ_M that sum to 1. M is the budget. A loop knows
-its time t (the sum of the steps before it) and its step size Δ through a modulation of every block. The modulation
-depends on (t, Δ) alone, so it is computed for all loops of a trajectory before the first of them:
+A model k⊗L is a Transformer of k blocks, the stack, that is applied M times to one state, with the same weights
+each time. A trajectory says how far each of the M loops goes: step sizes Δ₁…Δ_M that sum to 1. M is the budget. A
+loop knows its time t (the sum of the steps before it) and its step size Δ through a modulation of every block. The
+modulation depends on (t, Δ) alone, so it is computed for all loops of a trajectory before the first of them:
 
     x = embed(ids)                                            # [B, T, D]
     for modulation in conditioner(trajectory): x = stack(x, modulation)
