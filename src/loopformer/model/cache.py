@@ -4,9 +4,9 @@ cache = model.cache("4-2-1-1", rows=2)                # or a trajectory for each
 hidden = model.extend(prompts, cache, counts=[5, 9])  # prompts padded at the end; hidden [B, T, D]
 hidden = model.extend(next_tokens, cache)             # one more token each
 
-Every (loop, block) has keys and values of its own, since each loop sees another state. Those of one trajectory
-mean nothing under another: a short trajectory is not a prefix of a longer one, as its step sizes differ. So each row
-of a cache is bound to the trajectory it was made for.
+Every (loop, block) has keys and values of its own, since each loop sees another state. Those of one trajectory mean
+nothing under another: a short trajectory is not a prefix of a longer one, as its step sizes differ. So each row of
+a cache is bound to the trajectory it was made for.
 """
 
 from collections.abc import Sequence

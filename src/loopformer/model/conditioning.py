@@ -2,8 +2,8 @@
 
 Each scalar (time t, step size Δ or loop index) becomes Fourier features, and a 2-layer SiLU MLP turns them into a
 vector [D]. The sum of these vectors goes through one modulator per block, which gives gates α₁, α₂ and scales γ₁,
-γ₂. All of it depends on (t, Δ) alone. So it is computed once per trajectory as a table [M, k, 4, D], never per token
-or per sequence.
+γ₂. All of it depends on (t, Δ) alone. So it is computed once per trajectory as a table [M, k, 4, D], never per
+token or per sequence.
 
 With `model.inject` gated, the same sum also gives a vector [D] per loop: how much of the embedding is added to the
 state before it.

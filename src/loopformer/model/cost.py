@@ -74,13 +74,13 @@ class Cost:
         config = self.config
         d, conditioned = config.width, config.conditioning != "none"
         norms = (0 if conditioned else 2) + 2 * (config.norms == "sandwich")
-        embedding = (FOURIER_WIDTH + 1) * d + (d + 1) * d
+        embedding = (FOURIER_WIDTH + 1) * d + (d + 1) * d  # of one scalar, by a 2-layer MLP
+        modulators = self.conditioning_vectors * d * (d + 1) * conditioned
         return Parameters(
             tokens=self.head_products,
             positions=config.context * d if config.positions == "learned" else 0,
             stack=config.blocks * (self.block_matmul_params + norms * d) + self.adapter_products,
-            conditioning=self.conditioning_scalars * embedding
-            + self.conditioning_vectors * d * (d + 1) * conditioned,
+            conditioning=self.conditioning_scalars * embedding + modulators,
             final_norm=d,
         )
 
@@ -108,17 +108,17 @@ class Cost:
         d, kind = self.config.width, self.config.conditioning
         if kind == "none":
             return 0
-        per_step = (
-            self.conditioning_scalars * 2 * (FOURIER_WIDTH * d + d * d) + self.conditioning_vectors * 2 * d * d
-        )
-        return per_step * (self.config.loops if budget is None else budget)
+        embeddings = self.conditioning_scalars * 2 * (FOURIER_WIDTH * d + d * d)
+        modulators = self.conditioning_vectors * 2 * d * d
+        return (embeddings + modulators) * (self.config.loops if budget is None else budget)
 
     def training_flops(
         self, context: int | None = None, budgets: Sequence[float] | None = None, causal: bool = True
     ) -> float:
         """Forward and backward (twice the forward) per token, along one trajectory of each of these budgets.
 
-        None is the full budget alone. A budget may be a mean: the paper's short ones, uniform on 1…L-1, average L/2.
+        None is the full budget alone. A budget may be a mean: the paper's short ones, uniform on 1…L-1, average
+        L/2.
         """
         each = [float(self.config.loops)] if budgets is None else budgets
         return 3 * sum(2 * self.head_products + budget * self.loop_flops(context, causal) for budget in each)

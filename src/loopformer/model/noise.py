@@ -3,7 +3,8 @@
 bits = hashed(key + counter)         # int64 → 64 bits that look random (splitmix64, a bijection)
 normal(keys, positions, width)       # N(0, 1) for every channel of every token
 
-So the noise of a token is the same in prefill, in decode and in any batch, and a resumed run draws the same numbers.
+So the noise of a token is the same in prefill, in decode and in any batch, and a resumed run draws the same
+numbers.
 """
 
 import torch
