@@ -66,16 +66,17 @@ class Cost:
 
     @property
     def conditioning_vectors(self) -> int:
-        """Vectors [D] that condition a loop: four per block, and one for the injection."""
-        return 4 * self.config.blocks + (self.config.inject == "gated")
+        """Vectors [D] that condition a loop: four per block and one for the injection, or none."""
+        unconditioned = self.config.conditioning == "none"
+        return 0 if unconditioned else 4 * self.config.blocks + (self.config.inject == "gated")
 
     @property
     def parameters(self) -> Parameters:
         config = self.config
-        d, conditioned = config.width, config.conditioning != "none"
-        norms = (0 if conditioned else 2) + 2 * (config.norms == "sandwich")
+        d = config.width
+        norms = 2 * (config.conditioning == "none") + 2 * (config.norms == "sandwich")  # with learned weights
         embedding = (FOURIER_WIDTH + 1) * d + (d + 1) * d  # of one scalar, by a 2-layer MLP
-        modulators = self.conditioning_vectors * d * (d + 1) * conditioned
+        modulators = self.conditioning_vectors * d * (d + 1)
         return Parameters(
             tokens=self.head_products,
             positions=config.context * d if config.positions == "learned" else 0,
@@ -105,9 +106,7 @@ class Cost:
 
     def table_flops(self, budget: int | None = None) -> int:
         """The modulation table of a trajectory, once."""
-        d, kind = self.config.width, self.config.conditioning
-        if kind == "none":
-            return 0
+        d = self.config.width
         embeddings = self.conditioning_scalars * 2 * (FOURIER_WIDTH * d + d * d)
         modulators = self.conditioning_vectors * 2 * d * d
         return (embeddings + modulators) * (self.config.loops if budget is None else budget)
@@ -139,6 +138,6 @@ class Cost:
         The stack is assumed not to fit the processor's cache, and the modulation table is read, not computed.
         """
         loops = self.config.loops if budget is None else budget
-        table = 0 if self.config.conditioning == "none" else self.conditioning_vectors * self.config.width
+        table = self.conditioning_vectors * self.config.width
         weights = loops * (self.parameters.stack + table) + self.head_products + self.config.width
         return weights * value_bytes + context * self.kv_bytes(budget, value_bytes)
