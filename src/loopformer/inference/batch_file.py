@@ -120,42 +120,36 @@ class _Prompt(NamedTuple):
 
 
 def _prompts(lines: Iterable[bytes]) -> Iterator[_Prompt]:
-    """The lines that are not blank; one without an id is called by its number."""
+    """The lines that are not blank; a line without an id is identified by its number."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        name: Any = number
+        fields: dict[str, Any] | LoopformerError
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # a wrong encoding is a ValueError
-            yield _Prompt(number, LoopformerError("The line is not JSON."))
-            continue
-        if not isinstance(record, dict):
-            yield _Prompt(number, LoopformerError('The line is no object such as {"prompt": "…"}.'))
-            continue
-        given = {name: value for name, value in record.items() if value is not None}
-        name = given.pop("id", number)
-        if not _is_json(name):
-            yield _Prompt(
-                number, LoopformerError("The id has NaN or Infinity, which JSON cannot hold; give another.")
-            )
-            continue
-        try:
-            yield _Prompt(name, _checked(given))
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:  # a wrong encoding is a ValueError
+                raise LoopformerError("The line is not JSON.") from error
+            if not isinstance(record, dict):
+                raise LoopformerError('The line is no object such as {"prompt": "…"}.')
+            fields = {key: value for key, value in record.items() if value is not None}
+            given = fields.pop("id", number)
+            try:
+                json.dumps(given, allow_nan=False)  # Python also reads NaN, and 1e999 as Infinity
+            except ValueError as error:
+                raise LoopformerError(
+                    "The id has NaN or Infinity, which JSON cannot hold; give another."
+                ) from error
+            name = given
+            _check_fields(fields)
         except LoopformerError as error:
-            yield _Prompt(name, error)
+            fields = error
+        yield _Prompt(name, fields)
 
 
-def _is_json(value: Any) -> bool:
-    """Whether a value that Python read can be written again: Python reads NaN, and 1e999 as Infinity."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    return True
-
-
-def _checked(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a prompt; whether their values can be, those who use them say."""
+def _check_fields(fields: dict[str, Any]) -> None:
+    """Refuse unknown fields and values of a wrong type. Their ranges are checked where they are used."""
     for name, value in fields.items():
         if name == "certainty":
             raise LoopformerError(REMOVED_CERTAINTY)
@@ -166,24 +160,17 @@ def _checked(fields: dict[str, Any]) -> dict[str, Any]:
             raise LoopformerError(f"{name} must be {wanted}, got {value!r}.")
     if "prompt" not in fields:
         raise LoopformerError("The line has no prompt; add one.")
-    return fields
 
 
 # Answers, in the order of the prompts.
-
-
-@dataclass
-class _Pending:
-    id: Any
-    answer: AnswerLine | None = None
 
 
 def _answers(
     engine: Engine, request_of: Callable[[dict[str, Any]], Request], prompts: Iterator[_Prompt]
 ) -> Iterator[AnswerLine]:
     """The answer to each prompt; the engine's queue is filled before every step."""
-    pending: deque[_Pending] = deque()
-    by_ticket: dict[int, _Pending] = {}
+    pending: deque[AnswerLine] = deque()  # in the order of the prompts; only an id while a request runs
+    by_ticket: dict[int, AnswerLine] = {}
     more = True
     while more or pending:
         while more and engine.room and len(pending) < AHEAD:
@@ -191,28 +178,26 @@ def _answers(
             if prompt is None:
                 more = False
                 break
-            pending.append(_Pending(prompt.id))
+            answer: AnswerLine = {"id": prompt.id}
+            pending.append(answer)
             try:
                 if isinstance(prompt.fields, LoopformerError):
                     raise prompt.fields
-                by_ticket[engine.submit(request_of(prompt.fields))] = pending[-1]
+                by_ticket[engine.submit(request_of(prompt.fields))] = answer
             except LoopformerError as error:
-                pending[-1].answer = {"id": prompt.id, "error": str(error)}
+                answer["error"] = str(error)
         if by_ticket:
             for event in _step(engine):
                 if event.result is not None:
-                    ended = by_ticket.pop(event.ticket)
-                    ended.answer = _answer(ended.id, event.result)
-        while pending and (answer := pending[0].answer) is not None:
-            pending.popleft()
-            yield answer
+                    by_ticket.pop(event.ticket).update(_outcome(event.result))
+        while pending and len(pending[0]) > 1:
+            yield pending.popleft()
 
 
-def _answer(name: Any, result: Result) -> AnswerLine:
+def _outcome(result: Result) -> AnswerLine:
     if result.error is not None:
-        return {"id": name, "error": result.error}
+        return {"error": result.error}
     return {
-        "id": name,
         "text": result.text,
         "reason": result.reason,
         "trajectory": str(result.trajectory),
