@@ -1,4 +1,4 @@
-"""A file of prompts becomes a file of answers, through the engine: in order, and continued where it was left.
+"""A file of prompts becomes a file of answers, in order; after an interruption it continues.
 
     {"prompt": "Once upon a time", "budget": 2, "id": "a"}     # prompts.jsonl, a line each
     {"id": "a", "text": …, "reason": "length", …}              # answers.jsonl; or {"id": "a", "error": "…"}
@@ -6,10 +6,10 @@
     engine = lm.engine(rows=16, queue=16)
     done = answer_file(Path("prompts.jsonl"), Path("answers.jsonl"), engine, request_of, settings)
 
-Prompts are read while others run, so a file may have any length. Answers stand in the order of the prompts, each
-written whole when all before it are. Beside them, answers.jsonl.run.json says what decides them: the settings, and
-how many prompts of which hash the file had. A file of answers that fits is continued, any other is refused; the
-prompts may have become more meanwhile.
+Prompts are read while others run, so a file may have any length. An answer is written once all earlier ones are, so
+answers have the order of the prompts. The file answers.jsonl.run.json records the settings, and the number and hash
+of the prompts. Only a file of answers with the same settings and prompts is continued. More prompts may have been
+added at the end.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from loopformer.files import append, opened_alone, read_json, write_json, writin
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Event, Request, Result
 
-AHEAD = 4096  # prompts that may be under way or done while an earlier one still runs
-VERSION = 1  # of what stands beside the answers
+AHEAD = 4096  # prompts that may run or be answered while an earlier one still runs
+VERSION = 1  # of answers.jsonl.run.json
 AnswerLine = dict[str, Any]
 _NUMBER = ((int, float), "a number")
 _WHOLE = ((int,), "a whole number")
@@ -51,7 +51,7 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 @dataclass(frozen=True)
 class BatchReport:
-    """What a file of answers holds now."""
+    """The number of answers in the file."""
 
     lines: int
     errors: int
@@ -65,11 +65,11 @@ def answer_file(
     settings: dict[str, Any],
     report: Callable[[int, int], object] = lambda done, total: None,
 ) -> BatchReport:
-    """Answer every prompt of a file that is not answered yet.
+    """Answer every prompt of a file that has no answer yet.
 
-    request_of   makes a request of the fields of a line, all of the right type; a LoopformerError is its answer
-    settings     what the answers follow from besides the prompts, as plain JSON by names that a user knows
-    report       is told how many prompts are answered, of how many
+    request_of   makes a request from the checked fields of a line; a LoopformerError becomes the answer
+    settings     everything else that decides the answers, as plain JSON with the names of the options
+    report       is called with the number of answered prompts and their total
     """
     if source.is_fifo() or source.is_char_device():
         raise FileProblem(f"{source} cannot be read twice, as prompts are; write them to a file first.")
@@ -82,12 +82,12 @@ def answer_file(
                 out.unlink()
             raise
         prompts = _prompts(lines)
-        done, errors, end = _answered(source, out, prompts)
+        done, errors, end = _skip_answered(source, out, prompts)
         with writing(out):
-            file.truncate(end)
+            file.truncate(end)  # drop an answer that was cut off
         report(done, total)
         for answer in _answers(engine, request_of, prompts):
-            # A half of a surrogate pair, which an id may hold, becomes what JSON writes for it.
+            # An id may hold half a surrogate pair, which UTF-8 cannot encode: it becomes its JSON escape.
             append(file, out, (json.dumps(answer, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
             done, errors = done + 1, errors + ("error" in answer)
             report(done, max(done, total))
@@ -109,11 +109,11 @@ def _opened_other(out: Path, source: Path) -> AbstractContextManager[FileIO]:
     return opened_alone(out)
 
 
-# Prompts: a line each.
+# Reading prompts.
 
 
 class _Prompt(NamedTuple):
-    """A line of the input: what its answer is called, and its fields, or what is wrong with it."""
+    """A line of the input: its id, and its fields or the error in it."""
 
     id: Any
     fields: dict[str, Any] | LoopformerError
@@ -162,7 +162,7 @@ def _check_fields(fields: dict[str, Any]) -> None:
         raise LoopformerError("The line has no prompt; add one.")
 
 
-# Answers, in the order of the prompts.
+# Answering, in the order of the prompts.
 
 
 def _answers(
@@ -207,13 +207,13 @@ def _outcome(result: Result) -> AnswerLine:
 
 
 def _step(engine: Engine) -> list[Event]:
-    """A step of the engine; one that failed is taken again as long as failing brings some request to its end."""
-    left = None
+    """The events of a step. A failed step is repeated, unless it failed twice without ending any request."""
+    unfinished = None
     while True:
         try:
             return engine.step()
         except Exception as error:
-            if left == (left := engine.waiting + engine.running):
+            if unfinished == (unfinished := engine.waiting + engine.running):
                 reason = " ".join(str(error).split()) or type(error).__name__
                 raise RunFailed(
                     f"The engine failed twice in a row ({reason}); what is answered is kept, so free some memory "
@@ -221,19 +221,19 @@ def _step(engine: Engine) -> list[Event]:
                 ) from error
 
 
-# What was answered before.
+# Continuing an earlier file of answers.
 
 
 def _check_belongs(source: Path, out: Path, settings: dict[str, Any]) -> int:
-    """Refuse answers that are there and not of these prompts and settings, and note both; how many prompts."""
-    beside = out.with_name(out.name + ".run.json")
+    """The number of prompts. Existing answers to other prompts or with other settings are refused."""
+    record = out.with_name(out.name + ".run.json")
     begun = out.stat().st_size > 0
-    if begun and not beside.exists():
-        raise FileProblem(f"{out} is there, and not known to be answers ({beside.name} is missing); {_other(out)}")
-    before = read_json(beside) if begun else {"input": {"lines": 0}}
+    if begun and not record.exists():
+        raise FileProblem(f"{out} is there, and not known to be answers ({record.name} is missing); {_other(out)}")
+    before = read_json(record) if begun else {"input": {"lines": 0}}
     if begun and before.get("version") != VERSION:
         raise FileProblem(f"{out} was begun by another version of loopformer; {_other(out)}")
-    count, digest, of_known = _survey(source, before["input"]["lines"])
+    count, digest, digest_before = _hash_prompts(source, before["input"]["lines"])
     if begun:
         earlier = before["settings"]
         changed = [name for name in {**settings, **earlier} if settings.get(name) != earlier.get(name)]
@@ -241,11 +241,11 @@ def _check_belongs(source: Path, out: Path, settings: dict[str, Any]) -> int:
             raise FileProblem(f"{out} was begun with another model; {_other(out)}")
         if changed:
             raise FileProblem(f"{out} was begun with other options ({', '.join(changed)}); {_other(out)}")
-        if of_known != before["input"]["sha256"]:
+        if digest_before != before["input"]["sha256"]:
             raise FileProblem(f"{out} holds answers to other prompts than {source}; {_other(out)}")
     after = {"version": VERSION, "settings": settings, "input": {"lines": count, "sha256": digest}}
     if after != before:
-        write_json(beside, after)
+        write_json(record, after)
     return count
 
 
@@ -253,10 +253,10 @@ def _other(out: Path) -> str:
     return f"give another --out, or remove {out} to begin again."
 
 
-def _survey(source: Path, first: int) -> tuple[int, str, str]:
-    """How many lines of a file are not blank, the hash of these, and that of the first so many of them."""
+def _hash_prompts(source: Path, first: int) -> tuple[int, str, str]:
+    """The number of lines that are not blank, their hash, and the hash of the first `first` of them."""
     digest, count = hashlib.sha256(), 0
-    of_first = digest.hexdigest()
+    digest_of_first = digest.hexdigest()
     with _opened(source) as lines:
         for line in lines:
             if not line.strip():
@@ -264,14 +264,14 @@ def _survey(source: Path, first: int) -> tuple[int, str, str]:
             digest.update(line.rstrip(b"\r\n") + b"\n")
             count += 1
             if count == first:
-                of_first = digest.hexdigest()
-    return count, digest.hexdigest(), of_first
+                digest_of_first = digest.hexdigest()
+    return count, digest.hexdigest(), digest_of_first
 
 
-def _answered(source: Path, out: Path, prompts: Iterator[_Prompt]) -> tuple[int, int, int]:
-    """Go past the prompts that are answered: how many, how many of them by an error, and where their answers end.
+def _skip_answered(source: Path, out: Path, prompts: Iterator[_Prompt]) -> tuple[int, int, int]:
+    """Advance `prompts` past the answered ones: their number, the errors among them, and the size of their answers.
 
-    A last line without its end was cut off, and does not count.
+    A last line without a newline was cut off, and does not count.
     """
     count = errors = end = 0
     with out.open("rb") as lines:
