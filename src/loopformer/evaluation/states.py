@@ -71,9 +71,9 @@ def track_states(
     tree = TrajectoryTree(model, trajectories)
     longest = max(config.loops, *(trajectory.budget for trajectory in trajectories))
     shape = (sequences, word_length(config.context))
-    answers = {trajectory: _Answers(shape) for trajectory in tree.trajectories}
-    certain = {
-        (Trajectory.uniform(budget), threshold): _Answers(shape)
+    right = {trajectory: np.zeros(shape, bool) for trajectory in tree.trajectories}
+    exits = {  # with early exit: whether each answer is right, and the loops that it took
+        (Trajectory.uniform(budget), threshold): (np.zeros(shape, bool), np.zeros(shape, np.int64))
         for budget in sorted({config.loops, longest})
         for threshold in thresholds
     }
@@ -84,11 +84,11 @@ def track_states(
         ids, labels = batch.inputs.to(device), batch.targets[:, 1:].to(device)  # the end token has none
         part = slice(start, start + len(ids))
         for trajectory, hidden in tree.run(ids):
-            answers[trajectory].add(part, model, group, hidden[:, 1:], labels)
-        for (trajectory, threshold), answered in certain.items():
+            right[trajectory][part] = _is_right(model, group, hidden[:, 1:], labels)
+        for (trajectory, threshold), (exit_right, loops) in exits.items():
             out = early_exit(model, ids, threshold, trajectory, beyond=True)
-            answered.add(part, model, group, out.hidden[:, 1:], labels)
-            answered.passes[part] = out.loops[:, 1:].cpu().numpy()
+            exit_right[part] = _is_right(model, group, out.hidden[:, 1:], labels)
+            loops[part] = out.loops[:, 1:].cpu().numpy()
         if report:
             report(f"words over {group.name}", part.stop, sequences)
     return {
@@ -104,7 +104,7 @@ def track_states(
                 "budget": trajectory.budget,
                 "trajectory": str(trajectory),
                 "flops_per_token": model.cost.forward_flops(trajectory.budget, config.context),
-                **summary(answers[trajectory].right),
+                **summary(right[trajectory]),
             }
             for trajectory in trajectories
         ],
@@ -112,28 +112,21 @@ def track_states(
             {
                 "trajectory": str(trajectory),
                 "threshold": threshold,
-                "mean_passes": float(answered.passes.mean()),
-                "passes": answered.passes.mean(0).tolist(),
-                **summary(answered.right),
+                "mean_passes": float(loops.mean()),
+                "passes": loops.mean(0).tolist(),
+                **summary(exit_right),
             }
-            for (trajectory, threshold), answered in certain.items()
+            for (trajectory, threshold), (exit_right, loops) in exits.items()
         ],
     }
 
 
-class _Answers:
-    """Of each word and place: whether the answer is right, and with early exit how many loops it took."""
-
-    def __init__(self, shape: tuple[int, int]) -> None:
-        self.right = np.zeros(shape, bool)
-        self.passes = np.zeros(shape, np.int64)
-
-    def add(self, rows: slice, model: LoopedLM, group: Group, hidden: Tensor, labels: Tensor) -> None:
-        """hidden [B, T, D] after the final norm; logits of other tokens than elements are left out."""
-        logits = model.head(hidden)[..., : len(group)]
-        if not bool(logits.isfinite().all()):
-            raise RunFailed("The model's output is not a number; check its weights and dtype.")
-        self.right[rows] = (logits.argmax(-1) == labels).cpu().numpy()
+def _is_right(model: LoopedLM, group: Group, hidden: Tensor, labels: Tensor) -> Right:
+    """Whether the most likely element is the label [B, T], from hidden [B, T, D] after the final norm."""
+    logits = model.head(hidden)[..., : len(group)]  # of elements alone
+    if not bool(logits.isfinite().all()):
+        raise RunFailed("The model's output is not a number; check its weights and dtype.")
+    return (logits.argmax(-1) == labels).cpu().numpy()
 
 
 def summary(right: Right) -> dict[str, Any]:
