@@ -36,7 +36,7 @@ def ask(model: str, *words: str) -> Result:
     ("words", "said"),
     [
         (["--fast"], "fast needs a CUDA device and Triton; leave it out."),
-        (["--certainty", "0.5"], "--certainty was removed here"),
+        (["--certainty", "0.5"], "--certainty was removed from generation"),
         (["--int8"], "--int8 was removed"),
         (["--fast", "--max-ms-per-token", "5"], "--fast and --max-ms-per-token exclude each other"),
         (["--dtype", "float33"], "There is no dtype 'float33'; did you mean float32?"),

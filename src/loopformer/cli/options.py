@@ -17,7 +17,7 @@ from typer import Argument, Context, Option
 from loopformer.config import load_run
 from loopformer.config.model import BOX, box_folder
 from loopformer.config.run import preset_summaries
-from loopformer.errors import LoopformerError, require
+from loopformer.errors import REMOVED_CERTAINTY, LoopformerError, require
 from loopformer.files import read_json, read_yaml
 
 RUN_FILE, MODEL_FILE = "run.yaml", "config.json"  # a folder with one of these is a run or a model
@@ -141,15 +141,7 @@ def _removed(sentence: str) -> Callable[[object], None]:
 
 
 RemovedCertainty = Annotated[
-    float | None,
-    Option(
-        "--certainty",
-        hidden=True,
-        callback=_removed(
-            "--certainty was removed here, because it spoils text; choose a --budget. `loopformer eval text` and "
-            "`eval states` still measure early exit with --certainty."
-        ),
-    ),
+    float | None, Option("--certainty", hidden=True, callback=_removed(f"--{REMOVED_CERTAINTY}"))
 ]
 RemovedInt8 = Annotated[
     bool,
