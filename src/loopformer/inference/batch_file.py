@@ -33,18 +33,18 @@ AHEAD = 4096  # prompts that may run or be answered while an earlier one still r
 VERSION = 1  # of answers.jsonl.run.json
 AnswerLine = dict[str, Any]
 _NUMBER = ((int, float), "a number")
-_WHOLE = ((int,), "a whole number")
+_INTEGER = ((int,), "a whole number")
 _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "prompt": ((str,), "text"),
-    "budget": _WHOLE,
+    "budget": _INTEGER,
     "trajectory": ((str,), "text such as 4-2-1-1"),
-    "max_tokens": _WHOLE,
+    "max_tokens": _INTEGER,
     "temperature": _NUMBER,
-    "top_k": _WHOLE,
+    "top_k": _INTEGER,
     "top_p": _NUMBER,
     "min_p": _NUMBER,
     "repetition_penalty": _NUMBER,
-    "seed": _WHOLE,
+    "seed": _INTEGER,
     "stop": ((str, list), "text or a list of texts"),
 }
 
@@ -155,9 +155,9 @@ def _check_fields(fields: dict[str, Any]) -> None:
             raise LoopformerError(REMOVED_CERTAINTY)
         if name not in _FIELDS:
             raise LoopformerError(f"Unknown field {name}; {nearest(name, [*_FIELDS, 'id'])}")
-        types, wanted = _FIELDS[name]
+        types, expected = _FIELDS[name]
         if isinstance(value, bool) or not isinstance(value, types):
-            raise LoopformerError(f"{name} must be {wanted}, got {value!r}.")
+            raise LoopformerError(f"{name} must be {expected}, got {value!r}.")
     if "prompt" not in fields:
         raise LoopformerError("The line has no prompt; add one.")
 

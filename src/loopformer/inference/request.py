@@ -181,16 +181,16 @@ class RowState(NamedTuple):
 
     def _until_end(self, choices: Sequence[Choice]) -> tuple[Sequence[Choice], Reason | None]:
         """The choices up to an end that does not depend on the text, and the reason for that end, if any."""
-        wanted = self.request.max_tokens - len(self.ids)
+        remaining = self.request.max_tokens - len(self.ids)
         fitting = self.places_left + 1  # the last token is never run, so it needs no position
-        for number, (token, logprob) in enumerate(choices[: min(wanted, fitting)]):
+        for number, (token, logprob) in enumerate(choices[: min(remaining, fitting)]):
             if math.isnan(logprob):
                 return choices[:number], "error"
             if token == self.end:
                 return choices[: number + 1], "end"
-        if len(choices) < min(wanted, fitting):
+        if len(choices) < min(remaining, fitting):
             return choices, None
-        return choices[: min(wanted, fitting)], "length" if wanted <= fitting else "context"
+        return choices[: min(remaining, fitting)], "length" if remaining <= fitting else "context"
 
     def failed(self, sentence: str) -> Event:
         """The last event of a request that failed. It shows the text held back so far, and decodes nothing more."""
@@ -270,9 +270,9 @@ class TextStream:
         elif new != self._final_text:  # a token without text gives the next one no context to decode in
             self._ids = self._ids[self._final_count :]
             self._final_count, self._final_text = len(self._ids), self._tokenizer.decode(self._ids)
-        found = [index for stop in self._stops if (index := self._text.find(stop, search_from)) >= 0]
-        if found:
-            self._text, self.stopped = self._text[: min(found)], True
+        stops_at = [index for stop in self._stops if (index := self._text.find(stop, search_from)) >= 0]
+        if stops_at:
+            self._text, self.stopped = self._text[: min(stops_at)], True
 
     def _held_back(self) -> int:
         """The number of characters at the end that may begin a stop string."""

@@ -100,8 +100,8 @@ class Conditioner(nn.Module):
         return Condition(torch.stack(rows, dim=1), None if self.injector is None else self.injector(active))
 
     @torch.no_grad()
-    def start(self, how: str) -> None:
-        """Start the modulators: `zero`, `normal` (std 0.02) or `one` (gates at 1, the unmodulated backbone)."""
+    def initialise(self, how: str) -> None:
+        """Set the modulators to `zero`, `normal` (std 0.02) or `one` (gates at 1: the unmodulated backbone)."""
         for modulator in self.modulators:
             assert isinstance(modulator, nn.Linear)
             nn.init.zeros_(modulator.bias)

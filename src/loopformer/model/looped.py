@@ -52,7 +52,7 @@ class Output:
     """The result of a forward pass. `states[i]` is the state after loop i+1, before the final norm."""
 
     hidden: Tensor  # [B, T, D], after the final norm
-    logits: Tensor | None = None  # [B, T, V]; None where they were not wanted
+    logits: Tensor | None = None  # [B, T, V]; None with `logits=False`
     states: tuple[Tensor, ...] = ()  # each [B, T, D]; a row that has finished keeps its last state
 
 
@@ -86,7 +86,7 @@ class LoopedLM(nn.Module):
             if isinstance(module, RMSNorm) and module.weight is not None:
                 nn.init.ones_(module.weight)
         if self.conditioner is not None:
-            self.conditioner.start(config.modulator_start)
+            self.conditioner.initialise(config.modulator_start)
 
     # Whole sequences.
 
@@ -311,8 +311,8 @@ class LoopedLM(nn.Module):
         trajectory = resolve(trajectory, self.config.loops, beyond)
         if self.config.conditioning in ("none", "index") and not trajectory.is_uniform:
             raise LoopformerError(
-                f"A model with conditioning {self.config.conditioning!r} is not told its steps, so it can only "
-                f"follow uniform trajectories; use the budget {trajectory.budget} instead of {trajectory}."
+                f"A model with conditioning {self.config.conditioning!r} does not see its step sizes, so it can "
+                f"only follow uniform trajectories; use the budget {trajectory.budget} instead of {trajectory}."
             )
         return trajectory
 
