@@ -25,11 +25,11 @@ from loopformer.config import ModelConfig, from_mapping
 from loopformer.data.loader import Windows, validation_windows
 from loopformer.data.shards import TokenData
 from loopformer.device import device_name
-from loopformer.inference.score import token_logprobs
 from loopformer.loading import find_model
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
 from loopformer.plots import Line, Panel, line_figure, save
+from loopformer.scoring import token_logprobs
 from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:

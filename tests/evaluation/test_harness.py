@@ -17,8 +17,8 @@ from loopformer import LM
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
 from loopformer.evaluation.tasks import TASKS, Answered, Query, encode_pairs
-from loopformer.inference.score import Span
 from loopformer.loading import save_model
+from loopformer.scoring import Span
 
 from .examples import HUB, LOCAL, write_lines, write_local
 from .small import make_model

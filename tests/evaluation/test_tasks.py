@@ -30,7 +30,7 @@ from loopformer.evaluation.tasks import (
     write_answers,
     write_requests,
 )
-from loopformer.inference.score import loglikelihoods
+from loopformer.scoring import loglikelihoods
 from loopformer.trajectory import Trajectory
 
 from .examples import HUB, LOCAL, write_lines, write_local

@@ -25,8 +25,8 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError
 from loopformer.evaluation.store import Store
 from loopformer.evaluation.text import CutText, Protocol, Text, cut_text, default_text, perplexity, read_text
-from loopformer.inference.score import score_texts
 from loopformer.model.looped import Certainty
+from loopformer.scoring import score_texts
 from loopformer.trajectory import Trajectory
 
 from .small import DOCUMENTS, Scored, by_rule, make_text

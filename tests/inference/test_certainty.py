@@ -13,8 +13,8 @@ from loopformer.inference.draft import Draft
 from loopformer.inference.engine import Engine
 from loopformer.inference.fused.backend import DraftBackend, FusedPool, obstacle
 from loopformer.inference.request import Request, Result
-from loopformer.inference.score import Span, score_spans
 from loopformer.model.looped import Certainty
+from loopformer.scoring import Span, score_spans
 
 from .models import spread
 

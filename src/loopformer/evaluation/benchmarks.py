@@ -23,9 +23,9 @@ from loopformer.evaluation.schedules import scheduled
 from loopformer.evaluation.store import Piece, Store, weights_hash
 from loopformer.evaluation.tasks import TASKS, Answered, Answers, Queries, TaskAnswers, answer, digest, paper_scores
 from loopformer.evaluation.text import ReportProgress, placement
-from loopformer.inference.score import BATCH_TOKENS
 from loopformer.lm import LM, load
 from loopformer.model import LoopedLM
+from loopformer.scoring import BATCH_TOKENS
 from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:

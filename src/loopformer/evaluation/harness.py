@@ -34,9 +34,9 @@ from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, 
 from loopformer.evaluation.store import weights_hash
 from loopformer.evaluation.tasks import TASKS, Answered, Local, Query, Requests, answer, digest, read_local
 from loopformer.evaluation.text import ReportProgress
-from loopformer.inference.score import BATCH_TOKENS, Span, loglikelihoods
 from loopformer.lm import LM, load
 from loopformer.model.looped import TrajectoryLike
+from loopformer.scoring import BATCH_TOKENS, Span, loglikelihoods
 
 try:
     from lm_eval.api import model as api

@@ -7,7 +7,7 @@
     scheduled("runs/mine", model, budget=4, schedule="best")         # a Trajectory
 
 Schedules lie on the training grid, steps of multiples of 1/L; the uniform one is measured in any case. Those with
-the same first steps are computed together (inference/score.py). Each finished group is kept in the store.
+the same first steps are computed together (scoring.py). Each finished group is kept in the store.
 
 Beam search: from a few different schedules on, the neighbours of the best (one 1/L moved from one step to another)
 are measured, until the best have no neighbour left that is not measured or `limit` schedules are.
@@ -43,8 +43,8 @@ from loopformer.evaluation.text import (
     text_facts,
 )
 from loopformer.files import read_json, write_json
-from loopformer.inference.score import BATCH_TOKENS, count_passes
 from loopformer.model import LoopedLM
+from loopformer.scoring import BATCH_TOKENS, count_passes
 from loopformer.trajectory import Trajectory
 
 BY = ("perplexity", "accuracy", "both")

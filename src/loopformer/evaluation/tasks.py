@@ -34,7 +34,7 @@ from loopformer.errors import FileProblem, LoopformerError
 from loopformer.files import write_atomic
 from loopformer.inference.request import Request
 from loopformer.inference.sampling import Sampling
-from loopformer.inference.score import BATCH_TOKENS, Count, Span, loglikelihoods
+from loopformer.scoring import BATCH_TOKENS, Count, Span, loglikelihoods
 from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ of training's own validation, and the tail that is shorter than a window.
 one is the first input of the next, and all that it has before it there. With a stride of S, each begins S tokens
 after the one before and scores only the tokens that are new in it, so each has at least window - S before it.
 
-Perplexity is exp of the mean negative log-likelihood of all scored tokens (inference/score.py); bits per byte
+Perplexity is exp of the mean negative log-likelihood of all scored tokens (scoring.py); bits per byte
 leaves out end tokens, which stand for no text. A finished (text, trajectory) is kept in the store at once, so an
 interrupted or extended evaluation computes only what is new.
 """
@@ -50,10 +50,10 @@ from loopformer.data.splits import documents, survey
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, nearest, require
 from loopformer.evaluation.store import Piece, Store, weights_hash
-from loopformer.inference.score import BATCH_TOKENS, Span, score_spans
 from loopformer.loading.folder import HELD_OUT, SETTINGS, data_folder, located, run_of
 from loopformer.model import LoopedLM
 from loopformer.model.looped import TrajectoryLike
+from loopformer.scoring import BATCH_TOKENS, Span, score_spans
 from loopformer.trajectory import Trajectory
 
 NAMED = ("stdlib", *PRESETS)

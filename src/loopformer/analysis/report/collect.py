@@ -42,10 +42,10 @@ from loopformer.evaluation.text import (
     read_text,
 )
 from loopformer.files import read_json
-from loopformer.inference.score import BATCH_TOKENS
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, STATE, is_run_folder, newest_model, step_of
 from loopformer.model.cost import Cost
+from loopformer.scoring import BATCH_TOKENS
 from loopformer.training.plan import training_flops_per_token
 from loopformer.training.reporting import read_metrics
 
