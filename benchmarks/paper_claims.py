@@ -38,14 +38,22 @@ from loopformer.analysis.results import REPORT_FORMAT, TextSource
 from loopformer.config import load_run
 from loopformer.config.run import run_from_mapping
 from loopformer.data.prepare import prepare as prepare_data
-from loopformer.evaluation.benchmarks import LoadedModel, ask, collect, model_facts
 from loopformer.evaluation.schedules import search
-from loopformer.evaluation.tasks import Answers, read_answers, read_requests, write_answers, write_requests
+from loopformer.evaluation.store import LoadedModel
+from loopformer.evaluation.tasks import (
+    Answers,
+    model_facts,
+    read_answers,
+    read_requests,
+    run_requests,
+    write_answers,
+    write_requests,
+)
 from loopformer.evaluation.text import Protocol, perplexity, read_text
 from loopformer.files import write_atomic
 
 if TYPE_CHECKING:
-    from loopformer.evaluation.harness import Suite
+    from loopformer.lm_eval import Suite
 
 QUEUE: dict[str, tuple[str, dict[str, Any]]] = {  # a preset and what differs from SETTINGS, the most telling first
     "loopformer": ("paper/loopformer", {}),
@@ -179,7 +187,7 @@ def write_texts(corpus: Path, out: Path, sources: Mapping[str, int]) -> None:
 
 
 def tasks_of(folder: Path) -> "Suite":
-    from loopformer.evaluation.harness import Suite  # needs the harness
+    from loopformer.lm_eval import Suite  # needs the harness
 
     return Suite.load(["paper"], data=folder)
 
@@ -219,7 +227,7 @@ def train_and_measure(name: str, inputs: Path, run: Path, commit: str, trial: Se
         ],
     }
     requests = read_requests(inputs / REQUESTS)
-    runs = ask(loaded, requests.queries, trajectories, BATCH_TOKENS, together=True)
+    runs = run_requests(loaded, requests.queries, trajectories, BATCH_TOKENS, together=True)
     write_answers(run / ANSWERS, Answers(requests.facts, model_facts(loaded, runs), runs))
     prompts = read_prompts(str(inputs / TEXTS[-1]), tokenizer, PROMPTS, PROMPT_TOKENS)
     found["analysis"] = [analyze(loaded.model, prompts, name, one).to_json() for one in trajectories]
@@ -231,7 +239,7 @@ def train_and_measure(name: str, inputs: Path, run: Path, commit: str, trial: Se
 def publish(run: Path, suite: "Suite", out: Path) -> None:
     """The results of one model, with the tasks' numbers and which examples were right, in one compact file."""
     found, answers = json.loads((run / RAW).read_text("utf-8")), read_answers(run / ANSWERS)
-    found["tasks"] = collect(suite, answers)
+    found["tasks"] = suite.collect(answers)
     found["outcomes"] = {
         "meaning": "of each trajectory and task, 1 or 0 per example in the order of the data, by the task's metric",
         **{

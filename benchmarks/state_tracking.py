@@ -32,8 +32,8 @@ from queueing import RAW, add_run_options, collected, passed_on, rounded, spread
 
 from loopformer.data.states import Group
 from loopformer.device import device_name
-from loopformer.evaluation.benchmarks import LoadedModel
 from loopformer.evaluation.states import track_states
+from loopformer.evaluation.store import LoadedModel
 from loopformer.model import LoopedLM
 from loopformer.plots import Line, Panel, line_figure, save
 from loopformer.trajectory import Trajectory

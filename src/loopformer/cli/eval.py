@@ -35,9 +35,9 @@ from loopformer.config.model import BOX
 from loopformer.files import write_json
 
 if TYPE_CHECKING:
-    from loopformer.evaluation.benchmarks import LoadedModel
-    from loopformer.evaluation.harness import Suite
+    from loopformer.evaluation.store import LoadedModel
     from loopformer.evaluation.text import Protocol
+    from loopformer.lm_eval import Suite
     from loopformer.trajectory import Trajectory
 
 _Cell = Callable[[dict[str, Any]], str]
@@ -110,8 +110,8 @@ def eval_(
     loopformer eval --model runs/s3 --states S3 --figure s3.png
     """
     from loopformer.errors import require
-    from loopformer.evaluation.benchmarks import LoadedModel
     from loopformer.evaluation.states import own_group, state_figure
+    from loopformer.evaluation.store import LoadedModel
     from loopformer.evaluation.text import Protocol
     from loopformer.plots import check_drawing, save
 
@@ -233,7 +233,7 @@ def _perplexity(
 
 def load_tasks(tasks: str, data: Path | None, include: Path | None, limit: int | None) -> "Suite":
     """Tasks by name, as in piqa,arc_easy, or all of the paper's."""
-    from loopformer.evaluation.harness import Suite
+    from loopformer.lm_eval import Suite
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     with progress("tasks") as report:
@@ -244,11 +244,11 @@ def _accuracy(
     loaded: "LoadedModel", suite: "Suite", trajectories: "list[Trajectory]", batch_tokens: int
 ) -> dict[str, Any]:
     """Ask a model all requests along each trajectory and put the numbers together."""
-    from loopformer.evaluation.benchmarks import ask, model_facts, results
+    from loopformer.evaluation.tasks import model_facts, run_requests
 
     with progress("requests") as report:
-        runs = ask(loaded, suite.queries, trajectories, batch_tokens, report)
-    return results(suite, model_facts(loaded, runs), runs)
+        runs = run_requests(loaded, suite.queries, trajectories, batch_tokens, report)
+    return suite.results(model_facts(loaded, runs), runs)
 
 
 def _tracked_along(
@@ -306,13 +306,12 @@ def _score_requests(
     file: Path, loaded: "LoadedModel", trajectories: "list[Trajectory]", out: Path | None, batch_tokens: int
 ) -> None:
     """Answer the requests of a file; the harness is not needed."""
-    from loopformer.evaluation.benchmarks import ask, model_facts
-    from loopformer.evaluation.tasks import Answers, read_requests, write_answers
+    from loopformer.evaluation.tasks import Answers, model_facts, read_requests, run_requests, write_answers
 
     requests = read_requests(file)
     out = out or file.with_name(f"{file.name.removesuffix('.jsonl')}.answers.jsonl")
     with progress("requests") as report:
-        runs = ask(loaded, requests.queries, trajectories, batch_tokens, report)
+        runs = run_requests(loaded, requests.queries, trajectories, batch_tokens, report)
     write_answers(out, Answers(requests.facts, model_facts(loaded, runs), runs))
     typer.echo(
         f"answers along {', '.join(runs)} written to {out}; --aggregate {out} makes numbers of them", err=True
@@ -321,12 +320,11 @@ def _score_requests(
 
 def _aggregate(file: Path, data: Path | None, include: Path | None) -> dict[str, Any]:
     """The numbers of a file of answers, by the harness."""
-    from loopformer.evaluation.benchmarks import collect
     from loopformer.evaluation.tasks import read_answers
 
     answers = read_answers(file)
     suite = load_tasks(",".join(answers.facts["names"]), data, include, answers.facts["limit"])
-    return collect(suite, answers)
+    return suite.collect(answers)
 
 
 # Showing.

@@ -64,9 +64,9 @@ def search(
     from loopformer.analysis.figures import search_figure
     from loopformer.analysis.results import SearchResults
     from loopformer.errors import require
-    from loopformer.evaluation.benchmarks import LoadedModel, accuracy
     from loopformer.evaluation.schedules import can_save, save_best
     from loopformer.evaluation.schedules import search as run
+    from loopformer.evaluation.store import LoadedModel
     from loopformer.evaluation.text import Protocol, read_text
     from loopformer.plots import check_drawing, save
 
@@ -87,7 +87,7 @@ def search(
                 loaded.model,
                 budget,
                 text=None if source is None else read_text(source, tokenizer, field, max_tokens, report),
-                accuracy=None if suite is None else accuracy(loaded, suite, batch_tokens, report),
+                accuracy=None if suite is None else suite.accuracy(loaded, batch_tokens, report),
                 tasks=None if suite is None else suite.facts,
                 by=by,
                 limit=limit,

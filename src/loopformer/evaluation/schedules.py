@@ -4,7 +4,6 @@
     found["best"]["trajectory"], found["spread"]["perplexity"]
     search(model, 4, text=text, accuracy=score, by="both")           # score: trajectories → accuracies
     save_best("runs/mine", found)                                    # into schedules.json beside the model
-    scheduled("runs/mine", model, budget=4, schedule="best")         # a Trajectory
 
 Schedules lie on the training grid, steps of multiples of 1/L; the uniform one is measured in any case. Those with
 the same first steps are computed together (scoring.py). Each finished group is kept in the store.
@@ -12,9 +11,9 @@ the same first steps are computed together (scoring.py). Each finished group is 
 Beam search: from a few different schedules on, the neighbours of the best (one 1/L moved from one step to another)
 are measured, until the best have no neighbour left that is not measured or `limit` schedules are.
 
-The best schedules of a model are saved with it, in the folder of the run or model:
+The best schedules of a model are saved with it, in schedules.json in the folder of the run or model:
     {"4": {"trajectory": "4-2-1-1", "perplexity": 20.1, "by": "perplexity", "text": …, "weights": …}, …}
-An entry belongs to the weights it was found with and is refused for others.
+`LoadedModel.trajectories` reads them (store.py).
 """
 
 from __future__ import annotations
@@ -29,12 +28,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
-from loopformer.evaluation.store import Piece, Store, weights_hash
+from loopformer.errors import LoopformerError, RunFailed, nearest, require
+from loopformer.evaluation.store import (
+    SCHEDULES_FILE,
+    Piece,
+    ReportProgress,
+    Store,
+    count_schedules,
+    saved_schedules,
+    weights_hash,
+)
 from loopformer.evaluation.text import (
     CutText,
     Protocol,
-    ReportProgress,
     Text,
     cut_text,
     likelihoods,
@@ -42,15 +48,13 @@ from loopformer.evaluation.text import (
     summary,
     text_facts,
 )
-from loopformer.files import read_json, write_json
+from loopformer.files import write_json
 from loopformer.model import LoopedLM
 from loopformer.scoring import BATCH_TOKENS, count_passes
 from loopformer.trajectory import Trajectory
 
 BY = ("perplexity", "accuracy", "both")
 LIMIT = 500
-FILE = "schedules.json"
-SCHEDULES = ("uniform", "best")
 
 Accuracies = Callable[[Sequence[Trajectory]], Mapping[Trajectory, float]]
 MeasureSchedules = Callable[[Sequence[Trajectory]], dict[Trajectory, Piece]]
@@ -156,11 +160,6 @@ def _by_text(
         return done
 
     return measure
-
-
-def count_schedules(loops: int, budget: int) -> int:
-    """How many schedules of M steps lie on the grid of L."""
-    return math.comb(loops - 1, budget - 1)
 
 
 def explore(
@@ -297,8 +296,8 @@ def save_best(source: str | Path, ranking: Piece) -> tuple[Path, str | None]:
     Those of other budgets stay. A schedule is better if it was found for the same weights and ranked by the same
     measure, on more text, or on as much with a better result: what less text says counts for less.
     """
-    path, budget = Path(source) / FILE, str(ranking["budget"])
-    saved = _entries(path)
+    path, budget = Path(source) / SCHEDULES_FILE, str(ranking["budget"])
+    saved = saved_schedules(source)
     text = ranking["text"] and {name: ranking["text"][name] for name in ("text", "sha256", "tokens")}
     numbers = {name: ranking["best"][name] for name in ("perplexity", "accuracy") if name in ranking["best"]}
     facts = {name: ranking[name] for name in ("by", "method", "measured", "weights")}
@@ -331,35 +330,3 @@ def _is_better(before: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
 def _tokens(entry: Mapping[str, Any]) -> int:
     """Tokens of text that a saved schedule was measured on; none where it was found by tasks alone."""
     return int((entry.get("text") or {}).get("tokens", 0))
-
-
-def scheduled(
-    source: str | Path, model: LoopedLM, budget: int, schedule: str, weights: str | None = None
-) -> Trajectory:
-    """The trajectory of a budget: uniform, or the best that is saved, where there is more than one schedule."""
-    if schedule not in SCHEDULES:
-        raise LoopformerError(f"There is no schedule {schedule!r}; {nearest(schedule, list(SCHEDULES))}")
-    trajectory = model.resolve(budget)
-    if schedule == "uniform" or count_schedules(model.config.loops, trajectory.budget) == 1:
-        return trajectory
-    entry = _entries(Path(source) / FILE).get(str(trajectory.budget))
-    command = f"loopformer search --model {source} --budget {trajectory.budget}"
-    if entry is None:
-        raise LoopformerError(
-            f"No best schedule of budget {budget} is saved with {source}; find it with {command}."
-        )
-    if entry.get("weights") != (weights or weights_hash(model)):
-        raise LoopformerError(
-            f"The best schedule of budget {budget} was found for other weights of {source}; find it again with "
-            f"{command}."
-        )
-    return model.resolve(str(entry.get("trajectory")))
-
-
-def _entries(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    saved = read_json(path)
-    if not all(budget.isdigit() and isinstance(entry, dict) for budget, entry in saved.items()):
-        raise FileProblem(f"{path} is damaged; delete it and run loopformer search again.")
-    return saved

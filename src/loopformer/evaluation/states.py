@@ -25,7 +25,7 @@ from torch import Tensor
 from loopformer.config import load_run
 from loopformer.data.states import TEST, Group, StateWindows, word_length
 from loopformer.errors import LoopformerError, RunFailed, require
-from loopformer.evaluation.text import ReportProgress, placement
+from loopformer.evaluation.store import ReportProgress, placement
 from loopformer.loading.folder import SETTINGS, located, run_of
 from loopformer.model import LoopedLM
 from loopformer.model.looped import Certainty

@@ -34,7 +34,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from loopformer.data.shards import TokenData, is_prepared
 from loopformer.data.splits import documents, survey
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, nearest, require
-from loopformer.evaluation.store import Piece, Store, weights_hash
+from loopformer.evaluation.store import Piece, ReportProgress, Store, placement, weights_hash
 from loopformer.loading.folder import HELD_OUT, SETTINGS, data_folder, located, run_of
 from loopformer.model import LoopedLM
 from loopformer.model.looped import TrajectoryLike
@@ -58,7 +58,6 @@ from loopformer.trajectory import Trajectory
 
 NAMED = ("stdlib", *PRESETS)
 Ids = npt.NDArray[np.int64]
-ReportProgress = Callable[[str, int, int | None], None]  # what is done, how much, of how much (None: unknown)
 
 _BATCH = 4 << 20  # characters tokenized at a time
 
@@ -406,8 +405,3 @@ def text_facts(text: Text, protocol: Protocol, cut: CutText) -> Piece:
         "max_tokens": protocol.max_tokens,
         "forward_tokens": sum(len(span.inputs) for span in cut.windows),
     }
-
-
-def placement(model: LoopedLM) -> dict[str, str]:
-    """In which dtype and on which kind of device a model runs, as results say it."""
-    return {"dtype": model.dtype_name, "device": model.device.type}
