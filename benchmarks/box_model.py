@@ -74,7 +74,7 @@ offensive, as old books can be.
 |---|---|---|
 {rows}
 
-On `{held_out}`, which is held out of its data; `loopformer eval --budgets 1,2,4,8` says it again. English, after
+On `{held_out}`, which is held out of its data; `loopformer eval text --budgets 1,2,4,8` says it again. English, after
 {seen:.0f} M tokens ({epochs:.1f} epochs, {steps:,} steps, seed {seed}) on {hardware}, with the preset `elastic`;
 `benchmarks/box_model.py` made it.
 

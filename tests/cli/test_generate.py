@@ -76,7 +76,7 @@ def test_certainty_says_how_many_passes_it_took(model: str) -> None:
     assert "; 1.00 passes each; the limit" in ask(model, "--certainty", "1e-3").stderr
     assert "; 3.00 passes each; the limit" in ask(model, "--certainty", "1", "--budget", "3").stderr
     assert "passes" not in ask(model).stderr
-    assert f"loopformer eval --model {model} --certainty 0.001" in ask(model, "--certainty", "1e-3").stderr
+    assert f"loopformer eval text {model} --certainty 0.001" in ask(model, "--certainty", "1e-3").stderr
     assert "Note" not in ask(model, "--certainty", "1").stderr + ask(model, "--certainty", "2").stderr
     found = [json.loads(ask(model, "--json", *words).stdout) for words in ([], ["--certainty", "1e-3"])]
     assert [one["mean_passes"] for one in found] == [4, 1]

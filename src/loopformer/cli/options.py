@@ -84,7 +84,7 @@ def warn_of_certainty(certainty: float | None, model: str) -> None:
     if certainty is not None and certainty < 1:
         echo(
             "Note: a model may predict nothing before its last pass, and then a certainty spoils its text; "
-            f"`loopformer eval --model {model} --certainty {certainty:g}` measures it.",
+            f"`loopformer eval text {model} --certainty {certainty:g}` measures it.",
             err=True,
         )
 
@@ -101,7 +101,7 @@ def own_text(model: str) -> str:
     if group := own_group(model):
         raise LoopformerError(
             f"{model} was trained on words over {group}, not on text; give a text with --text, or see how it does "
-            f"there with loopformer eval --model {model}."
+            f"there with loopformer eval states {model}."
         )
     if run_of(model) is not None:
         raise FileProblem(
