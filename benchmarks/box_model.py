@@ -75,8 +75,8 @@ offensive, as old books can be.
 {rows}
 
 On `{held_out}`, which is held out of its data; `loopformer eval text --budgets 1,2,4,8` says it again. English,
-after {seen:.0f} M tokens ({epochs:.1f} epochs, {steps:,} steps, seed {seed}) on {hardware}, with the preset `elastic`;
-`benchmarks/box_model.py` made it.
+after {seen:.0f} M tokens ({epochs:.1f} epochs, {steps:,} steps, seed {seed}) on {hardware}, with the preset
+`elastic`; `benchmarks/box_model.py` made it.
 
 Trained only on text that may be passed on: books of Project Gutenberg in the public domain, English Wikipedia
 (CC BY-SA), Foreign Relations of the United States (public domain) and MDN Web Docs (CC BY-SA 2.5, code CC0 or MIT).

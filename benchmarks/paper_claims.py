@@ -170,7 +170,7 @@ def prepare(corpus: Path, tasks: Path, out: Path) -> None:
     prepare_data([str(out / TEXT)], out / DATA, tokenizer=str(TOKENIZER))
     for name in TEXTS:
         (out / name).write_text("".join(lines(corpus / "heldout" / f"{name}.zst")), encoding="utf-8")
-    write_requests(out / REQUESTS, tasks_of(tasks).requests)
+    write_requests(out / REQUESTS, tasks_of(tasks))
 
 
 def write_texts(corpus: Path, out: Path, sources: Mapping[str, int]) -> None:

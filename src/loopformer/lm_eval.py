@@ -79,8 +79,24 @@ _BOOTSTRAP = 1000  # draws, for standard errors that have no formula
 _USUAL_METRICS = ("acc_norm", "acc")  # by preference, for a task that is not the paper's
 
 
+class _PlainModel(api.LM):  # type: ignore[misc]
+    """A model whose `answer` method takes any kind of request."""
+
+    def answer(self, kind: str, requests: Sequence[Any], disable_tqdm: bool) -> list[Any]:
+        raise NotImplementedError
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return [(total, greedy) for total, greedy in self.answer("loglikelihood", requests, disable_tqdm)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        return self.answer("loglikelihood_rolling", requests, disable_tqdm)
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        return self.answer("generate_until", requests, disable_tqdm)
+
+
 @register_model("loopformer")
-class LoopformerLM(api.LM):  # type: ignore[misc]
+class LoopformerLM(_PlainModel):
     """A model along one trajectory, as the harness wants it."""
 
     def __init__(
@@ -124,16 +140,7 @@ class LoopformerLM(api.LM):  # type: ignore[misc]
         other.trajectory = self.lm.model.resolve(trajectory)
         return other
 
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        return [(total, greedy) for total, greedy in self._answer("loglikelihood", requests, disable_tqdm)]
-
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        return self._answer("loglikelihood_rolling", requests, disable_tqdm)
-
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        return self._answer("generate_until", requests, disable_tqdm)
-
-    def _answer(self, kind: str, requests: Sequence[Any], disable_tqdm: bool) -> list[Any]:
+    def answer(self, kind: str, requests: Sequence[Any], disable_tqdm: bool) -> list[Any]:
         from tqdm import tqdm  # type: ignore[import-untyped]  # as every model of the harness does
 
         queries = [Query(kind, request.args) for request in requests]
@@ -155,7 +162,7 @@ class LoopformerLM(api.LM):  # type: ignore[misc]
         }
 
 
-class Recorded(api.LM):  # type: ignore[misc]
+class Recorded(_PlainModel):
     """Replays the answers to each task's requests, in the order of the requests."""
 
     def __init__(self, queries: Mapping[str, Sequence[Query]], answered: Mapping[str, Answered]) -> None:
@@ -165,29 +172,16 @@ class Recorded(api.LM):  # type: ignore[misc]
             for query, value in reversed(list(zip(requests, answered[task].values, strict=True))):
                 self._left.setdefault((task, query.kind), []).append(value)
 
-    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        return [(total, greedy) for total, greedy in self._next("loglikelihood", requests)]
-
-    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        return self._next("loglikelihood_rolling", requests)
-
-    def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        return self._next("generate_until", requests)
-
-    def _next(self, kind: str, requests: Sequence[Any]) -> list[Any]:
+    def answer(self, kind: str, requests: Sequence[Any], disable_tqdm: bool) -> list[Any]:
         return [self._left[request.task_name, kind].pop() for request in requests]
 
 
 @dataclass(frozen=True)
-class Suite:
-    """Tasks of the harness with their requests, and how they were chosen."""
+class Suite(Requests):
+    """Requests together with the harness's tasks, which compute the metrics of the answers."""
 
-    names: tuple[str, ...]  # as the user wrote them
     tasks: Mapping[str, Any]
     groups: Mapping[str, Any]
-    local: Mapping[str, Local]  # tasks with local data
-    limit: int | None  # examples of each task, the first ones
-    queries: Mapping[str, list[Query]]  # the requests of each task, in the harness's order
 
     @classmethod
     def load(
@@ -198,12 +192,15 @@ class Suite:
         limit: int | None = None,
         report: ReportProgress | None = None,
     ) -> Suite:
-        """Find tasks by name, `paper` for all of the paper's, and build the requests for their examples."""
+        """Find tasks by name, `paper` for all of the paper's, and build the requests for their examples.
+
+        `limit` is how many examples of each task are used.
+        """
         require(limit is None or limit >= 1, f"--limit must be 1 or more examples a task, got {limit}.")
         wanted = list(dict.fromkeys(task for name in names for task in (TASKS if name == "paper" else [name])))
         require(len(wanted) > 0, "--tasks is empty; give paper or names of tasks, such as piqa,arc_easy.")
         local = {name: read_local(data, name) for name in wanted if data is not None and name in TASKS}
-        tasks, groups, queries = dict[str, Any](), dict[str, Any](), dict[str, list[Query]]()
+        tasks, groups = dict[str, Any](), dict[str, Any]()
         with _quiet():
             manager = _task_manager(wanted, include)
         for number, name in enumerate(wanted):
@@ -216,6 +213,7 @@ class Suite:
                 loaded = manager.load([spec])
             tasks |= loaded["tasks"]
             groups |= {} if name in local else loaded["groups"]
+        queries, facts = dict[str, list[Query]](), dict[str, Piece]()
         for number, (name, task) in enumerate(tasks.items()):
             if report:
                 report("building requests", number, len(tasks))
@@ -228,37 +226,16 @@ class Suite:
                 for instance in task.instances
                 for _ in range(instance.repeats or 1)
             ]
-        return cls(tuple(names), tasks, groups, local, limit, queries)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Everything about the tasks that does not depend on a model, in plain data."""
-        return {
-            "names": list(self.names),
-            "limit": self.limit,
+            facts[name] = _task_facts(task, local.get(name), queries[name])
+        notes = [each.note for each in local.values() if each.note]
+        suite = {
+            "names": list(names),
+            "limit": limit,
             "harness": version("lm_eval"),
-            "tasks": {name: self._task_facts(name) for name in self.tasks},
-            "notes": [local.note for local in self.local.values() if local.note],
+            "tasks": facts,
+            "notes": notes,
         }
-
-    def _task_facts(self, name: str) -> dict[str, Any]:
-        task, local = self.tasks[name], self.local.get(name)
-        source = [task.config.dataset_path, task.config.dataset_name]
-        hub = {"dataset": ":".join(part for part in source if part)}
-        return {
-            "version": task.VERSION,
-            "examples": len({instance.doc_id for instance in task.instances}),
-            "of": len(task.eval_docs),
-            "data": hub if local is None else {"file": local.file, "sha256": local.sha256},
-            "note": local and local.note,
-            "requests": len(self.queries[name]),
-            "requests_sha256": digest(self.queries[name]),
-        }
-
-    @property
-    def requests(self) -> Requests:
-        """Everything that a machine without the harness needs."""
-        return Requests(self.facts, self.queries)
+        return cls(suite, queries, tasks, groups)
 
     def metrics(self, answered: Mapping[str, Answered]) -> tuple[Metrics, Metrics]:
         """The harness's metrics of tasks and of groups, from the answers to all requests."""
@@ -269,7 +246,7 @@ class Suite:
             evaluated = evaluate(
                 Recorded(self.queries, answered),
                 {"tasks": dict(self.tasks), "groups": dict(self.groups), "group_map": {}},
-                limit=self.limit,
+                limit=self.facts["limit"],
                 bootstrap_iters=_BOOTSTRAP,
                 log_samples=False,
             )
@@ -288,7 +265,7 @@ class Suite:
 
     def results(self, model: Mapping[str, Any], runs: Mapping[str, TaskAnswers]) -> Piece:
         """All numbers in plain data: per trajectory and task the metric, its value, error, examples and seconds."""
-        facts, rows = self.facts, list[Piece]()
+        rows = list[Piece]()
         for trajectory, run in runs.items():
             all_metrics, groups = self.metrics(run)
             tasks = {}
@@ -299,7 +276,7 @@ class Suite:
                     "metric": metric,
                     "value": metrics[metric],
                     "stderr": metrics.get(",".join(part for part in (f"{first}_stderr", rest) if part)),
-                    "examples": facts["tasks"][name]["examples"],
+                    "examples": self.facts["tasks"][name]["examples"],
                     "seconds": run[name].seconds,
                     "tokens": run[name].tokens,
                     "cut": run[name].cut,
@@ -317,17 +294,16 @@ class Suite:
                     "paper": paper_scores({name: tasks[name]["value"] for name in TASKS}) if is_paper else None,
                 }
             )
-        return {"model": dict(model), **facts, "runs": rows}
+        return {"model": dict(model), **self.facts, "runs": rows}
 
     def collect(self, answers: Answers) -> Piece:
         """The results from a file of answers, which must be to exactly the requests of this suite."""
-        own_facts = self.facts
-        for task, facts in own_facts["tasks"].items():
+        for task, facts in self.facts["tasks"].items():
             answered = answers.facts["tasks"].get(task)
             if answered is None or answered["requests_sha256"] != facts["requests_sha256"]:
                 raise FileProblem(
                     f"The answers are to other requests of {task} than these; use the same --data and harness "
-                    f"({answers.facts['harness']} there, {own_facts['harness']} here), or export and score again."
+                    f"({answers.facts['harness']} there, {self.facts['harness']} here), or export and score again."
                 )
             for run in answers.runs.values():
                 if task not in run or len(run[task].values) != facts["requests"]:
@@ -392,6 +368,20 @@ def _local_source(name: str, local: Local) -> dict[str, Any]:
     if local.cleaned:
         changes["process_docs"] = None
     return changes
+
+
+def _task_facts(task: Any, local: Local | None, queries: Sequence[Query]) -> Piece:
+    """Everything about a task that does not depend on a model, in plain data."""
+    hub = {"dataset": ":".join(part for part in (task.config.dataset_path, task.config.dataset_name) if part)}
+    return {
+        "version": task.VERSION,
+        "examples": len({instance.doc_id for instance in task.instances}),
+        "of": len(task.eval_docs),
+        "data": hub if local is None else {"file": local.file, "sha256": local.sha256},
+        "note": local and local.note,
+        "requests": len(queries),
+        "requests_sha256": digest(queries),
+    }
 
 
 @contextmanager

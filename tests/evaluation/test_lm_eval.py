@@ -382,7 +382,7 @@ def test_by_way_of_files_every_digit_is_the_same(loaded: LoadedModel, suite: Sui
     runs = run_requests(loaded, suite.queries, trajectories)
     direct = suite.results(model_facts(loaded, runs), runs)
 
-    write_requests(tmp_path / "requests.jsonl", suite.requests)
+    write_requests(tmp_path / "requests.jsonl", suite)
     asked = read_requests(tmp_path / "requests.jsonl")
     elsewhere = replace(loaded, store=Store(None))
     again = run_requests(elsewhere, asked.queries, trajectories)

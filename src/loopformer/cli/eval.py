@@ -217,7 +217,7 @@ def eval_tasks(
             return
         if export is not None:
             suite = load_tasks(tasks or "paper", data, include, limit)
-            write_requests(export, suite.requests)
+            write_requests(export, suite)
             count = sum(map(len, suite.queries.values()))
             typer.echo(f"{count:,} requests of {len(suite.tasks)} tasks written to {export}", err=True)
             return
