@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from loopformer.errors import LoopformerError, RunFailed
+from loopformer.errors import RunFailed, require
 from loopformer.model import LoopedLM
 from loopformer.model.block import Rotary
 from loopformer.model.conditioning import Condition
@@ -286,27 +286,26 @@ def plan_batches(
 
 
 def _packs(rows: Sequence[Tokens], free: dict[Tokens, int], longest: int) -> Iterator[Pack]:
-    """Sorted rows, cut where neighbours begin differently, as packs of at most `longest` tokens or of one row."""
-    families: list[tuple[list[Tokens], int]] = []  # neighbours, and the length of their common prefix
-    for row in rows:
-        if families:
-            family, shared = families[-1]
-            common = min(common_prefix(family[-1], row), free[family[-1]], free[row])
-            if common >= max(WORTH_SHARING, min(free[family[-1]], free[row]) / 2):
-                family.append(row)
-                families[-1] = family, common if len(family) == 2 else min(shared, common)
-                continue
-        families.append(([row], 0))
-    for family, shared in families:
-        suffixes: list[Tokens] = []
-        length = shared
-        for row in family:
-            if suffixes and length + len(row) - shared > longest:
-                yield Pack(family[0][:shared], tuple(suffixes))
-                suffixes, length = [], shared
+    """Sorted rows as packs of at most `longest` tokens or of one row; a pack shares a long enough prefix."""
+    start = 0
+    while start < len(rows):
+        # A family is a run of neighbours with enough in common; `shared` is the prefix of all of them.
+        shared, stop = 0, start + 1
+        while stop < len(rows):
+            before, row = rows[stop - 1], rows[stop]
+            limit = min(free[before], free[row])
+            common = min(common_prefix(before, row), limit)
+            if common < max(WORTH_SHARING, limit / 2):
+                break
+            shared, stop = (min(shared, common) if shared else common), stop + 1
+        prefix, suffixes = rows[start][:shared], list[Tokens]()
+        for row in rows[start:stop]:
+            if suffixes and sum(map(len, suffixes)) + len(row) > longest:
+                yield Pack(prefix, tuple(suffixes))
+                suffixes = []
             suffixes.append(row[shared:])
-            length += len(row) - shared
-        yield Pack(family[0][:shared], tuple(suffixes))
+        yield Pack(prefix, tuple(suffixes))
+        start = stop
 
 
 @dataclass(frozen=True)
@@ -334,13 +333,12 @@ def score_spans(
 
     With `certainty` a token whose next one is likelier takes no further pass.
     """
-    if batch_tokens < 1:
-        raise LoopformerError(f"--batch-tokens must be 1 or more, got {batch_tokens}.")
     largest, vocab = max((max(span.tokens) for span in spans), default=0), model.config.vocab
-    if largest >= vocab:
-        raise LoopformerError(
-            f"There are token ids up to {largest} but the model knows {vocab}; is this the model's own tokenizer?"
-        )
+    require(batch_tokens >= 1, f"--batch-tokens must be 1 or more, got {batch_tokens}.")
+    require(
+        largest < vocab,
+        f"There are token ids up to {largest} but the model knows {vocab}; is this the model's own tokenizer?",
+    )
     tree, settling = TrajectoryTree(model, trajectories), None if certainty is None else Certainty(certainty)
     for batch in plan_batches(spans, model.config.context, batch_tokens, share):
         numbers = [number for number, _, _ in batch.spans]
@@ -394,29 +392,24 @@ def loglikelihoods(
         parts = span.windows(context, reach_back=True)
         windows += parts
         owners += [number] * len(parts)
-    totals = {trajectory: [0.0] * len(spans) for trajectory in trajectories}
-    greedy = {trajectory: [True] * len(spans) for trajectory in trajectories}
+    answers: dict[Trajectory, list[Answer]] = {each: [(0.0, True)] * len(spans) for each in trajectories}
     done = tokens = 0
     for batch in score_spans(model, windows, trajectories, batch_tokens, share):
-        for trajectory, (logprobs, likely) in batch.along.items():
-            scored = zip(
-                batch.spans, torch.split(logprobs, batch.sizes), torch.split(likely, batch.sizes), strict=True
-            )
-            for number, values, first in scored:
-                totals[trajectory][owners[number]] += math.fsum(values.tolist())
-                greedy[trajectory][owners[number]] &= bool(first.all())
+        for trajectory, scored in batch.along.items():
+            parts_of = (values.split(batch.sizes) for values in scored)
+            for window, logprobs, is_greedy in zip(batch.spans, *parts_of, strict=True):
+                total, greedy = answers[trajectory][owners[window]]
+                total += math.fsum(logprobs.tolist())
+                answers[trajectory][owners[window]] = total, greedy and bool(is_greedy.all())
         done += len(batch.spans)
         tokens += batch.tokens
         if count:
             count(done * len(spans) // len(windows), len(spans))
-    for trajectory, sums in totals.items():
-        if not all(map(math.isfinite, sums)):
+    for trajectory, along in answers.items():
+        if not all(math.isfinite(total) for total, _ in along):
             raise RunFailed(f"The model's output along {trajectory} is not a number; check its weights and dtype.")
     cut = sum(len(span.tokens) > context + 1 for span in spans)
-    return {
-        trajectory: Loglikelihoods(list(zip(totals[trajectory], greedy[trajectory], strict=True)), tokens, cut)
-        for trajectory in totals
-    }
+    return {trajectory: Loglikelihoods(along, tokens, cut) for trajectory, along in answers.items()}
 
 
 @dataclass(frozen=True)
@@ -441,10 +434,9 @@ def score_texts(
     """Score texts that fit the context, each after the `end` token and along its own trajectory."""
     context = model.config.context
     for ids in texts:
-        if not ids:
-            raise LoopformerError("A text to score is empty; give at least one character.")
-        if len(ids) > context:  # the end token takes the place of the last one, which is no input
-            raise LoopformerError(f"A text has {len(ids)} tokens but the context is {context}; shorten it.")
+        require(len(ids) > 0, "A text to score is empty; give at least one character.")
+        # A text of the context's length fits: the end token is an input and the last token is none.
+        require(len(ids) <= context, f"A text has {len(ids)} tokens but the context is {context}; shorten it.")
     logprobs: list[tuple[float, ...]] = [()] * len(texts)
     for trajectory in dict.fromkeys(trajectories):
         same = [number for number, own in enumerate(trajectories) if own == trajectory]

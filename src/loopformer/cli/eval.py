@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from loopformer.lm_eval import Suite
 
 ModelPath = Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{MODEL}.", autocompletion=models)]
-Schedule = Annotated[
+ScheduleOption = Annotated[
     str, typer.Option(help="Steps of --budgets: uniform, or best, as `loopformer search` found them.")
 ]
 
@@ -93,7 +93,7 @@ def eval_text(
     ] = None,
     budgets: Budgets = None,
     trajectory: Trajectories = None,
-    schedule: Schedule = "uniform",
+    schedule: ScheduleOption = "uniform",
     certainty: Annotated[
         str | None,
         typer.Option(
@@ -163,7 +163,7 @@ def eval_tasks(
     limit: Examples = None,
     budgets: Budgets = None,
     trajectory: Trajectories = None,
-    schedule: Schedule = "uniform",
+    schedule: ScheduleOption = "uniform",
     export: Annotated[
         Path | None,
         typer.Option("--export-requests", help="Write the requests of the tasks to this file and stop."),
