@@ -396,7 +396,7 @@ def loglikelihoods(
     done = tokens = 0
     for batch in score_spans(model, windows, trajectories, batch_tokens, share):
         for trajectory, scored in batch.along.items():
-            parts_of = (values.split(batch.sizes) for values in scored)
+            parts_of = (torch.split(values, batch.sizes) for values in scored)
             for window, logprobs, is_greedy in zip(batch.spans, *parts_of, strict=True):
                 total, greedy = answers[trajectory][owners[window]]
                 total += math.fsum(logprobs.tolist())

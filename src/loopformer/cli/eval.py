@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from click import Context
 from typer.core import TyperGroup
 
 from loopformer.cli.completion import models
@@ -56,7 +55,7 @@ _TASK_OPTIONS = {"--tasks", "--export-requests", "--score-requests", "--aggregat
 class EvalGroup(TyperGroup):
     """The subcommands, and for one more version the earlier form without one."""
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         is_help = bool(args) and args[0] in ctx.help_option_names
         if not ctx.resilient_parsing and not is_help and (not args or args[0].startswith("-")):
             args = _with_subcommand(args)

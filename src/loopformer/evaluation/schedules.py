@@ -24,6 +24,7 @@ import os
 import random
 import statistics
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,6 @@ from loopformer.evaluation.store import (
     weights_hash,
 )
 from loopformer.evaluation.text import (
-    CutText,
     Protocol,
     Text,
     cut_text,
@@ -71,7 +71,7 @@ def search(
     *,
     text: Text | None = None,
     accuracy: Accuracies | None = None,
-    tasks: Piece | None = None,
+    tasks: Mapping[str, Any] | None = None,
     by: str = "perplexity",
     limit: int = LIMIT,
     protocol: Protocol | None = None,
@@ -98,17 +98,21 @@ def search(
     )
     weights = weights or weights_hash(model)
     protocol, store = protocol or Protocol(), store or Store(None)
-    facts, by_text = None, None
-    if text is not None:
-        cut = cut_text(text, protocol, model.config.context)
-        facts = text_facts(text, protocol, cut)
-        by_text = _by_text(model, text, cut, protocol, weights, store, batch_tokens, report)
+    cut = None if text is None else cut_text(text, protocol, model.config.context)
 
     def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
         rows: dict[Trajectory, Piece] = {trajectory: {} for trajectory in trajectories}
-        if by_text is not None:
-            for trajectory, piece in by_text(trajectories).items():
-                rows[trajectory] |= piece
+        if text is not None and cut is not None:
+            keys = {each: piece_key("schedule", model, weights, text, protocol, cut, each) for each in trajectories}
+            done = {each: piece for each in trajectories if (piece := store.get(keys[each])) is not None}
+            missing = sorted((each for each in trajectories if each not in done), key=lambda each: each.steps)
+            # Schedules with the same first step run together, and each group is stored when it is done.
+            for _, same in itertools.groupby(missing, key=lambda each: each.steps[0]):
+                group = list(same)
+                doing = f"schedules {len(done) + 1}-{len(done) + len(group)} of {len(trajectories)}"
+                sums = likelihoods(model, cut, text.tokenizer.eot, group, batch_tokens, report, doing)
+                done |= {each: store.put(keys[each], summary(sums[each], cut)) for each in group}
+            rows |= {each: dict(piece) for each, piece in done.items()}
         if accuracy is not None:
             for trajectory, share in accuracy(trajectories).items():
                 rows[trajectory]["accuracy"] = share
@@ -119,7 +123,7 @@ def search(
     described = describe(measured, uniform, by, loops)
     if by != "accuracy" and described["best"]["perplexity"] is None:
         raise RunFailed("No schedule gives a number; the model's weights are damaged or its training diverged.")
-    # through the stack, for a batch of the text or of a task's requests
+    # Passes through the stack for one batch, with common first steps computed once and without.
     passes = {"shared": count_passes(measured), "separate": budget * len(measured)}
     return {
         "weights": weights,
@@ -128,38 +132,12 @@ def search(
         "by": by,
         "method": method,
         "on_grid": on_grid,  # the uniform schedule may not be among them
-        "text": facts,
+        "text": None if text is None or cut is None else text_facts(text, protocol, cut),
         "tasks": tasks,
         "passes": passes if method == "all" else None,
         "seconds": time.perf_counter() - started,
         **described,
     }
-
-
-def _by_text(
-    model: LoopedLM,
-    text: Text,
-    cut: CutText,
-    protocol: Protocol,
-    weights: str,
-    store: Store,
-    batch_tokens: int,
-    report: ReportProgress | None,
-) -> MeasureSchedules:
-    """Perplexity of schedules; those with the same first step together, each group kept when it is done."""
-
-    def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
-        keys = {each: piece_key("schedule", model, weights, text, protocol, cut, each) for each in trajectories}
-        done = {each: piece for each in trajectories if (piece := store.get(keys[each])) is not None}
-        missing = sorted((each for each in trajectories if each not in done), key=lambda each: each.steps)
-        for _, same in itertools.groupby(missing, key=lambda each: each.steps[0]):
-            group = list(same)
-            doing = f"schedules {len(done) + 1}-{len(done) + len(group)} of {len(trajectories)}"
-            sums = likelihoods(model, cut, text.tokenizer.eot, group, batch_tokens, report, doing)
-            done |= {each: store.put(keys[each], summary(sums[each], cut)) for each in group}
-        return done
-
-    return measure
 
 
 def explore(
@@ -225,6 +203,11 @@ def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: i
         for number, trajectory in enumerate(order, 1)
     ]
     tenth = math.ceil(len(order) / _TENTH)
+
+    def mean_steps(trajectories: Sequence[Trajectory]) -> list[float]:  # by position
+        steps = zip(*(trajectory.steps for trajectory in trajectories), strict=True)
+        return [float(sum(each) / len(trajectories)) for each in steps]
+
     known = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("perplexity", "accuracy")}
     return {
         "measured": len(rows),
@@ -233,9 +216,9 @@ def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: i
         "uniform": rows[order.index(uniform)],
         "spread": {name: max(values) - min(values) for name, values in known.items() if values},
         "mean_steps": {
-            "best_tenth": _mean_steps(order[:tenth]),
-            "worst_tenth": _mean_steps(order[-tenth:]),
-            "all": _mean_steps(order),
+            "best_tenth": mean_steps(order[:tenth]),
+            "worst_tenth": mean_steps(order[-tenth:]),
+            "all": mean_steps(order),
         },
         # 1: the lower the perplexity, the higher the accuracy, without exception
         "rank_correlation": spearman(_costs(measured, "perplexity"), _costs(measured, "accuracy")),
@@ -266,23 +249,8 @@ def _costs(measured: Mapping[Any, Mapping[str, Any]], name: str) -> list[float]:
 
 def _ranks(values: Sequence[float]) -> list[float]:
     """1 for the lowest; equal values share their mean rank."""
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    ranks = [0.0] * len(values)
-    place = 0
-    for _, same in itertools.groupby(order, key=lambda i: values[i]):
-        tied = list(same)
-        for i in tied:
-            ranks[i] = place + (len(tied) + 1) / 2
-        place += len(tied)
-    return ranks
-
-
-def _mean_steps(trajectories: Sequence[Trajectory]) -> list[float]:
-    """The mean step by position, as a share of the whole time."""
-    return [
-        float(sum(steps) / len(trajectories))
-        for steps in zip(*(trajectory.steps for trajectory in trajectories), strict=True)
-    ]
+    ordered = sorted(values)
+    return [(bisect_left(ordered, value) + bisect_right(ordered, value) + 1) / 2 for value in values]
 
 
 def can_save(source: str | Path) -> bool:

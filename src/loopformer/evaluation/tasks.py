@@ -282,24 +282,22 @@ def answer(
         numbers = [number for number, query in enumerate(queries) if query.kind == kind]
         arguments = [queries[number].arguments for number in numbers]
         if kind == "generate_until":
-            for trajectory, answered in answers.items():
-                texts, tokens, cut = _generate(lm, arguments, trajectory, batch_tokens, count)
-                for number, text in zip(numbers, texts, strict=True):
-                    answered.values[number] = text
-                answered.tokens += tokens
-                answered.cut += cut
-            continue
-        rolling = kind == "loglikelihood_rolling"
-        if rolling:
-            spans = encode_texts(tokenizer, [text for (text,) in arguments])
-        else:
+            found = {each: _generate(lm, arguments, each, batch_tokens, count) for each in trajectories}
+        elif kind == "loglikelihood":
             spans = encode_pairs(tokenizer, [(context, continuation) for context, continuation in arguments])
-        for trajectory, scored in loglikelihoods(lm.model, spans, trajectories, batch_tokens, count=count).items():
-            answered = answers[trajectory]
-            for number, (total, greedy) in zip(numbers, scored.answers, strict=True):
-                answered.values[number] = total if rolling else [total, greedy]
-            answered.tokens += scored.tokens
-            answered.cut += 0 if rolling else scored.cut  # a long text is scored in parts and loses nothing
+            scored = loglikelihoods(lm.model, spans, trajectories, batch_tokens, count=count)
+            found = {
+                each: ([list(pair) for pair in one.answers], one.tokens, one.cut) for each, one in scored.items()
+            }
+        else:  # a rolling text is scored in parts, so nothing of it is cut
+            spans = encode_texts(tokenizer, [text for (text,) in arguments])
+            scored = loglikelihoods(lm.model, spans, trajectories, batch_tokens, count=count)
+            found = {each: ([total for total, _ in one.answers], one.tokens, 0) for each, one in scored.items()}
+        for trajectory, (values, tokens, cut) in found.items():
+            for number, value in zip(numbers, values, strict=True):
+                answers[trajectory].values[number] = value
+            answers[trajectory].tokens += tokens
+            answers[trajectory].cut += cut
     for answered in answers.values():
         answered.seconds = (time.perf_counter() - started) / len(answers)
     return answers
@@ -307,7 +305,7 @@ def answer(
 
 def _generate(
     lm: LM, arguments: Sequence[Any], trajectory: Trajectory, batch_tokens: int, count: Count | None
-) -> tuple[list[str], int, int]:
+) -> tuple[list[Any], int, int]:
     """The texts, the tokens run, and how many prompts did not fit; prompts of similar length share a batch."""
     tokenizer, context = lm.need_tokenizer(), lm.model.config.context
     prompts = tokenizer.encode_batch([prompt for prompt, _ in arguments])
@@ -324,7 +322,8 @@ def _generate(
         requests.append(Request(tuple(prompt), trajectory, sampling, new, stops))
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].prompt))
     rows = max(1, batch_tokens // context)
-    texts, tokens = [""] * len(requests), 0
+    texts: list[Any] = [""] * len(requests)
+    tokens = 0
     for start in range(0, len(order), rows):
         batch = order[start : start + rows]
         for event in lm.events([requests[number] for number in batch]):
