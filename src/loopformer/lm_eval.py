@@ -39,17 +39,16 @@ from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, 
 from loopformer.evaluation.store import LoadedModel, Piece, ReportProgress, weights_hash
 from loopformer.evaluation.tasks import (
     TASKS,
-    Answered,
     Answers,
-    Local,
+    LocalExamples,
     Query,
     Requests,
     TaskAnswers,
-    answer,
-    digest,
+    answer_requests,
+    hash_requests,
     model_facts,
     paper_scores,
-    read_local,
+    read_examples,
     run_requests,
 )
 from loopformer.lm import LM, load
@@ -149,7 +148,8 @@ class LoopformerLM(_PlainModel):
             def count(done: int, _: int) -> None:
                 bar.update(done - bar.n)
 
-            return answer(self.lm, queries, [self.trajectory], self.batch_tokens, count)[self.trajectory].values
+            answers = answer_requests(self.lm, queries, [self.trajectory], self.batch_tokens, count)
+        return answers[self.trajectory].values
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes into its results about the model."""
@@ -162,10 +162,10 @@ class LoopformerLM(_PlainModel):
         }
 
 
-class Recorded(_PlainModel):
+class RecordedAnswers(_PlainModel):
     """Replays the answers to each task's requests, in the order of the requests."""
 
-    def __init__(self, queries: Mapping[str, Sequence[Query]], answered: Mapping[str, Answered]) -> None:
+    def __init__(self, queries: Mapping[str, Sequence[Query]], answered: Mapping[str, TaskAnswers]) -> None:
         super().__init__()
         self._left: dict[tuple[str, str], list[Any]] = {}  # by task and kind, the next answer last
         for task, requests in queries.items():
@@ -199,7 +199,7 @@ class Suite(Requests):
         require(limit is None or limit >= 1, f"--limit must be 1 or more examples a task, got {limit}.")
         wanted = list(dict.fromkeys(task for name in names for task in (TASKS if name == "paper" else [name])))
         require(len(wanted) > 0, "--tasks is empty; give paper or names of tasks, such as piqa,arc_easy.")
-        local = {name: read_local(data, name) for name in wanted if data is not None and name in TASKS}
+        local = {name: read_examples(data, name) for name in wanted if data is not None and name in TASKS}
         tasks, groups = dict[str, Any](), dict[str, Any]()
         with _quiet():
             manager = _task_manager(wanted, include)
@@ -237,14 +237,14 @@ class Suite(Requests):
         }
         return cls(suite, queries, tasks, groups)
 
-    def metrics(self, answered: Mapping[str, Answered]) -> tuple[Metrics, Metrics]:
+    def metrics(self, answered: Mapping[str, TaskAnswers]) -> tuple[Metrics, Metrics]:
         """The harness's metrics of tasks and of groups, from the answers to all requests."""
         for task in self.tasks.values():
             for instance in task.instances:  # the harness leaves the answers of an earlier run in them
                 instance.resps, instance.filtered_resps = [], {}
         with _quiet():
             evaluated = evaluate(
-                Recorded(self.queries, answered),
+                RecordedAnswers(self.queries, answered),
                 {"tasks": dict(self.tasks), "groups": dict(self.groups), "group_map": {}},
                 limit=self.facts["limit"],
                 bootstrap_iters=_BOOTSTRAP,
@@ -263,7 +263,7 @@ class Suite(Requests):
         names = [name for name in metrics if not name.split(",")[0].endswith("_stderr")]
         return next((name for usual in _USUAL_METRICS for name in names if name.split(",")[0] == usual), names[0])
 
-    def results(self, model: Mapping[str, Any], runs: Mapping[str, TaskAnswers]) -> Piece:
+    def results(self, model: Mapping[str, Any], runs: Mapping[str, Mapping[str, TaskAnswers]]) -> Piece:
         """All numbers in plain data: per trajectory and task the metric, its value, error, examples and seconds."""
         rows = list[Piece]()
         for trajectory, run in runs.items():
@@ -353,7 +353,7 @@ def _task_manager(names: Sequence[str], include: str | Path | None) -> Any:
     return manager
 
 
-def _local_source(name: str, local: Local) -> dict[str, Any]:
+def _local_source(name: str, local: LocalExamples) -> dict[str, Any]:
     """What replaces the source of a task's examples in its definition."""
     import datasets
 
@@ -370,7 +370,7 @@ def _local_source(name: str, local: Local) -> dict[str, Any]:
     return changes
 
 
-def _task_facts(task: Any, local: Local | None, queries: Sequence[Query]) -> Piece:
+def _task_facts(task: Any, local: LocalExamples | None, queries: Sequence[Query]) -> Piece:
     """Everything about a task that does not depend on a model, in plain data."""
     hub = {"dataset": ":".join(part for part in (task.config.dataset_path, task.config.dataset_name) if part)}
     return {
@@ -380,12 +380,12 @@ def _task_facts(task: Any, local: Local | None, queries: Sequence[Query]) -> Pie
         "data": hub if local is None else {"file": local.file, "sha256": local.sha256},
         "note": local and local.note,
         "requests": len(queries),
-        "requests_sha256": digest(queries),
+        "requests_sha256": hash_requests(queries),
     }
 
 
 @contextmanager
-def _task_errors(name: str, local: Local | None) -> Iterator[None]:
+def _task_errors(name: str, local: LocalExamples | None) -> Iterator[None]:
     """Turn whatever the Hub, the network or a task's own code raises into one sentence with a remedy."""
     try:
         yield

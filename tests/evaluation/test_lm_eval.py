@@ -22,9 +22,9 @@ from loopformer.evaluation.store import LoadedModel, Store, weights_hash
 from loopformer.evaluation.tasks import (
     PAPER,
     TASKS,
-    Answered,
     Answers,
     Query,
+    TaskAnswers,
     encode_pairs,
     model_facts,
     read_answers,
@@ -46,7 +46,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from loopformer.lm_eval import LoopformerLM, Recorded, Suite
+from loopformer.lm_eval import LoopformerLM, RecordedAnswers, Suite
 
 CHOICE = """
 task: own_choice
@@ -206,9 +206,9 @@ metric_list: [{{metric: {metric}, aggregation: {aggregation}, higher_is_better: 
 """
 
 
-def random_answers(queries: list[Query], seed: int = 0) -> Answered:
+def random_answers(queries: list[Query], seed: int = 0) -> TaskAnswers:
     draw = random.Random(seed)
-    return Answered([(-10 * draw.random(), draw.random() < 0.5) for _ in queries], 0, 0, 0.0)
+    return TaskAnswers([(-10 * draw.random(), draw.random() < 0.5) for _ in queries], 0, 0, 0.0)
 
 
 def original(name: str, folder: Path) -> Any:
@@ -244,7 +244,7 @@ def test_local_tasks_equal_the_harness_on_the_original_data(tmp_path: Path, name
         answered = random_answers(expected, seed)
         task = f"original_{name}"
         results = evaluate(
-            Recorded({task: expected}, {task: answered}), {"tasks": {task: theirs}}, bootstrap_iters=10
+            RecordedAnswers({task: expected}, {task: answered}), {"tasks": {task: theirs}}, bootstrap_iters=10
         )["results"][task]
         found = suite.metrics({name: answered})[0][name]
         assert found[TASKS[name].metric] == results[f"{TASKS[name].metric},none"]
@@ -293,7 +293,10 @@ def test_tasks_of_ones_own_of_every_kind(tmp_path: Path) -> None:
     suite = Suite.load(names, include=tmp_path)
     texts, totals = (suite.queries[name] for name in names)
     assert texts[0].arguments == ("every pass is told", {"until": ["\n"], "max_gen_toks": 4})
-    answered = {names[0]: Answered(["its time", "tea"], 0, 0, 0.0), names[1]: Answered([-8.0, -4.0], 0, 0, 0.0)}
+    answered = {
+        names[0]: TaskAnswers(["its time", "tea"], 0, 0, 0.0),
+        names[1]: TaskAnswers([-8.0, -4.0], 0, 0, 0.0),
+    }
     found, _ = suite.metrics(answered)
     assert found[names[0]]["exact_match"] == 0.5
     assert found[names[1]]["bits_per_byte"] == pytest.approx(12 / 0.6931471805599453 / len("its timecafé".encode()))

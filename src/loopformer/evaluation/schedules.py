@@ -1,19 +1,18 @@
-"""Which schedule of a budget is best: all of them measured, or a beam search where there are too many.
+"""The best schedule of a budget, found by measuring all schedules or, where there are too many, by beam search.
 
-    found = search(model, budget=4, text=text)                       # 35 schedules for L = 8
-    found["best"]["trajectory"], found["spread"]["perplexity"]
+    ranking = search(model, budget=4, text=text)                     # 35 schedules for L = 8
+    ranking["best"]["trajectory"], ranking["spread"]["perplexity"]
     search(model, 4, text=text, accuracy=score, by="both")           # score: trajectories → accuracies
-    save_best("runs/mine", found)                                    # into schedules.json beside the model
+    save_best("runs/mine", ranking)                                  # into schedules.json in the model's folder
 
-Schedules lie on the training grid, steps of multiples of 1/L; the uniform one is measured in any case. Those with
-the same first steps are computed together (scoring.py). Each finished group is kept in the store.
+Schedules lie on the training grid: their steps are multiples of 1/L. The uniform schedule is measured in any case.
+Schedules with the same first steps run together (scoring.py), and each such group is stored when it is complete.
 
-Beam search: from a few different schedules on, the neighbours of the best (one 1/L moved from one step to another)
-are measured, until the best have no neighbour left that is not measured or `limit` schedules are.
+The beam search starts from a few different schedules. It measures the neighbours of the best ones (1/L moved from
+one step to another) until all their neighbours are measured, or `limit` schedules are.
 
-The best schedules of a model are saved with it, in schedules.json in the folder of the run or model:
+An entry of schedules.json names the weights it was found with, and LoadedModel refuses it for others (store.py):
     {"4": {"trajectory": "4-2-1-1", "perplexity": 20.1, "by": "perplexity", "text": …, "weights": …}, …}
-`LoadedModel.trajectories` reads them (store.py).
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ Accuracies = Callable[[Sequence[Trajectory]], Mapping[Trajectory, float]]
 MeasureSchedules = Callable[[Sequence[Trajectory]], dict[Trajectory, Piece]]
 MeasuredSchedules = Mapping[Trajectory, Mapping[str, Any]]
 
-_BEAM = 2  # a wide beam spends the limit on neighbours instead of moving; 2 came closest on test landscapes
+_BEAM = 2  # a wide beam spends its limit on neighbours before it moves; 2 came closest on test landscapes
 _RANDOM_STARTS = 8
 _TENTH = 10
 
@@ -80,9 +79,9 @@ def search(
     batch_tokens: int = BATCH_TOKENS,
     report: ReportProgress | None = None,
 ) -> Piece:
-    """Measure schedules by the text, by `accuracy` or both and rank them; plain data, the best schedule first.
+    """The schedules of a budget ranked by perplexity on the text, by `accuracy` or by both, as plain data.
 
-    `tasks` says in plain data what `accuracy` is of.
+    `tasks` describes in plain data what `accuracy` measures.
     """
     loops, conditioning = model.config.loops, model.config.conditioning
     uniform, on_grid = model.resolve(budget), count_schedules(loops, budget)
@@ -93,7 +92,7 @@ def search(
     require(limit >= 1, f"--limit must be 1 or more, got {limit}.")
     require(
         conditioning not in ("none", "index") or on_grid == 1,
-        f"A model with conditioning {conditioning!r} is not told its steps, so all its schedules of a "
+        f"A model with conditioning {conditioning!r} does not depend on its steps, so all its schedules of a "
         "budget are the same; there is nothing to search.",
     )
     weights = weights or weights_hash(model)
@@ -143,7 +142,7 @@ def search(
 def explore(
     loops: int, uniform: Trajectory, measure: MeasureSchedules, by: str, limit: int
 ) -> tuple[dict[Trajectory, Piece], str]:
-    """Measure every schedule of the budget, or along a beam where there are more than `limit`."""
+    """Results of every schedule of the budget, or of those along a beam where there are more than `limit`."""
     budget = uniform.budget
     if count_schedules(loops, budget) <= limit:
         return measure(list(dict.fromkeys([*Trajectory.enumerate(loops, budget), uniform]))), "all"
@@ -152,13 +151,13 @@ def explore(
     while front := front[: limit - len(measured)]:
         measured |= measure(front)
         best = rank(measured, by)[:_BEAM]
-        around = (near for schedule in best for near in _neighbours(schedule, loops))
-        front = [near for near in dict.fromkeys(around) if near not in measured]
+        neighbours = (neighbour for schedule in best for neighbour in _neighbours(schedule, loops))
+        front = [neighbour for neighbour in dict.fromkeys(neighbours) if neighbour not in measured]
     return measured, "beam"
 
 
 def _starts(loops: int, budget: int) -> Iterator[Trajectory]:
-    """Front-heavy, back-heavy, even, and some others at random, always the same."""
+    """Schedules to start from: one heavy step at each position, even steps, and random ones of a fixed seed."""
     spare = loops - budget
     for i in range(budget):
         parts = [1] * budget
@@ -170,27 +169,27 @@ def _starts(loops: int, budget: int) -> Iterator[Trajectory]:
 
 
 def _neighbours(trajectory: Trajectory, loops: int) -> Iterator[Trajectory]:
-    """One 1/L moved from one step to another; none for a schedule that is not on the grid."""
+    """The schedules with 1/L moved from one step to another; none for a schedule that is not on the grid."""
     parts = [step * loops for step in trajectory.steps]
     if any(part.denominator != 1 for part in parts):
         return
-    for giver, taker in itertools.permutations(range(len(parts)), 2):
-        if parts[giver] > 1:
+    for source, target in itertools.permutations(range(len(parts)), 2):
+        if parts[source] > 1:
             moved = list(parts)
-            moved[giver], moved[taker] = moved[giver] - 1, moved[taker] + 1
+            moved[source], moved[target] = moved[source] - 1, moved[target] + 1
             yield Trajectory.from_weights(moved)
 
 
 def rank(measured: MeasuredSchedules, by: str) -> list[Trajectory]:
-    """Best first; by both: by the mean of the two ranks. What is no number comes last."""
+    """Schedules with the best first. Ranking by both uses the mean of the two ranks. NaN comes last."""
     costs = [_costs(measured, name) for name in ("perplexity", "accuracy") if by in (name, "both")]
     ranks = [_ranks(column) for column in costs]
-    place = {trajectory: statistics.fmean(column[i] for column in ranks) for i, trajectory in enumerate(measured)}
-    return sorted(measured, key=lambda trajectory: (place[trajectory], trajectory.steps))
+    mean_rank = {each: statistics.fmean(column[i] for column in ranks) for i, each in enumerate(measured)}
+    return sorted(measured, key=lambda trajectory: (mean_rank[trajectory], trajectory.steps))
 
 
 def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: int) -> Piece:
-    """Best, worst, uniform, spread, mean steps and how far perplexity and accuracy agree."""
+    """The ranking as plain data: best, worst, uniform, spread, mean steps, agreement of perplexity and accuracy."""
     order = rank(measured, by)
     rows = [
         {
@@ -220,14 +219,14 @@ def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: i
             "worst_tenth": mean_steps(order[-tenth:]),
             "all": mean_steps(order),
         },
-        # 1: the lower the perplexity, the higher the accuracy, without exception
+        # 1 means that a lower perplexity always goes with a higher accuracy.
         "rank_correlation": spearman(_costs(measured, "perplexity"), _costs(measured, "accuracy")),
         "schedules": rows,
     }
 
 
 def in_units(trajectory: Trajectory, loops: int) -> str:
-    """Steps in units of 1/L, such as 4-2-1-1; a schedule beside the grid by its usual name."""
+    """Steps in units of 1/L, such as 4-2-1-1, or the usual name of a schedule that is not on the grid."""
     units = [step * loops for step in trajectory.steps]
     if any(unit.denominator != 1 for unit in units):
         return "uniform" if trajectory.is_uniform else str(trajectory)
@@ -235,34 +234,34 @@ def in_units(trajectory: Trajectory, loops: int) -> str:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The correlation of ranks, equal values sharing their mean rank; None where one side is constant."""
+    """The rank correlation, where ties share their mean rank; None where one side is constant."""
     ranks = _ranks(first), _ranks(second)
     return None if min(len(set(column)) for column in ranks) < 2 else statistics.correlation(*ranks)
 
 
 def _costs(measured: Mapping[Any, Mapping[str, Any]], name: str) -> list[float]:
-    """Lower is better; what is no number is worst."""
+    """Values for which lower is better; NaN and missing values are worst."""
     values = [row.get(name) for row in measured.values()]
     sign = -1.0 if name == "accuracy" else 1.0
     return [math.inf if value is None or math.isnan(value) else sign * value for value in values]
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """1 for the lowest; equal values share their mean rank."""
+    """Ranks from 1 for the lowest value; ties share their mean rank."""
     ordered = sorted(values)
     return [(bisect_left(ordered, value) + bisect_right(ordered, value) + 1) / 2 for value in values]
 
 
 def can_save(source: str | Path) -> bool:
-    """Whether the source is a folder that schedules can be saved in."""
+    """Whether the source is a writable folder, where schedules can be saved."""
     return Path(source).is_dir() and os.access(source, os.W_OK)
 
 
 def save_best(source: str | Path, ranking: Piece) -> tuple[Path, str | None]:
-    """Write the best schedule of a search, unless a better one is there; the file, and then why not.
+    """Save the best schedule of a search unless a better one is saved; the file, and why nothing was saved if so.
 
-    Those of other budgets stay. A schedule is better if it was found for the same weights and ranked by the same
-    measure, on more text, or on as much with a better result: what less text says counts for less.
+    Entries of other budgets stay. A saved schedule is better if it was found for the same weights, was ranked by
+    the same measure, and was measured on more text or, on as much text, with a better result.
     """
     path, budget = Path(source) / SCHEDULES_FILE, str(ranking["budget"])
     saved = saved_schedules(source)
@@ -284,7 +283,7 @@ def save_best(source: str | Path, ranking: Piece) -> tuple[Path, str | None]:
 
 
 def _is_better(before: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-    """Whether the entry that is there was measured on more text, or on as much with a better result."""
+    """Whether the saved entry was measured on more text, or on as much text with a better result."""
     by = entry["by"]
     same = ("weights", "by") if by == "perplexity" else ("weights", "by", "tasks")
     if any(before.get(name) != entry[name] for name in same):
@@ -296,5 +295,5 @@ def _is_better(before: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
 
 
 def _tokens(entry: Mapping[str, Any]) -> int:
-    """Tokens of text that a saved schedule was measured on; none where it was found by tasks alone."""
+    """The tokens of text that a schedule was measured on; 0 where it was found by tasks alone."""
     return int((entry.get("text") or {}).get("tokens", 0))

@@ -1,9 +1,9 @@
 """The paper's tasks, requests as plain data, and a model's answers to them; lm-evaluation-harness is not needed.
 
     PAPER["arc"].tasks                                # ("arc_easy", "arc_challenge"), averaged into one score
-    read_local("data/eval", "hellaswag")              # the examples of a file, in the form the harness expects
+    read_examples("data/eval", "hellaswag")           # the examples of a file, in the form the harness expects
     query = Query("loglikelihood", ("The sky is", " blue"))
-    answer(lm, [query], [trajectory])[trajectory].values      # [[-1.25, True]]
+    answer_requests(lm, [query], [trajectory])[trajectory].values      # [[-1.25, True]]
     runs = run_requests(loaded, {"copa": [query]}, [trajectory])    # by trajectory and task, finished ones stored
     write_requests("requests.jsonl", Requests(facts, {"copa": [query]}))      # for a machine without the harness
 
@@ -125,7 +125,7 @@ def paper_scores(values: Mapping[str, float]) -> dict[str, float] | None:
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalExamples:
     """The examples of a local file, as the harness's definition of the task reads them."""
 
     file: str
@@ -135,7 +135,7 @@ class Local:
     note: str | None  # how this differs from what the harness scores
 
 
-def read_local(folder: str | Path, name: str) -> Local:
+def read_examples(folder: str | Path, name: str) -> LocalExamples:
     """The local form of a task: the split that the harness scores, else a stand-in that `note` describes."""
     task, path = TASKS[name], _find_file(Path(folder), name)
     content = path.read_bytes()
@@ -157,7 +157,7 @@ def read_local(folder: str | Path, name: str) -> Local:
         notes.append(f"{len(examples):,} examples instead of {task.examples:,}")
     note = f"{name} is a stand-in: {', '.join(notes)}." if notes else None
     cleaned = name == "hellaswag" and "query" in examples[0]
-    return Local(path.name, hashlib.sha256(content).hexdigest(), tuple(examples), cleaned, note)
+    return LocalExamples(path.name, hashlib.sha256(content).hexdigest(), tuple(examples), cleaned, note)
 
 
 def _find_file(folder: Path, name: str) -> Path:
@@ -218,7 +218,7 @@ class Query:
 
 
 @dataclass
-class Answered:
+class TaskAnswers:
     """Answers in the order of the requests, in plain data, and what they cost."""
 
     values: list[Any]
@@ -228,10 +228,9 @@ class Answered:
 
 
 Queries = Mapping[str, list[Query]]  # by task
-TaskAnswers = Mapping[str, Answered]  # by task
 
 
-def digest(queries: Sequence[Query]) -> str:
+def hash_requests(queries: Sequence[Query]) -> str:
     """One hash for a list of requests."""
     return hashlib.sha256("\n".join(query.line for query in queries).encode()).hexdigest()
 
@@ -265,35 +264,37 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Span]:
     return [Span.text(ids, tokenizer.eot) for ids in tokenizer.encode_batch(texts)]
 
 
-def answer(
+def answer_requests(
     lm: LM,
     queries: Sequence[Query],
     trajectories: Sequence[Trajectory],
     batch_tokens: int = BATCH_TOKENS,
     count: Count | None = None,
-) -> dict[Trajectory, Answered]:
+) -> dict[Trajectory, TaskAnswers]:
     """The answers to requests of any kinds along each trajectory, which is charged its share of the time."""
     started = time.perf_counter()
     tokenizer = lm.need_tokenizer()
-    answers = {trajectory: Answered([None] * len(queries), 0, 0, 0.0) for trajectory in trajectories}
+    answers = {trajectory: TaskAnswers([None] * len(queries), 0, 0, 0.0) for trajectory in trajectories}
     for kind in sorted({query.kind for query in queries}):
         if kind not in KINDS:
             raise LoopformerError(f"A request of the kind {kind!r} is none that we answer: {', '.join(KINDS)}.")
         numbers = [number for number, query in enumerate(queries) if query.kind == kind]
         arguments = [queries[number].arguments for number in numbers]
+        results: dict[Trajectory, tuple[list[Any], int, int]] = {}  # values, tokens, cut
         if kind == "generate_until":
-            found = {each: _generate(lm, arguments, each, batch_tokens, count) for each in trajectories}
-        elif kind == "loglikelihood":
-            spans = encode_pairs(tokenizer, [(context, continuation) for context, continuation in arguments])
-            scored = loglikelihoods(lm.model, spans, trajectories, batch_tokens, count=count)
-            found = {
-                each: ([list(pair) for pair in one.answers], one.tokens, one.cut) for each, one in scored.items()
-            }
-        else:  # a rolling text is scored in parts, so nothing of it is cut
-            spans = encode_texts(tokenizer, [text for (text,) in arguments])
-            scored = loglikelihoods(lm.model, spans, trajectories, batch_tokens, count=count)
-            found = {each: ([total for total, _ in one.answers], one.tokens, 0) for each, one in scored.items()}
-        for trajectory, (values, tokens, cut) in found.items():
+            for trajectory in trajectories:
+                results[trajectory] = _generate(lm, arguments, trajectory, batch_tokens, count)
+        else:
+            is_rolling = kind == "loglikelihood_rolling"
+            if is_rolling:  # scored in parts, so nothing of a long text is cut
+                spans = encode_texts(tokenizer, [text for (text,) in arguments])
+            else:
+                spans = encode_pairs(tokenizer, [(context, continuation) for context, continuation in arguments])
+            scores = loglikelihoods(lm.model, spans, trajectories, batch_tokens, count=count)
+            for trajectory, scored in scores.items():
+                values = [total if is_rolling else [total, greedy] for total, greedy in scored.answers]
+                results[trajectory] = values, scored.tokens, 0 if is_rolling else scored.cut
+        for trajectory, (values, tokens, cut) in results.items():
             for number, value in zip(numbers, values, strict=True):
                 answers[trajectory].values[number] = value
             answers[trajectory].tokens += tokens
@@ -359,22 +360,22 @@ def run_requests(
     batch_tokens: int = BATCH_TOKENS,
     report: ReportProgress | None = None,
     together: bool = False,
-) -> dict[str, dict[str, Answered]]:
+) -> dict[str, dict[str, TaskAnswers]]:
     """The answers to the requests of each task along each trajectory, by trajectory and task.
 
     The answers of one trajectory to one task are stored as soon as they are complete, and come from the store the
     next time. `together` computes once what the trajectories share, and charges each an equal share of the time.
     """
     kind = "answers, time shared" if together else "answers"
-    hashes = {task: digest(requests) for task, requests in queries.items()}
-    runs: dict[str, dict[str, Answered]] = {str(trajectory): {} for trajectory in trajectories}
+    hashes = {task: hash_requests(requests) for task, requests in queries.items()}
+    runs: dict[str, dict[str, TaskAnswers]] = {str(trajectory): {} for trajectory in trajectories}
     for group in [list(trajectories)] if together else [[trajectory] for trajectory in trajectories]:
         for task, requests in queries.items():
             about = {"kind": kind, **loaded.identity, "task": task, "requests": hashes[task]}
             keys = {trajectory: {**about, "trajectory": str(trajectory)} for trajectory in group}
             for trajectory, key in keys.items():
                 if (piece := loaded.store.get(key)) is not None:
-                    runs[str(trajectory)][task] = Answered(**piece)
+                    runs[str(trajectory)][task] = TaskAnswers(**piece)
             missing = [trajectory for trajectory in group if task not in runs[str(trajectory)]]
             if not missing:
                 continue
@@ -385,7 +386,7 @@ def run_requests(
                 if report:
                     report(f"{task} {where if len(missing) == 1 else f'{len(missing)} schedules'}", done, total)
 
-            for trajectory, answered in answer(loaded.lm, requests, missing, batch_tokens, count).items():
+            for trajectory, answered in answer_requests(loaded.lm, requests, missing, batch_tokens, count).items():
                 loaded.store.put(keys[trajectory], asdict(answered))
                 runs[str(trajectory)][task] = answered
     return runs
@@ -423,7 +424,7 @@ class Answers:
 
     facts: Mapping[str, Any]
     model: Mapping[str, Any]
-    runs: Mapping[str, TaskAnswers]  # by trajectory
+    runs: Mapping[str, Mapping[str, TaskAnswers]]  # by trajectory
 
 
 def write_requests(path: str | Path, requests: Requests) -> None:
@@ -444,7 +445,7 @@ def read_requests(path: str | Path) -> Requests:
         expected = {task: facts["requests_sha256"] for task, facts in head["facts"]["tasks"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(path) from error
-    if expected != {task: digest(requests) for task, requests in queries.items()}:
+    if expected != {task: hash_requests(requests) for task, requests in queries.items()}:
         raise _damaged(path)
     return Requests(head["facts"], queries)
 
@@ -461,11 +462,11 @@ def write_answers(path: str | Path, answers: Answers) -> None:
 
 def read_answers(path: str | Path) -> Answers:
     head, lines = _read_lines(path, ANSWERS, "write it with --score-requests")
-    runs: dict[str, dict[str, Answered]] = {}
+    runs: dict[str, dict[str, TaskAnswers]] = {}
     try:
         for line in lines:
             trajectory, task = line.pop("trajectory"), line.pop("task")
-            runs.setdefault(trajectory, {})[task] = Answered(**line)
+            runs.setdefault(trajectory, {})[task] = TaskAnswers(**line)
         return Answers(head["facts"], head["model"], runs)
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(path) from error

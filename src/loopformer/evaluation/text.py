@@ -70,7 +70,7 @@ class Text:
     name: str  # as the user wrote it
     part: str  # the part of the source that this is, in words
     documents: tuple[Ids, ...]
-    sha256: str  # of the documents' UTF-8 with a zero byte between two, so that of a single file of text is its own
+    sha256: str  # of the documents' UTF-8, joined by zero bytes; for a single plain file, the hash of the file
     tokenizer: Tokenizer
 
     @property
