@@ -101,7 +101,7 @@ def eval_text(
         ),
     ] = None,
     window: Window = None,
-    stride: Annotated[int | None, typer.Option(help="Windows begin so many tokens apart; no overlap.")] = None,
+    stride: Annotated[int | None, typer.Option(help="Tokens from one window to the next; no overlap.")] = None,
     join: Join = False,
     max_tokens: MaxTokens = None,
     field: Field = "text",
@@ -141,9 +141,9 @@ def eval_text(
                         batch_tokens=batch_tokens,
                         report=report,
                     )
-        if _write({"model": model, "weights": loaded.weights, "perplexity": rows}, out, as_json):
+        if write_results({"model": model, "weights": loaded.weights, "perplexity": rows}, out, as_json):
             _show_perplexity(rows)
-            _say_kept(rows, loaded.store.folder)
+            _show_store(rows, loaded.store.folder)
 
 
 @evaluate.command("tasks")
@@ -211,7 +211,7 @@ def eval_tasks(
             answers = read_answers(collect)
             suite = load_tasks(",".join(answers.facts["names"]), data, include, answers.facts["limit"])
             results = suite.collect(answers)
-            if _write({"tasks": results}, out, as_json):
+            if write_results({"tasks": results}, out, as_json):
                 _show_tasks(results)
             return
         if export is not None:
@@ -235,7 +235,7 @@ def eval_tasks(
         with progress("requests") as report:
             runs = run_requests(loaded, suite.queries, trajectories, batch_tokens, report)
         results = suite.results(model_facts(loaded, runs), runs)
-        if _write({"model": model, "weights": loaded.weights, "tasks": results}, out, as_json):
+        if write_results({"model": model, "weights": loaded.weights, "tasks": results}, out, as_json):
             _show_tasks(results)
 
 
@@ -306,7 +306,7 @@ def eval_states(
             )
         if figure is not None:
             save(state_figure(tracking), figure)
-        if _write({"model": model, "weights": loaded.weights, "states": tracking}, out, as_json):
+        if write_results({"model": model, "weights": loaded.weights, "states": tracking}, out, as_json):
             _show_states(tracking)
 
 
@@ -339,8 +339,8 @@ def load_tasks(tasks: str, data: Path | None, include: Path | None, limit: int |
         return Suite.load(names, data, include, limit, report)
 
 
-def _write(report: dict[str, Any], out: Path | None, as_json: bool) -> bool:
-    """Write the results to a file if there is one and print them as JSON if asked to; whether a table is wanted."""
+def write_results(report: dict[str, Any], out: Path | None, as_json: bool) -> bool:
+    """Write results to the file, if there is one, and print them if JSON is wanted; true if tables are wanted."""
     if out is not None:
         write_json(out, report)
     if as_json:
@@ -349,7 +349,7 @@ def _write(report: dict[str, Any], out: Path | None, as_json: bool) -> bool:
 
 
 def _show_perplexity(rows: list[dict[str, Any]]) -> None:
-    """For each text what it is and how it was read, and a table."""
+    """Print for each text what was scored, and a table."""
     for name in dict.fromkeys(row["text"] for row in rows):
         own = [row for row in rows if row["text"] == name]
         first = own[0]
@@ -425,8 +425,8 @@ def _show_states(tracking: dict[str, Any]) -> None:
     )
 
 
-def _say_kept(rows: list[dict[str, Any]], folder: Path | None) -> None:
-    """Where finished pieces are, and how many came from there, on stderr."""
+def _show_store(rows: list[dict[str, Any]], folder: Path | None) -> None:
+    """Print on stderr where results are stored, and how many came from there."""
     if folder is None:
         typer.echo("not kept: neither the model's folder nor the user's cache can be written", err=True)
         return
@@ -435,7 +435,7 @@ def _say_kept(rows: list[dict[str, Any]], folder: Path | None) -> None:
 
 
 def _show_tasks(results: dict[str, Any]) -> None:
-    """A row for each task and a column for each trajectory, in percent; then the data, and what is not standard."""
+    """Print a row per task and a column per trajectory, in percent, then the data and any deviation."""
     from loopformer.evaluation.tasks import PAPER
 
     runs = results["runs"]
@@ -443,16 +443,21 @@ def _show_tasks(results: dict[str, Any]) -> None:
     rows = []
     for name, facts in results["tasks"].items():
         scores = [run["tasks"][name] for run in runs]
-        cells = [_score(task["metric"], task["value"], task["stderr"]) for task in scores]
+        cells = [_metric(task["metric"], task["value"], task["stderr"]) for task in scores]
         rows.append([name, scores[0]["metric"], f"{facts['examples']:,}", *cells])
     for name in dict.fromkeys(name for run in runs for name in run["groups"]):
         for metric in (metric for metric in runs[0]["groups"][name] if "_stderr" not in metric):
             rows.append(
-                [f"{name} (group)", metric, "", *(_score(metric, run["groups"][name].get(metric)) for run in runs)]
+                [
+                    f"{name} (group)",
+                    metric,
+                    "",
+                    *(_metric(metric, run["groups"][name].get(metric)) for run in runs),
+                ]
             )
     if all(run["paper"] for run in runs):
         for name, label in (("arc", "ARC, mean of both"), ("average", f"average of {len(PAPER)}")):
-            rows.append([label, "", "", *(_score("acc", run["paper"][name]) for run in runs)])
+            rows.append([label, "", "", *(_metric("acc", run["paper"][name]) for run in runs)])
     rows.append(["MFLOP/token", "", "", *(f"{run['flops_per_token'] / 1e6:,.4g}" for run in runs)])
     rows.append(["seconds", "", "", *(f"{run['seconds']:.1f}" for run in runs)])
     print_table(["task", "metric", "examples", *heads], rows, left=2)
@@ -472,9 +477,9 @@ def _show_tasks(results: dict[str, Any]) -> None:
         typer.echo(f"note: {note}")
 
 
-def _score(metric: str, value: float | None, stderr: float | None = None) -> str:
-    """A fraction in percent, any other number as it is, with its standard error if there is one."""
+def _metric(metric: str, value: float | None, stderr: float | None = None) -> str:
+    """A metric for a table, fractions in percent, with its standard error if there is one."""
     if value is None:
         return "none"
     shown = f"{100 * value:.2f}" if metric.startswith(_FRACTIONS) else f"{value:.4g}"
-    return shown if stderr is None else f"{shown} ± {_score(metric, stderr)}"
+    return shown if stderr is None else f"{shown} ± {_metric(metric, stderr)}"

@@ -187,27 +187,12 @@ def _prepared_documents(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[st
         require(source.flags is None, f"{folder} holds supervised examples; give the plain text to evaluate on.")
         stream = source.ids.read(0, len(source.ids)).astype(np.int64)
         data.check_ids(stream, source.name)
-        starts = [0, *(np.flatnonzero(stream == data.eot) + 1).tolist()]
-        between = zip(starts, [*starts[1:], len(stream) + 1], strict=True)
-        pieces = (stream[start : stop - 1] for start, stop in between if stop - 1 > start)
-        pairs = ((data.tokenizer.decode(ids.tolist()), ids) for ids in pieces)
+        pieces = (piece[piece != data.eot] for piece in np.split(stream, np.flatnonzero(stream == data.eot)))
+        pairs = ((data.tokenizer.decode(ids.tolist()), ids) for ids in pieces if len(ids) > 0)
         if data.tokenizer.hash == tokenizer.hash:
             yield from pairs
         else:
             yield from _encoded((text for text, _ in pairs), tokenizer)
-
-
-def _reachable(source: Source, encoded: Iterator[tuple[str, Ids]]) -> Iterator[tuple[str, Ids]]:
-    """The same; where a remote source fails, a sentence about evaluation."""
-    try:
-        yield from encoded
-    except FileProblem as error:
-        if not source.remote:
-            raise
-        first, _, _ = str(error).partition(";")
-        raise FileProblem(
-            f"{first.rstrip('.')}; connect, or give a file or a folder prepared from {source.given} elsewhere."
-        ) from error
 
 
 @dataclass(frozen=True)
