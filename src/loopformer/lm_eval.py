@@ -79,7 +79,7 @@ _USUAL_METRICS = ("acc_norm", "acc")  # by preference, for a task that is not th
 
 
 class _PlainModel(api.LM):  # type: ignore[misc]
-    """A model whose `answer` method takes any kind of request."""
+    """A model of the harness with one method for all kinds of requests."""
 
     def answer(self, kind: str, requests: Sequence[Any], disable_tqdm: bool) -> list[Any]:
         raise NotImplementedError
@@ -96,7 +96,7 @@ class _PlainModel(api.LM):  # type: ignore[misc]
 
 @register_model("loopformer")
 class LoopformerLM(_PlainModel):
-    """A model along one trajectory, as the harness wants it."""
+    """A model along one trajectory, in the form that the harness expects."""
 
     def __init__(
         self,
@@ -119,9 +119,9 @@ class LoopformerLM(_PlainModel):
         if isinstance(path, LM):
             self.lm = path
         else:
-            where = choose_device("auto" if device is None or device == _DEFAULT_DEVICE else device)
-            number = dtype_of(dtype)
-            self.lm = load(str(path)).to(where, number)
+            chosen = choose_device("auto" if device is None or device == _DEFAULT_DEVICE else device)
+            number_type = dtype_of(dtype)  # refused before the weights are loaded, if it is wrong
+            self.lm = load(str(path)).to(chosen, number_type)
         self.trajectory = self.lm.model.resolve(budget if trajectory is None else trajectory)
         self.batch_tokens = batch_tokens
         self._device = self.lm.model.device
@@ -167,13 +167,13 @@ class RecordedAnswers(_PlainModel):
 
     def __init__(self, queries: Mapping[str, Sequence[Query]], answered: Mapping[str, TaskAnswers]) -> None:
         super().__init__()
-        self._left: dict[tuple[str, str], list[Any]] = {}  # by task and kind, the next answer last
+        self._remaining: dict[tuple[str, str], list[Any]] = {}  # by task and kind, the next answer last
         for task, requests in queries.items():
             for query, value in reversed(list(zip(requests, answered[task].values, strict=True))):
-                self._left.setdefault((task, query.kind), []).append(value)
+                self._remaining.setdefault((task, query.kind), []).append(value)
 
     def answer(self, kind: str, requests: Sequence[Any], disable_tqdm: bool) -> list[Any]:
-        return [self._left[request.task_name, kind].pop() for request in requests]
+        return [self._remaining[request.task_name, kind].pop() for request in requests]
 
 
 @dataclass(frozen=True)
@@ -242,6 +242,7 @@ class Suite(Requests):
         for task in self.tasks.values():
             for instance in task.instances:  # the harness leaves the answers of an earlier run in them
                 instance.resps, instance.filtered_resps = [], {}
+        os.environ.setdefault("DISABLE_MULTIPROC", "1")  # to bootstrap errors, it would fork a process with a model
         with _quiet():
             evaluated = evaluate(
                 RecordedAnswers(self.queries, answered),
@@ -414,19 +415,14 @@ def _plain_numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the harness's log, output and progress bars; errors still come through, as exceptions."""
-    logger, before = logging.getLogger("lm_eval"), os.environ.get("DISABLE_MULTIPROC")
+    logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    os.environ["DISABLE_MULTIPROC"] = "1"  # the harness would fork a process that holds a model
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             yield
     finally:
         logger.setLevel(level)
-        if before is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = before
 
 
 def main() -> None:

@@ -207,7 +207,7 @@ def test_what_cannot_be_generated_is_one_sentence(lm: LM) -> None:
         _text(lm, "its", max_gen_toks=4, num_beams=4)
     with pytest.raises(LoopformerError, match="sets guidance for generation"):
         _text(lm, "its", max_gen_toks=4, guidance=1)
-    with pytest.raises(LoopformerError, match="none that we answer"):
+    with pytest.raises(LoopformerError, match="'multiply' are not supported"):
         answer_requests(lm, [Query("multiply", ("a",))], [ROUTE])
 
 

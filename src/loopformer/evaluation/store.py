@@ -114,10 +114,10 @@ class LoadedModel:
     @classmethod
     def open(cls, source: str, device: str = "auto", dtype: str = "float32") -> LoadedModel:
         """Load a run, a model folder or published weights onto a device."""
-        number, where = dtype_of(dtype), choose_device(device)
+        number_type, chosen = dtype_of(dtype), choose_device(device)  # before the weights are loaded
         lm = load(source)
-        weights = weights_hash(lm.model)
-        return cls(source, lm.to(where, number), weights, Store.beside(source))
+        weights = weights_hash(lm.model)  # before the cast, so that all dtypes share one hash
+        return cls(source, lm.to(chosen, number_type), weights, Store.beside(source))
 
     @property
     def model(self) -> LoopedLM:

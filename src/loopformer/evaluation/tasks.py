@@ -27,6 +27,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +278,9 @@ def answer_requests(
     answers = {trajectory: TaskAnswers([None] * len(queries), 0, 0, 0.0) for trajectory in trajectories}
     for kind in sorted({query.kind for query in queries}):
         if kind not in KINDS:
-            raise LoopformerError(f"A request of the kind {kind!r} is none that we answer: {', '.join(KINDS)}.")
+            raise LoopformerError(
+                f"Requests of the kind {kind!r} are not supported; the kinds are {', '.join(KINDS)}."
+            )
         numbers = [number for number, query in enumerate(queries) if query.kind == kind]
         arguments = [queries[number].arguments for number in numbers]
         results: dict[Trajectory, tuple[list[Any], int, int]] = {}  # values, tokens, cut
@@ -349,7 +352,7 @@ def _settings(generation_kwargs: Mapping[str, Any], seed: int) -> tuple[int, tup
         sampling["temperature"] = 0.0
     if settings.pop("num_beams", 1) != 1 or settings:
         names = ", ".join(settings) or "num_beams"
-        raise LoopformerError(f"The task sets {names} for generation, which we do not have; leave it out.")
+        raise LoopformerError(f"The task sets {names} for generation, which is not supported; leave it out.")
     return new, stops, Sampling(**sampling, seed=seed)
 
 
@@ -379,13 +382,9 @@ def run_requests(
             missing = [trajectory for trajectory in group if task not in runs[str(trajectory)]]
             if not missing:
                 continue
-
-            def count(done: int, total: int, task: str = task, missing: list[Trajectory] = missing) -> None:
-                budget, only = missing[0].budget, str(missing[0])
-                where = f"M={budget}" if missing[0].is_uniform else only
-                if report:
-                    report(f"{task} {where if len(missing) == 1 else f'{len(missing)} schedules'}", done, total)
-
+            along = f"M={missing[0].budget}" if missing[0].is_uniform else str(missing[0])
+            along = along if len(missing) == 1 else f"{len(missing)} schedules"
+            count = None if report is None else partial(report, f"{task} {along}")
             for trajectory, answered in answer_requests(loaded.lm, requests, missing, batch_tokens, count).items():
                 loaded.store.put(keys[trajectory], asdict(answered))
                 runs[str(trajectory)][task] = answered
