@@ -43,9 +43,9 @@ Answer = tuple[float, bool]  # log-likelihood; whether every token was the most 
 Count = Callable[[int, int], None]  # reports progress: how many are done, of how many
 
 BATCH_TOKENS = 8192
-WORTH_SHARING = 8  # tokens
-_LONGEST_PACK = 2  # contexts, because attention costs grow with the square of a pack's length
-_CHUNK_LOGITS = 1 << 24  # logits in a chunk
+MIN_SHARED_TOKENS = 8  # a shorter common prefix is not worth a mask
+_MAX_PACK_CONTEXTS = 2  # because attention costs grow with the square of a pack's length
+_MAX_CHUNK_LOGITS = 1 << 24  # logits in a chunk
 
 
 def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
@@ -100,7 +100,7 @@ def head_chunks(model: LoopedLM, hidden: Tensor, chunk: int | None = None) -> It
 
     `chunk` is the number of tokens in a slice. Rows of the head that only pad the vocabulary are left out.
     """
-    size = chunk or max(1, _CHUNK_LOGITS // model.config.vocab_rows)
+    size = chunk or max(1, _MAX_CHUNK_LOGITS // model.config.vocab_rows)
     for start in range(0, len(hidden), size):
         part = slice(start, start + size)
         yield part, model.head(hidden[part])[:, : model.config.vocab].float()
@@ -265,7 +265,7 @@ def plan_batches(
         before = len(span.inputs) - span.scored
         free[span.inputs] = min(before, free.get(span.inputs, before))
     rows = (Pack((), (row,)) for row in numbers)
-    packs = _packs(sorted(numbers), free, _LONGEST_PACK * context) if share else rows
+    packs = _packs(sorted(numbers), free, _MAX_PACK_CONTEXTS * context) if share else rows
     groups: list[list[Pack]] = []
     for pack in sorted(packs, key=lambda pack: (pack.shared, -len(pack), pack.prefix, pack.suffixes)):
         last = groups[-1] if groups else []
@@ -297,7 +297,7 @@ def _packs(rows: Sequence[Tokens], free: dict[Tokens, int], longest: int) -> Ite
             before, row = rows[stop - 1], rows[stop]
             limit = min(free[before], free[row])
             common = min(common_prefix(before, row), limit)
-            if common < max(WORTH_SHARING, limit / 2):
+            if common < max(MIN_SHARED_TOKENS, limit / 2):
                 break
             shared, stop = (min(shared, common) if shared else common), stop + 1
         prefix, suffixes = rows[start][:shared], list[Tokens]()

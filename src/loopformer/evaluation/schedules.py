@@ -52,14 +52,14 @@ from loopformer.model import LoopedLM
 from loopformer.scoring import BATCH_TOKENS, count_passes
 from loopformer.trajectory import Trajectory
 
-BY = ("perplexity", "accuracy", "both")
-LIMIT = 500
+RANKINGS = ("perplexity", "accuracy", "both")
+MAX_EXHAUSTIVE = 500  # schedules to measure one by one, above which a beam search begins
 
 Accuracies = Callable[[Sequence[Trajectory]], Mapping[Trajectory, float]]
 MeasureSchedules = Callable[[Sequence[Trajectory]], dict[Trajectory, Piece]]
 MeasuredSchedules = Mapping[Trajectory, Mapping[str, Any]]
 
-_BEAM = 2  # a wide beam spends its limit on neighbours before it moves; 2 came closest on test landscapes
+_BEAM_WIDTH = 2  # a wide beam spends its limit on neighbours before it moves; 2 came closest on test landscapes
 _RANDOM_STARTS = 8
 _TENTH = 10
 
@@ -72,7 +72,7 @@ def search(
     accuracy: Accuracies | None = None,
     tasks: Mapping[str, Any] | None = None,
     by: str = "perplexity",
-    limit: int = LIMIT,
+    limit: int = MAX_EXHAUSTIVE,
     protocol: Protocol | None = None,
     weights: str | None = None,
     store: Store | None = None,
@@ -85,8 +85,8 @@ def search(
     """
     loops, conditioning = model.config.loops, model.config.conditioning
     uniform, on_grid = model.resolve(budget), count_schedules(loops, budget)
-    if by not in BY:
-        raise LoopformerError(f"Schedules cannot be ranked by {by!r}; {nearest(by, list(BY))}")
+    if by not in RANKINGS:
+        raise LoopformerError(f"Schedules cannot be ranked by {by!r}; {nearest(by, list(RANKINGS))}")
     require(by == "accuracy" or text is not None, f"Ranking by {by} needs a text; give --text.")
     require(by == "perplexity" or accuracy is not None, f"Ranking by {by} needs tasks; give --tasks.")
     require(limit >= 1, f"--limit must be 1 or more, got {limit}.")
@@ -150,7 +150,7 @@ def explore(
     front = list(dict.fromkeys([uniform, *_starts(loops, budget)]))
     while front := front[: limit - len(measured)]:
         measured |= measure(front)
-        best = rank(measured, by)[:_BEAM]
+        best = rank(measured, by)[:_BEAM_WIDTH]
         neighbours = (neighbour for schedule in best for neighbour in _neighbours(schedule, loops))
         front = [neighbour for neighbour in dict.fromkeys(neighbours) if neighbour not in measured]
     return measured, "beam"

@@ -38,7 +38,7 @@ from loopformer.trajectory import Trajectory
 Piece = dict[str, Any]
 ReportProgress = Callable[[str, int, int | None], None]  # what is done, how much, of how much (None: unknown)
 
-VERSION = 1  # of what results hold and how they are measured; a new version finds none of the old ones
+RESULTS_VERSION = 1  # of what results hold and how they are measured; a new version finds none of the old ones
 SCHEDULES_FILE = "schedules.json"
 SCHEDULES = ("uniform", "best")
 
@@ -84,7 +84,9 @@ class Store:
         return value
 
     def _path(self, key: Mapping[str, Any]) -> Path | None:
-        name = hashlib.sha256(json.dumps({"version": VERSION, **key}, sort_keys=True).encode()).hexdigest()[:32]
+        name = hashlib.sha256(json.dumps({"version": RESULTS_VERSION, **key}, sort_keys=True).encode()).hexdigest()[
+            :32
+        ]
         return self.folder and self.folder / f"{name}.json"
 
 

@@ -45,11 +45,11 @@ TaskExample = dict[str, Any]
 
 KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 MAX_NEW_TOKENS = 256  # where a task does not say; the harness's own default
-REQUESTS, ANSWERS, VERSION = "loopformer-requests", "loopformer-answers", 1
+REQUESTS_FORMAT, ANSWERS_FORMAT, FORMAT_VERSION = "loopformer-requests", "loopformer-answers", 1
 
-_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given counts
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_UNCLEANED = "activity_label ctx_a ctx_b endings label"  # fields of HellaSwag as it is on the Hub
+_LIMIT_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first given counts
+_SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_UNCLEANED_FIELDS = "activity_label ctx_a ctx_b endings label"  # fields of HellaSwag as it is on the Hub
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _parse_example(line: bytes, where: str, name: str) -> TaskExample:
     if not isinstance(example, dict):
         raise FileProblem(f"{where} is no JSON object; it should be an example of {name}.")
     task = TASKS[name]
-    fields = (_UNCLEANED if name == "hellaswag" and "ctx_a" in example else task.fields).split()
+    fields = (_UNCLEANED_FIELDS if name == "hellaswag" and "ctx_a" in example else task.fields).split()
     for field in fields:
         if field not in example:
             raise FileProblem(f"{where} has no field {field}; is this the file of another task?")
@@ -344,9 +344,9 @@ def _settings(generation_kwargs: Mapping[str, Any], seed: int) -> tuple[int, tup
     settings = dict(generation_kwargs)
     until = settings.pop("until", None) or []
     stops = (until,) if isinstance(until, str) else tuple(until)
-    limits = [settings.pop(name, None) for name in _LIMITS]
+    limits = [settings.pop(name, None) for name in _LIMIT_NAMES]
     new = int(next((limit for limit in limits if limit is not None), MAX_NEW_TOKENS))
-    sampling = {name: settings.pop(name) for name in _SAMPLING if settings.get(name) is not None}
+    sampling = {name: settings.pop(name) for name in _SAMPLING_NAMES if settings.get(name) is not None}
     sampling["temperature"] = float(sampling.get("temperature", 0.0))
     if settings.pop("do_sample", None) is False:
         sampling["temperature"] = 0.0
@@ -432,11 +432,11 @@ def write_requests(path: str | Path, requests: Requests) -> None:
         for task, queries in requests.queries.items()
         for query in queries
     )
-    _write_lines(path, {"format": REQUESTS, "version": VERSION, "facts": requests.facts}, lines)
+    _write_lines(path, {"format": REQUESTS_FORMAT, "version": FORMAT_VERSION, "facts": requests.facts}, lines)
 
 
 def read_requests(path: str | Path) -> Requests:
-    head, lines = _read_lines(path, REQUESTS, "write it with --export-requests")
+    head, lines = _read_lines(path, REQUESTS_FORMAT, "write it with --export-requests")
     queries: dict[str, list[Query]] = {}
     try:
         for line in lines:
@@ -450,7 +450,7 @@ def read_requests(path: str | Path) -> Requests:
 
 
 def write_answers(path: str | Path, answers: Answers) -> None:
-    head = {"format": ANSWERS, "version": VERSION, "facts": answers.facts, "model": answers.model}
+    head = {"format": ANSWERS_FORMAT, "version": FORMAT_VERSION, "facts": answers.facts, "model": answers.model}
     lines = (
         {"trajectory": trajectory, "task": task, **asdict(answered)}
         for trajectory, run in answers.runs.items()
@@ -460,7 +460,7 @@ def write_answers(path: str | Path, answers: Answers) -> None:
 
 
 def read_answers(path: str | Path) -> Answers:
-    head, lines = _read_lines(path, ANSWERS, "write it with --score-requests")
+    head, lines = _read_lines(path, ANSWERS_FORMAT, "write it with --score-requests")
     runs: dict[str, dict[str, TaskAnswers]] = {}
     try:
         for line in lines:
@@ -486,9 +486,9 @@ def _read_lines(path: str | Path, expected: str, remedy: str) -> tuple[dict[str,
         raise _damaged(path) from error
     if not isinstance(head, dict) or head.get("format") != expected:
         raise FileProblem(f"{path} is no file of {expected.removeprefix('loopformer-')}; {remedy}.")
-    if head.get("version") != VERSION:
+    if head.get("version") != FORMAT_VERSION:
         version = head.get("version")
-        raise FileProblem(f"{path} has version {version!r}, this loopformer reads {VERSION}; update it.")
+        raise FileProblem(f"{path} has version {version!r}, this loopformer reads {FORMAT_VERSION}; update it.")
     return head, lines
 
 

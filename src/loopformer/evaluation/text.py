@@ -57,7 +57,7 @@ from loopformer.model.looped import TrajectoryLike
 from loopformer.scoring import BATCH_TOKENS, Span, score_spans
 from loopformer.trajectory import Trajectory
 
-NAMED = ("stdlib", *PRESETS)
+NAMED_SOURCES = ("stdlib", *PRESETS)
 Ids = npt.NDArray[np.int64]
 
 _CHARACTERS = 4 << 20  # tokenized at a time
@@ -92,7 +92,7 @@ def read_text(
         part, encoded = "validation split", _prepared_documents(Path(given), tokenizer)
     else:
         source = _source(given, field)
-        if given in NAMED:
+        if given in NAMED_SOURCES:
             part = f"held out: {source.val_fraction:.1%} of the documents, by hash"
             part += f"; the first {source.val_tokens:,} tokens" if source.val_tokens else ""
         limit = source.val_tokens
@@ -131,8 +131,8 @@ def default_text(model: str | Path) -> str | None:
 def _source(given: str, field: str) -> Source:
     """The source that a user names; refused if it does not exist."""
     pattern = any(mark in given for mark in "*?[=")
-    if not (given in NAMED or given.startswith("hf:") or pattern or Path(given).exists()):
-        hint = nearest(given, list(NAMED), otherwise=f"named texts are {', '.join(NAMED)}.")
+    if not (given in NAMED_SOURCES or given.startswith("hf:") or pattern or Path(given).exists()):
+        hint = nearest(given, list(NAMED_SOURCES), otherwise=f"named texts are {', '.join(NAMED_SOURCES)}.")
         raise FileProblem(f"There is no file, folder or text {given}; {hint}")
     (source,) = parse_sources([given], field)
     require(source.weight is None, f"A weight, as in {given!r}, is for training; leave it out here.")
@@ -147,7 +147,7 @@ def _source_texts(source: Source, field: str) -> Iterator[str]:
             yield from documents(text)
 
     try:
-        if source.given not in NAMED:
+        if source.given not in NAMED_SOURCES:
             yield from read()
             return
         splitter = survey(read, source.val_fraction, source.given)
