@@ -235,18 +235,17 @@ class PackedBatch:
         ids = padded(chain(pack.prefix, *pack.suffixes) for pack in self.packs)
         positions, mask = torch.arange(ids.shape[1], device=device)[None], None
         if self.packs[0].shared:  # then all of them are
-            shared = [len(pack.prefix) for pack in self.packs]
-            positions = padded(
-                chain(range(first), *(range(first, first + len(suffix)) for suffix in pack.suffixes))
-                for pack, first in zip(self.packs, shared, strict=True)
-            )
             # 0 for the prefix, which all rows attend to; a number for each suffix, which only attends to itself.
             owners = padded(
-                chain([0] * first, *([number] * len(suffix) for number, suffix in enumerate(pack.suffixes, 1)))
-                for pack, first in zip(self.packs, shared, strict=True)
+                chain(
+                    [0] * len(pack.prefix), *([number] * len(each) for number, each in enumerate(pack.suffixes, 1))
+                )
+                for pack in self.packs
             )
-            visible = (owners[:, None, :] == owners[:, :, None]) | (owners[:, None, :] == 0)
-            mask = visible.tril()[:, None]  # [B, 1, T, T]
+            visible = ((owners[:, None, :] == owners[:, :, None]) | (owners[:, None, :] == 0)).tril()  # [B, T, T]
+            # A token attends to its own row up to itself. Padding may attend to more tokens than a context has.
+            positions = (visible.sum(-1) - 1).clamp(max=model.config.context - 1)
+            mask = visible[:, None]  # [B, 1, T, T]
         x, rotary = model.place(model.tokens(ids), positions)
         return x, rotary, mask, model.random_start(positions)
 
