@@ -270,7 +270,7 @@ def eval_states(
     """
     from loopformer.config import whole_numbers
     from loopformer.data.states import Group
-    from loopformer.errors import LoopformerError
+    from loopformer.errors import LoopformerError, require
     from loopformer.evaluation.states import THRESHOLDS, own_group, state_figure, track_states
     from loopformer.evaluation.store import LoadedModel
     from loopformer.plots import check_drawing, save
@@ -286,13 +286,13 @@ def eval_states(
         numbers = [] if trajectory else list(range(1, loaded.model.config.loops + 1))
         if budgets is not None:
             numbers = whole_numbers(budgets, "--budgets")
-        wanted = [*numbers, *(trajectory or ())]
-        trajectories = list(dict.fromkeys(loaded.model.resolve(one, beyond) for one in wanted))
-        elements = Group.named(group)
-        if loaded.lm.tokenizer is None or loaded.lm.tokenizer.hash != elements.tokenizer.hash:
-            raise LoopformerError(
-                f"The model's tokens are not the elements of {group}; name the group it was trained on."
-            )
+        resolved = (loaded.model.resolve(each, beyond) for each in (*numbers, *(trajectory or ())))
+        trajectories = list(dict.fromkeys(resolved))
+        elements, tokenizer = Group.named(group), loaded.lm.tokenizer
+        require(
+            tokenizer is not None and tokenizer.hash == elements.tokenizer.hash,
+            f"The model's tokens are not the elements of {group}; name the group it was trained on.",
+        )
         with progress("words") as report:
             tracking = track_states(
                 loaded.model,
@@ -447,14 +447,8 @@ def _show_tasks(results: dict[str, Any]) -> None:
         rows.append([name, scores[0]["metric"], f"{facts['examples']:,}", *cells])
     for name in dict.fromkeys(name for run in runs for name in run["groups"]):
         for metric in (metric for metric in runs[0]["groups"][name] if "_stderr" not in metric):
-            rows.append(
-                [
-                    f"{name} (group)",
-                    metric,
-                    "",
-                    *(_metric(metric, run["groups"][name].get(metric)) for run in runs),
-                ]
-            )
+            cells = [_metric(metric, run["groups"][name].get(metric)) for run in runs]
+            rows.append([f"{name} (group)", metric, "", *cells])
     if all(run["paper"] for run in runs):
         for name, label in (("arc", "ARC, mean of both"), ("average", f"average of {len(PAPER)}")):
             rows.append([label, "", "", *(_metric("acc", run["paper"][name]) for run in runs)])
