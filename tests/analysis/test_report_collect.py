@@ -119,7 +119,7 @@ def test_a_part_that_cannot_be_had_is_a_sentence(folder: Path) -> None:
     assert "--skip analysis" in bare["analysis"]
     assert "without a run" in bare["training"]
     assert all("tokenizer" in mute[part] for part in ("perplexity", "tasks", "search"))
-    assert "not told its steps" in plain["search"]
+    assert "does not depend on its steps" in plain["search"]
     assert "perplexity" not in plain
     deep = collect(request(folder, "bare", "elastic", search=3, budgets=(4,)))["models"][0]
     assert "fewer than the 3" in deep["missing"]["search"]
