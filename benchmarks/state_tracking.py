@@ -14,7 +14,7 @@ stacks are trained with Muon; `elastic-paper` and the models with early exits ha
 with one short trajectory in a step. Positions, start of the gates and time scale are the same for all.
 
 Every model is measured at all budgets up to twice the longest (beyond what it was trained for, where it is looped),
-along all schedules of half of it where passes are told their steps, and by certainty (evaluation/states.py).
+along all schedules of half of it where passes are told their steps, and by early exit (evaluation/early_exit.py).
 """
 
 import argparse
@@ -269,7 +269,7 @@ def accuracy(found: Mapping[str, Any], budget: int) -> float | None:
 
 
 def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]], suite: StateSuite) -> "Figure":
-    """Accuracy against passes per place, means over the seeds: fixed budgets, depth by certainty, specialists, each
+    """Accuracy against passes per place, means over the seeds: fixed budgets, early exit, specialists, each
     at the better of its rates."""
     best, loops = suite.shown, suite.loops
 
@@ -287,16 +287,16 @@ def compute_figure(found: Mapping[str, Sequence[Mapping[str, Any]]], suite: Stat
         rates = [at(f"specialist-{m}{rate}", [m])[m] for rate in ("", "-0.01", "-0.04")]
         special[m] = max(rates, key=lambda values: fmean(values) if values else 0.0)
     lines = [line("one elastic model, fixed budgets", at(best, range(1, loops + 1)))]
-    settled = [
+    exits = [
         {row["threshold"]: row for row in one["states"]["certainty"] if row["trajectory"] == str(loops)}
         for one in found.get(best, ())
     ]
-    if settled:
+    if exits:
         means = {
-            fmean(one[threshold]["mean_passes"] for one in settled): [
-                one[threshold]["mean_accuracy"] for one in settled
+            fmean(one[threshold]["mean_passes"] for one in exits): [
+                one[threshold]["mean_accuracy"] for one in exits
             ]
-            for threshold in sorted(settled[0])
+            for threshold in sorted(exits[0])
         }
         lines.append(line("the same, by certainty", means))
     lines.append(line("specialists, each at its own budget", special, dash=1))

@@ -17,12 +17,10 @@ if TYPE_CHECKING:
     from loopformer.inference.draft import Draft
     from loopformer.lm import LM, load, load_official
     from loopformer.model import LoopedLM
-    from loopformer.model.looped import Certainty
 
 __version__ = "0.1.0"
 __all__ = [
     "LM",
-    "Certainty",
     "Draft",
     "LoopedLM",
     "LoopformerError",
@@ -33,7 +31,6 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Certainty": "loopformer.model.looped",
     "Draft": "loopformer.inference.draft",
     "LM": "loopformer.lm",
     "load": "loopformer.lm",

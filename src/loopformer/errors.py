@@ -13,6 +13,10 @@ import difflib
 import errno
 import re
 
+REMOVED_CERTAINTY = (
+    "certainty was removed from generation, where every token takes all loops of its budget; "
+    "`loopformer eval text --certainty` reports early exit."
+)
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import choose_device
-from loopformer.errors import LoopformerError, RunFailed, nearest, require
+from loopformer.errors import REMOVED_CERTAINTY, LoopformerError, RunFailed, nearest, require
 from loopformer.inference.decode import Backend, PlainBackend, slot_bytes
 from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.engine import Engine, complete, generate, speculate
@@ -50,11 +50,10 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class RequestOptions(SamplingOptions, total=False):
-    """What `lm.requests` takes. With `certainty` a token whose next one is likelier takes no further pass."""
+    """What `lm.requests` takes."""
 
     max_tokens: int
     stops: str | Sequence[str] | None
-    certainty: float | None
 
 
 class StreamOptions(RequestOptions, total=False):
@@ -116,7 +115,7 @@ class LM:
         """Continue one prompt, or several together; a budget or trajectory for all or for each.
 
         Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed,
-        certainty, fast, int8, draft; see `GenerateOptions`.
+        fast, int8, draft; see `GenerateOptions`.
         """
         if not isinstance(prompt, Iterable):
             raise LoopformerError(f"A prompt is text, or a list of texts; got {prompt!r}.")
@@ -188,7 +187,7 @@ class LM:
             raise LoopformerError(f"fast is True, False or 'auto', not {fast!r}.")
         if int8 and fast is False:
             raise LoopformerError("int8 goes with fast; leave out one of int8 and fast=False.")
-        why = obstacle(self.model, any(request.certainty is not None for request in requests))
+        why = obstacle(self.model)
         if why is None and draft is not None:
             why = draft_obstacle(draft, requests, int8)
         for name, asked in (("int8", int8), ("fast", fast is True)):
@@ -238,7 +237,7 @@ class LM:
         """Continuous batching: at most `rows` requests run at once, at most `queue` more wait.
 
         On a GPU, unless `fast` is False or there is a draft, through fused kernels: passes are shared by requests
-        of any budget, none of which may ask for certainty. `memory` is bytes for keys and values: there requests
+        of any budget. `memory` is bytes for keys and values: there requests
         wait until theirs fit, elsewhere there are fewer rows, as each has room for a whole context.
         """
         if draft is not None and fast is True:
@@ -267,12 +266,11 @@ class LM:
             raise LoopformerError("requests takes a list of prompts; put the one prompt in brackets.")
         settings: dict[str, Any] = dict(options)
         stops, max_tokens = settings.pop("stops", None) or (), settings.pop("max_tokens", 128)
-        certainty = settings.pop("certainty", None)
         stops = (stops,) if isinstance(stops, str) else tuple(stops)
         sampling = Sampling(**settings)
         trajectories = self.trajectories(len(prompts), budget, trajectory)
         return [
-            Request(tuple(self._encode(prompt)), follows, sampling, max_tokens, stops, certainty)
+            Request(tuple(self._encode(prompt)), follows, sampling, max_tokens, stops)
             for prompt, follows in zip(prompts, trajectories, strict=True)
         ]
 
@@ -320,11 +318,11 @@ def load_official(source: str | Path, heads: int | None = None, loops: int | Non
     return _lm(*find_model(source, heads, loops))
 
 
-def place(lm: LM, device: str, dtype: torch.dtype | None, fast: Fast, certainty: bool = False) -> bool:
+def place(lm: LM, device: str, dtype: torch.dtype | None, fast: Fast) -> bool:
     """Move the model to where a user lets it run, by default in the dtype that suits; whether fused kernels will
     run it."""
     where = choose_device(device)
-    fused = fast is not False and obstacle(lm.to(where).model, certainty) is None
+    fused = fast is not False and obstacle(lm.to(where).model) is None
     lm.to(where, dtype or (torch.bfloat16 if fused else torch.float32))
     return fused
 
@@ -350,6 +348,8 @@ def _lm(model: LoopedLM, tokenizer: Path | None) -> LM:
 def _check_options(options: Any, known: Any) -> None:
     """Refuse names that are no options; types are checked where each is used."""
     for name in options:
+        if name == "certainty":
+            raise LoopformerError(REMOVED_CERTAINTY)
         if name not in known.__annotations__:
             raise LoopformerError(
                 f"Unknown option {name} for generation; {nearest(name, list(known.__annotations__))}"

@@ -3,7 +3,6 @@
     spans = [Span((*context, *continuation), scored=len(continuation))]
     loglikelihoods(model, spans, trajectories)[trajectory].answers[0]    # (log-likelihood, is it the greedy choice)
     for batch in score_spans(model, windows, trajectories): ...          # log-probabilities token by token
-    for batch in score_spans(…, certainty=0.9): batch.passes             # tokens that are sure take fewer passes
     token_logprobs(model, hidden, targets)                               # from hidden states computed elsewhere
 
 A log-probability is computed in fp32 over the model's vocabulary, without the rows that only pad it. Sums are in
@@ -21,7 +20,6 @@ neighbours. Neighbours become one pack where they share at least half of what pr
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -35,7 +33,6 @@ from loopformer.errors import RunFailed, require
 from loopformer.model import LoopedLM
 from loopformer.model.block import Rotary
 from loopformer.model.conditioning import Condition
-from loopformer.model.looped import Certainty
 from loopformer.trajectory import Trajectory
 
 Tokens = tuple[int, ...]
@@ -147,17 +144,8 @@ class TrajectoryTree:
         rotary: Rotary | None,
         mask: Tensor | None,
         start: Tensor | None = None,
-        certainty: Certainty | None = None,
     ) -> Iterator[tuple[Trajectory, Tensor]]:
-        """The same from the embeddings [B, T, D], and the state before the first pass where that is another.
-
-        With `certainty`, which counts the passes of the trajectory that was yielded last, each is run on its own.
-        """
-        if certainty is not None:
-            for trajectory in self.trajectories:
-                passes = self.model.passes(trajectory, len(x))
-                yield trajectory, self.model.follow(passes, x, rotary, mask, start, certainty=certainty)
-            return
+        """The same from the embeddings [B, T, D], and the state before the first pass where that is another."""
         first = x if start is None else start.to(x.dtype).expand_as(x)
         path: list[Tensor] = [first]  # path[i]: the state after i steps of `before`
         before: tuple[Fraction, ...] = ()
@@ -215,13 +203,6 @@ class PackedBatch:
     def tokens(self) -> int:
         """Tokens that run through the model, without padding."""
         return sum(map(len, self.packs))
-
-    def passes(self, trajectory: Trajectory, certainty: Certainty | None) -> Counter[int]:
-        """How many of these tokens took so many passes of a trajectory."""
-        if certainty is None:
-            return Counter({trajectory.budget: self.tokens})
-        rows = zip(certainty.passes.tolist(), self.packs, strict=True)
-        return Counter(chain.from_iterable(row[: len(pack)] for row, pack in rows))
 
     def start(self, model: LoopedLM) -> tuple[Tensor, Rotary | None, Tensor | None, Tensor | None]:
         """The embeddings [B, T, D], angles, mask and random start, with each row of a pack as if it were alone."""
@@ -318,7 +299,6 @@ class BatchScores:
     targets: Tensor  # [N]
     along: dict[Trajectory, tuple[Tensor, Tensor]]  # log-probabilities [N] in fp32; whether each is most likely [N]
     tokens: int  # that were run for them, padding not counted
-    passes: dict[Trajectory, Counter[int]]  # how many of these took so many passes
 
 
 @torch.no_grad()
@@ -328,19 +308,15 @@ def score_spans(
     trajectories: Iterable[Trajectory],
     batch_tokens: int = BATCH_TOKENS,
     share: bool = True,
-    certainty: float | None = None,
 ) -> Iterator[BatchScores]:
-    """Score spans, none longer than the context + 1, batch by batch along all trajectories.
-
-    With `certainty` a token whose next one is likelier takes no further pass.
-    """
+    """Score spans, none longer than the context + 1, batch by batch along all trajectories."""
     largest, vocab = max((max(span.tokens) for span in spans), default=0), model.config.vocab
     require(batch_tokens >= 1, f"--batch-tokens must be 1 or more, got {batch_tokens}.")
     require(
         largest < vocab,
         f"There are token ids up to {largest} but the model knows {vocab}; is this the model's own tokenizer?",
     )
-    tree, settling = TrajectoryTree(model, trajectories), None if certainty is None else Certainty(certainty)
+    tree = TrajectoryTree(model, trajectories)
     for batch in plan_batches(spans, model.config.context, batch_tokens, share):
         numbers = [number for number, _, _ in batch.spans]
         sizes = [spans[number].scored for number in numbers]
@@ -353,19 +329,18 @@ def score_spans(
                 for position in range(end - spans[number].scored, end)
             ]
         )
-        along, passes = {}, {}
+        along = {}
         try:
             start = batch.start(model)
             where, wanted = places.to(start[0].device), targets.to(start[0].device)
-            for trajectory, hidden in tree.run_from(*start, settling):
+            for trajectory, hidden in tree.run_from(*start):
                 logprobs, greedy = token_logprobs(model, hidden.flatten(0, 1)[where], wanted)
                 along[trajectory] = logprobs.cpu(), greedy.cpu()
-                passes[trajectory] = batch.passes(trajectory, settling)
         except torch.OutOfMemoryError as error:
             raise RunFailed(
                 f"Batches of {batch_tokens} tokens do not fit into the device's memory; lower --batch-tokens."
             ) from error
-        yield BatchScores(numbers, sizes, targets, along, batch.tokens, passes)
+        yield BatchScores(numbers, sizes, targets, along, batch.tokens)
 
 
 @dataclass(frozen=True)

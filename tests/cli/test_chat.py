@@ -24,10 +24,8 @@ from .models import save_small
 # Tests that run in the background inherit a SIGINT that is ignored; a user at a terminal does not.
 START = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
 START += "from loopformer.cli import main; main()"
-TOOK = re.compile(
-    r"\[(\d+) tokens, [\d.]+ ms each, prompt included; ([\d.]+) pass(?:es)? each; the limit of new tokens"
-)
-STOPPED = re.compile(r"\[\d+ tokens, [\d.]+ ms each, prompt included; stopped\]\n")
+TOOK = re.compile(r"\[(\d+) tokens, [\d.]+ ms each, prompt included; budget (\d+); the limit of new tokens")
+STOPPED = re.compile(r"\[\d+ tokens, [\d.]+ ms each, prompt included; budget \d+; stopped\]\n")
 
 
 @pytest.fixture(scope="module")

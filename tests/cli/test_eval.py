@@ -169,7 +169,7 @@ def test_a_run_is_measured_on_its_own_group(tracker: str, tmp_path: Path) -> Non
     drawn = ["--figure", str(picture)] if available() else []
     shown = invoke(*words, "--out", str(out), *drawn).stdout
     assert "products over S3 (6 elements, chance 16.7 %), 32 words of 16, seed 5, float32 on cpu" in shown
-    assert "depth by certainty" in shown
+    assert "early exit" in shown
     found = json.loads(out.read_text())["states"]
     assert [row["budget"] for row in found["trajectories"]] == [1, 2, 3]
     assert all(len(row["right"]) == 16 for row in found["trajectories"])

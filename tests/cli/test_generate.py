@@ -37,11 +37,7 @@ def ask(model: str, *words: str) -> Result:
     [
         (["--int8", "--no-fast"], "Give --int8 or --no-fast, not both."),
         (["--fast"], "fast needs a CUDA device and Triton; leave it out."),
-        (["--fast", "--certainty", "0.5"], "fast has no kernels for certainty; leave it out."),
-        (["--certainty", "2"], "certainty must lie in (0, 1], got 2.0"),
-        (["--certainty", "0.5", "--compare", "1,2"], "--certainty goes without --compare"),
-        (["--certainty", "0.5", "--max-flops", "1e9"], "which are for fixed budgets"),
-        (["--certainty", "0.5", "--fast", "--int8"], "int8 has no kernels for certainty"),
+        (["--certainty", "0.5"], "--certainty was removed from generation"),
         (["--fast", "--int8"], "int8 needs a CUDA device and Triton"),
         (["--fast", "--int8", "--draft", "1"], "int8 needs a CUDA device and Triton"),
         (["--fast", "--max-ms-per-token", "5"], "which measures the plain path"),
@@ -70,19 +66,6 @@ def test_what_was_found_for_the_weights_holds_in_any_dtype(model: str) -> None:
     for dtype in ("float32", "bfloat16"):
         found = ask(model, "--budget", "2", "--schedule", "best", "--dtype", dtype, "--json")
         assert json.loads(found.stdout)["trajectory"] == "3-1"
-
-
-def test_certainty_says_how_many_passes_it_took(model: str) -> None:
-    assert "; 1.00 passes each; the limit" in ask(model, "--certainty", "1e-3").stderr
-    assert "; 3.00 passes each; the limit" in ask(model, "--certainty", "1", "--budget", "3").stderr
-    assert "passes" not in ask(model).stderr
-    assert f"loopformer eval text {model} --certainty 0.001" in ask(model, "--certainty", "1e-3").stderr
-    assert "Note" not in ask(model, "--certainty", "1").stderr + ask(model, "--certainty", "2").stderr
-    found = [json.loads(ask(model, "--json", *words).stdout) for words in ([], ["--certainty", "1e-3"])]
-    assert [one["mean_passes"] for one in found] == [4, 1]
-    drafted = ask(model, "--certainty", "1", "--draft", "1")
-    assert drafted.stdout == ask(model).stdout
-    assert "4.00 passes each; " in drafted.stderr
 
 
 def test_where_nothing_was_drafted_nothing_was_accepted(model: str) -> None:
@@ -169,14 +152,6 @@ def test_what_a_line_does_not_say_the_options_say(model: str, tmp_path: Path) ->
     with pytest.raises(LoopformerError, match=r"was begun with other options \(seed\)"):
         answer(model, source, out, "--budget", "2", "--stop", " ", *options, "--seed", "2")
     assert answer(model, source, out, "--trajectory", "2", "--stop", " ", *options, "--rows", "1") == answers
-
-
-def test_a_certainty_is_warned_of_once_in_a_file(model: str, tmp_path: Path) -> None:
-    source = tmp_path / "in"
-    lines = [{"prompt": "every", "max_tokens": 2, "certainty": certainty} for certainty in (None, 1.0, 0.5, 0.5)]
-    source.write_text("\n".join(map(json.dumps, lines)))
-    said = CliRunner().invoke(app, file_words(model, source, tmp_path / "out")).stderr
-    assert (said.count("Note: "), said.count("--certainty 0.5")) == (1, 1)
 
 
 def test_a_bad_line_is_an_exit_code_at_the_end(

@@ -1,4 +1,4 @@
-"""State tracking: counts of answers made by hand, what certainty costs, and a model's own passes."""
+"""State tracking: counts of answers made by hand, early exit, and a model's own passes."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,8 @@ from inference.models import spread
 from loopformer import LoopedLM, ModelConfig
 from loopformer.data.states import TEST, Group, StateWindows
 from loopformer.errors import LoopformerError, RunFailed
+from loopformer.evaluation.early_exit import early_exit
 from loopformer.evaluation.states import own_group, state_figure, summary, track_states
-from loopformer.model.looped import Certainty
 from loopformer.plots import available
 from loopformer.trajectory import Trajectory
 
@@ -35,11 +35,10 @@ def test_counts_are_those_of_the_model_itself(model: LoopedLM) -> None:
         assert (row["budget"], row["trajectory"]) == (trajectory.budget, str(trajectory))
     assert (found["chance"], found["sequences"], found["places"], found["seed"]) == (1 / 6, 50, 6, 3)
     for row in found["certainty"]:
-        certainty = Certainty(row["threshold"])
-        logits = model(batch.inputs, row["trajectory"], beyond=True, certainty=certainty).logits
-        assert logits is not None
+        out = early_exit(model, batch.inputs, row["threshold"], row["trajectory"], beyond=True)
+        logits = model.head(out.hidden)
         assert row["right"] == (logits[:, 1:, :6].argmax(-1) == labels).sum(0).tolist()
-        assert row["passes"] == pytest.approx(certainty.passes[:, 1:].float().mean(0).tolist())
+        assert row["passes"] == pytest.approx(out.loops[:, 1:].float().mean(0).tolist())
     assert {row["trajectory"] for row in found["certainty"]} == {"4", "5"}  # the full one, the longest asked for
     together = track_states(model, GROUP, ALL, sequences=50, seed=3)
     assert together["trajectories"] == found["trajectories"]

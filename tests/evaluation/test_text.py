@@ -23,9 +23,9 @@ from loopformer.data.shards import TokenData
 from loopformer.data.splits import survey
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError
+from loopformer.evaluation.early_exit import early_exit, early_exit_flops
 from loopformer.evaluation.store import Store
 from loopformer.evaluation.text import CutText, Protocol, Text, cut_text, default_text, perplexity, read_text
-from loopformer.model.looped import Certainty
 from loopformer.scoring import score_texts
 from loopformer.trajectory import Trajectory
 
@@ -269,19 +269,18 @@ def test_equals_a_direct_computation(lm: LM, text: Text, protocol: Protocol, tra
 @pytest.mark.parametrize("protocol", [Protocol(), Protocol(stride=5), Protocol(join=True)], ids=str)
 def test_certainty_equals_a_direct_computation(lm: LM, text: Text, protocol: Protocol, trajectory: str) -> None:
     (row,) = perplexity(lm.model, text, [trajectory], protocol, certainty=0.008)
-    certainty, nats, passes = Certainty(0.008), [], []
+    nats, passes = [], []
     for span in cut_text(text, protocol, lm.model.config.context).windows:
-        logits = lm.model(torch.tensor([span.inputs]), trajectory, certainty=certainty).logits
-        assert logits is not None
-        logprobs = logits[0, -span.scored :, : lm.model.config.vocab].log_softmax(-1)
+        out = early_exit(lm.model, torch.tensor([span.inputs]), 0.008, trajectory)
+        logprobs = lm.model.head(out.hidden)[0, -span.scored :, : lm.model.config.vocab].log_softmax(-1)
         nats += [-float(one[target]) for one, target in zip(logprobs, span.targets, strict=True)]
-        passes += certainty.passes[0].tolist()
+        passes += out.loops[0].tolist()
     assert row["perplexity"] == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
     assert row["mean_passes"] == pytest.approx(sum(passes) / len(passes))
     assert len(set(passes)) > 2
     assert row["certainty"] == 0.008
     assert row["passes"] == [passes.count(taken) for taken in range(1, row["budget"] + 1)]
-    flops = [lm.model.cost.settled_flops(taken, row["budget"], row["window"]) for taken in passes]
+    flops = [early_exit_flops(lm.model.cost, taken, row["budget"], row["window"]) for taken in passes]
     assert row["flops_per_token"] == pytest.approx(sum(flops) / len(flops))
     (never,) = perplexity(lm.model, text, [trajectory], protocol, certainty=1.0)
     (fixed,) = perplexity(lm.model, text, [trajectory], protocol)

@@ -320,19 +320,10 @@ def test_a_prompt_that_was_run_in_part_can_be_cancelled_or_fail(lm: LM, monkeypa
     assert not untyped._begun
 
 
-def test_prompts_with_certainty_count_whole_and_a_piece_that_works_forgives(
-    lm: LM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_piece_that_works_forgives(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainBackend, "piece", 4)
     monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
     text = "every pass is told its time and its step, every pass"
-    sure = lm.requests([text, text], certainty=0.9, max_tokens=2)
-    engine = lm.engine()
-    for request in sure:
-        engine.submit(request)
-    engine.step()
-    assert (engine.running, engine.waiting) == (1, 1)
-
     (long,) = lm.requests([text], max_tokens=2)
     engine = lm.engine()
     engine.submit(long)

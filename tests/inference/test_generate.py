@@ -100,6 +100,7 @@ def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
         (lambda: lm.generate("a", budget=2, trajectory="1-1"), "not both"),
         (lambda: lm.generate("a", max_tokens=0), "max_tokens must be 1 or more"),
         (lambda: untyped.generate("a", max_tokens=2.5), "a whole number; got 2.5"),
+        (lambda: untyped.generate("a", certainty=0.5), "certainty was removed from generation"),
         (lambda: untyped.generate("a", temprature=1), "Unknown option temprature .* did you mean temperature"),
         (lambda: untyped.generate("a", stops=[1]), "stop string must be text"),
         (lambda: lm.generate("caf\udce9"), "not UTF-8"),

@@ -3,7 +3,6 @@ from typing import get_args
 
 import pytest
 import torch
-from inference.models import spread
 from options import OPTIONS, Option
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -11,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from loopformer import LoopedLM
 from loopformer.config import Conditioning, ModelConfig
 from loopformer.model.cost import Cost
-from loopformer.model.looped import Certainty
 
 PAPER = Cost(ModelConfig())
 
@@ -36,24 +34,6 @@ def test_settings_beyond_the_paper_are_counted(tiny: ModelConfig, option: Option
     assert sum(parameter.numel() for parameter in model.parameters()) == model.cost.parameters.total
     cache = model.cache(budget, 1)
     assert cache.bytes == model.cost.kv_bytes(budget, value_bytes=4) * tiny.context
-
-
-@pytest.mark.parametrize("option", [{}, *OPTIONS], ids=str)
-def test_what_settled_tokens_cost_is_what_torch_counts(tiny: ModelConfig, option: Option) -> None:
-    model, certainty = spread(replace(tiny, **option), std=0.7), Certainty(0.3)
-    budget, cache, seen = tiny.loops, model.cache(tiny.loops, 1), set()
-    for keys in range(1, 25):
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            model.head(model.extend(torch.randint(tiny.vocab, (1, 1)), cache, certainty=certainty))
-        passes = int(certainty.passes)
-        expected = model.cost.settled_flops(passes, budget, context=keys, causal=False)
-        assert counter.get_total_flops() == pytest.approx(expected, rel=1e-6)
-        seen.add(passes)
-    assert min(seen) < budget
-    fixed = model.cost.forward_flops(budget, context=20)
-    assert (
-        model.cost.settled_flops(budget, budget, context=20) == fixed + (budget - 1) * 2 * model.cost.head_products
-    )
 
 
 def test_the_papers_numbers() -> None:

@@ -13,7 +13,6 @@ from loopformer import LoopedLM, LoopformerError, Trajectory
 from loopformer.config import Conditioning, ModelConfig
 from loopformer.model.block import EPSILON, RMSNorm
 from loopformer.model.conditioning import ZeroLinear
-from loopformer.model.looped import Certainty, TrajectoryLike
 from loopformer.scoring import TrajectoryTree
 
 KINDS = get_args(Conditioning)
@@ -339,95 +338,3 @@ def test_uniform_only_models_refuse_schedules_and_extrapolation_is_asked_for(tin
         with pytest.raises(LoopformerError, match="only follow uniform"):
             LoopedLM(replace(tiny, conditioning=kind))(ids, "2-1-1")
     assert len(LoopedLM(tiny)(ids, 6, beyond=True, states=True).states) == 6
-
-
-@pytest.fixture(scope="module")
-def doubtful() -> LoopedLM:
-    """A model whose tokens differ in how sure they are, and when."""
-    torch.manual_seed(0)
-    config = ModelConfig(
-        blocks=2, loops=4, width=32, heads=2, ffn=64, context=24, vocab=20, positions="rotary", inject="gated"
-    )
-    model = LoopedLM(config).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model
-
-
-MIXED: list[TrajectoryLike] = ["4", "2-1-1", "2"]
-
-
-@pytest.mark.parametrize("trajectory", ["4", MIXED], ids=["one", "mixed"])
-@pytest.mark.parametrize("thresholds", [(0.1,), (0.09, None, 0.2)])
-def test_settled_tokens_are_the_same_with_a_cache(
-    trajectory: TrajectoryLike | list[TrajectoryLike], thresholds: tuple[float | None, ...], doubtful: LoopedLM
-) -> None:
-    ids = torch.randint(20, (3, 10), generator=torch.Generator().manual_seed(1))
-    whole, stepped = Certainty(*thresholds), Certainty(*thresholds)
-    expected = doubtful(ids, trajectory, certainty=whole).hidden
-    cache, hidden, passes = doubtful.cache(trajectory, 3), [], []
-    for part in (ids[:, :4], *(ids[:, place, None] for place in range(4, 10))):
-        hidden.append(doubtful.extend(part, cache, certainty=stepped))
-        passes.append(stepped.passes)
-    assert torch.equal(torch.cat(passes, dim=1), whole.passes)
-    torch.testing.assert_close(torch.cat(hidden, dim=1), expected, atol=1e-4, rtol=1e-4)
-    assert len(set(whole.passes.flatten().tolist())) > 2  # some are sure at once, others never
-
-
-@pytest.mark.parametrize("option", OPTIONS, ids=str)
-def test_settings_beyond_the_paper_settle_alike_alone_in_a_batch_and_with_a_cache(
-    option: Option, tiny: ModelConfig
-) -> None:
-    model = LoopedLM(replace(tiny, **option)).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    ids, thresholds, certainty = torch.randint(96, (3, 10)), (0.1, None, 0.15), Certainty(0.1, None, 0.15)
-    expected = model(ids, MIXED, certainty=certainty).hidden
-    passes = certainty.passes
-    for row, (trajectory, threshold) in enumerate(zip(MIXED, thresholds, strict=True)):
-        own = Certainty(threshold)
-        alone = model(ids[row, None], trajectory, certainty=own).hidden
-        torch.testing.assert_close(alone, expected[row, None], atol=1e-3, rtol=1e-3)
-        assert torch.equal(own.passes, passes[row, None])
-    cache, hidden = model.cache(MIXED, 3), []
-    for place in range(10):
-        hidden.append(model.extend(ids[:, place, None], cache, certainty=certainty))
-        assert torch.equal(certainty.passes, passes[:, place, None])
-    torch.testing.assert_close(torch.cat(hidden, dim=1), expected, atol=1e-3, rtol=1e-3)
-
-
-def test_a_settled_token_keeps_its_state_and_is_seen_in_it(doubtful: LoopedLM) -> None:
-    """Against a loop that is written out: blocks leave settled tokens as they are, and all look at them."""
-    ids = torch.randint(20, (3, 10), generator=torch.Generator().manual_seed(1))
-    certainty = Certainty(0.1)
-    hidden = doubtful(ids, certainty=certainty).hidden
-    passes = doubtful.passes(Trajectory.uniform(4), 3)
-    x, rotary, mask = doubtful.embed(ids)
-    embedded, settled, taken = x, torch.zeros(3, 10, dtype=torch.bool), torch.zeros(3, 10, dtype=torch.long)
-    for number, condition in enumerate(passes.conditions):
-        taken += ~settled
-        new = doubtful.inject(x, embedded, condition, number)
-        for place, block in enumerate(doubtful.stack.each()):
-            assert condition.modulation is not None
-            after = block(new, condition.modulation[:, place], rotary, mask, None)
-            new = torch.where(settled[..., None], new, after)
-        x = torch.where(settled[..., None], x, new)
-        sure = doubtful.head(doubtful.final_norm(x))[..., :20].softmax(-1).amax(-1) > 0.1
-        settled = settled | sure
-    assert torch.equal(certainty.passes, taken)
-    torch.testing.assert_close(hidden, doubtful.final_norm(x))
-
-
-def test_certainty_at_its_ends(doubtful: LoopedLM) -> None:
-    ids = torch.randint(20, (2, 6))
-    never, at_once = Certainty(1.0), Certainty(1e-6)
-    assert torch.equal(doubtful(ids, certainty=never).hidden, doubtful(ids).hidden)
-    assert set(never.passes.flatten().tolist()) == {4}
-    first = doubtful(ids, states=True).states[0]
-    torch.testing.assert_close(doubtful(ids, certainty=at_once).hidden, doubtful.final_norm(first))
-    assert set(at_once.passes.flatten().tolist()) == {1}
-    with pytest.raises(LoopformerError, match="3 certainties were given for 2 rows"):
-        doubtful(ids, certainty=Certainty(0.5, None, 0.5))
-    for wrong in (0.0, 1.1, float("nan"), -1, "0.5"):
-        with pytest.raises(LoopformerError, match=r"certainty must lie in \(0, 1\], got"):
-            Certainty(wrong)  # type: ignore[arg-type]

@@ -13,20 +13,19 @@ import typer
 
 from loopformer.cli.options import (
     BudgetOption,
-    CertaintyOption,
     DecodeDtype,
     Device,
     FastOption,
     MinP,
     Model,
     NewTokens,
+    RemovedCertainty,
     RepetitionPenalty,
     Seed,
     Temperature,
     TopK,
     TopP,
     TrajectoryOption,
-    warn_of_certainty,
 )
 from loopformer.cli.output import stoppable
 from loopformer.config.model import BOX
@@ -51,7 +50,7 @@ def chat(
     budget: BudgetOption = None,
     trajectory: TrajectoryOption = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before the chat.")] = None,
-    certainty: CertaintyOption = None,
+    certainty: RemovedCertainty = None,
     max_tokens: NewTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
@@ -83,15 +82,14 @@ def chat(
 
     wanted = None if dtype is None else dtype_of(dtype)
     lm = load(model)
-    fused = place(lm, device, wanted, "auto" if fast is None else fast, certainty is not None)
+    fused = place(lm, device, wanted, "auto" if fast is None else fast)
     template = ChatTemplate.find(lm.need_tokenizer(), located(model), run_of(model))
     lm.tokenizer = template.tokenizer
     (follows,) = lm.trajectories(1, budget, trajectory)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    start = Request((0,), follows, sampling, max_tokens, template.stops, certainty)
+    start = Request((0,), follows, sampling, max_tokens, template.stops)
     engine = lm.engine(rows=1, queue=1, fast=fused if fast is None else fast)
     engine.backend.check(start)
-    warn_of_certainty(certainty, model)
     talk = _Chat(engine, template, start, [] if system is None else [{"role": "system", "content": system}])
     config = lm.model.config
     if sys.stdin.isatty():
@@ -201,13 +199,9 @@ class _Chat:
         if result is not None and result.error is not None:
             raise RunFailed(result.error)
         seconds, tokens = time.perf_counter() - started, self.engine.counts.new_tokens - tokens
-        passes = (
-            ""
-            if result is None
-            else f"; {result.mean_passes:.3g} {'pass' if result.mean_passes == 1 else 'passes'} each"
-        )
         reason = "stopped" if result is None else REASONS[result.reason]
-        _say(f"{tokens} tokens, {seconds / max(1, tokens) * 1e3:.1f} ms each, prompt included{passes}; {reason}")
+        each = f"{seconds / max(1, tokens) * 1e3:.1f} ms each, prompt included"
+        _say(f"{tokens} tokens, {each}; budget {self.like.trajectory.budget}; {reason}")
 
 
 class _Interrupt:

@@ -96,8 +96,8 @@ def eval_text(
     certainty: Annotated[
         str | None,
         typer.Option(
-            help="Depth by certainty, beside fixed budgets: a token whose next one is likelier takes no further "
-            "pass. Thresholds: 0.5,0.9."
+            help="Early exit, beside fixed budgets: a position takes no further loop once the probability of its "
+            "top token exceeds this threshold, as in 0.5,0.9."
         ),
     ] = None,
     window: Window = None,
@@ -320,13 +320,14 @@ def _named(path: str | None, model: str) -> str:
 
 def _thresholds(text: str) -> list[float]:
     from loopformer.errors import LoopformerError
-    from loopformer.model.looped import Certainty
+    from loopformer.evaluation.early_exit import check_threshold
 
     try:
         thresholds = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise LoopformerError(f"--certainty takes numbers such as 0.5,0.9, not {text!r}.") from error
-    Certainty(*thresholds)  # refuses what is none
+    for threshold in thresholds:
+        check_threshold(threshold)
     return thresholds
 
 
@@ -361,12 +362,12 @@ def _show_perplexity(rows: list[dict[str, Any]]) -> None:
             f"{how}, windows of {first['window']}, {stride}, {first['dtype']} on {first['device']}\n"
             f"sha256 {first['sha256']}"
         )
-        columns = _columns(settling=any("certainty" in row for row in own))
+        columns = _columns(early_exit=any("certainty" in row for row in own))
         print_table(list(columns), [[cell(row) for cell in columns.values()] for row in own])
 
 
-def _columns(settling: bool) -> dict[str, _Cell]:
-    """What is shown of a row of perplexity. Where tokens settle no times: a batch waits for its last token."""
+def _columns(early_exit: bool) -> dict[str, _Cell]:
+    """The columns of a perplexity table. Early exit has no times, as its evaluation runs every loop in full."""
     followed: dict[str, _Cell] = {
         "budget": lambda row: str(row["budget"]),
         "schedule": lambda row: "uniform" if row["trajectory"] == str(row["budget"]) else row["trajectory"],
@@ -384,11 +385,11 @@ def _columns(settling: bool) -> dict[str, _Cell]:
         "seconds": lambda row: f"{row['seconds']:.1f}",
         "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
     }
-    return {**followed, **depth, **measured} if settling else {**followed, **measured, **times}
+    return {**followed, **depth, **measured} if early_exit else {**followed, **measured, **times}
 
 
 def _show_states(tracking: dict[str, Any]) -> None:
-    """Accuracy by runs of places, doubling in length, along each trajectory; then depth by certainty."""
+    """Accuracy by runs of places, doubling in length, along each trajectory; then early exit."""
     typer.echo(
         f"products over {tracking['group']} ({tracking['elements']} elements, chance "
         f"{100 * tracking['chance']:.1f} %), {tracking['sequences']:,} words of {tracking['places']}, "
@@ -409,7 +410,9 @@ def _show_states(tracking: dict[str, Any]) -> None:
         ],
     )
     typer.echo("tracked: the longest prefix with 95 % or more at every place")
-    typer.echo("\ndepth by certainty: a place whose best element is likelier than this takes no further pass")
+    typer.echo(
+        "\nearly exit: a position takes no further loop once its top element is likelier than this certainty"
+    )
     print_table(
         ["trajectory", "certainty", "accuracy", "passes", "tracked"],
         [

@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,20 +10,19 @@ import typer
 
 from loopformer.cli.options import (
     BudgetOption,
-    CertaintyOption,
     DecodeDtype,
     Device,
     FastOption,
     MinP,
     Model,
     NewTokens,
+    RemovedCertainty,
     RepetitionPenalty,
     Seed,
     Temperature,
     TopK,
     TopP,
     TrajectoryOption,
-    warn_of_certainty,
 )
 from loopformer.cli.output import number, output_file, print_files, print_table, progress, stoppable
 from loopformer.config.model import BOX
@@ -64,7 +62,7 @@ def generate(
     draft_length: Annotated[
         int | None, typer.Option(help="Tokens per draft; by default as many as pay, from what is accepted.")
     ] = None,
-    certainty: CertaintyOption = None,
+    certainty: RemovedCertainty = None,
     max_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
@@ -102,7 +100,7 @@ def generate(
     loopformer generate --input prompts.jsonl --out answers.jsonl --budget 2
 
     A line of --input has a prompt, and what else it has goes before the options: budget or trajectory, max_tokens,
-    temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, certainty; an id is passed on.
+    temperature, top_k, top_p, min_p, repetition_penalty, seed, stop; an id is passed on.
     """
     from loopformer.device import dtype_of
     from loopformer.errors import require
@@ -132,10 +130,6 @@ def generate(
     )
     require(draft is None or compare is None, "Give --draft or --compare, not both.")
     require(not fast or compare is None, "--fast goes without --compare, which measures the plain path.")
-    require(
-        certainty is None or (compare is None and max_flops is None and max_ms_per_token is None),
-        "--certainty goes without --compare, --max-flops and --max-ms-per-token, which are for fixed budgets.",
-    )
     require(fast is not False or not int8, "Give --int8 or --no-fast, not both.")
     require(
         not (fast or int8) or max_ms_per_token is None,
@@ -153,7 +147,7 @@ def generate(
     # What was found for these weights knows them as they are on disk, before they are cast.
     weights = None if schedule == "uniform" and source is None else weights_hash(lm.model)
     way: Fast = "auto" if fast is None and not plain else bool(fast)
-    fused = place(lm, device, wanted, way, certainty is not None)
+    fused = place(lm, device, wanted, way)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -163,7 +157,6 @@ def generate(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
         "stops": tuple(stop or ()),
-        "certainty": certainty,
     }
     if source is not None and out is not None:
         defaults = {"budget": budget, "trajectory": trajectory, **options}
@@ -180,7 +173,6 @@ def generate(
     if schedule != "uniform":
         budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule, weights))
     requests = lm.requests([text], budget, trajectory, **options)
-    warn_of_certainty(certainty, model)
     _stream(lm, requests, (draft, draft_length), way, int8, fused, max_ms_per_token, as_json)
 
 
@@ -215,21 +207,17 @@ def _answer_file(
     from loopformer.inference.request import Request
     from loopformer.inference.sampling import Sampling
 
-    warn = cache(partial(warn_of_certainty, model=model))  # once of each
-
     def request_of(fields: dict[str, Any]) -> Request:
         own = {"stops" if name == "stop" else name: value for name, value in fields.items()}
         if "budget" in own or "trajectory" in own:
             own = {"budget": None, "trajectory": None, **own}
-        request = lm.requests([own.pop("prompt")], **{**defaults, **own})[0]
-        warn(request.certainty)
-        return request
+        return lm.requests([own.pop("prompt")], **{**defaults, **own})[0]
 
     settings = dict(defaults)
     (follows,) = lm.trajectories(1, settings.pop("budget"), settings.pop("trajectory"))
     engine = lm.engine(rows, queue=rows, fast=fast)
     sampling = Sampling(**{name: settings[name] for name in Sampling.__dataclass_fields__})
-    others = {name: settings[name] for name in ("max_tokens", "stops", "certainty")}
+    others = {name: settings[name] for name in ("max_tokens", "stops")}
     engine.backend.check(Request((0,), follows, sampling, **others))  # what is wrong with all lines is said at once
     settings |= {"weights": weights, "tokenizer": lm.need_tokenizer().hash, "trajectory": str(follows)}
     settings |= {"device": lm.model.device.type, "dtype": lm.model.dtype_name, "fast": fast}
@@ -302,14 +290,12 @@ def _stream(
     if as_json:
         content = {"text": result.text, "reason": result.reason, "trajectory": str(result.trajectory)}
         counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": count}
-        took = {"mean_passes": result.mean_passes, "seconds": seconds, "ms_per_token": decoding}
+        took = {"seconds": seconds, "ms_per_token": decoding}
         typer.echo(json.dumps({**content, **counts, **took, **extra, "logprobs": result.logprobs}))
         return
     sys.stdout.write("\n")
     each = "" if decoding is None else f" {decoding:.1f} ms each after the first,"
     included = "the prompt and compilation" if fused else "the prompt"
-    if requests[0].certainty is not None:
-        said = f" {result.mean_passes:.2f} passes each;{said}"
     if promised is not None and decoding is not None and decoding > promised:
         said += f" slower than the {promised:g} ms asked for, as the machine is busier than when it was measured;"
     typer.echo(

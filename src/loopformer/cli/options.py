@@ -8,9 +8,16 @@ An option that only one verb has, or that means something else there, stands in 
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option, echo
+from typer import Option
 
 from loopformer.cli.completion import budgets, models, words
+from loopformer.errors import REMOVED_CERTAINTY, FileProblem, LoopformerError
+
+
+def _refuse_certainty(given: str | None) -> None:
+    if given is not None:
+        raise LoopformerError(f"--{REMOVED_CERTAINTY}")
+
 
 # The model, and where it runs.
 MODEL = "A run, a model folder, published weights, or box, the model that comes with loopformer"
@@ -33,10 +40,7 @@ BudgetOption = Annotated[
     int | None, Option("--budget", help="Loops per token, 1 to L; L by default.", autocompletion=budgets)
 ]
 TrajectoryOption = Annotated[str | None, Option("--trajectory", help="A schedule: 4-2-1-1, 1/2,1/4,1/4, cosine:4.")]
-CertaintyOption = Annotated[
-    float | None,
-    Option("--certainty", help="A token whose next one is likelier than this takes no further pass: 0.9."),
-]
+RemovedCertainty = Annotated[str | None, Option("--certainty", hidden=True, callback=_refuse_certainty)]
 NewTokens = Annotated[int, Option("--max-tokens", help="New tokens at most.")]
 Temperature = Annotated[float, Option(help="0 is greedy.")]
 TopK = Annotated[int | None, Option(help="Only the k most likely tokens.")]
@@ -79,19 +83,8 @@ OutFile = Annotated[Path | None, Option("--out", "-o", help="Also write the resu
 Json = Annotated[bool, Option("--json", help="Print JSON.")]
 
 
-def warn_of_certainty(certainty: float | None, model: str) -> None:
-    """Say what a model that learned to be read after its last pass alone makes of a certainty."""
-    if certainty is not None and certainty < 1:
-        echo(
-            "Note: a model may predict nothing before its last pass, and then a certainty spoils its text; "
-            f"`loopformer eval text {model} --certainty {certainty:g}` measures it.",
-            err=True,
-        )
-
-
 def own_text(model: str) -> str:
     """What --text is where it is not given: the data that a run was trained with, for its validation split."""
-    from loopformer.errors import FileProblem, LoopformerError
     from loopformer.evaluation.states import own_group
     from loopformer.evaluation.text import default_text
     from loopformer.loading.folder import run_of

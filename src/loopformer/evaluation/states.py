@@ -2,13 +2,13 @@
 
     found = track_states(loaded.model, Group.named("S3"), [Trajectory.uniform(m) for m in range(1, 6)])
     found["trajectories"][0]["accuracy"]             # at each place along the first trajectory
-    found["certainty"][0]["mean_passes"]             # depth by certainty, beside fixed depths
+    found["certainty"][0]["mean_passes"]             # with early exit, beside the fixed budgets
 
 The words are drawn afresh from a stream of their own (data/states.py); the answer at a place is the most likely
 element. Every number of right answers is given by place, so that any mean and its standard error can be had.
 
-Depth by certainty follows the full trajectory, and the longest of those asked for where that is longer; a place
-whose best element is likelier than a threshold settles (`Certainty`) and takes no further pass.
+Early exit (early_exit.py) is measured along the full trajectory, and also along the longest of the given ones where
+that is longer: a position leaves the loop once the probability of its top token exceeds a threshold.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch import Tensor
 from loopformer.config import load_run
 from loopformer.data.states import TEST, Group, StateWindows, word_length
 from loopformer.errors import LoopformerError, RunFailed, require
+from loopformer.evaluation.early_exit import early_exit
 from loopformer.evaluation.store import ReportProgress, placement
 from loopformer.loading.folder import SETTINGS, located, run_of
 from loopformer.model import LoopedLM
-from loopformer.model.looped import Certainty
 from loopformer.plots import grid_figure
 from loopformer.scoring import BATCH_TOKENS, TrajectoryTree
 from loopformer.trajectory import Trajectory
@@ -60,7 +60,7 @@ def track_states(
     report: ReportProgress | None = None,
     thresholds: Sequence[float] = THRESHOLDS,
 ) -> dict[str, Any]:
-    """Accuracy by place along each trajectory, and of depth by certainty at each threshold."""
+    """Accuracy by place along each trajectory, and with early exit at each threshold."""
     config, device = model.config, model.device
     require(sequences >= 1, f"--sequences must be 1 or more, got {sequences}.")
     require(seed >= 0, f"--seed must be 0 or more, got {seed}.")
@@ -71,9 +71,9 @@ def track_states(
     tree = TrajectoryTree(model, trajectories)
     longest = max(config.loops, *(trajectory.budget for trajectory in trajectories))
     shape = (sequences, word_length(config.context))
-    answers = {trajectory: _Answers(shape) for trajectory in tree.trajectories}
-    certain = {
-        (Trajectory.uniform(budget), threshold): _Answers(shape)
+    right = {trajectory: np.zeros(shape, bool) for trajectory in tree.trajectories}
+    exits = {  # with early exit: whether each answer is right, and the loops that it took
+        (Trajectory.uniform(budget), threshold): (np.zeros(shape, bool), np.zeros(shape, np.int64))
         for budget in sorted({config.loops, longest})
         for threshold in thresholds
     }
@@ -84,12 +84,11 @@ def track_states(
         ids, labels = batch.inputs.to(device), batch.targets[:, 1:].to(device)  # the end token has none
         part = slice(start, start + len(ids))
         for trajectory, hidden in tree.run(ids):
-            answers[trajectory].add(part, model, group, hidden[:, 1:], labels)
-        for (trajectory, threshold), answered in certain.items():
-            certainty = Certainty(threshold)
-            out = model(ids, trajectory, logits=False, beyond=True, check=False, certainty=certainty)
-            answered.add(part, model, group, out.hidden[:, 1:], labels)
-            answered.passes[part] = certainty.passes[:, 1:].cpu().numpy()
+            right[trajectory][part] = _is_right(model, group, hidden[:, 1:], labels)
+        for (trajectory, threshold), (exit_right, loops) in exits.items():
+            out = early_exit(model, ids, threshold, trajectory, beyond=True)
+            exit_right[part] = _is_right(model, group, out.hidden[:, 1:], labels)
+            loops[part] = out.loops[:, 1:].cpu().numpy()
         if report:
             report(f"words over {group.name}", part.stop, sequences)
     return {
@@ -105,7 +104,7 @@ def track_states(
                 "budget": trajectory.budget,
                 "trajectory": str(trajectory),
                 "flops_per_token": model.cost.forward_flops(trajectory.budget, config.context),
-                **summary(answers[trajectory].right),
+                **summary(right[trajectory]),
             }
             for trajectory in trajectories
         ],
@@ -113,28 +112,21 @@ def track_states(
             {
                 "trajectory": str(trajectory),
                 "threshold": threshold,
-                "mean_passes": float(answered.passes.mean()),
-                "passes": answered.passes.mean(0).tolist(),
-                **summary(answered.right),
+                "mean_passes": float(loops.mean()),
+                "passes": loops.mean(0).tolist(),
+                **summary(exit_right),
             }
-            for (trajectory, threshold), answered in certain.items()
+            for (trajectory, threshold), (exit_right, loops) in exits.items()
         ],
     }
 
 
-class _Answers:
-    """Of each word and place: whether the answer is right, and after how many passes it settled."""
-
-    def __init__(self, shape: tuple[int, int]) -> None:
-        self.right = np.zeros(shape, bool)
-        self.passes = np.zeros(shape, np.int64)
-
-    def add(self, rows: slice, model: LoopedLM, group: Group, hidden: Tensor, labels: Tensor) -> None:
-        """hidden [B, T, D] after the final norm; logits of other tokens than elements are left out."""
-        logits = model.head(hidden)[..., : len(group)]
-        if not bool(logits.isfinite().all()):
-            raise RunFailed("The model's output is not a number; check its weights and dtype.")
-        self.right[rows] = (logits.argmax(-1) == labels).cpu().numpy()
+def _is_right(model: LoopedLM, group: Group, hidden: Tensor, labels: Tensor) -> Right:
+    """Whether the most likely element is the label [B, T], from hidden [B, T, D] after the final norm."""
+    logits = model.head(hidden)[..., : len(group)]  # of elements alone
+    if not bool(logits.isfinite().all()):
+        raise RunFailed("The model's output is not a number; check its weights and dtype.")
+    return (logits.argmax(-1) == labels).cpu().numpy()
 
 
 def summary(right: Right) -> dict[str, Any]:

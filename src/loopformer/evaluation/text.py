@@ -4,7 +4,7 @@
     text = read_text("data/demo", lm.need_tokenizer())       # or a file, or a preset such as fineweb-edu
     rows = perplexity(lm.model, text, [1, 2, "3-1", None], store=Store.beside("runs/demo/elastic"))
     rows[0]["perplexity"], rows[0]["bits_per_byte"], rows[0]["tokens"]
-    perplexity(lm.model, text, [4], certainty=0.9)           # depth by certainty: also rows[0]["mean_passes"]
+    perplexity(lm.model, text, [4], certainty=0.9)           # with early exit: also rows[0]["mean_passes"]
 
 **Text** is whatever `loopformer prepare` reads, or the validation split of a folder that it has prepared. Named
 sources (stdlib, pile, fineweb-edu, openwebtext) are trained on as well, so only their held-out part is read: the
@@ -34,14 +34,14 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from loopformer.config import load_run
 from loopformer.data.corpus import PRESETS, Position, Source, parse_sources
@@ -50,6 +50,7 @@ from loopformer.data.shards import TokenData, is_prepared
 from loopformer.data.splits import documents, survey
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, nearest, require
+from loopformer.evaluation.early_exit import check_threshold, early_exit_flops, score_with_early_exit
 from loopformer.evaluation.store import Piece, ReportProgress, Store, placement, weights_hash
 from loopformer.loading.folder import HELD_OUT, SETTINGS, data_folder, located, run_of
 from loopformer.model import LoopedLM
@@ -261,11 +262,16 @@ def cut_text(text: Text, protocol: Protocol, context: int) -> CutText:
 
 @dataclass
 class Likelihood:
-    """Negative log-likelihoods in nats, summed, and what they took."""
+    """Negative log-likelihoods in nats, summed."""
 
     nats: float = 0.0  # of all scored tokens
     end_nats: float = 0.0  # of the end tokens among them
-    passes: Counter[int] = field(default_factory=Counter)  # how many of the tokens that were run took so many
+
+    def add(self, logprobs: torch.Tensor, ends: torch.Tensor) -> None:
+        """Add the log-probabilities [N] of some tokens; `ends` [N] says which of them are end tokens."""
+        nats = -logprobs.double()
+        self.nats += float(nats.sum())
+        self.end_nats += float(nats[ends].sum())
 
 
 def perplexity(
@@ -282,12 +288,14 @@ def perplexity(
 ) -> list[Piece]:
     """One plain row of results per trajectory, in the order given.
 
-    With `certainty` a token whose next one is likelier takes no further pass; `passes` are the tokens that took
-    1…M of them, and FLOPs are counted accordingly.
+    With `certainty`, the threshold of early exit (early_exit.py), `passes` counts the positions that took 1…M
+    loops, and FLOPs are those of a decoder with early exit.
 
     `weights` is the hash the results are kept under, that of the model as it is by default; a caller that casts the
     model to another dtype gives that of the model as it was loaded.
     """
+    if certainty is not None:
+        check_threshold(certainty)
     protocol, store = protocol or Protocol(), store or Store(None)
     cut = cut_text(text, protocol, model.config.context)
     resolved = [model.resolve(trajectory) for trajectory in trajectories]
@@ -297,23 +305,26 @@ def perplexity(
     for trajectory in resolved:
         key = piece_key("perplexity", model, weights, text, protocol, cut, trajectory)
         key |= {} if certainty is None else {"certainty": certainty}
-        depths = range(1, trajectory.budget + 1)
         value = kept = store.get(key)
         if value is None:
             doing = f"{text.name} M={trajectory.budget}" if trajectory.is_uniform else f"{text.name} {trajectory}"
             doing += "" if certainty is None else f" above {certainty:g}"
             started = time.perf_counter()
             end = text.tokenizer.eot
-            sums = likelihoods(model, cut, end, [trajectory], batch_tokens, report, doing, certainty)[trajectory]
+            exits: Piece = {}
+            if certainty is None:
+                sums = likelihoods(model, cut, end, [trajectory], batch_tokens, report, doing)[trajectory]
+            else:
+                sums, loops = _with_early_exit(model, cut, end, trajectory, certainty, batch_tokens, report, doing)
+                exits = {"certainty": certainty, "passes": loops}
             seconds = time.perf_counter() - started
-            took: Piece = {"seconds": seconds, "tokens_per_second": cut.tokens / seconds}
-            if certainty is not None:
-                took |= {"certainty": certainty, "passes": [sums.passes[depth] for depth in depths]}
-            value = store.put(key, {**summary(sums, cut), **took})
+            took = {"seconds": seconds, "tokens_per_second": cut.tokens / seconds}
+            value = store.put(key, {**summary(sums, cut), **took, **exits})
         flops = model.cost.forward_flops(trajectory.budget, cut.window)
         measured: Piece = {}
         if certainty is not None:
-            each = [model.cost.settled_flops(depth, trajectory.budget, cut.window) for depth in depths]
+            depths = range(1, trajectory.budget + 1)
+            each = [early_exit_flops(model.cost, depth, trajectory.budget, cut.window) for depth in depths]
             measured["mean_passes"] = float(np.average(depths, weights=value["passes"]))
             flops = float(np.average(each, weights=value["passes"]))
         measured |= {
@@ -335,22 +346,38 @@ def likelihoods(
     batch_tokens: int = BATCH_TOKENS,
     report: ReportProgress | None = None,
     doing: str = "",
-    certainty: float | None = None,
 ) -> dict[Trajectory, Likelihood]:
     """Sums over all windows along each trajectory; equal first steps are computed once for all of them."""
     sums = {trajectory: Likelihood() for trajectory in trajectories}
     done = 0
-    for batch in score_spans(model, cut.windows, trajectories, batch_tokens, False, certainty):
-        ends = batch.targets == end
+    for batch in score_spans(model, cut.windows, trajectories, batch_tokens, share=False):
         for trajectory, (logprobs, _) in batch.along.items():
-            nats = -logprobs.double()
-            sums[trajectory].nats += float(nats.sum())
-            sums[trajectory].end_nats += float(nats[ends].sum())
-            sums[trajectory].passes += batch.passes[trajectory]
+            sums[trajectory].add(logprobs, batch.targets == end)
         done += len(batch.targets)
         if report:
             report(doing, done, cut.tokens)
     return sums
+
+
+def _with_early_exit(
+    model: LoopedLM,
+    cut: CutText,
+    end: int,
+    trajectory: Trajectory,
+    threshold: float,
+    batch_tokens: int,
+    report: ReportProgress | None,
+    doing: str,
+) -> tuple[Likelihood, list[int]]:
+    """Sums over all windows along one trajectory with early exit, and how many positions took 1…M loops."""
+    sums, loops, done = Likelihood(), np.zeros(trajectory.budget + 1, np.int64), 0
+    for batch in score_with_early_exit(model, cut.windows, threshold, trajectory, batch_tokens):
+        sums.add(batch.logprobs, batch.targets == end)
+        loops += np.bincount(batch.loops.numpy(), minlength=len(loops))
+        done += len(batch.targets)
+        if report:
+            report(doing, done, cut.tokens)
+    return sums, loops[1:].tolist()
 
 
 def summary(likelihood: Likelihood, cut: CutText) -> dict[str, float | None]:

@@ -1,4 +1,4 @@
-"""A budget asked for as a target: FLOPs per token by the cost model, milliseconds by a short measurement."""
+"""The budget for a target: FLOPs per token by the cost model, or milliseconds per token by a short measurement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMED_TOKENS = 8
 
 
 def budget_for_flops(model: LoopedLM, most: float) -> int:
-    """The largest budget whose forward pass takes at most so many FLOPs per token, at a full context."""
+    """The largest budget with a forward pass of at most `most` FLOPs per token, at a full context."""
     affordable = [m for m in range(1, model.config.loops + 1) if model.cost.forward_flops(m) <= most]
     least = model.cost.forward_flops(1)
     require(
@@ -27,10 +27,12 @@ def budget_for_flops(model: LoopedLM, most: float) -> int:
 
 
 def budget_for_milliseconds(model: LoopedLM, most: float, prompt: Sequence[int]) -> tuple[int, float]:
-    """The largest budget that decodes a token in at most so many milliseconds after this prompt, and its time."""
+    """The largest budget that decodes a token in at most `most` milliseconds after this prompt, and its time.
+
+    One loop and all loops are measured; budgets between them are interpolated.
+    """
     loops = model.config.loops
-    ends = sorted({1, loops})
-    measured = [milliseconds_per_token(model, Trajectory.uniform(budget), prompt) for budget in ends]
+    measured = [milliseconds_per_token(model, Trajectory.uniform(m), prompt) for m in sorted({1, loops})]
     slope = (measured[-1] - measured[0]) / max(1, loops - 1)
 
     def expected(budget: int) -> float:
@@ -45,12 +47,12 @@ def budget_for_milliseconds(model: LoopedLM, most: float, prompt: Sequence[int])
 
 
 def milliseconds_per_token(model: LoopedLM, trajectory: Trajectory, prompt: Sequence[int]) -> float:
-    """The median time of decoding one token at batch 1, after the prompt; the text is not made."""
+    """The median time to decode one token at batch 1 after the prompt, without its text."""
     room = model.config.context - TIMED_TOKENS
     request = Request(tuple(prompt)[-max(1, room) :], trajectory, max_tokens=TIMED_TOKENS + 1)
     backend, row = PlainBackend(model, 1, remember=0), RowState.start(0, request, _NoText(), model.config)
     first: Choice | int = 0
-    while not isinstance(first, Choice):  # a long prompt is run in pieces
+    while not isinstance(first, Choice):  # prefill returns a number until all pieces of a long prompt have run
         (first,) = backend.prefill([row])
     row, _ = row.take([first])
     times = []
@@ -64,7 +66,7 @@ def milliseconds_per_token(model: LoopedLM, trajectory: Trajectory, prompt: Sequ
 
 
 class _NoText:
-    """In the place of a tokenizer: no token ends the text, and none has any."""
+    """A detokenizer without text: no token ends the text, and none adds to it."""
 
     eot = -1
 

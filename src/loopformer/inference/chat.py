@@ -1,12 +1,12 @@
-"""A chat as a prompt: its turns as tokens, by the model's own template or the plain one, as many as have room.
+"""A chat as a prompt: as many of its turns as fit, as tokens by the model's chat template or the plain one.
 
     template = ChatTemplate.find(tokenizer, Path("models/mine"))
     fitted = template.fit([{"role": "user", "content": "2 + 2?"}], most=200)
     request = Request(fitted.ids, trajectory, stops=template.stops)
 
-The plain one is that of supervised examples (data/supervised.py): `User: 2 + 2?`, an empty line, `Assistant:`. A
-template of the model's own is Jinja, as Transformers writes it, and runs in Jinja's sandbox. Its special tokens are
-tokens; what a message spells like one stays text.
+The plain template is that of supervised examples (data/supervised.py): `User: 2 + 2?`, an empty line, `Assistant:`.
+The template of a model is Jinja, as in Transformers, and runs in Jinja's sandbox. Special tokens of the template
+are encoded as tokens. A message that spells one out stays text.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from loopformer.files import read_json
 from loopformer.loading.folder import TEMPLATE, TOKENIZER_CONFIG, find_chat_template
 
 Message = dict[str, str]  # role and content
-_MARK = "\ufdd0"  # which Unicode keeps for uses like this: no text has it
+_MARK = "\ufdd0"  # a Unicode noncharacter: no text contains it
 
 
 class FittedChat(NamedTuple):
-    """The turns that are left of a chat, and their tokens up to where the answer begins."""
+    """The turns of a chat that fit, and their tokens up to the beginning of the answer."""
 
     messages: list[Message]
     ids: tuple[int, ...]
@@ -41,15 +41,17 @@ class FittedChat(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How turns become tokens; the tokenizer's end token is the one that ends an answer."""
+    """Turns a chat into tokens. The tokenizer's end token is the one that ends an answer."""
 
     tokenizer: Tokenizer
     source: str | None = None  # Jinja; None is the plain template
 
     @classmethod
     def find(cls, tokenizer: Tokenizer, *folders: Path | None) -> ChatTemplate:
-        """The template of the first folder that has one, with the end token that is named beside it; else the plain
-        one."""
+        """The template of the first folder that has one, with the end token of its tokenizer settings.
+
+        Without any, the plain template.
+        """
         source = find_chat_template(*folders)
         if source is None:
             return cls(tokenizer)
@@ -60,11 +62,11 @@ class ChatTemplate:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """What ends an answer besides the end token: a model that never learned this one goes on as the user."""
+        """Texts that end an answer. A model that never learned the end token goes on with the user's next turn."""
         return () if self.source is not None else (f"\n\n{ROLES['user']}", f"\n{ROLES['user']}")
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a chat so far, ready for the model to answer."""
+        """The token ids of a chat, up to the beginning of the answer."""
         if self.source is None:
             return encode_prompt(self.tokenizer, messages)
         marked = [{**message, "content": self._marked(message["content"])} for message in messages]
@@ -72,14 +74,19 @@ class ChatTemplate:
         return [number for part in rendered.split(_MARK) for number in self.tokenizer.encode_template(part)]
 
     def _marked(self, content: str) -> str:
-        """What somebody said, with a mark inside of whatever would read as a special token: it is cut there."""
+        """A message with a mark inside everything that reads like a special token.
+
+        The rendered chat is cut at the marks before it is encoded, so the tokenizer never sees such a token.
+        """
         for special in self.tokenizer.special_tokens:
             content = content.replace(special, f"{special[:1]}{_MARK}{special[1:]}")
         return content
 
     def fit(self, messages: Sequence[Message], most: int) -> FittedChat:
-        """A chat without so many of its oldest turns, each a question and its answer, that it has at most so many
-        tokens. What a system says and the last question stay."""
+        """The chat without its oldest questions and answers, so that it has at most `most` tokens.
+
+        The system message and the last question always stay.
+        """
         kept = list(messages)
         first = sum(message["role"] == "system" for message in kept[:1])
         while len(ids := self.encode(kept)) > most and len(kept) > first + 1:
@@ -92,13 +99,13 @@ class ChatTemplate:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=True, bos_token=end, eos_token=end, pad_token=end
             )
-        except Exception as error:  # a template is a program, and fails as one
+        except Exception as error:  # a template is a program, so it can raise anything
             reason = " ".join(str(error).split())
             raise LoopformerError(f"The model's chat template fails ({reason}); correct its {TEMPLATE}.") from error
 
     @cached_property
     def _template(self) -> Template:
-        """The template with what templates expect to find, as Transformers gives it."""
+        """The compiled template, with the filters and functions that Transformers provides."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )

@@ -29,7 +29,6 @@ from loopformer.inference.sampling import Choice, sample
 from loopformer.model import LoopedLM
 from loopformer.model.cache import Cache, Passes, RowKeys
 from loopformer.model.conditioning import Condition
-from loopformer.model.looped import Certainty
 from loopformer.scoring import common_prefix
 from loopformer.trajectory import Trajectory
 
@@ -91,17 +90,6 @@ def ends(hidden: Tensor, counts: Sequence[int]) -> Tensor:
     """Of padded rows [B, T, …] the last one that counts, each [B, …]."""
     rows = torch.arange(len(counts), device=hidden.device)
     return hidden[rows, sent([count - 1 for count in counts], hidden.device)]
-
-
-def certainty_of(rows: Sequence[RowState]) -> Certainty | None:
-    """The threshold of each row; None where nobody has one."""
-    thresholds = [row.request.certainty for row in rows]
-    return None if all(threshold is None for threshold in thresholds) else Certainty(*thresholds)
-
-
-def with_passes(choices: Sequence[Choice], passes: Tensor) -> list[Choice]:
-    """Choices [N] with the passes [N] that led to them."""
-    return [choice._replace(passes=taken) for choice, taken in zip(choices, passes.tolist(), strict=True)]
 
 
 def prefill(
@@ -239,19 +227,15 @@ class SlotPool(Cache):
 class Prefix:
     """A prompt and its keys."""
 
-    request: Request
+    tokens: tuple[int, ...]
     keys: RowKeys
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return self.request.prompt
 
 
 class PrefixCache:
     """Prompts that were run lately, so that what a new one shares with them is not run again.
 
-    Keys follow from the trajectory and the certainty, so only prompts that have both in common share. At most
-    `most_tokens` tokens are kept; what was used longest ago goes first.
+    Keys follow from the trajectory, so only prompts of the same trajectory share. At most `most_tokens` tokens are
+    kept; what was used longest ago goes first.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -277,30 +261,28 @@ class PrefixCache:
             return
         beginnings = [prefix for prefix in same if common_prefix(prefix.tokens, prompt) == len(prefix.tokens)]
         kept = [prefix for prefix in self._kept if not any(prefix is other for other in beginnings)]
-        kept.append(Prefix(request, keys.copy()))
+        kept.append(Prefix(prompt, keys.copy()))
         while sum(len(prefix.tokens) for prefix in kept) > self.most_tokens:
             del kept[0]
         self._kept = kept
 
     def _like(self, request: Request) -> list[Prefix]:
-        return [prefix for prefix in self._kept if prefix.request.depth == request.depth]
+        return [prefix for prefix in self._kept if prefix.keys.trajectory == request.trajectory]
 
 
 class RunPrompts(NamedTuple):
     """Prompts that were run together: what their next tokens are chosen from, and the keys they leave."""
 
     rows: tuple[RowState, ...]
-    counts: list[int]  # tokens that were run
     cache: Cache
     logits: Tensor  # [B, V]
-    certainty: Certainty | None
 
 
 class PromptBackend(ABC):
     """The half of a backend that runs prompts: which of them together, what they share, long ones in pieces.
 
-    A subclass has the slots: it says who has room (`fits`) and takes in a prompt that was run (`admit`). Prompts
-    with a certainty are not cut, nor is what a draft runs of a prompt.
+    A subclass has the slots: it says who has room (`fits`) and takes in a prompt that was run (`admit`). What a
+    draft runs of a prompt is not cut.
     """
 
     piece = PIECE
@@ -340,12 +322,12 @@ class PromptBackend(ABC):
             beside = (
                 common_prefix(other.request.prompt, prompt)
                 for other in (*under_way, *(other for _, _, other in chosen))
-                if other.request.depth == row.request.depth
+                if other.trajectory == row.trajectory
             )
             if self._prefixes.most_tokens and max(beside, default=0) >= shared + WORTH_WAITING:
                 break
             chosen.append((len(prompt) - shared, shared, row))
-            long = len(prompt) - shared > self.piece and row.request.certainty is None
+            long = len(prompt) - shared > self.piece
             tokens -= self.piece if long else len(prompt) - shared
             if long or tokens <= 0:
                 break
@@ -370,8 +352,6 @@ class PromptBackend(ABC):
         if isinstance(run, int):
             return [run]
         choices = sample(run.logits, [row.draw() for row in rows])
-        if run.certainty is not None:
-            choices = with_passes(choices, ends(run.certainty.passes, run.counts))
         self._admit_run(run, choices)
         return [*choices]
 
@@ -379,7 +359,7 @@ class PromptBackend(ABC):
         """Run prompts; or one more piece of a long one: how many tokens of it were run by now."""
         shared = [self._known(row) for row in rows]
         left = len(rows[0].request.prompt) - shared[0][1]
-        if len(rows) == 1 and left > self.piece and rows[0].request.certainty is None:
+        if len(rows) == 1 and left > self.piece:
             return self._run_a_piece(rows[0], *shared[0])
         ids, counts = padded(self.model, [row.request.prompt[n:] for row, (_, n) in zip(rows, shared, strict=True)])
         capacity = max(count for _, count in shared) + max(counts)
@@ -387,8 +367,7 @@ class PromptBackend(ABC):
         cache = self.model.cache(trajectories, len(rows), capacity, condition=self._table)
         for number, (keys, count) in enumerate(shared):
             cache.write(number, keys, count)
-        certainty = certainty_of(rows)
-        hidden = ends(self._extend(ids, cache, counts, certainty), counts)
+        hidden = ends(self._extend(ids, cache, counts), counts)
         logits = self._logits(hidden)
         self.prompt_tokens += sum(counts)
         others = [count for row, (_, count) in zip(rows, shared, strict=True) if row.ticket not in self._begun]
@@ -396,7 +375,7 @@ class PromptBackend(ABC):
         tickets = {row.ticket for row in rows}
         self._begun = {ticket: cache for ticket, cache in self._begun.items() if ticket not in tickets}
         self.draft_report.verifications += len(rows)
-        return RunPrompts(tuple(rows), counts, cache, logits, certainty)
+        return RunPrompts(tuple(rows), cache, logits)
 
     def _admit_run(self, run: RunPrompts, choices: Sequence[Choice | None]) -> None:
         """Give rows whose prompts were run their slots; None stands for one that has gone meanwhile."""
@@ -426,11 +405,9 @@ class PromptBackend(ABC):
         self._begun = {**self._begun, row.ticket: cache}
         return known + self.piece
 
-    def _extend(
-        self, ids: Tensor, cache: Cache, counts: Sequence[int], certainty: Certainty | None = None
-    ) -> Tensor:
+    def _extend(self, ids: Tensor, cache: Cache, counts: Sequence[int]) -> Tensor:
         """Run tokens of prompts on top of their cache, as `model.extend` does."""
-        return self.model.extend(ids, cache, counts, check=False, certainty=certainty)
+        return self.model.extend(ids, cache, counts, check=False)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.model.head(hidden)[:, : self.model.config.vocab]
@@ -485,12 +462,9 @@ class PlainBackend(PromptBackend):
         placed = [by_ticket[ticket] for ticket in self.pool.place_tokens({row.ticket: row.cached for row in rows})]
         new = [[row.ids[-1], *drafts[row.ticket]] for row in placed]
         ids = torch.tensor(new, device=self.model.device)
-        certainty = certainty_of(placed)
-        hidden = self.model.extend(ids, self.pool, check=False, certainty=certainty)  # [B, 1 + length, D]
+        hidden = self.model.extend(ids, self.pool, check=False)  # [B, 1 + length, D]
         draws = [row.draw(drafts[row.ticket][:done]) for row in placed for done in range(length + 1)]
         chosen = sample(self._logits(hidden.flatten(0, 1)), draws)
-        if certainty is not None:
-            chosen = with_passes(chosen, certainty.passes.flatten())
         accepted: dict[int, list[Choice]] = {}
         for number, row in enumerate(placed):
             own = chosen[number * (length + 1) : (number + 1) * (length + 1)]

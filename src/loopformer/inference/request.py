@@ -1,11 +1,11 @@
-"""A request on its way from prompt to result: what is asked, its text as it comes, what became of it.
+"""A request from prompt to result: its settings, its state while it runs, its text as it comes, its result.
 
 request = Request(prompt_ids, Trajectory.uniform(4), Sampling(temperature=0.8, seed=3), max_tokens=64)
 row = RowState.start(ticket, request, tokenizer, model.config)
 row, event = row.take([Choice(token, logprob)])      # event.piece to show now; event.result when it has ended
 
-A `RowState` never changes: taking tokens gives another one. So whoever holds the old one has lost nothing when a
-step fails half-way. The context limit ends a request with a stated reason; nothing slides.
+A `RowState` is immutable: appending tokens returns another one. When a step fails half-way, whoever holds the old
+state has lost nothing. A full context ends a request with that reason; there is no sliding window.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple, Protocol
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.inference.sampling import Choice, Draw, Sampling, is_whole
-from loopformer.model.looped import Certainty
 from loopformer.trajectory import Trajectory
 
 Reason = Literal["stop", "end", "length", "context", "error"]
@@ -35,14 +34,13 @@ NOT_A_NUMBER = "The model's output is not a number; are its weights damaged, or 
 
 @dataclass(frozen=True)
 class Request:
-    """One text to continue."""
+    """A prompt to continue, and how."""
 
     prompt: tuple[int, ...]
     trajectory: Trajectory
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int = 128
     stops: tuple[str, ...] = ()
-    certainty: float | None = None  # a token whose next one is likelier than this takes no further pass
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -51,7 +49,6 @@ class Request:
             raise LoopformerError(f"{self.trajectory!r} is no Trajectory; make one of it.")
         if not (is_whole(self.max_tokens) and self.max_tokens >= 1):
             raise LoopformerError(f"max_tokens must be 1 or more, a whole number; got {self.max_tokens!r}.")
-        Certainty(self.certainty)  # refuses what is none
         stops: object = self.stops
         if isinstance(stops, str):
             raise LoopformerError(f"stops takes a tuple of texts, not the one text {stops!r}; put it in brackets.")
@@ -59,34 +56,22 @@ class Request:
             if not isinstance(stop, str):
                 raise LoopformerError(f"A stop string must be text, got {stop!r}.")
 
-    @property
-    def depth(self) -> tuple[Trajectory, float | None]:
-        """What its keys follow from besides its tokens: those of one depth mean nothing at another."""
-        return self.trajectory, self.certainty
-
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a request. `logprobs[i]` is the model's log-probability of `ids[i]`, before any sampling, and
-    `passes[i]` how many passes led to it: those that the token before it took."""
+    """The outcome of a request. `logprobs[i]` is the model's log-probability of `ids[i]`, before sampling."""
 
     text: str
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    passes: tuple[int, ...]
     reason: Reason
     prompt_tokens: int
     trajectory: Trajectory
-    error: str | None = None  # one sentence where the reason is "error"; text and ids are what came before
-
-    @property
-    def mean_passes(self) -> float:
-        """Passes per new token; the budget, unless certainty decides."""
-        return sum(self.passes) / max(1, len(self.passes))
+    error: str | None = None  # one sentence where the reason is "error"; text and ids are from before it
 
 
 class Event(NamedTuple):
-    """A piece of text of one request, and the tokens that came with it; the last one carries its result."""
+    """A piece of a request's text and the tokens that came with it. The last event of a request has its result."""
 
     ticket: int
     piece: str
@@ -95,34 +80,33 @@ class Event(NamedTuple):
 
 
 class Detokenizer(Protocol):
-    """What text needs of a tokenizer."""
+    """The part of a tokenizer that turns tokens into text."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class EndingDetokenizer(Detokenizer, Protocol):
-    """One that also knows the token that ends a text."""
+    """A detokenizer that also knows the token that ends a text."""
 
     @property
     def eot(self) -> int: ...
 
 
 class RowState(NamedTuple):
-    """A request in a batch slot, or waiting for one: its tokens and its text so far."""
+    """The state of a request, waiting or running: its tokens and its text so far."""
 
     ticket: int
     request: Request
     text: TextStream
-    seed: int  # the request's, or one drawn for it
+    seed: int  # that of the request, or a random one
     context: int
-    end: int  # the token that ends a text
+    end: int  # the end token
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    passes: tuple[int, ...] = ()  # where certainty decides
 
     @classmethod
     def start(cls, ticket: int, request: Request, tokenizer: EndingDetokenizer, config: ModelConfig) -> RowState:
-        """A request that nothing was run of yet; refused if this model cannot run it."""
+        """The state before anything has run. A request that this model cannot run is refused."""
         if len(request.prompt) > config.context:
             raise LoopformerError(
                 f"The prompt has {len(request.prompt)} tokens but the context is {config.context}; shorten it."
@@ -152,7 +136,7 @@ class RowState(NamedTuple):
 
     @property
     def cached(self) -> int:
-        """Tokens whose keys and values are kept: all but the last new one, which the next step runs."""
+        """Tokens with stored keys and values: all but the last new one, which the next step runs."""
         return self.length - bool(self.ids)
 
     @property
@@ -167,18 +151,18 @@ class RowState(NamedTuple):
         return (*self.request.prompt[len(self.request.prompt) - older :], *new) if older > 0 else new
 
     def draw(self, drafted: Sequence[int] = ()) -> Draw:
-        """What decides the next token, if the drafted ones come before it."""
+        """The settings and noise of the next token, after any drafted ones."""
         sampling = self.request.sampling
         history = (*self.history, *drafted) if sampling.repetition_penalty != 1 else ()
         return Draw(sampling, self.seed, self.length + len(drafted), history)
 
     def take(self, choices: Sequence[Choice]) -> tuple[RowState, Event]:
-        """Append tokens, up to the one that ends the text: the state then, and what can be shown of it."""
+        """Append tokens up to the one that ends the text: the new state, and an event with the text to show."""
         new, reason = self._until_end(choices)
         tokens = [choice.token for choice in new]
         text = self.text.copy()
         piece = text.push(*(tokens[:-1] if reason == "end" else tokens))
-        if text.stopped and len(new) > 1:  # which of them made the stop string whole?
+        if text.stopped and len(new) > 1:  # find the token that completed the stop string, and drop those after it
             text, piece = self.text.copy(), ""
             for count, token in enumerate(tokens, start=1):
                 piece += text.push(token)
@@ -187,121 +171,117 @@ class RowState(NamedTuple):
                     break
         if text.stopped:
             reason = "stop"
-        passes = self.passes
-        if self.request.certainty is not None:
-            budget = self.trajectory.budget
-            passes = (*passes, *[budget if choice.passes is None else choice.passes for choice in new])
         ids, logprobs = (*self.ids, *tokens), (*self.logprobs, *[choice.logprob for choice in new])
-        ticket, request = self.ticket, self.request
-        after = RowState(ticket, request, text, self.seed, self.context, self.end, ids, logprobs, passes)
+        after = self._replace(text=text, ids=ids, logprobs=logprobs)
         if reason is None:
-            return after, Event(ticket, piece, None, tuple(new))
+            return after, Event(self.ticket, piece, None, tuple(new))
         piece += text.finish()
         result = after._result(reason, NOT_A_NUMBER if reason == "error" else None)
-        return after, Event(ticket, piece, result, tuple(new))
+        return after, Event(self.ticket, piece, result, tuple(new))
 
     def _until_end(self, choices: Sequence[Choice]) -> tuple[Sequence[Choice], Reason | None]:
-        """Those that still belong to the text, whatever it says, and why none can follow them."""
-        wanted, places = self.request.max_tokens - len(self.ids), self.places_left + 1  # the last one needs none
-        for number, (token, logprob, _) in enumerate(choices[: min(wanted, places)]):
+        """The choices up to an end that does not depend on the text, and the reason for that end, if any."""
+        remaining = self.request.max_tokens - len(self.ids)
+        fitting = self.places_left + 1  # the last token is never run, so it needs no position
+        for number, (token, logprob) in enumerate(choices[: min(remaining, fitting)]):
             if math.isnan(logprob):
                 return choices[:number], "error"
             if token == self.end:
                 return choices[: number + 1], "end"
-        if len(choices) < min(wanted, places):
+        if len(choices) < min(remaining, fitting):
             return choices, None
-        return choices[: min(wanted, places)], "length" if wanted <= places else "context"
+        return choices[: min(remaining, fitting)], "length" if remaining <= fitting else "context"
 
     def failed(self, sentence: str) -> Event:
-        """The end of a request that could not be run: what was held back is shown, and nothing more decoded."""
+        """The last event of a request that failed. It shows the text held back so far, and decodes nothing more."""
         return Event(self.ticket, self.text.copy().flush(), self._result("error", sentence))
 
     def _result(self, reason: Reason, error: str | None) -> Result:
-        prompt, trajectory = len(self.request.prompt), self.request.trajectory
-        passes = self.passes if self.request.certainty is not None else (trajectory.budget,) * len(self.ids)
-        return Result(self.text.text, self.ids, self.logprobs, passes, reason, prompt, trajectory, error)
+        prompt = len(self.request.prompt)
+        return Result(self.text.text, self.ids, self.logprobs, reason, prompt, self.trajectory, error)
 
 
-BROKEN = "\ufffd"  # what decoding half a character gives
+BROKEN = "\ufffd"  # the replacement character, which decoding half a character gives
 
 
 class TextStream:
-    """Tokens to text as they come: whole characters only, and nothing beyond a stop string.
+    """Text from tokens as they come: complete characters only, and nothing from a stop string on.
 
         stream = TextStream(tokenizer, stops=["\\n\\n"], after=prompt)
-        piece = stream.push(token)     # what can be shown now; "" while a character may be half there
-        piece = stream.finish()        # what was held back
+        piece = stream.push(token)     # the text to show now; "" while a character or a stop string is incomplete
+        piece = stream.finish()        # the text that was held back
 
-    Many tokenizers write a space only between two words of what they decode at once, so a token is always decoded
-    together with those before it. A copy goes its own way.
+    Many tokenizers write a space only between two words that they decode together. So new tokens are decoded after
+    the last ones with final text, and their own text is the difference.
     """
 
     def __init__(self, tokenizer: Detokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
-        """`after`: the tokens that the text follows."""
+        """`after`: the tokens before the text."""
         self._tokenizer = tokenizer
         self._stops = tuple(stop for stop in stops if stop)
         self._beginnings = tuple(stop[:size] for stop in self._stops for size in range(len(stop) - 1, 0, -1))
         self._longest = max(map(len, self._stops), default=1)
-        self._ids = tuple(after)  # what is decoded: the last tokens with settled text, then those not yet settled
-        self._done = len(after)  # how many of them are settled; a token may end in the middle of a character
-        self._known = tokenizer.decode(self._ids) if after else ""  # what is settled of their text
-        self._text = ""  # settled text
-        self._shown = 0
+        self._ids = tuple(after)  # tokens to decode together: some with final text, then those still without
+        self._final_count = len(after)  # the others may end in the middle of a character
+        self._final_text = tokenizer.decode(self._ids) if after else ""  # the final part of their text
+        self._text = ""  # all final text after `after`
+        self._shown = 0  # characters of it
         self.stopped = False
 
     def copy(self) -> TextStream:
-        """What is pushed to one of both the other does not see."""
+        """An independent stream in the same state."""
         other = object.__new__(TextStream)
         other.__dict__.update(self.__dict__)
         return other
 
     @property
     def text(self) -> str:
-        """All text so far that belongs to the result."""
+        """All final text so far."""
         return self._text
 
     def push(self, *tokens: int) -> str:
-        """Add tokens and return what can be shown. After a stop string they may be more than belong to the text."""
+        """Add tokens and return the text to show, which ends before a stop string whatever tokens follow it."""
         if not tokens:
             return ""
         self._ids = (*self._ids, *tokens)
-        self._settle(whole=False)
-        return self._show(self._held())
+        self._decode(at_end=False)
+        return self._release(self._held_back())
 
     def finish(self) -> str:
-        """Show what is left."""
+        """Return the remaining text at the end, an incomplete character included."""
         if not self.stopped:
-            self._settle(whole=True)
-        return self._show(0)
+            self._decode(at_end=True)
+        return self._release(0)
 
     def flush(self) -> str:
-        """Show what was held back of the text so far."""
-        return self._show(0)
+        """Return the text that was held back so far."""
+        return self._release(0)
 
-    def _settle(self, whole: bool) -> None:
-        """Take over the text of new tokens, up to a character that is not whole yet."""
+    def _decode(self, at_end: bool) -> None:
+        """Append the text of new tokens, up to a character that is still incomplete."""
         new = self._tokenizer.decode(self._ids)
-        clear = new if whole else new.rstrip(BROKEN)
-        before = max(0, len(self._text) - self._longest + 1)
-        # What they follow may itself end in the middle of a character, which the new ones make whole.
-        known = self._known if clear.startswith(self._known) else self._known.rstrip(BROKEN)
-        self._text += clear[len(known) :]
-        if clear != new:
-            self._known = self._known if self._known.startswith(clear) else clear
-        elif new != self._known:  # a token without text is nothing that the next one could follow
-            self._ids = self._ids[self._done :]
-            self._done, self._known = len(self._ids), self._tokenizer.decode(self._ids)
-        stops_at = [place for stop in self._stops if (place := self._text.find(stop, before)) >= 0]
+        complete = new if at_end else new.rstrip(BROKEN)
+        search_from = max(0, len(self._text) - self._longest + 1)  # a stop string may have begun in earlier text
+        # The prompt itself may end in the middle of a character, which the new tokens complete.
+        before = self._final_text if complete.startswith(self._final_text) else self._final_text.rstrip(BROKEN)
+        self._text += complete[len(before) :]
+        if complete != new:
+            self._final_text = self._final_text if self._final_text.startswith(complete) else complete
+        elif new != self._final_text:  # a token without text gives the next one no context to decode in
+            self._ids = self._ids[self._final_count :]
+            self._final_count, self._final_text = len(self._ids), self._tokenizer.decode(self._ids)
+        stops_at = [index for stop in self._stops if (index := self._text.find(stop, search_from)) >= 0]
         if stops_at:
             self._text, self.stopped = self._text[: min(stops_at)], True
 
-    def _held(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
+    def _held_back(self) -> int:
+        """The number of characters at the end that may begin a stop string."""
         if self.stopped or not self._text.endswith(self._beginnings):
             return 0
         return max((len(part) for part in self._beginnings if self._text.endswith(part)), default=0)
 
-    def _show(self, held: int) -> str:
+    def _release(self, held: int) -> str:
+        """The text that was not shown yet, without its last `held` characters."""
         end = max(self._shown, len(self._text) - held)
         piece = self._text[self._shown : end]
         self._shown = end

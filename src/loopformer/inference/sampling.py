@@ -1,11 +1,12 @@
-"""How the next token is chosen from its logits, for a whole batch at once.
+"""Sampling: the next token of every row of a batch from its logits.
 
 choices = sample(logits, [Draw(Sampling(temperature=0.8, top_p=0.95), seed=3, position=17), …])    # logits [B, V]
 
-Greedy by default. Repetition penalty, temperature, top-k, top-p and min-p apply in that order. What is drawn is the
-largest of log-probability plus Gumbel noise, and the noise of a token follows from (seed, position, token) alone:
-so a request's text follows from its own seed, whatever else is in the batch and whichever path computes the logits,
-and a draft that draws with the same noise as the model it drafts for is right as often as the two agree.
+Greedy by default. Repetition penalty, temperature, top-k, top-p and min-p apply in that order. The sampled token
+has the largest sum of log-probability and Gumbel noise, which is the same as drawing from the distribution. The
+noise follows from (seed, position, token) alone. So the text of a request depends on its own seed, not on the rest
+of the batch or on the path that computes the logits. A draft with the same noise is right as often as both models
+agree.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _64_BITS = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings of one request."""
+    """The sampling settings of a request."""
 
     temperature: float = 0.0  # 0 is greedy
-    top_k: int | None = None  # only the k most likely
-    top_p: float = 1.0  # only the most likely that make up this probability
-    min_p: float = 0.0  # only those at least this fraction as likely as the most likely
-    repetition_penalty: float = 1.0  # above 1: tokens that stand in the text already become less likely
+    top_k: int | None = None  # only the k most likely tokens
+    top_p: float = 1.0  # only the most likely tokens that make up this probability
+    min_p: float = 0.0  # only tokens at least this fraction as likely as the most likely one
+    repetition_penalty: float = 1.0  # above 1: tokens that the text already has become less likely
     seed: int | None = None  # None: a different text each time
 
     def __post_init__(self) -> None:
@@ -63,36 +64,35 @@ class Sampling:
 
     @property
     def most_likely(self) -> bool:
-        """Whether nothing but the largest logit decides."""
+        """Whether the token is the one with the largest logit."""
         return self.greedy and self.repetition_penalty == 1
 
 
 class Draw(NamedTuple):
-    """What decides the next token of a row, besides its logits."""
+    """The settings and the noise of a row's next token."""
 
     sampling: Sampling
     seed: int = 0
-    position: int = 0  # tokens before it
-    history: tuple[int, ...] = ()  # these tokens, where a repetition penalty asks for them
+    position: int = 0  # the number of tokens before it
+    history: tuple[int, ...] = ()  # those tokens, where a repetition penalty needs them
 
 
 class Choice(NamedTuple):
-    """A token, and the log-probability that the model gives it before any sampling."""
+    """A token and its log-probability under the model, before sampling."""
 
     token: int
     logprob: float
-    passes: int | None = None  # that led to it, where certainty decides; None: those of its trajectory
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number; NumPy's are too."""
+    """Whether a value is a whole number, of Python or NumPy."""
     return isinstance(value, Integral)
 
 
 def _is_finite(value: object) -> bool:
     try:
         return isinstance(value, Real) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond any float
+    except OverflowError:  # a whole number too large for a float
         return False
 
 
@@ -100,13 +100,13 @@ GREEDY = Draw(Sampling())
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Choice]:
-    """The next token of each row of logits [B, V]. Where logits are not numbers, nor is the log-probability."""
+    """The next token of each row of logits [B, V]. Where logits are NaN, so is the log-probability."""
     tokens, logprobs = choose(logits, draws)
     return [Choice(token, logprob) for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
 
 
 def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
-    """The same where the logits are, tokens and log-probabilities [B]; a GPU is not waited for."""
+    """The same as tensors on the device of the logits: tokens and log-probabilities [B], without a sync."""
     scores = logits
     if not all(draw.sampling.most_likely for draw in draws):
         scores = log_probabilities(logits, draws)
@@ -120,9 +120,9 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
 
 
 def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """What each row is drawn from: logits [B, V] → log-probabilities [B, V], -inf for tokens that are left out.
+    """The distribution of each row: logits [B, V] → log-probabilities [B, V], with -inf for excluded tokens.
 
-    Those of greedy rows are not normalised.
+    Greedy rows are not normalised.
     """
     device, vocab = logits.device, logits.shape[-1]
     scores = logits.detach().to(torch.float32 if device.type == "mps" else torch.float64, copy=True)
@@ -136,56 +136,56 @@ def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     if seen:
         rows, tokens, penalties = zip(*seen, strict=True)
         penalty = sent(penalties, device, scores.dtype)
-        where = sent(rows, device), sent(tokens, device)
-        before = scores[where]
-        scores[where] = torch.where(before > 0, before / penalty, before * penalty)
+        index = sent(rows, device), sent(tokens, device)
+        before = scores[index]
+        scores[index] = torch.where(before > 0, before / penalty, before * penalty)
 
     rules = sent([rule(draw.sampling, vocab) for draw in draws], device, scores.dtype)  # [B, 4]
     temperature, top_k, top_p, least = rules[:, :, None].unbind(1)  # [B, 1] each
     samplings = [draw.sampling for draw in draws]
-    # Less the largest, so that any temperature gives finite numbers; greedy rows keep their order.
+    # Less the largest, so that the smallest temperature gives finite numbers. Greedy rows keep their order.
     scores = (scores - scores.amax(-1, keepdim=True)) / temperature.masked_fill(temperature == 0, 1.0)
     if any(sampling.top_k is not None or sampling.top_p < 1 for sampling in samplings):
         ranked, order = scores.sort(dim=-1, descending=True, stable=True)
         last = ranked.gather(1, top_k.long() - 1)
         scores = scores.masked_fill(scores < last, -math.inf)
         likely = ranked.masked_fill(ranked < last, -math.inf).softmax(-1)
-        # A token stays while those before it have not made up top_p.
+        # A token stays as long as the more likely ones before it add up to less than top_p.
         within = likely.cumsum(-1) - likely < top_p
         scores = scores.masked_fill(~torch.zeros_like(within).scatter(1, order, within), -math.inf)
     if any(sampling.min_p > 0 for sampling in samplings):
-        scores = scores.masked_fill(scores < least, -math.inf)  # the most likely has 0
+        scores = scores.masked_fill(scores < least, -math.inf)  # the most likely token has a score of 0
     return scores.log_softmax(-1) if not all(sampling.greedy for sampling in samplings) else scores
 
 
 def gumbel_noise(keys: Sequence[int], vocab: int, device: torch.device) -> Tensor:
-    """Gumbel noise [B, V] in fp64, each number a function of its row's key and its token alone."""
-    where = torch.device("cpu") if device.type == "mps" else device
-    key = sent([signed(key) for key in keys], where)[:, None]
-    bits = hashed(key + torch.arange(vocab, device=where) * signed(GOLDEN))
+    """Gumbel noise [B, V] in fp64, which follows from the row's key and the token alone."""
+    compute = torch.device("cpu") if device.type == "mps" else device  # MPS has no fp64
+    key = sent([signed(key) for key in keys], compute)[:, None]
+    bits = hashed(key + torch.arange(vocab, device=compute) * signed(GOLDEN))
     uniform = (shifted(bits, 12).double() + 0.5) * 2.0**-52  # never 0 and never 1
     noise = -(-uniform.log()).log()
     return noise.float().to(device) if device.type == "mps" else noise
 
 
 def rule(sampling: Sampling, vocab: int) -> tuple[float, float, float, float]:
-    """The settings as numbers, here and for kernels: temperature, top-k, top-p and the logarithm of min-p."""
+    """The settings as numbers, for this file and for kernels: temperature, top-k, top-p and log of min-p."""
     least = math.log(sampling.min_p) if sampling.min_p else -math.inf
     return sampling.temperature, min(sampling.top_k or vocab, vocab), sampling.top_p, least
 
 
 def hashed_seed(seed: int) -> int:
-    """A seed's 64 bits as a tensor of int64 holds them, far from those of the seeds beside it."""
+    """A seed as 64 random-looking bits in an int64, so that neighbouring seeds have unrelated noise."""
     return signed(_mixed(seed & _64_BITS))
 
 
 def _key(seed: int, position: int) -> int:
-    """64 bits for a place in a text: two places share them about as seldom as random numbers do."""
+    """64 bits for a position of a text; two positions collide about as rarely as random numbers do."""
     return _mixed((hashed_seed(seed) + position * GOLDEN) & _64_BITS)
 
 
 def _mixed(bits: int) -> int:
-    """`hashed` of a plain number."""
+    """`hashed` (model/noise.py) of a plain number."""
     bits = ((bits ^ (bits >> 30)) * MIX_1) & _64_BITS
     bits = ((bits ^ (bits >> 27)) * MIX_2) & _64_BITS
     return bits ^ (bits >> 31)

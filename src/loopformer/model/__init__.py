@@ -1,4 +1,4 @@
-"""The model family: block.py · conditioning.py · looped.py (embed → loop → head) · cost.py (FLOPs, bytes)."""
+"""The model family: looped.py (embed → loop → head) · block.py · conditioning.py · cache.py · cost.py."""
 
 from loopformer.model.looped import LoopedLM, Output
 

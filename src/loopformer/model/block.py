@@ -1,15 +1,14 @@
-"""The shared stack: k pre-norm Transformer blocks, each scaled and gated by a modulation.
+"""The shared stack: k pre-norm Transformer blocks, each with scales γ and gates α from a modulation.
 
     x ← x + α₁ ⊙ Attention(RMSNorm(x) ⊙ (1 + γ₁))
     x ← x + α₂ ⊙ FFN(RMSNorm(x) ⊙ (1 + γ₂))
 
-With `model.norms` sandwich each of the two sums goes through a learned norm of its own (Geiping et al. 2025).
+With `model.norms` sandwich, each of the two sums goes through a learned norm of its own (Geiping et al. 2025).
+Unconditioned models have learned norm weights instead of a modulation.
 
-`Stack` is one pass through all k blocks: the unit that `torch.compile` sees. Unconditioned models have
-learned norm weights instead of a modulation. `mask` [B, 1, T, T] says who may look at whom; None is causal.
-With `slots`, one per block, keys and values of earlier tokens are kept and looked at. Tokens that are `settled`
-[B, T] stay as they are; others still look at their keys, which come from the state they settled in.
-Lists take what is wanted of each block: in `states` the state after it, in `maps` its attention [B, H, T, keys].
+`Stack` is one loop through all k blocks: the unit that `torch.compile` sees. `mask` [B or 1, 1, T, keys] is True
+where a query may attend to a key; None is causal. `slots`, one per block, store new keys and values and return all
+stored ones. The lists `states` and `maps` collect the state after each block and its attention map [B, H, T, keys].
 """
 
 import math
@@ -22,18 +21,17 @@ from torch import Tensor, nn
 
 from loopformer.config import ModelConfig
 
-EPSILON = 1.1920929e-07  # fp32's machine epsilon, at every dtype: nn.RMSNorm would change it with the input's
+EPSILON = 1.1920929e-07  # the machine epsilon of fp32 at every dtype; that of nn.RMSNorm depends on the input's
 ROTARY_BASE = 10_000.0
-
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, each [B or 1, 1, T, head_width / 2]
 
 
 class Slot(Protocol):
-    """The place of one (loop, block) in a cache; cache.py has ours."""
+    """Where one (loop, block) stores its keys and values: `LayerKV` in cache.py, or a cache of Transformers."""
 
     def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep new keys and values [B, H, T, D/H]; return all that may be looked at."""
+        """Store new keys and values [B, H, T, D/H]; return all stored ones [B, H, keys, D/H]."""
         ...
 
 
@@ -75,11 +73,6 @@ class Attention(nn.Module):
         out: Tensor = self.out(self.mix(q, k, v, rotary, mask, slot, maps))
         return out
 
-    def store(self, x: Tensor, rotary: Rotary | None, slot: Slot) -> None:
-        """Only keep the keys and values of x [B, T, D], for later tokens to look at."""
-        k, v = F.linear(x, self.qkv.weight[x.shape[-1] :]).chunk(2, dim=-1)
-        slot.store(self._placed(k, rotary), self._heads(v))
-
     def mix(
         self,
         q: Tensor,
@@ -90,12 +83,15 @@ class Attention(nn.Module):
         slot: Slot | None,
         maps: list[Tensor] | None = None,
     ) -> Tensor:
-        """What lies between the two products: queries, keys and values [B, T, D] each → [B, T, D]."""
+        """Attention between the two projections: queries, keys and values [B, T, D] each → [B, T, D]."""
         batch, length, width = q.shape
-        q, k, v = self._placed(q, rotary), self._placed(k, rotary), self._heads(v)
+        shape = batch, length, self.heads, width // self.heads
+        q, k, v = [part.view(shape).transpose(1, 2) for part in (q, k, v)]  # [B, H, T, D/H] each
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
         if slot is not None:
-            k, v = slot.store(k, v)  # [B, H, earlier and new, D/H]
-        # One new token may look at everything that is kept; several without a mask are a prompt's first.
+            k, v = slot.store(k, v)  # [B, H, keys, D/H], earlier tokens included
+        # One new token may attend to all stored ones. Several without a mask start a sequence, so causal holds.
         causal = mask is None and (slot is None or length > 1)
         if maps is None:
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
@@ -104,19 +100,9 @@ class Attention(nn.Module):
             mixed = maps[-1] @ v
         return mixed.transpose(1, 2).reshape(batch, length, width)
 
-    def _heads(self, part: Tensor) -> Tensor:
-        """[B, T, D] → [B, H, T, D/H]."""
-        batch, length, width = part.shape
-        return part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
-
-    def _placed(self, part: Tensor, rotary: Rotary | None) -> Tensor:
-        """Queries or keys [B, T, D] as attention compares them [B, H, T, D/H]."""
-        heads = self._heads(part)
-        return heads if rotary is None else rotate(heads, *rotary)
-
 
 class FeedForward(nn.Module):
-    """Two products around an exact GELU, without biases."""
+    """Two projections around an exact GELU, without biases."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -162,13 +148,13 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """One pass through the k shared blocks: x [B, T, D], modulation [B or 1, k, 4, D] or None."""
+    """One loop through the k shared blocks: x [B, T, D], modulation [B or 1, k, 4, D] or None."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
 
-    def each(self) -> Iterator["Block"]:
+    def each(self) -> Iterator[Block]:
         """The blocks, with their type."""
         for block in self.blocks:
             assert isinstance(block, Block)
@@ -181,29 +167,19 @@ class Stack(nn.Module):
         rotary: Rotary | None = None,
         mask: Tensor | None = None,
         slots: Sequence[Slot] | None = None,
-        settled: Tensor | None = None,
         states: list[Tensor] | None = None,
         maps: list[Tensor] | None = None,
     ) -> Tensor:
         for number, block in enumerate(self.blocks):
-            own = None if modulation is None else modulation[:, number]
-            new = block(x, own, rotary, mask, None if slots is None else slots[number], maps)
-            x = new if settled is None else torch.where(settled[..., None], x, new)
+            of_block = None if modulation is None else modulation[:, number]  # [B or 1, 4, D]
+            x = block(x, of_block, rotary, mask, None if slots is None else slots[number], maps)
             if states is not None:
                 states.append(x)
         return x
 
-    def store(self, x: Tensor, modulation: Tensor | None, rotary: Rotary | None, slots: Sequence[Slot]) -> None:
-        """Only the keys and values of a pass in which every token of x [B, T, D] is settled."""
-        for number, block in enumerate(self.each()):
-            scaled = block.norm_1(x)
-            if modulation is not None:
-                scaled = scaled * (1 + modulation[:, number, 2, None])
-            block.attention.store(scaled, rotary, slots[number])
-
 
 def attention_map(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """How much queries [B, H, T, D/H] look at keys [B, H, keys, D/H]: [B, H, T, keys], each row sums to 1."""
+    """Attention weights [B, H, T, keys] of queries [B, H, T, D/H] over keys [B, H, keys, D/H]; rows sum to 1."""
     scores = (q @ k.transpose(-2, -1)).float() / math.sqrt(q.shape[-1])
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -221,6 +197,9 @@ def rotary_angles(positions: Tensor, head_width: int, dtype: torch.dtype) -> Rot
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i + D/2}) of a head [B, H, T, D] by its angle, which may have a higher dtype."""
+    """Rotate each pair (x_i, x_{i + D/2}) of a head [B, H, T, D] by its angle.
+
+    The angles may have a higher dtype than x; the result has that of x.
+    """
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)

@@ -1,11 +1,12 @@
-"""Keys and values of earlier tokens: one preallocated tensor for each loop, each row bound to its trajectory.
+"""The KV cache: keys and values of earlier tokens in one preallocated tensor per loop.
 
 cache = model.cache("4-2-1-1", rows=2)                # or a trajectory for each row
 hidden = model.extend(prompts, cache, counts=[5, 9])  # prompts padded at the end; hidden [B, T, D]
 hidden = model.extend(next_tokens, cache)             # one more token each
 
-A short trajectory is not a prefix of a longer one (Δ differs), so keys of one mean nothing under another: a cache
-follows the trajectories it was made for, and no others.
+Every (loop, block) has keys and values of its own, since each loop sees another state. Those of one trajectory mean
+nothing under another: a short trajectory is not a prefix of a longer one, as its step sizes differ. So each row of
+a cache is bound to the trajectory it was made for.
 """
 
 from collections.abc import Sequence
@@ -23,39 +24,39 @@ from loopformer.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class RowKeys:
-    """What is kept of one row along its trajectory: keys and values of each loop."""
+    """The keys and values of one row along its trajectory."""
 
     trajectory: Trajectory
-    loops: list[Tensor]  # [k, 2, H, T, D/H] each; few tensors, as many small launches take long
+    loops: list[Tensor]  # [k, 2, H, T, D/H] for each loop: few tensors, since many small copies take long to launch
 
     def copy(self) -> "RowKeys":
-        """The same in memory of its own."""
+        """The same keys and values in new memory."""
         return RowKeys(self.trajectory, list(torch.stack(self.loops)) if self.loops else [])
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes of a batch: how many rows take part in each, longest trajectories first, and their conditions."""
+    """The loops of a batch: how many rows take part in each, longest trajectories first, and their conditions."""
 
     rows: list[int]
-    conditions: list[Condition]  # each of the rows in its pass, or of 1 for all
-    order: list[int] | None  # the rows, longest trajectories first; None where all are the same
+    conditions: list[Condition]  # of each loop: with one entry per row that takes part, or one for all rows
+    order: list[int] | None  # the rows, longest trajectories first; None where all have the same trajectory
 
 
 @dataclass(frozen=True)
-class Place:
-    """A `Slot` (block.py): one (loop, block) of the cache, for the tokens that are being run."""
+class LayerKV:
+    """The keys and values of one (loop, block), as the `Slot` (block.py) of a forward pass over new tokens."""
 
     keys: Tensor  # [rows, H, capacity, D/H]
     values: Tensor
-    positions: Tensor  # [rows or 1, T]: where the new tokens go
-    start: int | None  # the first of them where all rows have the same length
-    end: int  # keys up to here are looked at
+    positions: Tensor  # [rows or 1, T], of the new tokens
+    start: int | None  # the first of them, where all rows have the same length
+    end: int  # attention sees positions before this one
 
     def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep new keys and values [rows, H, T, D/H]; return all up to the longest row's end."""
+        """Store new keys and values [rows, H, T, D/H]; return all up to the end of the longest row."""
         for kept, new in ((self.keys, k), (self.values, v)):
-            if self.start is not None:
+            if self.start is not None:  # a slice copy, which is cheaper than a scatter
                 kept[:, :, self.start : self.end] = new
             else:
                 rows = torch.arange(len(new), device=new.device)[:, None]
@@ -64,7 +65,7 @@ class Place:
 
 
 class Cache:
-    """The state of some sequences: what has been run of each, along its own trajectory."""
+    """The KV cache of some sequences, each along its own trajectory."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class Cache:
         capacity: int,
         weight: Tensor,
     ) -> None:
-        """`weight`, the model's token embedding, says whose cache this is; its device and dtype are the cache's."""
+        """`weight` is the model's token embedding: it identifies the model, and gives device and dtype."""
         if not 1 <= capacity <= config.context:
             raise LoopformerError(f"A cache holds 1 to {config.context} tokens (the context), not {capacity}.")
         self.trajectories, self.passes, self.capacity, self._weight = tuple(trajectories), passes, capacity, weight
@@ -88,16 +89,16 @@ class Cache:
 
     @property
     def bytes(self) -> int:
-        """Memory of all keys and values."""
+        """The memory of all keys and values."""
         return sum(loop.nbytes for loop in self._kept)
 
     def require_model(self, weight: Tensor) -> None:
-        """Refuse another model than the cache was made for, known by its token embedding."""
+        """Refuse a model other than the one the cache was made for."""
         if weight is not self._weight:
             raise LoopformerError("This cache was made for another model; make one with this model's cache(…).")
 
     def need_room(self, count: int) -> None:
-        """Refuse more new tokens than the longest row has places for."""
+        """Refuse more new tokens than fit behind the longest row."""
         longest = max(self.lengths)
         if longest + count > self.capacity:
             raise LoopformerError(
@@ -106,7 +107,7 @@ class Cache:
             )
 
     def place(self, count: int) -> tuple[Tensor, Tensor | None]:
-        """Where `count` new tokens go [B or 1, T], and who may look at whom [B or 1, 1, T, end]; None: plain."""
+        """The positions of `count` new tokens [B or 1, T], and their attention mask [B or 1, 1, T, end], if any."""
         self.need_room(count)
         self._end = max(self.lengths) + count
         new = torch.arange(count, device=self._weight.device)
@@ -118,18 +119,18 @@ class Cache:
             positions = sent(self.lengths, new.device)[:, None] + new
         self._positions = positions
         if self._start is not None and (count == 1 or self._start == 0):
-            return positions, None
-        looked_at = torch.arange(self._end, device=new.device)
-        return positions, looked_at <= positions[:, None, :, None]
+            return positions, None  # one token may attend to all stored ones; a prompt is plain causal attention
+        keys = torch.arange(self._end, device=new.device)
+        return positions, keys <= positions[:, None, :, None]
 
-    def slots(self, loop: int) -> list[Place]:
-        """The slots of a loop's blocks, for the tokens that were placed last."""
+    def slots(self, loop: int) -> list[LayerKV]:
+        """The slots of all blocks in a loop, for the tokens of the last call of `place`."""
         rows, positions = self.passes.rows[loop], self._positions
         if len(positions) > 1:
-            first = self._order[:rows]
+            first = self._order[:rows]  # positions are in the order of the caller, keys in that of the loop
             in_order = first == list(range(rows))
             positions = positions[:rows] if in_order else positions[sent(first, positions.device)]
-        return [Place(k[:rows], v[:rows], positions, self._start, self._end) for k, v in self._kept[loop]]
+        return [LayerKV(k[:rows], v[:rows], positions, self._start, self._end) for k, v in self._kept[loop]]
 
     def tensors(self, loop: int, block: int) -> tuple[Tensor, Tensor]:
         """The keys and values of a (loop, block), each [rows, H, capacity, D/H]."""
@@ -137,35 +138,32 @@ class Cache:
         return keys, values
 
     def read(self, row: int) -> RowKeys:
-        """What is kept of a row, not copied."""
-        place, length = self._place_of(row), self.lengths[row]
+        """The keys and values of a row, as views."""
+        index, length = self._order.index(row), self.lengths[row]
         loops = self._kept[: self.trajectories[row].budget]
-        return RowKeys(self.trajectories[row], [loop[:, :, place, :, :length] for loop in loops])
+        return RowKeys(self.trajectories[row], [loop[:, :, index, :, :length] for loop in loops])
 
     def write(self, row: int, kept: RowKeys, length: int) -> None:
-        """Let a row begin with the first `length` tokens of another one along the same trajectory."""
+        """Start a row with the first `length` tokens of another one along the same trajectory."""
         if kept.trajectory != self.trajectories[row]:
             raise LoopformerError(
                 f"Row {row} of this cache follows {self.trajectories[row]}, not {kept.trajectory}; "
                 "make a new cache for it."
             )
-        self._fill(self._place_of(row), kept, length)
+        self._fill(self._order.index(row), kept, length)
         self.lengths[row] = length
 
-    def _fill(self, place: int, kept: RowKeys, length: int) -> None:
-        mine = [loop[:, :, place, :, :length] for loop in self._kept[: len(kept.loops)]]
-        if mine:
-            torch._foreach_copy_(mine, [loop[:, :, :, :length] for loop in kept.loops])
+    def _fill(self, index: int, kept: RowKeys, length: int) -> None:
+        """Copy keys and values of `length` tokens to the row at `index` in the tensors."""
+        targets = [loop[:, :, index, :, :length] for loop in self._kept[: len(kept.loops)]]
+        if targets:
+            torch._foreach_copy_(targets, [loop[:, :, :, :length] for loop in kept.loops])
 
     def _empty_loop(self, rows: int) -> Tensor:
         """Keys and values of one loop [k, 2, rows, H, capacity, D/H]."""
-        # Zeros, as a masked place is still multiplied: what lies there must be finite.
+        # Zeros, since attention multiplies masked values by 0: they must be finite.
         return self._weight.detach().new_zeros(self._blocks, 2, rows, *self._shape)
 
-    def _place_of(self, row: int) -> int:
-        """Where a row lies in the tensors: longest trajectories first."""
-        return self._order.index(row)
-
     def advance(self, counts: Sequence[int]) -> None:
-        """The tokens that were run now belong to their rows."""
+        """Count the tokens that were stored last as part of their rows."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]

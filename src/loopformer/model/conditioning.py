@@ -1,10 +1,11 @@
-"""What a pass is told of its place on the trajectory, as one table per trajectory.
+"""How a loop knows where it is on the trajectory: a table of modulations, computed once per trajectory.
 
-A scalar (time t, step Δ or loop index) becomes Fourier features, a 2-layer SiLU MLP makes a vector of them,
-their sum goes through one modulator per block: gates α₁, α₂ and scales γ₁, γ₂. All of it depends only on
-(t, Δ), so it is computed once per trajectory as a table [M, k, 4, D], never per token or per sequence.
+Each scalar (time t, step size Δ or loop index) becomes Fourier features, and a 2-layer SiLU MLP turns them into a
+vector [D]. The sum of these vectors goes through one modulator per block, which gives gates α₁, α₂ and scales γ₁,
+γ₂. All of it depends on (t, Δ) alone. So it is computed once per trajectory as a table [M, k, 4, D], never per
+token or per sequence.
 
-With `model.inject` gated, the same sum also gives a vector [D] per pass: how much of the embedding is added to the
+With `model.inject` gated, the same sum also gives a vector [D] per loop: how much of the embedding is added to the
 state before it.
 """
 
@@ -24,17 +25,17 @@ MAX_PERIOD = 10_000.0
 
 
 class Condition(NamedTuple):
-    """What passes are told, for N of them: the passes of a trajectory, or the rows of a batch in one pass."""
+    """Modulation and injection of the N loops of a trajectory, or of N rows of a batch in the same loop."""
 
-    modulation: Tensor | None = None  # [N, k, 4, D]; None: norms have weights of their own
+    modulation: Tensor | None = None  # [N, k, 4, D]; None: the norms have learned weights
     injection: Tensor | None = None  # [N, D]; None: nothing is injected
 
     def at(self, index: int | slice) -> "Condition":
-        """Some of them."""
+        """The condition of one loop or of some."""
         return self.map(lambda part: part[index])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Condition":
-        """The same with each tensor changed."""
+        """The condition with `change` applied to each tensor."""
         return Condition(*(None if part is None else change(part) for part in self))
 
     @property
@@ -43,13 +44,13 @@ class Condition(NamedTuple):
 
     @staticmethod
     def stack(each: Sequence["Condition"]) -> "Condition":
-        """One for several, each without the first dimension; all have the same parts."""
+        """Conditions without the first dimension as one with it; all must have the same parts."""
         parts = ([part for part in parts if part is not None] for parts in zip(*each, strict=True))
         return Condition(*(torch.stack(part) if part else None for part in parts))
 
 
 class ZeroLinear(nn.Linear):
-    """A linear map that starts at 0 and draws nothing, so that a model with it starts as the one without."""
+    """A linear map that starts at 0 without drawing, so that a model with it starts as the one without."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -72,7 +73,7 @@ class ScalarEmbedding(nn.Module):
 
 
 class Conditioner(nn.Module):
-    """Trajectory → what its passes are told. Only the embeddings that the model's conditioning uses exist."""
+    """Trajectory → condition of its loops. Only the embeddings that the model's conditioning uses exist."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -84,23 +85,23 @@ class Conditioner(nn.Module):
         self.injector = ZeroLinear(config.width, config.width) if config.inject == "gated" else None
 
     def forward(self, trajectory: Trajectory) -> Condition:
-        """For each of the M passes modulations [M, k, 4, D], per block both gates, then both scales; injections."""
+        """Modulations [M, k, 4, D], for each block both gates, then both scales; and injections [M, D], if any."""
         signal: Tensor | None = None
         if self.time is not None:
-            # A loop index is already spread over 0…L-1; only t and Δ, which live in [0, 1], are scaled.
+            # A loop index already spans 0…L-1. Only t and Δ, which lie in [0, 1], are scaled.
             scaled = [self.scale * float(t) for t in trajectory.times]
             signal = self.time([float(i) for i in range(len(trajectory))] if self.kind == "index" else scaled)
         if self.step is not None:
             steps = self.step([self.scale * float(step) for step in trajectory.steps])
             signal = steps if signal is None else signal + steps
         assert signal is not None
-        active = nn.functional.silu(signal)  # [M, D]
+        active = nn.functional.silu(signal)  # [M, D]: each modulator is a linear map behind this one nonlinearity
         rows = [modulator(active).view(len(trajectory), 4, -1) for modulator in self.modulators]
         return Condition(torch.stack(rows, dim=1), None if self.injector is None else self.injector(active))
 
     @torch.no_grad()
-    def start(self, how: str) -> None:
-        """Start the modulators: `zero`, `normal` (std 0.02) or `one` (gates at 1, the unmodulated backbone)."""
+    def initialise(self, how: str) -> None:
+        """Set the modulators to `zero`, `normal` (std 0.02) or `one` (gates at 1: the unmodulated backbone)."""
         for modulator in self.modulators:
             assert isinstance(modulator, nn.Linear)
             nn.init.zeros_(modulator.bias)

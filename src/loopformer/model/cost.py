@@ -4,8 +4,8 @@
     cost.forward_flops(budget=4)             # per token, averaged over a full context
     cost.decode_bytes(budget=4, context=512) # read from memory per decoded token at batch 1
 
-A multiply-add is 2 FLOPs; only matrix products count. Only the number of steps of a trajectory matters. The
-modulation table is computed once per trajectory, so its cost is apart (`table_flops`) and not per token.
+A multiply-add is 2 FLOPs, and only matmuls count. Of a trajectory only its budget matters. The modulation table is
+computed once per trajectory, so `table_flops` is separate from the cost per token.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from loopformer.model.conditioning import FOURIER_WIDTH
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many parameters sit where. The head is tied to the token embedding and adds none."""
+    """The parameters of each part. The head is tied to the token embedding and adds none."""
 
     tokens: int
     positions: int
@@ -45,50 +45,53 @@ class Cost:
     config: ModelConfig
 
     @property
-    def block_products(self) -> int:
-        """Weights of one block's matrix products: 4d² for attention, 2·d·ffn for the FFN."""
+    def block_matmul_params(self) -> int:
+        """Matmul weights of one block: 4d² for attention, 2·d·ffn for the FFN."""
         return 4 * self.config.width**2 + 2 * self.config.width * self.config.ffn
 
     @property
     def adapter_products(self) -> int:
-        """Weights of the adapter, which every pass goes through."""
+        """Matmul weights of the adapter, which every loop goes through."""
         return 2 * self.config.width**2 if self.config.inject == "adapter" else 0
 
     @property
     def head_products(self) -> int:
+        """Matmul weights of the head, rows that pad the vocabulary included."""
         return self.config.vocab_rows * self.config.width
 
     @property
-    def conditioned_on(self) -> int:
-        """How many scalars a pass is told: t and Δ, one of them, or none."""
+    def conditioning_scalars(self) -> int:
+        """Scalars that condition a loop: t and Δ, one of them, or none."""
         return {"none": 0, "trajectory": 2}.get(self.config.conditioning, 1)
 
     @property
-    def told_per_pass(self) -> int:
-        """Vectors [D] that a conditioned pass is given: four per block, and one for the injection."""
-        return 4 * self.config.blocks + (self.config.inject == "gated")
+    def conditioning_vectors(self) -> int:
+        """Vectors [D] that condition a loop: four per block and one for the injection, or none."""
+        unconditioned = self.config.conditioning == "none"
+        return 0 if unconditioned else 4 * self.config.blocks + (self.config.inject == "gated")
 
     @property
     def parameters(self) -> Parameters:
         config = self.config
-        d, conditioned = config.width, config.conditioning != "none"
-        norms = (0 if conditioned else 2) + 2 * (config.norms == "sandwich")
-        embedding = (FOURIER_WIDTH + 1) * d + (d + 1) * d
+        d = config.width
+        norms = 2 * (config.conditioning == "none") + 2 * (config.norms == "sandwich")  # with learned weights
+        embedding = (FOURIER_WIDTH + 1) * d + (d + 1) * d  # of one scalar, by a 2-layer MLP
+        modulators = self.conditioning_vectors * d * (d + 1)
         return Parameters(
             tokens=self.head_products,
             positions=config.context * d if config.positions == "learned" else 0,
-            stack=config.blocks * (self.block_products + norms * d) + self.adapter_products,
-            conditioning=self.conditioned_on * embedding + self.told_per_pass * d * (d + 1) * conditioned,
+            stack=config.blocks * (self.block_matmul_params + norms * d) + self.adapter_products,
+            conditioning=self.conditioning_scalars * embedding + modulators,
             final_norm=d,
         )
 
     def block_flops(self, context: int | None = None, causal: bool = True) -> float:
-        """One block, per token of a full context (causal: half the square of attention)."""
+        """One block, per token of a full context. Causal attention computes half of its square."""
         length = self.config.context if context is None else context
-        return 2 * self.block_products + 4 * length * self.config.width * (0.5 if causal else 1.0)
+        return 2 * self.block_matmul_params + 4 * length * self.config.width * (0.5 if causal else 1.0)
 
     def loop_flops(self, context: int | None = None, causal: bool = True) -> float:
-        """One pass of the stack, per token of a full context."""
+        """One loop of the stack, per token of a full context."""
         return self.config.blocks * self.block_flops(context, causal) + 2 * self.adapter_products
 
     def forward_flops(self, budget: int | None = None, context: int | None = None, causal: bool = True) -> float:
@@ -96,58 +99,45 @@ class Cost:
         loops = self.config.loops if budget is None else budget
         return 2 * self.head_products + loops * self.loop_flops(context, causal)
 
-    def settled_flops(
-        self, passes: int, budget: int | None = None, context: int | None = None, causal: bool = True
-    ) -> float:
-        """Embedding to logits, of a token that took so many passes of its budget before it settled (`Certainty`).
-
-        The head looks at it after each of them, unless that was the last there is. In the others it has only its
-        keys and values, and what an adapter makes of it for them.
-        """
-        loops = self.config.loops if budget is None else budget
-        looks = min(passes, loops - 1) * 2 * self.head_products
-        stored = self.config.blocks * 2 * (2 * self.config.width**2) + 2 * self.adapter_products
-        return self.forward_flops(passes, context, causal) + looks + (loops - passes) * stored
-
     def prefill_flops(self, tokens: int, budget: int | None = None) -> float:
-        """A prompt of so many tokens, with the logits of its last one."""
+        """The prefill of a prompt, with the logits of its last token."""
         loops = self.config.loops if budget is None else budget
         return 2 * self.head_products + tokens * loops * self.loop_flops(tokens)
 
     def table_flops(self, budget: int | None = None) -> int:
         """The modulation table of a trajectory, once."""
-        d, kind = self.config.width, self.config.conditioning
-        if kind == "none":
-            return 0
-        per_step = self.conditioned_on * 2 * (FOURIER_WIDTH * d + d * d) + self.told_per_pass * 2 * d * d
-        return per_step * (self.config.loops if budget is None else budget)
+        d = self.config.width
+        embeddings = self.conditioning_scalars * 2 * (FOURIER_WIDTH * d + d * d)
+        modulators = self.conditioning_vectors * 2 * d * d
+        return (embeddings + modulators) * (self.config.loops if budget is None else budget)
 
     def training_flops(
         self, context: int | None = None, budgets: Sequence[float] | None = None, causal: bool = True
     ) -> float:
-        """Forward and backward (twice the forward) per token of trajectories of these budgets; None: the full one.
+        """Forward and backward (twice the forward) per token, along one trajectory of each of these budgets.
 
-        A budget may be a mean: that of the paper's short trajectories, uniform on 1…L-1, is L/2.
+        None is the full budget alone. A budget may be a mean: the paper's short ones, uniform on 1…L-1, average
+        L/2.
         """
         each = [float(self.config.loops)] if budgets is None else budgets
         return 3 * sum(2 * self.head_products + budget * self.loop_flops(context, causal) for budget in each)
 
     def training_overhead(self, context: int | None = None) -> float:
-        """The paper's (2·C_io + 3/2·L·C₁) / (C_io + L·C₁): training with a short trajectory against without."""
+        """Training with a short trajectory against without: the paper's (2·C_io + 3/2·L·C₁) / (C_io + L·C₁)."""
         loops = self.config.loops
         return self.training_flops(context, [loops, loops / 2]) / self.training_flops(context)
 
     def kv_bytes(self, budget: int | None = None, value_bytes: int = 2) -> int:
-        """Keys and values kept per token: one pair per (loop, block)."""
+        """Bytes of the KV cache per token: one pair of keys and values per (loop, block)."""
         loops = self.config.loops if budget is None else budget
         return loops * self.config.blocks * 2 * self.config.width * value_bytes
 
     def decode_bytes(self, budget: int | None = None, context: int = 0, value_bytes: int = 2) -> int:
-        """Read per decoded token at batch 1: the stack's weights once per loop, the head, `context` tokens of KV.
+        """Bytes read per decoded token at batch 1: the stack once per loop, the head, and KV of `context` tokens.
 
-        Nothing is assumed to stay in a cache between loops, and the modulation table is read, not computed.
+        The stack is assumed not to fit the processor's cache, and the modulation table is read, not computed.
         """
         loops = self.config.loops if budget is None else budget
-        table = 0 if self.config.conditioning == "none" else self.told_per_pass * self.config.width
+        table = self.conditioning_vectors * self.config.width
         weights = loops * (self.parameters.stack + table) + self.head_products + self.config.width
         return weights * value_bytes + context * self.kv_bytes(budget, value_bytes)

@@ -4,15 +4,23 @@
     out = model(ids, Trajectory.parse("2-1-1"))      # ids [B, T]; None means uniform(L)
     out.logits, out.hidden                           # [B, T, V] and [B, T, D] after the final norm
 
-The loop is plain Python; the step inside it (k blocks under one modulation) is what `model.compile()` compiles:
-one graph per batch shape, dtype and grad mode, whatever the budget and the schedule.
+A model k⊗L is a Transformer of k blocks, the stack, that is applied M times to one state, with the same weights
+each time. A trajectory says how far each of the M loops goes: step sizes Δ₁…Δ_M that sum to 1. M is the budget. A
+loop knows its time t (the sum of the steps before it) and its step size Δ through a modulation of every block. The
+modulation depends on (t, Δ) alone, so it is computed for all loops of a trajectory before the first of them:
+
+    x = embed(ids)                                            # [B, T, D]
+    for modulation in conditioner(trajectory): x = stack(x, modulation)
+    logits = head(final_norm(x))
+
+The loop is plain Python. What `model.compile()` compiles is the step inside it, the stack under one modulation: one
+graph per batch shape, dtype and grad mode, whatever the budget and the schedule.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -28,85 +36,24 @@ from loopformer.model.cost import Cost
 from loopformer.model.noise import GOLDEN, hashed, normal, signed
 from loopformer.trajectory import Trajectory, resolve
 
-START_STD = math.sqrt(2 / 5)  # of a random start, as Geiping et al. (2025) have it
+INITIAL_STATE_STD = math.sqrt(2 / 5)  # of a random initial state, as in Geiping et al. (2025)
 TrajectoryLike = Trajectory | str | int | None
-Step = Callable[..., Tensor]  # one pass: its number, x, modulation, rotary, mask, and with certainty `settled`
+Step = Callable[..., Tensor]  # one loop: its number, x, modulation, rotary, mask → x
 F_ = TypeVar("F_", bound=Callable[..., Any])
-CHECKED_AT_A_TIME = 4096  # tokens whose logits exist while their certainty is looked at
 
 # Under `torch.compile(model)` the loop would unroll into a graph per budget. It runs as plain Python instead, and
 # the modules it calls are compiled: the same one graph of the step that `model.compile()` gives.
-_not_compiled_itself: Callable[[F_], F_] = torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call]
-_not_compiled: Callable[[F_], F_] = torch.compiler.disable
-
-
-@contextmanager
-def attention_of_any_length() -> Iterator[None]:
-    """Without cuDNN's attention, which is planned anew for every length, at some 60 ms each."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+_compile_only_submodules: Callable[[F_], F_] = torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call]
+_never_compile: Callable[[F_], F_] = torch.compiler.disable
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a forward pass gives. `states[i]` is the state after pass i+1, before the final norm."""
+    """The result of a forward pass. `states[i]` is the state after loop i+1, before the final norm."""
 
     hidden: Tensor  # [B, T, D], after the final norm
-    logits: Tensor | None = None  # [B, T, V]; None when not asked for
-    states: tuple[Tensor, ...] = ()  # each [B, T, D]; a row that is done keeps its last state
-
-
-class Certainty:
-    """Depth by certainty: a token whose next token is likelier than a threshold settles, and stays as it is.
-
-    Later tokens go on looking at it: its keys in passes that it does not take come from the state it settled in.
-    After a run, `passes` [B, T] says how many each token took.
-    """
-
-    passes: Tensor
-
-    def __init__(self, *thresholds: float | None) -> None:
-        """One threshold in (0, 1] for all rows, or one for each; None: in that row nothing settles."""
-        given: tuple[object, ...] = thresholds
-        for threshold in given:
-            known = isinstance(threshold, Real) and 0 < threshold <= 1  # type: ignore[operator]
-            if threshold is not None and not known:
-                raise LoopformerError(f"certainty must lie in (0, 1], got {threshold!r}.")
-        self.thresholds = thresholds
-
-    def start(self, model: "LoopedLM", x: Tensor, order: list[int] | None) -> None:
-        """Begin with the states x [B, T, D] before the first pass; `order` are the rows as the loop has them."""
-        if len(self.thresholds) not in (1, len(x)):
-            raise LoopformerError(
-                f"{len(self.thresholds)} certainties were given for {len(x)} rows; give one each."
-            )
-        each = self.thresholds * (len(x) // len(self.thresholds))
-        each = each if order is None else tuple(each[row] for row in order)
-        thresholds = [math.inf if threshold is None else threshold for threshold in each]
-        self._model, self._thresholds = model, torch.tensor(thresholds, device=x.device)
-        self._settled = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-        self.passes = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
-
-    def settled(self, rows: int) -> Tensor:
-        """Which tokens of the rows of a pass have settled before it [rows, T]; the others take it."""
-        self._settled = self._settled[:rows]
-        self.passes[:rows] += ~self._settled
-        return self._settled
-
-    def look(self, x: Tensor) -> None:
-        """Settle what is sure enough in the states x [rows, T, D] after a pass, of the rows that take another."""
-        thresholds = self._thresholds[: len(x), None].expand(x.shape[:2])
-        unsettled = (~self._settled[: len(x)] & thresholds.isfinite()).nonzero()  # [N, 2]
-        for first in range(0, len(unsettled), CHECKED_AT_A_TIME):
-            rows, tokens = unsettled[first : first + CHECKED_AT_A_TIME].unbind(1)
-            hidden = self._model.final_norm(x[rows, tokens])
-            logits = self._model.head(hidden)[:, : self._model.config.vocab].float()
-            likeliest = (logits.amax(-1) - logits.logsumexp(-1)).exp()
-            self._settled[rows, tokens] = likeliest > thresholds[rows, tokens]
+    logits: Tensor | None = None  # [B, T, V]; None with `logits=False`
+    states: tuple[Tensor, ...] = ()  # each [B, T, D]; a row that has finished keeps its last state
 
 
 class LoopedLM(nn.Module):
@@ -126,10 +73,11 @@ class LoopedLM(nn.Module):
     def initialise(self) -> None:
         """Draw fresh weights: N(0, 0.02), residual projections smaller, modulators as configured."""
         config = self.config
+        # Each block adds two residual projections to the stream. Either those of one loop count, or those of all L.
         depth = config.blocks * (config.loops if config.residual_init == "depth" else 1)
         for name, module in self.named_modules():
             if isinstance(module, ZeroLinear):
-                module.reset_parameters()
+                module.reset_parameters()  # draws nothing, so the other weights are those of a model without it
             elif isinstance(module, nn.Linear | nn.Embedding):
                 residual = name.endswith(("attention.out", "ffn.down"))
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * depth) if residual else 0.02)
@@ -138,9 +86,11 @@ class LoopedLM(nn.Module):
             if isinstance(module, RMSNorm) and module.weight is not None:
                 nn.init.ones_(module.weight)
         if self.conditioner is not None:
-            self.conditioner.start(config.modulator_start)
+            self.conditioner.initialise(config.modulator_start)
 
-    @_not_compiled_itself
+    # Whole sequences.
+
+    @_compile_only_submodules
     def forward(
         self,
         ids: Tensor,
@@ -152,68 +102,174 @@ class LoopedLM(nn.Module):
         beyond: bool = False,
         check: bool = True,
         stack: Callable[..., Tensor] | None = None,
-        certainty: Certainty | None = None,
     ) -> Output:
-        """Run ids [B, T] along one trajectory for all rows, or a list of one per row.
+        """Run ids [B, T] along one trajectory for all rows, or a list with one for each row.
 
-        documents  [B, T], the document each token belongs to: no attention across, positions restart
-        logits     False leaves the head out, for losses computed in chunks from `hidden`
-        states     True keeps the state after each pass
-        beyond     True allows more passes than the model was trained for
-        check      False trusts the ids' values, so that nothing waits for the GPU
-        stack      another way to run a pass than `self.stack`, as training has them
-        certainty  tokens that are sure enough take fewer passes
+        documents  [B, T], the document of each token: no attention across documents, and positions restart
+        logits     False skips the head, for losses that are computed in chunks from `hidden`
+        states     True keeps the state after each loop
+        beyond     True allows more loops than the model was trained for
+        check      False trusts the values of the ids, so that nothing waits for the GPU
+        stack      runs a loop in place of `self.stack`, as training does
         """
         self.check(ids, documents, check)
         passes = self.passes(self.trajectories(trajectory, len(ids), beyond), len(ids))
         x, rotary, mask = self.embed(ids, documents)
-        kept: list[Tensor] = []
         start = self.random_start(torch.arange(ids.shape[1], device=ids.device)[None], ids)
-        keep = kept if states else None
-        hidden = self.follow(passes, x, rotary, mask, start, keep=keep, stack=stack, certainty=certainty)
+        run_stack, kept = stack or self.stack, list[Tensor]()
+
+        def step(number: int, *inputs: Any) -> Tensor:
+            return run_stack(*inputs)
+
+        x = self.loop(step, x, passes, rotary, mask, kept if states else None, start)
+        hidden: Tensor = self.final_norm(x)
         return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
 
-    @_not_compiled_itself
-    def follow(
+    @_never_compile
+    def embed(self, ids: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Rotary | None, Tensor | None]:
+        """ids [B, T] → their embeddings [B, T, D], rotary angles and attention mask [B, 1, T, T], if any."""
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]  # [1, T]
+        mask = None
+        if documents is not None:
+            same = documents[:, None, :, None] == documents[:, None, None, :]  # [B, 1, T, T]
+            mask = same.tril()
+            positions = positions - same.squeeze(1).int().argmax(dim=-1)  # less the first position of the document
+        x, rotary = self.place(self.tokens(ids), positions)
+        return x, rotary, mask
+
+    def place(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Rotary | None]:
+        """Embedded tokens x [B, T, D] at positions [B or 1, T] → states [B, T, D] and rotary angles, if any."""
+        rotary = None
+        if self.places is not None:
+            x = x + self.places(positions)
+        else:
+            rotary = rotary_angles(positions, self.config.head_width, x.dtype)
+        if self.config.start == "normed":
+            x = F.rms_norm(x, x.shape[-1:], None, EPSILON)
+        return x, rotary
+
+    @_never_compile
+    def random_start(self, positions: Tensor, ids: Tensor | None = None) -> Tensor | None:
+        """The state before the first loop [B or 1, T, D], at positions [B or 1, T]; None where it is the embedding.
+
+        In evaluation it follows from the position alone: a token that is decoded on top of a cache starts from the
+        same state as in a whole sequence. In training it follows from all ids [B, T] of the row as well, so it
+        differs between samples, and a resumed run draws it again.
+        """
+        if self.config.start != "random":
+            return None
+        keys = positions.new_zeros(1)
+        if ids is not None and self.training and torch.is_grad_enabled():
+            keys = hashed(ids + positions * signed(GOLDEN)).sum(1)
+        return INITIAL_STATE_STD * normal(keys, positions, self.config.width)
+
+    @_never_compile
+    def passes(
         self,
-        passes: Passes,
+        trajectories: Trajectory | list[Trajectory],
+        rows: int,
+        condition: Callable[[Trajectory], Condition] | None = None,
+    ) -> Passes:
+        """How many rows take part in each loop, and their conditions, from `condition` or the model's own."""
+        condition = condition or self.condition
+        if isinstance(trajectories, Trajectory):
+            table, budget = condition(trajectories), trajectories.budget
+            # Slices keep the row dimension at 1, so one modulation is broadcast to all rows.
+            return Passes([rows] * budget, [table.at(slice(step, step + 1)) for step in range(budget)], None)
+        tables = {trajectory: condition(trajectory) for trajectory in set(trajectories)}
+        order = sorted(range(rows), key=lambda row: -trajectories[row].budget)
+        counts, conditions = [], []
+        for step in range(trajectories[order[0]].budget):
+            active = [trajectories[row] for row in order if trajectories[row].budget > step]
+            counts.append(len(active))
+            conditions.append(Condition.stack([tables[trajectory].at(step) for trajectory in active]))
+        return Passes(counts, conditions, order)
+
+    @_never_compile
+    def condition(self, trajectory: Trajectory) -> Condition:
+        """The conditions of all loops of a trajectory; empty in an unconditioned model."""
+        if self.conditioner is None:
+            return Condition()
+        condition: Condition = self.conditioner(trajectory)
+        return condition
+
+    @_compile_only_submodules
+    def loop(
+        self,
+        step: Step,
         x: Tensor,
+        passes: Passes,
         rotary: Rotary | None,
         mask: Tensor | None,
-        start: Tensor | None,
-        *,
-        keep: list[Tensor] | None = None,
-        stack: Callable[..., Tensor] | None = None,
-        certainty: Certainty | None = None,
+        keep: list[Tensor] | None,
+        start: Tensor | None = None,
     ) -> Tensor:
-        """The same from embeddings [B, T, D], as `loop` takes them: hidden [B, T, D] after the final norm."""
-        run = stack or self.stack
+        """Run every loop of every row: the last states [B, T, D], before the final norm.
 
-        def step(
-            number: int, x: Tensor, modulation: Tensor | None, *more: Any, settled: Tensor | None = None
-        ) -> Tensor:
-            if settled is None:
-                return run(x, modulation, *more)
-            return x if bool(settled.all()) else run(x, modulation, *more, settled=settled)
+        x [B, T, D] is the embedding, and `start` [B or 1, T, D] the state before the first loop where that is
+        another. `keep` collects the state of all rows after each loop.
+        """
+        back = None  # from the order of the loop to the caller's
+        if passes.order is not None:
+            # Longest trajectories first: the rows that still run are then always the first ones, and a row that has
+            # finished is dropped from the end without a copy of the others.
+            order = passes.order
+            back = torch.tensor(order, device=x.device).argsort()
+            x, start, mask = x[order], _rows(start, order), _rows(mask, order)
+            rotary = _rotary_rows(rotary, order)
+        embedded, x = x, x if start is None else start.to(x.dtype).expand_as(x)
+        finished: list[Tensor] = []  # longest trajectories first
+        for number, (rows, condition) in enumerate(zip(passes.rows, passes.conditions, strict=True)):
+            if rows < len(x):
+                finished.insert(0, x[rows:])
+                x, embedded = x[:rows], embedded[:rows]
+                rotary, mask = _rotary_rows(rotary, slice(rows)), _rows(mask, slice(rows))
+            x = step(number, self.inject(x, embedded, condition, number), condition.modulation, rotary, mask)
+            if keep is not None:
+                keep.append(x if back is None else torch.cat([x, *finished])[back])
+        return x if back is None else torch.cat([x, *finished])[back]
 
-        x = self.loop(step, x, passes, rotary, mask, keep, start, certainty)
-        hidden: Tensor = self.final_norm(x)
-        return hidden
+    @_never_compile
+    def inject(self, x: Tensor, embedded: Tensor, condition: Condition, number: int) -> Tensor:
+        """The input of a loop [B, T, D]: the state x, with some of the embedding where the model injects it."""
+        if self.adapter is not None:
+            # In every loop, also the first. The embedding is normalised, so that neither half drowns the other.
+            both = torch.cat([x, F.rms_norm(embedded, embedded.shape[-1:], None, EPSILON)], dim=-1)
+            joined: Tensor = self.adapter(both)
+            return joined.to(x.dtype)
+        if condition.injection is None or number == 0:  # before the first loop the state is the embedding
+            return x
+        return torch.addcmul(x, embedded, condition.injection.to(x.dtype)[:, None])
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[…, D] after the final norm → logits […, V]."""
+        return F.linear(hidden, self.tokens.weight)
+
+    # On top of a cache.
+
+    def cache(
+        self,
+        trajectory: TrajectoryLike | Sequence[TrajectoryLike],
+        rows: int,
+        capacity: int | None = None,
+        condition: Callable[[Trajectory], Condition] | None = None,
+    ) -> Cache:
+        """An empty cache for `rows` sequences of at most `capacity` tokens, along one trajectory or one for each.
+
+        `condition` replaces the model's own, for callers that keep the conditions they have computed.
+        """
+        trajectories = self.trajectories(trajectory, rows)
+        each = [trajectories] * rows if isinstance(trajectories, Trajectory) else trajectories
+        with torch.no_grad():
+            passes = self.passes(trajectories, rows, condition)
+        return Cache(self.config, each, passes, capacity or self.config.context, self.tokens.weight)
 
     @torch.no_grad()
-    def extend(
-        self,
-        ids: Tensor,
-        cache: Cache,
-        counts: Sequence[int] | None = None,
-        check: bool = True,
-        certainty: Certainty | None = None,
-    ) -> Tensor:
-        """Run new tokens [B, T] on top of the cache, which keeps them: hidden [B, T, D] after the final norm.
+    def extend(self, ids: Tensor, cache: Cache, counts: Sequence[int] | None = None, check: bool = True) -> Tensor:
+        """Run new tokens [B, T] on top of the cache and store them there: hidden [B, T, D] after the final norm.
 
-        `counts` says how many tokens of each row count, where rows are padded at the end; what lies beyond is not
-        kept and its output means nothing. `check` False trusts the ids' values, as those a model has chosen itself.
-        With `certainty` tokens that are sure enough take fewer passes.
+        Where rows are padded at the end, `counts` says how many tokens of each are real. Outputs of padding mean
+        nothing. `check` False trusts the values of the ids, as of tokens that the model itself has chosen.
         """
         self.check(ids, values=check)
         cache.require_model(self.tokens.weight)
@@ -225,190 +281,24 @@ class LoopedLM(nn.Module):
         positions, mask = cache.place(ids.shape[1])
         x, rotary = self.place(self.tokens(ids), positions)
 
-        def step(
-            number: int, x: Tensor, modulation: Tensor | None, *more: Any, settled: Tensor | None = None
-        ) -> Tensor:
-            slots = cache.slots(number)
-            if settled is not None and bool(settled.all()):
-                self.stack.store(x, modulation, more[0], slots)
-                return x
-            out: Tensor = self.stack(x, modulation, *more, slots, settled)
+        def step(number: int, *inputs: Any) -> Tensor:
+            out: Tensor = self.stack(*inputs, cache.slots(number))
             return out
 
-        start = self.random_start(positions)
-        with attention_of_any_length():
-            x = self.loop(step, x, cache.passes, rotary, mask, None, start, certainty)
+        with without_cudnn_attention():
+            x = self.loop(step, x, cache.passes, rotary, mask, None, self.random_start(positions))
         hidden: Tensor = self.final_norm(x)
+        # Last: after an error above the cache is as long as before, and the next call overwrites what was stored.
         cache.advance(counts)
         return hidden
 
-    def cache(
-        self,
-        trajectory: TrajectoryLike | Sequence[TrajectoryLike],
-        rows: int,
-        capacity: int | None = None,
-        condition: Callable[[Trajectory], Condition] | None = None,
-    ) -> Cache:
-        """An empty cache for `rows` sequences along one trajectory, or one each, of at most `capacity` tokens.
+    # Trajectories, checks and facts.
 
-        `condition` is a `condition` that keeps what it has computed.
-        """
-        trajectories = self.trajectories(trajectory, rows)
-        each = [trajectories] * rows if isinstance(trajectories, Trajectory) else trajectories
-        with torch.no_grad():
-            followed = self.passes(trajectories, rows, condition)
-        return Cache(self.config, each, followed, capacity or self.config.context, self.tokens.weight)
-
-    @_not_compiled
-    def embed(self, ids: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Rotary | None, Tensor | None]:
-        """ids [B, T] → their embeddings [B, T, D], rotary angles and attention mask, if any."""
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]  # [1, T]
-        mask = None
-        if documents is not None:
-            same = documents[:, None, :, None] == documents[:, None, None, :]  # [B, 1, T, T]
-            mask = same.tril()
-            positions = positions - same.squeeze(1).int().argmax(dim=-1)  # the first token of one's document
-        x, rotary = self.place(self.tokens(ids), positions)
-        return x, rotary, mask
-
-    def place(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Rotary | None]:
-        """Embedded tokens x [B, T, D] at positions [B or 1, T] → states and rotary angles, if any."""
-        rotary = None
-        if self.places is not None:
-            x = x + self.places(positions)
-        else:
-            rotary = rotary_angles(positions, self.config.head_width, x.dtype)
-        if self.config.start == "normed":
-            x = F.rms_norm(x, x.shape[-1:], None, EPSILON)
-        return x, rotary
-
-    @_not_compiled
-    def random_start(self, positions: Tensor, ids: Tensor | None = None) -> Tensor | None:
-        """The state before the first pass [B or 1, T, D], at positions [B or 1, T]; None: it is the embedding.
-
-        It follows from the position alone, so that cached equals uncached, and where gradients are wanted from
-        all ids [B, T] of the row too: another one for every sample, the same one after a resume.
-        """
-        if self.config.start != "random":
-            return None
-        keys = positions.new_zeros(1)
-        if ids is not None and self.training and torch.is_grad_enabled():
-            keys = hashed(ids + positions * signed(GOLDEN)).sum(1)
-        return START_STD * normal(keys, positions, self.config.width)
-
-    @property
-    def device(self) -> torch.device:
-        """Where its weights are."""
-        return self.tokens.weight.device
-
-    @property
-    def dtype_name(self) -> str:
-        """The dtype of its weights, in words."""
-        return str(self.tokens.weight.dtype).removeprefix("torch.")
-
-    @property
-    def cost(self) -> Cost:
-        """Parameters, FLOPs and bytes at any budget."""
-        return Cost(self.config)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """[…, D] after the final norm → logits […, V]."""
-        return F.linear(hidden, self.tokens.weight)
-
-    @_not_compiled
-    def condition(self, trajectory: Trajectory) -> Condition:
-        """What the passes of a trajectory are told; nothing in an unconditioned model."""
-        if self.conditioner is None:
-            return Condition()
-        condition: Condition = self.conditioner(trajectory)
-        return condition
-
-    @_not_compiled
-    def passes(
-        self,
-        trajectories: Trajectory | list[Trajectory],
-        rows: int,
-        condition: Callable[[Trajectory], Condition] | None = None,
-    ) -> Passes:
-        """Which rows take part in each pass, and what they are told, by `condition` or the model's own."""
-        condition = condition or self.condition
-        if isinstance(trajectories, Trajectory):
-            table, budget = condition(trajectories), trajectories.budget
-            shared = [table.at(slice(step, step + 1)) for step in range(budget)]
-            return Passes([rows] * budget, shared, None)
-        tables = {trajectory: condition(trajectory) for trajectory in set(trajectories)}
-        order = sorted(range(rows), key=lambda row: -trajectories[row].budget)
-        counts, conditions = [], []
-        for step in range(trajectories[order[0]].budget):
-            active = [trajectories[row] for row in order if trajectories[row].budget > step]
-            counts.append(len(active))
-            conditions.append(Condition.stack([tables[trajectory].at(step) for trajectory in active]))
-        return Passes(counts, conditions, order)
-
-    @_not_compiled_itself
-    def loop(
-        self,
-        step: Step,
-        x: Tensor,
-        passes: Passes,
-        rotary: Rotary | None,
-        mask: Tensor | None,
-        keep: list[Tensor] | None,
-        start: Tensor | None = None,
-        certainty: Certainty | None = None,
-    ) -> Tensor:
-        """Every pass of every row. Longest trajectories first, so that a row that is done leaves at the end.
-
-        x [B, T, D] is the embedding; `start` [B or 1, T, D] the state before the first pass, where that is another.
-        """
-        back = None
-        if passes.order is not None:
-            back = torch.tensor(passes.order, device=x.device).argsort()
-            x, rotary, mask = x[passes.order], _rotary_rows(rotary, passes.order), _rows(mask, passes.order)
-            start = _rows(start, passes.order)
-        embedded, x = x, x if start is None else start.to(x.dtype).expand_as(x)
-        done: list[Tensor] = []  # longest first
-        if certainty is not None:
-            certainty.start(self, x, passes.order)
-        for number, (rows, condition) in enumerate(zip(passes.rows, passes.conditions, strict=True)):
-            if rows < len(x):
-                done.insert(0, x[rows:])
-                x, embedded = x[:rows], embedded[:rows]
-                rotary, mask = _rotary_rows(rotary, slice(rows)), _rows(mask, slice(rows))
-            injected = self.inject(x, embedded, condition, number)
-            if certainty is None:
-                x = step(number, injected, condition.modulation, rotary, mask)
-            else:
-                settled = certainty.settled(rows)
-                new = step(number, injected, condition.modulation, rotary, mask, settled=settled)
-                x = torch.where(settled[..., None], x, new)
-                following = passes.rows[number + 1] if number + 1 < len(passes.rows) else 0
-                certainty.look(x[:following])
-            if keep is not None:
-                keep.append(x if back is None else torch.cat([x, *done])[back])
-        if certainty is not None and back is not None:
-            certainty.passes = certainty.passes[back]
-        return x if back is None else torch.cat([x, *done])[back]
-
-    @_not_compiled
-    def inject(self, x: Tensor, embedded: Tensor, condition: Condition, number: int) -> Tensor:
-        """What a pass starts from: the state x [B, T, D], from the second pass on with some of the embedding.
-
-        An adapter joins the two in every pass, the embedding normalised, so that neither drowns the other.
-        """
-        if self.adapter is not None:
-            both = torch.cat([x, F.rms_norm(embedded, embedded.shape[-1:], None, EPSILON)], dim=-1)
-            joined: Tensor = self.adapter(both)
-            return joined.to(x.dtype)
-        if condition.injection is None or number == 0:
-            return x
-        return torch.addcmul(x, embedded, condition.injection.to(x.dtype)[:, None])
-
-    @_not_compiled
+    @_never_compile
     def trajectories(
         self, trajectory: TrajectoryLike | Sequence[TrajectoryLike], rows: int, beyond: bool = False
     ) -> Trajectory | list[Trajectory]:
-        """Resolve what the caller gave into one trajectory, or one per row, that this model can follow."""
+        """One trajectory for all rows, or a list with one for each row, that this model can follow."""
         if isinstance(trajectory, str) or not isinstance(trajectory, Sequence):
             return self.resolve(trajectory, beyond)
         if len(trajectory) != rows:
@@ -417,12 +307,12 @@ class LoopedLM(nn.Module):
         return each[0] if len(set(each)) == 1 else each
 
     def resolve(self, trajectory: TrajectoryLike, beyond: bool = False) -> Trajectory:
-        """Resolve one trajectory and check that this model can follow it."""
+        """One trajectory that this model can follow; None gives the full one."""
         trajectory = resolve(trajectory, self.config.loops, beyond)
         if self.config.conditioning in ("none", "index") and not trajectory.is_uniform:
             raise LoopformerError(
-                f"A model with conditioning {self.config.conditioning!r} is not told its steps, so it can only "
-                f"follow uniform trajectories; use the budget {trajectory.budget} instead of {trajectory}."
+                f"A model with conditioning {self.config.conditioning!r} does not see its step sizes, so it can "
+                f"only follow uniform trajectories; use the budget {trajectory.budget} instead of {trajectory}."
             )
         return trajectory
 
@@ -430,9 +320,24 @@ class LoopedLM(nn.Module):
         """Compile the step, not the loop: one graph serves every budget and schedule."""
         self.stack.compile(*args, **kwargs)
 
-    @_not_compiled
+    @property
+    def device(self) -> torch.device:
+        """The device of its weights."""
+        return self.tokens.weight.device
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype of its weights, such as bfloat16."""
+        return str(self.tokens.weight.dtype).removeprefix("torch.")
+
+    @property
+    def cost(self) -> Cost:
+        """Parameters, FLOPs and bytes at any budget."""
+        return Cost(self.config)
+
+    @_never_compile
     def check(self, ids: Tensor, documents: Tensor | None = None, values: bool = True) -> None:
-        """Refuse what is no batch of token ids; `values` False trusts their values."""
+        """Refuse what is no batch of token ids; `values` False skips the values, which a GPU must be waited for."""
         if not isinstance(ids, Tensor):
             raise LoopformerError(f"ids must be a [B, T] tensor of integers, got {type(ids).__name__}.")
         if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
@@ -443,7 +348,6 @@ class LoopedLM(nn.Module):
             raise LoopformerError(
                 f"The sequence has {ids.shape[1]} tokens but the context is {self.config.context}; shorten it."
             )
-
         if documents is not None and documents.shape != ids.shape:
             raise LoopformerError(
                 f"documents has shape {list(documents.shape)}, ids {list(ids.shape)}; make them equal."
@@ -455,8 +359,19 @@ class LoopedLM(nn.Module):
             )
 
 
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Switch off cuDNN's attention, which makes a new plan for every length, at about 60 ms each."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def _rows(x: Tensor | None, rows: list[int] | slice) -> Tensor | None:
-    """Some rows; what is shared by all rows stays as it is."""
+    """Some rows of x; what all rows share, with one row, stays as it is."""
     return x if x is None or len(x) == 1 else x[rows]
 
 

@@ -320,8 +320,6 @@ def test_what_can_never_run_is_refused(model: LoopedLM) -> None:
     engine = Engine(model, Letters(), backend=backend_of(model, 2))
     with pytest.raises(LoopformerError, match="more than the engine has memory for"):
         engine.submit(Request((1, 2), Trajectory.uniform(3), max_tokens=5))
-    with pytest.raises(LoopformerError, match="no kernels for certainty"):
-        engine.submit(Request((1, 2), Trajectory.uniform(1), certainty=0.5))
     with pytest.raises(LoopformerError, match="hold no page of keys"):
         SharedBatch(model, 3, memory=1)
     with pytest.raises(LoopformerError, match="int8 weights serve one row at a time"):

@@ -42,17 +42,13 @@ if TYPE_CHECKING:
 MOST_KEPT = 4  # each holds keys for the whole context of its rows
 MOST_SLOTS = 256  # of one batch; more requests wait for each other
 MOST_TOGETHER = 16  # tokens that are verified at once
-NO_CERTAINTY = "has no kernels for certainty"
 Lent = TypeVar("Lent")
 
 
-def obstacle(model: LoopedLM, certainty: bool = False) -> str | None:
-    """What the kernels lack to run a model here, and if need be to let its tokens settle, as in "it …"; None if
-    nothing."""
+def obstacle(model: LoopedLM) -> str | None:
+    """What the kernels lack to run a model here, as in "it …"; None if nothing."""
     if model.config.plain_only is not None:
         return f"has no kernels for model.{model.config.plain_only}"
-    if certainty:
-        return NO_CERTAINTY
     ready = model.tokens.weight.device.type == "cuda" and find_spec("triton") is not None
     return None if ready else "needs a CUDA device and Triton"
 
@@ -64,8 +60,6 @@ def longest_draft(int8: bool) -> int:
 
 def draft_obstacle(draft: Draft, requests: Sequence[Request], int8: bool) -> str | None:
     """What the kernels lack to draft so for these requests, as in "it …"."""
-    if any(request.certainty is not None for request in requests):
-        return NO_CERTAINTY
     if any(request.sampling.repetition_penalty != 1 for request in requests):
         return "drafts without a repetition penalty"
     if (draft.length or 1) > longest_draft(int8):

@@ -32,13 +32,11 @@ from torch import Tensor
 
 from loopformer.errors import LoopformerError
 from loopformer.inference.decode import PromptBackend, RunPrompts, prefill
-from loopformer.inference.fused.backend import NO_CERTAINTY
 from loopformer.inference.fused.batch import COPIES, PROMPTS, SharedBatch, page_bytes, pages_of, paired
 from loopformer.inference.fused.decoder import side_stream, wait_for
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import GREEDY, Choice, Draw, choose
 from loopformer.model.cache import Cache, RowKeys
-from loopformer.model.looped import Certainty
 
 MOST_APART = 4  # prompts that came at once and are run one after the other
 MOST_UNDER_WAY = 4  # prompts; more would only wait for each other
@@ -158,8 +156,6 @@ class SharedBackend(PromptBackend):
 
     def check(self, request: Request) -> None:
         """Refuse what this backend can never run."""
-        if request.certainty is not None:
-            raise LoopformerError(f"fast {NO_CERTAINTY}; leave it out, or switch fast off (fast=False, --no-fast).")
         if self._needed(request) > self._batch.page_count:
             raise LoopformerError(
                 f"The request may come to {self._tokens(request)} tokens in {request.trajectory.budget} loops, "
@@ -254,11 +250,9 @@ class SharedBackend(PromptBackend):
             keys.loops[0].record_stream(torch.cuda.current_stream())
         return keys, count
 
-    def _extend(
-        self, ids: Tensor, cache: Cache, counts: Sequence[int], certainty: Certainty | None = None
-    ) -> Tensor:
+    def _extend(self, ids: Tensor, cache: Cache, counts: Sequence[int]) -> Tensor:
         if len(counts) > 1:
-            return super()._extend(ids, cache, counts, certainty)
+            return super()._extend(ids, cache, counts)
         return self._batch.prompts.extend(ids, cache)
 
     @torch.no_grad()

@@ -1,0 +1,128 @@
+"""Early exit: each position leaves the loop as soon as the model is sure of its next token.
+
+    out = early_exit(model, ids, threshold=0.9)      # ids [B, T], whole sequences
+    out.loops                                        # loops taken by each position [B, T]
+    out.predictions, out.logprobs                    # what it predicts there, and how likely that is
+
+After every loop the head reads each position that has not exited. A position exits once the probability of its
+top token exceeds the threshold. Its state then stays as it is, and in the remaining loops later positions attend to
+keys and values of that frozen state. Nothing is run twice, and no retraining is needed.
+
+This measures what early exit would do, on whole sequences and outside of decoding. Every loop runs all positions,
+so it saves no time. `early_exit_flops` counts what a decoder with early exit would compute.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from loopformer.errors import LoopformerError, RunFailed
+from loopformer.model import LoopedLM
+from loopformer.model.cost import Cost
+from loopformer.model.looped import TrajectoryLike
+from loopformer.scoring import Span, head_chunks, plan_batches, token_logprobs
+
+
+@dataclass(frozen=True)
+class EarlyExit:
+    """Where each position left the loop, and what it predicts there."""
+
+    loops: Tensor  # [B, T], from 1 to the budget
+    predictions: Tensor  # [B, T], the most likely next token
+    logprobs: Tensor  # [B, T], the log-probability of that token, in fp32
+    hidden: Tensor  # [B, T, D], after the final norm: `model.head(hidden)` are the logits
+
+
+@torch.no_grad()
+def early_exit(
+    model: LoopedLM, ids: Tensor, threshold: float, trajectory: TrajectoryLike = None, beyond: bool = False
+) -> EarlyExit:
+    """Run ids [B, T] along one trajectory, the full one by default, with early exit above `threshold`.
+
+    At a threshold of 1 no position exits early. `beyond` allows more loops than the model was trained for.
+    """
+    check_threshold(threshold)
+    model.check(ids)
+    trajectory = model.resolve(trajectory, beyond)
+    embedded, rotary, mask = model.embed(ids)  # [B, T, D]
+    start = model.random_start(torch.arange(ids.shape[1], device=ids.device)[None])
+    x = embedded if start is None else start.to(embedded.dtype).expand_as(embedded)
+    exited = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
+    loops, predictions = (torch.zeros(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
+    logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+
+    for number, condition in enumerate(model.passes(trajectory, len(ids)).conditions):
+        loops += ~exited
+        # An exited position goes through each block as well: its frozen state gives the keys and values that later
+        # positions attend to in this loop. Only its output is dropped, after every block and after the loop.
+        state = model.inject(x, embedded, condition, number)
+        for block_number, block in enumerate(model.stack.each()):
+            modulation = None if condition.modulation is None else condition.modulation[:, block_number]
+            state = torch.where(exited[..., None], state, block(state, modulation, rotary, mask, None))
+        x = torch.where(exited[..., None], x, state)
+
+        open_rows, open_positions = (~exited).nonzero(as_tuple=True)  # [N] each
+        hidden = model.final_norm(x[open_rows, open_positions])  # [N, D]
+        for chunk, logits in head_chunks(model, hidden):
+            rows, positions = open_rows[chunk], open_positions[chunk]
+            top, token = logits.max(-1)
+            logprob = top - logits.logsumexp(-1)
+            predictions[rows, positions], logprobs[rows, positions] = token, logprob
+            exited[rows, positions] = logprob.exp() > threshold
+        if bool(exited.all()):
+            break
+    return EarlyExit(loops, predictions, logprobs, model.final_norm(x))
+
+
+def check_threshold(threshold: object) -> None:
+    """Refuse what is no probability above 0."""
+    if not (isinstance(threshold, Real) and 0 < threshold <= 1):  # type: ignore[operator]
+        raise LoopformerError(f"certainty must lie in (0, 1], got {threshold!r}.")
+
+
+class ExitScores(NamedTuple):
+    """The scored tokens of a batch of spans, on the CPU, and the loops that all positions of the batch took."""
+
+    targets: Tensor  # [N]
+    logprobs: Tensor  # [N], in fp32
+    loops: Tensor  # [P], for the positions that were run
+
+
+@torch.no_grad()
+def score_with_early_exit(
+    model: LoopedLM, spans: Sequence[Span], threshold: float, trajectory: TrajectoryLike, batch_tokens: int
+) -> Iterator[ExitScores]:
+    """Score spans as `score_spans` does, batch by batch, with early exit along one trajectory."""
+    for batch in plan_batches(spans, model.config.context, batch_tokens, share=False):
+        rows = [torch.tensor(pack.rows[0]) for pack in batch.packs]  # padded at the end, where nothing attends to
+        targets = torch.tensor([token for number, _, _ in batch.spans for token in spans[number].targets])  # [N]
+        try:
+            out = early_exit(model, pad_sequence(rows, batch_first=True).to(model.device), threshold, trajectory)
+            parts = [out.hidden[row, end - spans[number].scored : end] for number, row, end in batch.spans]
+            logprobs, _ = token_logprobs(model, torch.cat(parts), targets.to(model.device))
+        except torch.OutOfMemoryError as error:
+            raise RunFailed(
+                f"Batches of {batch_tokens} tokens do not fit into the device's memory; lower --batch-tokens."
+            ) from error
+        loops = [out.loops[number, : len(row)].cpu() for number, row in enumerate(rows)]
+        yield ExitScores(targets, logprobs.cpu(), torch.cat(loops))
+
+
+def early_exit_flops(
+    cost: Cost, taken: int, budget: int | None = None, context: int | None = None, causal: bool = True
+) -> float:
+    """Embedding to logits, in FLOPs, of a position that exits after `taken` loops of its budget.
+
+    Counted are the loops it takes, the head after each of them except the last of the budget, and in the remaining
+    loops its keys and values, with the adapter's product where the model has one.
+    """
+    config = cost.config
+    loops = config.loops if budget is None else budget
+    reads = min(taken, loops - 1) * 2 * cost.head_products
+    keys_and_values = config.blocks * 2 * (2 * config.width**2) + 2 * cost.adapter_products
+    return cost.forward_flops(taken, context, causal) + reads + (loops - taken) * keys_and_values
