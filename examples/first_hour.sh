@@ -30,7 +30,7 @@ say generate "$prompt" --model first-hour/run --compare 1,4,2-1-1 --max-tokens 8
 printf '%s\n/budget 1\nGo on\n' "$prompt" | say chat --model first-hour/run --max-tokens 8
 
 # How good is it, at which schedule, and what happens inside?
-say eval --model first-hour/run --budgets 1,2,4 --max-tokens 2000
+say eval text first-hour/run --budgets 1,2,4 --max-tokens 2000
 say search --model first-hour/run --budget 2 --max-tokens 2000
 say analyze --model first-hour/run --prompts 4 --length 32 --out first-hour/analysis
 say report first-hour/run --max-tokens 2000 --prompts 4 --out first-hour/report

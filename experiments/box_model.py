@@ -33,7 +33,7 @@ from common import (
 
 from loopformer.data.prepare import prepare
 from loopformer.device import device_name
-from loopformer.evaluation.benchmarks import LoadedModel
+from loopformer.evaluation.store import LoadedModel
 from loopformer.evaluation.text import perplexity, read_text
 from loopformer.loading import find_model
 from loopformer.loading.folder import HELD_OUT, TOKENIZER, save_tensors
@@ -83,9 +83,9 @@ offensive, as old books can be.
 |---|---|---|
 {rows}
 
-On `{held_out}`, which is held out of its data; `loopformer eval --budgets 1,2,4,8` says it again. English, after
-{seen:.0f} M tokens ({epochs:.1f} epochs, {steps:,} steps, seed {seed}) on {hardware}, with the preset `elastic`;
-`experiments/box_model.py` made it.
+On `{held_out}`, which is held out of its data; `loopformer eval text --budgets 1,2,4,8` says it again. English,
+after {seen:.0f} M tokens ({epochs:.1f} epochs, {steps:,} steps, seed {seed}) on {hardware}, with the preset
+`elastic`; `experiments/box_model.py` made it.
 
 Trained only on text that may be passed on: books of Project Gutenberg in the public domain, English Wikipedia
 (CC BY-SA), Foreign Relations of the United States (public domain) and MDN Web Docs (CC BY-SA 2.5, code CC0 or MIT).

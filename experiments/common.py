@@ -24,9 +24,9 @@ import torch
 
 from loopformer.data.loader import Windows, validation_windows
 from loopformer.data.shards import TokenData
-from loopformer.inference.score import token_logprobs
 from loopformer.loading import find_model
 from loopformer.model import LoopedLM
+from loopformer.scoring import token_logprobs
 from loopformer.training.launch import launch, plan
 from loopformer.trajectory import Trajectory
 

@@ -37,14 +37,22 @@ from paper_judge import Results, fill
 from loopformer.analysis.dynamics import analyze, read_prompts
 from loopformer.config import load_run
 from loopformer.data.prepare import prepare as prepare_data
-from loopformer.evaluation.benchmarks import LoadedModel, ask, collect, model_facts
 from loopformer.evaluation.schedules import search
-from loopformer.evaluation.tasks import Answers, read_answers, read_requests, write_answers, write_requests
+from loopformer.evaluation.store import LoadedModel
+from loopformer.evaluation.tasks import (
+    Answers,
+    model_facts,
+    read_answers,
+    read_requests,
+    run_requests,
+    write_answers,
+    write_requests,
+)
 from loopformer.evaluation.text import Protocol, perplexity, read_text
 from loopformer.files import write_atomic
 
 if TYPE_CHECKING:
-    from loopformer.evaluation.harness import Suite
+    from loopformer.lm_eval import Suite
 
 QUEUE: dict[str, tuple[str, dict[str, Any]]] = {  # a preset and what differs from SETTINGS, the most telling first
     "loopformer": ("paper/loopformer", {}),
@@ -152,11 +160,11 @@ def prepare(corpus: Path, tasks: Path, out: Path) -> None:
     prepare_data([str(out / TEXT)], out / DATA, tokenizer=str(TOKENIZER))
     for name in TEXTS:
         (out / name).write_text("".join(read_zst_lines(corpus / "heldout" / f"{name}.zst")), encoding="utf-8")
-    write_requests(out / REQUESTS, load_tasks(tasks).requests)
+    write_requests(out / REQUESTS, load_tasks(tasks))
 
 
 def load_tasks(folder: Path) -> "Suite":
-    from loopformer.evaluation.harness import Suite  # needs the harness
+    from loopformer.lm_eval import Suite  # needs the harness
 
     return Suite.load(["paper"], data=folder)
 
@@ -188,7 +196,7 @@ def train_and_measure(name: str, inputs: Path, run: Path, commit: str, changes: 
         ],
     }
     requests = read_requests(inputs / REQUESTS)
-    runs = ask(loaded, requests.queries, trajectories, BATCH_TOKENS, together=True)
+    runs = run_requests(loaded, requests.queries, trajectories, BATCH_TOKENS, together=True)
     write_answers(run / ANSWERS, Answers(requests.facts, model_facts(loaded, runs), runs))
     prompts = read_prompts(str(inputs / TEXTS[-1]), tokenizer, PROMPTS, PROMPT_TOKENS)
     result["analysis"] = [analyze(loaded.model, prompts, name, trajectory).to_json() for trajectory in trajectories]
@@ -200,7 +208,7 @@ def train_and_measure(name: str, inputs: Path, run: Path, commit: str, changes: 
 def publish(run: Path, suite: "Suite", out: Path) -> None:
     """Write the results of one model, the tasks' scores and which examples were right into one compact file."""
     result, answers = json.loads((run / RAW).read_text("utf-8")), read_answers(run / ANSWERS)
-    result["tasks"] = collect(suite, answers)
+    result["tasks"] = suite.collect(answers)
     result["outcomes"] = {
         "meaning": "of each trajectory and task, 1 or 0 per example in the order of the data, by the task's metric",
         **{

@@ -43,7 +43,7 @@ def test_its_card_is_true_and_depth_pays(lm: LM) -> None:
     "words",
     [
         ["generate", "The city", "--max-tokens", "4", "--json"],
-        ["eval", "--budgets", "1,2", "--max-tokens", "600", "--json"],
+        ["eval", "text", "--budgets", "1,2", "--max-tokens", "600", "--json"],
         ["search", "--budget", "7", "--max-tokens", "600", "--json"],
         ["analyze", "--prompts", "2", "--length", "16", "--budgets", "2", "--out", "found", "--json"],
         ["bench", "decode", "--budgets", "2", "--tokens", "2", "--contexts", "8", "--paths", "plain", "--json"],

@@ -18,6 +18,7 @@ ORDER = [
     "model",
     "data",
     "loading",
+    "scoring",
     "inference",
     "training",
     "lm",

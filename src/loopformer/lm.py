@@ -27,10 +27,10 @@ from loopformer.inference.engine import Engine, complete, generate, speculate
 from loopformer.inference.fused.backend import DraftBackend, FusedPool, draft_obstacle, obstacle
 from loopformer.inference.request import Event, Request, Result
 from loopformer.inference.sampling import Sampling
-from loopformer.inference.score import Score, score_texts
 from loopformer.loading import find_model, from_model_folder, read_model
 from loopformer.loading.folder import default_trajectory, is_model_folder
 from loopformer.model import LoopedLM
+from loopformer.scoring import Score, score_texts
 from loopformer.trajectory import Trajectory
 
 Budget = int | Sequence[int] | None

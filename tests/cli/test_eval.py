@@ -1,4 +1,4 @@
-"""`loopformer eval` as a user meets it: perplexity, and benchmarks with and without the harness."""
+"""`loopformer eval` as a user meets it: perplexity, tasks with and without the harness, and state tracking."""
 
 import json
 from pathlib import Path
@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 from evaluation.examples import write_local
-from typer.testing import CliRunner
 
-from loopformer.cli import app
 from loopformer.errors import LoopformerError
+from loopformer.plots import available
 
 from .models import save_small
 from .process import invoke, run
 
 
 def test_a_table_then_json_from_what_is_kept(model: str, text: str, tmp_path: Path) -> None:
-    words = ["eval", "--model", model, "--text", text, "--device", "cpu"]
+    words = ["eval", "text", model, "--text", text, "--device", "cpu"]
     first = invoke(*words, "--budgets", "1,2", "--trajectory", "3-1")
     assert "207 bytes, 1 document, each on its own, windows of 16, no overlap, float32 on cpu" in first.stdout
     assert [line.split()[:2] for line in first.stdout.splitlines()[3:]] == [
@@ -51,12 +50,12 @@ def test_a_table_then_json_from_what_is_kept(model: str, text: str, tmp_path: Pa
 def test_what_is_wrong_is_one_sentence(model: str, text: str, words: list[str], sentence: str) -> None:
     given = [] if "--text" in words else ["--text", text]
     with pytest.raises(LoopformerError, match=sentence):
-        invoke("eval", "--model", model, "--device", "cpu", *given, *words)
+        invoke("eval", "text", model, "--device", "cpu", *given, *words)
 
 
 def test_certainty_stands_beside_the_fixed_budgets(model: str, text: str) -> None:
     budgets = ["--budgets", "1,3", "--certainty", "1e-3,1"]
-    words = ["eval", "--model", model, "--text", text, "--device", "cpu", *budgets]
+    words = ["eval", "text", model, "--text", text, "--device", "cpu", *budgets]
     shown = invoke(*words).stdout.splitlines()
     assert shown[2].split()[:4] == ["budget", "schedule", "certainty", "passes"]
     assert [line.split()[:4] for line in shown[3:]] == [
@@ -74,12 +73,12 @@ def test_certainty_stands_beside_the_fixed_budgets(model: str, text: str) -> Non
 
 def test_without_text_only_a_run_can_be_evaluated(model: str) -> None:
     with pytest.raises(LoopformerError, match="has no prepared data of its own; say what to measure on"):
-        invoke("eval", "--model", model, "--device", "cpu")
+        invoke("eval", "text", model, "--device", "cpu")
 
 
 def test_a_folder_is_no_file_to_write(model: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(LoopformerError, match="--out names a file to write"):
-        invoke("eval", "--model", model, "--text", text, "--out", str(tmp_path))
+        invoke("eval", "text", model, "--text", text, "--out", str(tmp_path))
     assert not (Path(model) / "evaluation").exists()  # said before any work
 
 
@@ -96,44 +95,113 @@ def _numbers(found: dict[str, Any]) -> list[Any]:
 def test_direct_and_by_way_of_a_machine_without_the_harness(tmp_path: Path, wide: str) -> None:
     pytest.importorskip("lm_eval")
     data = ["--data", str(write_local(tmp_path / "data"))]
-    common = ["--model", wide, "--budgets", "1,4", "--device", "cpu"]
-    direct = invoke("eval", *common, "--tasks", "paper", *data, "--out", str(tmp_path / "direct.json"))
+    common = [wide, "--budgets", "1,4", "--device", "cpu"]
+    direct = invoke("eval", "tasks", *common, "--tasks", "paper", *data, "--out", str(tmp_path / "direct.json"))
     assert "average of 10" in direct.stdout
     assert "ARC, mean of both" in direct.stdout
     assert "hellaswag is a stand-in: 2 examples instead of 10,042." in direct.stdout
     assert "race: 2 of 2 examples, race_high.test.jsonl sha256 " in direct.stdout
 
     requests, answers = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
-    invoke("eval", "--tasks", "paper", *data, "--export-requests", str(requests))
-    run("eval", *common, "--score-requests", str(requests), "--out", str(answers), bare=True)
-    collected = json.loads(invoke("eval", "--aggregate", str(answers), *data, "--json").stdout)
+    invoke("eval", "tasks", "--tasks", "paper", *data, "--export-requests", str(requests))
+    run("eval", "tasks", *common, "--score-requests", str(requests), "--out", str(answers), bare=True)
+    collected = json.loads(invoke("eval", "tasks", "--aggregate", str(answers), *data, "--json").stdout)
     assert _numbers(collected) == _numbers(json.loads((tmp_path / "direct.json").read_text()))
 
 
 def test_without_the_harness_it_says_what_to_install(wide: str) -> None:
-    error = run("eval", "--model", wide, "--tasks", "paper", code=2, bare=True).stderr
+    error = run("eval", "tasks", wide, "--tasks", "paper", code=2, bare=True).stderr
     assert "lm-evaluation-harness is not installed; run: pip install 'loopformer[eval]'." in error
 
 
 def test_wrong_usage_is_one_sentence(tmp_path: Path, wide: str) -> None:
     for words, said in (
-        (["--export-requests", "a"], "Say what to export with --tasks"),
-        (["--tasks", "paper", "--aggregate", "a"], "leave out --tasks"),
+        (["--tasks", "paper", "--aggregate", "a"], "leave out --tasks and --limit"),
+        (["--limit", "5", "--score-requests", "a"], "leave out --tasks and --limit"),
         (["--score-requests", "a", "--aggregate", "b"], "Give one of --export-requests"),
-        (["--limit", "5"], "--limit goes with --tasks"),
-        (["--tasks", "paper", "--certainty", "0.5"], "--certainty is for texts and --states"),
-        (["--tasks", "paper", "--window", "8"], "--window is for texts; leave it out"),
-        (["--data", str(tmp_path)], "--data goes with --tasks"),
-        (["--model", wide, "--tasks", "paper", "--limit", "0"], "--limit must be 1 or more"),
-        (["--model", wide, "--tasks", "paper", "--data", str(tmp_path / "no")], "There is no folder"),
-        (["--model", wide, "--tasks", "paper", "--data", str(tmp_path)], "has no data for copa"),
-        (["--model", wide, "--score-requests", str(tmp_path / "no"), "--device", "cpu"], "cannot be read"),
+        (["--score-requests", "a", "--data", str(tmp_path)], "needs no --data or --include"),
+        ([wide, "--model", wide], "Give the model once"),
+        ([wide, "--limit", "0"], "--limit must be 1 or more"),
+        ([wide, "--data", str(tmp_path / "no")], "There is no folder"),
+        ([wide, "--data", str(tmp_path)], "has no data for copa"),
+        ([wide, "--score-requests", str(tmp_path / "no"), "--device", "cpu"], "cannot be read"),
         (["--aggregate", str(tmp_path / "no")], "cannot be read"),
     ):
-        error = CliRunner().invoke(app, ["eval", *words]).exception
-        assert said in str(error), words
+        with pytest.raises(LoopformerError, match=said):
+            invoke("eval", "tasks", *words)
     data = str(write_local(tmp_path / "data"))
-    error = (
-        CliRunner().invoke(app, ["eval", "-m", wide, "--tasks", "copa", "--data", data, "--budgets", "5"]).exception
-    )
-    assert "Budget 5 is above the model's 4 loops" in str(error)
+    with pytest.raises(LoopformerError, match="Budget 5 is above the model's 4 loops"):
+        invoke("eval", "tasks", wide, "--tasks", "copa", "--data", data, "--budgets", "5")
+
+
+def test_the_earlier_form_is_translated(model: str, text: str, wide: str, tracker: str, tmp_path: Path) -> None:
+    budget = ["--budgets", "1", "--device", "cpu", "--json"]
+    earlier = invoke("eval", "--model", model, "--text", text, *budget)
+    assert f"Note: eval has subcommands; use `loopformer eval text --model {model} --text" in earlier.stderr
+    now = invoke("eval", "text", model, "--text", text, *budget)
+    assert "Note" not in now.stderr
+    nats = [json.loads(done.stdout)["perplexity"][0]["nats"] for done in (earlier, now)]
+    assert nats[0] == nats[1]
+    few = ["--sequences", "4", *budget]
+    for words in ([], ["--states", "S3"], ["--states=S3"]):  # a run that tracks states needs no --states
+        done = invoke("eval", f"--model={tracker}", *words, *few)
+        assert "use `loopformer eval states" in done.stderr
+        assert json.loads(done.stdout)["states"]["sequences"] == 4
+    with pytest.raises(LoopformerError, match="cannot be read"):
+        invoke("eval", "-m", wide, "--score-requests", str(tmp_path / "no"), "--device", "cpu")
+    with pytest.raises(LoopformerError, match="Texts and tasks are two commands"):
+        invoke("eval", "--model", model, "--text", text, "--tasks", "paper")
+
+
+@pytest.fixture(scope="module")
+def tracker(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run of two steps."""
+    out = str(tmp_path_factory.mktemp("runs") / "s3")
+    small = ["model.width=16", "model.heads=2", "model.ffn=32", "model.loops=3", "training.batch=4"]
+    steps = ["training.steps=2", "training.warmup=1", "training.validation_windows=2", "training.device=cpu"]
+    assert invoke("train", "states", *small, *steps, "--out", out, "--json").exit_code == 0
+    return out
+
+
+def test_a_run_is_measured_on_its_own_group(tracker: str, tmp_path: Path) -> None:
+    out, picture = tmp_path / "found.json", tmp_path / "map.png"
+    words = ["eval", "states", tracker, "--device", "cpu", "--sequences", "32", "--seed", "5"]
+    drawn = ["--figure", str(picture)] if available() else []
+    shown = invoke(*words, "--out", str(out), *drawn).stdout
+    assert "products over S3 (6 elements, chance 16.7 %), 32 words of 16, seed 5, float32 on cpu" in shown
+    assert "early exit" in shown
+    found = json.loads(out.read_text())["states"]
+    assert [row["budget"] for row in found["trajectories"]] == [1, 2, 3]
+    assert all(len(row["right"]) == 16 for row in found["trajectories"])
+    assert picture.is_file() == available()
+    more = invoke(*words, "--group", "S3", "--budgets", "2,5", "--trajectory", "2-1", "--beyond", "--json").stdout
+    again = json.loads(more)["states"]["trajectories"]
+    assert [row["trajectory"] for row in again] == ["2", "5", "2-1"]
+    assert again[0] == found["trajectories"][1]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--group", "S4"], "There is no group 'S4'; choose S3, A5 or S5"),
+        (["--budgets", "4"], "Budget 4 is above the model's 3 loops"),
+        (["--sequences", "0"], "--sequences must be 1 or more"),
+        (["--group", "A5"], "The model's tokens are not the elements of A5"),
+        (["--figure", "map.bmp"], "No picture can be drawn as map.bmp"),
+    ],
+)
+def test_what_is_wrong_in_tracking_is_one_sentence(tracker: str, words: list[str], sentence: str) -> None:
+    with pytest.raises(LoopformerError, match=sentence):
+        invoke("eval", "states", tracker, "--device", "cpu", *words)
+
+
+def test_tracking_needs_a_group(model: str) -> None:
+    with pytest.raises(LoopformerError, match="was not trained to track states; name a group with --group"):
+        invoke("eval", "states", model)
+
+
+def test_other_commands_say_that_there_is_no_text(tracker: str) -> None:
+    with pytest.raises(LoopformerError, match="was trained on words over S3, not on text"):
+        invoke("search", "--model", tracker, "--budget", "2", "--device", "cpu")
+    with pytest.raises(LoopformerError, match=f"loopformer eval states {tracker}"):
+        invoke("eval", "text", tracker, "--device", "cpu")

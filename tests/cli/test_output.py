@@ -24,7 +24,9 @@ VERBS = [
     ["train", "demo"],
     ["generate", "Once", "--model", "m"],
     ["chat"],
-    ["eval"],
+    ["eval", "text"],
+    ["eval", "tasks"],
+    ["eval", "states"],
     ["search", "--model", "m", "--budget", "2"],
     ["analyze", "--model", "m"],
     ["report", "m", "--out", "out"],
@@ -77,10 +79,10 @@ def test_numbers_and_durations() -> None:
 
 def test_the_list_of_verbs_is_whole() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    known = {name for name in commands if name != "bench"} | {
-        f"bench {name}" for name in commands["bench"].commands
-    }
-    assert {" ".join(words[: 1 + (words[0] == "bench")]) for words in VERBS} == known
+    groups = {"bench", "eval"}
+    known = {name for name in commands if name not in groups}
+    known |= {f"{group} {name}" for group in groups for name in commands[group].commands}
+    assert {" ".join(words[: 1 + (words[0] in groups)]) for words in VERBS} == known
 
 
 @pytest.mark.parametrize("words", VERBS, ids=lambda words: "-".join(words[:2]))
@@ -142,8 +144,8 @@ def test_control_c_while_the_command_line_is_imported(
         ["analyze", "-m", "m", "--text", "none.txt", "--out", "deep/out"],
         ["analyze", "-m", "m", "--text", "a.txt", "--prompts", "500", "--out", "deep/out"],
         ["report", "m", "--text", "none.txt", "--out", "deep/out"],
-        ["eval", "-m", "m", "--text", "none.txt", "--out", "deep/out.json"],
-        ["eval", "--tasks", "paper", "--data", "none", "--export-requests", "deep/out.jsonl"],
+        ["eval", "text", "m", "--text", "none.txt", "--out", "deep/out.json"],
+        ["eval", "tasks", "--data", "none", "--export-requests", "deep/out.jsonl"],
         ["search", "-m", "m", "--budget", "9", "--text", "a.txt", "--out", "deep/out.json"],
         ["search", "-m", "m", "--budget", "2", "--text", "none.txt", "--figure", "deep/out.png"],
         ["export", "m", "deep/out", "--budget", "9"],

@@ -19,7 +19,7 @@ def test_the_best_schedule_is_found_saved_and_used(model: str, text: str, tmp_pa
     assert "use it with --schedule best" in found.stderr
     assert picture.stat().st_size > 1000
     best = json.loads((Path(model) / "schedules.json").read_text())["2"]["trajectory"]
-    evaluated = invoke("eval", *words, "--text", text, "--budgets", "1,2", "--schedule", "best", "--json")
+    evaluated = invoke("eval", "text", *words, "--text", text, "--budgets", "1,2", "--schedule", "best", "--json")
     assert [row["trajectory"] for row in json.loads(evaluated.stdout)["perplexity"]] == ["1", best]
     written = invoke(
         "generate", *words, "its", "--budget", "2", "--schedule", "best", "--max-tokens", "2", "--json"

@@ -16,17 +16,15 @@ from loopformer import LM, LoopedLM, ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.evaluation.schedules import (
-    FILE,
     can_save,
     describe,
     explore,
     rank,
     save_best,
-    scheduled,
     search,
     spearman,
 )
-from loopformer.evaluation.store import Store, weights_hash
+from loopformer.evaluation.store import SCHEDULES_FILE, Store, scheduled, weights_hash
 from loopformer.evaluation.text import Protocol, Text, perplexity
 from loopformer.trajectory import Trajectory
 
@@ -201,7 +199,7 @@ def test_saved_schedules_are_used_and_merged(lm: LM, text: Text, tmp_path: Path)
     two, three = (search(lm.model, budget, text=text) for budget in (2, 3))
     save_best(tmp_path, three)
     save_best(tmp_path, two)
-    saved = json.loads((tmp_path / FILE).read_text())
+    saved = json.loads((tmp_path / SCHEDULES_FILE).read_text())
     assert list(saved) == ["2", "3"]
     assert saved["2"]["perplexity"] == two["best"]["perplexity"]
     assert saved["2"]["text"] == {"text": "test.txt", "sha256": "0", "tokens": text.tokens}
@@ -215,8 +213,8 @@ def test_saved_schedules_are_used_and_merged(lm: LM, text: Text, tmp_path: Path)
 
 def test_a_better_schedule_stays(lm: LM, text: Text, tmp_path: Path) -> None:
     found = search(lm.model, 2, text=text)
-    assert save_best(tmp_path, found) == (tmp_path / FILE, None)
-    whole = (tmp_path / FILE).read_bytes()
+    assert save_best(tmp_path, found) == (tmp_path / SCHEDULES_FILE, None)
+    whole = (tmp_path / SCHEDULES_FILE).read_bytes()
 
     def other(tokens: int, perplexity: float, **more: Any) -> dict[str, Any]:
         best = {**found["worst"], "perplexity": perplexity}
@@ -232,9 +230,9 @@ def test_a_better_schedule_stays(lm: LM, text: Text, tmp_path: Path) -> None:
         assert path.read_bytes() == whole
     more_text, as_much = other(tokens + 1, reached * 1.01), other(tokens, reached / 2)
     for replaces in (more_text, as_much, other(1, 9e9, weights="other"), other(1, 9e9, by="both")):
-        (tmp_path / FILE).write_bytes(whole)
-        assert save_best(tmp_path, replaces) == (tmp_path / FILE, None)
-        saved = json.loads((tmp_path / FILE).read_text())["2"]
+        (tmp_path / SCHEDULES_FILE).write_bytes(whole)
+        assert save_best(tmp_path, replaces) == (tmp_path / SCHEDULES_FILE, None)
+        saved = json.loads((tmp_path / SCHEDULES_FILE).read_text())["2"]
         assert saved["trajectory"] == found["worst"]["trajectory"] != found["best"]["trajectory"]
 
 
@@ -268,7 +266,7 @@ def test_what_is_refused(lm: LM, text: Text, tmp_path: Path) -> None:
         lm.model.tokens.weight += 1
     with pytest.raises(LoopformerError, match="was found for other weights"):
         scheduled(tmp_path, lm.model, 2, "best")
-    (tmp_path / FILE).write_text('{"2": 3}')
+    (tmp_path / SCHEDULES_FILE).write_text('{"2": 3}')
     with pytest.raises(LoopformerError, match="is damaged; delete it"):
         scheduled(tmp_path, lm.model, 2, "best")
 

@@ -15,22 +15,22 @@ from loopformer.errors import FileProblem, LoopformerError
 from loopformer.evaluation.tasks import (
     PAPER,
     TASKS,
-    Answered,
     Answers,
     Query,
     Requests,
-    answer,
-    digest,
+    TaskAnswers,
+    answer_requests,
     encode_pairs,
     encode_texts,
+    hash_requests,
     paper_scores,
     read_answers,
-    read_local,
+    read_examples,
     read_requests,
     write_answers,
     write_requests,
 )
-from loopformer.inference.score import loglikelihoods
+from loopformer.scoring import loglikelihoods
 from loopformer.trajectory import Trajectory
 
 from .examples import HUB, LOCAL, write_lines, write_local
@@ -54,7 +54,7 @@ def test_every_task_is_in_one_benchmark() -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_files_are_read_with_their_hash(tmp_path: Path, name: str) -> None:
     folder = write_local(tmp_path)
-    found = read_local(folder, name)
+    found = read_examples(folder, name)
     assert found.sha256 == hashlib.sha256((folder / found.file).read_bytes()).hexdigest()
     assert len(found.examples) == len(LOCAL[name])
     assert found.note == f"{name} is a stand-in: 2 examples instead of {TASKS[name].examples:,}."
@@ -62,19 +62,19 @@ def test_files_are_read_with_their_hash(tmp_path: Path, name: str) -> None:
 
 def test_another_split_and_a_part_are_stand_ins(tmp_path: Path) -> None:
     write_lines(tmp_path / "sciq.validation.jsonl", LOCAL["sciq"] * 500)
-    assert read_local(tmp_path, "sciq").note == "sciq is a stand-in: the validation split instead of test."
+    assert read_examples(tmp_path, "sciq").note == "sciq is a stand-in: the validation split instead of test."
     write_lines(tmp_path / "sciq.test.jsonl", LOCAL["sciq"] * 500)
-    assert read_local(tmp_path, "sciq").note is None  # the split that the harness scores comes first
+    assert read_examples(tmp_path, "sciq").note is None  # the split that the harness scores comes first
     write_lines(tmp_path / "hellaswag.validation4.jsonl", LOCAL["hellaswag"] * 2)
-    assert read_local(tmp_path, "hellaswag").note == "hellaswag is a stand-in: 4 examples instead of 10,042."
+    assert read_examples(tmp_path, "hellaswag").note == "hellaswag is a stand-in: 4 examples instead of 10,042."
 
 
 def test_hellaswag_is_cleaned_once(tmp_path: Path) -> None:
     path = tmp_path / "hellaswag.validation.jsonl"
     write_lines(path, LOCAL["hellaswag"])
-    assert read_local(tmp_path, "hellaswag").cleaned
+    assert read_examples(tmp_path, "hellaswag").cleaned
     write_lines(path, HUB["hellaswag"])
-    assert not read_local(tmp_path, "hellaswag").cleaned
+    assert not read_examples(tmp_path, "hellaswag").cleaned
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_hellaswag_is_cleaned_once(tmp_path: Path) -> None:
 def test_damaged_files_are_one_sentence(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "piqa.validation.jsonl").write_text(content)
     with pytest.raises(FileProblem, match=said):
-        read_local(tmp_path, "piqa")
+        read_examples(tmp_path, "piqa")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_an_example_says_which_choice_is_right(
     file = tmp_path / f"{name}.{TASKS[name].split}.jsonl"
     write_lines(file, [second, {**first, field: label}])
     with pytest.raises(FileProblem) as caught:
-        read_local(tmp_path, name)
+        read_examples(tmp_path, name)
     said = f"Line 2 of {file} has the {field} {json.dumps(label)}, which is none of {allowed}; take a split"
     assert str(caught.value).startswith(said)
 
@@ -124,21 +124,21 @@ def test_an_example_says_which_choice_is_right(
 def test_hellaswag_as_on_the_hub_has_labels_too(tmp_path: Path) -> None:
     write_lines(tmp_path / "hellaswag.validation.jsonl", [{**HUB["hellaswag"][0], "label": ""}])
     with pytest.raises(FileProblem, match=r'Line 1 of .* has the label ""'):
-        read_local(tmp_path, "hellaswag")
+        read_examples(tmp_path, "hellaswag")
 
 
 def test_missing_files_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(FileProblem, match=r"no data for race; put race_high\.test\.jsonl there"):
-        read_local(tmp_path, "race")
+        read_examples(tmp_path, "race")
     with pytest.raises(FileProblem, match="There is no folder"):
-        read_local(tmp_path / "no", "race")
+        read_examples(tmp_path / "no", "race")
 
 
 ROUTE = Trajectory.parse("2-1-1")
 
 
 def _text(lm: LM, prompt: str, **settings: Any) -> str:
-    (value,) = answer(lm, [Query("generate_until", (prompt, settings))], [ROUTE])[ROUTE].values
+    (value,) = answer_requests(lm, [Query("generate_until", (prompt, settings))], [ROUTE])[ROUTE].values
     assert isinstance(value, str)
     return value
 
@@ -150,7 +150,7 @@ def test_kinds_may_be_mixed(lm: LM, tokenizer: Tokenizer) -> None:
         Query("loglikelihood_rolling", ("every pass is told its time " * 3,)),
         Query("loglikelihood", ("its", " time")),
     ]
-    found = answer(lm, queries, [ROUTE])[ROUTE]
+    found = answer_requests(lm, queries, [ROUTE])[ROUTE]
     assert found.values[0] == lm.generate("its step", trajectory="2-1-1", max_tokens=4, stops="\n").text
     pairs = encode_pairs(tokenizer, [("its", " step"), ("its", " time")])
     expected = loglikelihoods(lm.model, pairs, [ROUTE])[ROUTE].answers
@@ -179,7 +179,7 @@ def test_long_prompts_lose_their_beginning(lm: LM) -> None:
     prompt = "every pass is told its time and its step"
     query = Query("generate_until", (prompt, {"until": [], "max_gen_toks": 6}))
     kept = lm.need_tokenizer().decode(lm.need_tokenizer().encode(prompt)[-10:])
-    found = answer(lm, [query], [ROUTE])[ROUTE]
+    found = answer_requests(lm, [query], [ROUTE])[ROUTE]
     assert found.values == [lm.generate(kept, trajectory="2-1-1", max_tokens=6).text]
     assert found.cut == 1
 
@@ -189,15 +189,15 @@ def test_a_batch_gives_what_each_would_alone(lm: LM) -> None:
         Query("generate_until", (prompt, {"until": ["t"], "max_gen_toks": 5}))
         for prompt in ("its", "every pass is", "日本語", "its step")
     ]
-    alone = [answer(lm, [query], [ROUTE])[ROUTE].values[0] for query in queries]
-    assert answer(lm, queries, [ROUTE], batch_tokens=32)[ROUTE].values == alone
+    alone = [answer_requests(lm, [query], [ROUTE])[ROUTE].values[0] for query in queries]
+    assert answer_requests(lm, queries, [ROUTE], batch_tokens=32)[ROUTE].values == alone
 
 
 def test_the_hash_follows_the_requests() -> None:
     queries = [Query("loglikelihood", ("a", " b")), Query("generate_until", ("a", {"until": ["x"], "top_k": 1}))]
     again = [Query("loglikelihood", ("a", " b")), Query("generate_until", ("a", {"top_k": 1, "until": ["x"]}))]
-    assert digest(queries) == digest(again)
-    assert digest(queries) != digest(queries[::-1])
+    assert hash_requests(queries) == hash_requests(again)
+    assert hash_requests(queries) != hash_requests(queries[::-1])
 
 
 def test_what_cannot_be_generated_is_one_sentence(lm: LM) -> None:
@@ -207,8 +207,8 @@ def test_what_cannot_be_generated_is_one_sentence(lm: LM) -> None:
         _text(lm, "its", max_gen_toks=4, num_beams=4)
     with pytest.raises(LoopformerError, match="sets guidance for generation"):
         _text(lm, "its", max_gen_toks=4, guidance=1)
-    with pytest.raises(LoopformerError, match="none that we answer"):
-        answer(lm, [Query("multiply", ("a",))], [ROUTE])
+    with pytest.raises(LoopformerError, match="'multiply' are not supported"):
+        answer_requests(lm, [Query("multiply", ("a",))], [ROUTE])
 
 
 def _requests(texts: list[str]) -> Requests:
@@ -216,7 +216,7 @@ def _requests(texts: list[str]) -> Requests:
         "one": [Query("loglikelihood", (text, " x")) for text in texts],
         "two": [Query("generate_until", ("a", {"until": texts, "temperature": 0.5}))],
     }
-    facts = {"tasks": {task: {"requests_sha256": digest(asked)} for task, asked in queries.items()}}
+    facts = {"tasks": {task: {"requests_sha256": hash_requests(asked)} for task, asked in queries.items()}}
     return Requests(facts, queries)
 
 
@@ -229,8 +229,8 @@ def test_requests_come_back(tmp_path_factory: pytest.TempPathFactory, texts: lis
 
 
 def test_answers_come_back_to_the_last_digit(tmp_path: Path) -> None:
-    answered = Answered([[-0.1 - 0.2, True], [-1e-17, False]], tokens=7, cut=1, seconds=0.25)
-    texts = Answered(["a\u2028b\n"], 3, 0, 0.5)
+    answered = TaskAnswers([[-0.1 - 0.2, True], [-1e-17, False]], tokens=7, cut=1, seconds=0.25)
+    texts = TaskAnswers(["a\u2028b\n"], 3, 0, 0.5)
     answers = Answers(
         {"tasks": {}}, {"path": "m"}, {"1": {"one": answered}, "2-1-1": {"one": answered, "two": texts}}
     )

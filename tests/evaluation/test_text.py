@@ -26,7 +26,7 @@ from loopformer.errors import LoopformerError
 from loopformer.evaluation.early_exit import early_exit, early_exit_flops
 from loopformer.evaluation.store import Store
 from loopformer.evaluation.text import CutText, Protocol, Text, cut_text, default_text, perplexity, read_text
-from loopformer.inference.score import score_texts
+from loopformer.scoring import score_texts
 from loopformer.trajectory import Trajectory
 
 from .small import DOCUMENTS, Scored, by_rule, make_text

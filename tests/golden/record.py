@@ -104,7 +104,7 @@ def _train() -> Any:
         "demo": _trained("demo", [*shared, *before, "data.prepare=null"]),
         "paper": _trained("paper/loopformer", [*shared, *small, "data.documents=true"]),
     }
-    own = without(_run("eval", "--model", "demo"), {"weights"})
+    own = without(_run("eval", "text", "--model", "demo"), {"weights"})
     _run("report", "demo", "--out", "demo-report", "--skip", "search,analysis")
     report = _plain(without(_read_json("demo-report/report.json"), {"weights"}))
     return {"runs": runs, "eval_on_own_data": own, "report": report}
@@ -202,14 +202,14 @@ def _command_generate() -> Any:
 
 
 def _eval() -> Any:
-    shared = ("eval", "--model", "net")
+    shared = ("eval", "text", "net")
     routes = ("--budgets", "1,2,4", "--trajectory", "2-1-1")
     return {
         "documents": _run(*shared, "--text", "new.jsonl", *routes),
         "again": _run(*shared, "--text", "new.jsonl", *routes),
         "strided": _run(*shared, "--text", "new.jsonl", "--window", "64", "--stride", "16", "--budgets", "2"),
         "joined": _run(*shared, "--text", "prepared", "--join", "--max-tokens", "700", "--budgets", "2"),
-        "tasks": _run(*shared, "--tasks", TASKS, "--data", "tasks", *routes),
+        "tasks": _run("eval", "tasks", "net", "--tasks", TASKS, "--data", "tasks", *routes),
     }
 
 

@@ -14,7 +14,7 @@ from loopformer import LM, LoopedLM, Trajectory
 from loopformer.evaluation.tasks import encode_pairs
 from loopformer.hf import LoopFormerForCausalLM
 from loopformer.hf.export import export
-from loopformer.inference.score import loglikelihoods
+from loopformer.scoring import loglikelihoods
 
 TASK = """
 task: local_choice

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from loopformer import LoopedLM, LoopformerError, Trajectory
 from loopformer.config import Conditioning, ModelConfig
-from loopformer.inference.score import TrajectoryTree
 from loopformer.model.block import EPSILON, RMSNorm
 from loopformer.model.conditioning import ZeroLinear
+from loopformer.scoring import TrajectoryTree
 
 KINDS = get_args(Conditioning)
 

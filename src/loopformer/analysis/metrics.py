@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.errors import require
-from loopformer.inference.score import head_chunks
 from loopformer.model import LoopedLM
+from loopformer.scoring import head_chunks
 
 _TINY = 1e-300  # instead of a division by zero
 _ROUNDING = 1e-14  # of float64, with some room

@@ -13,7 +13,7 @@ import loopformer
 from loopformer.cli.analyze import analyze
 from loopformer.cli.bench import bench
 from loopformer.cli.chat import chat
-from loopformer.cli.eval import eval_
+from loopformer.cli.eval import evaluate
 from loopformer.cli.export import export
 from loopformer.cli.generate import generate
 from loopformer.cli.import_ import import_
@@ -37,7 +37,6 @@ app.command("prepare")(prepare)
 app.command("train")(train)
 app.command("generate")(generate)
 app.command("chat")(chat)
-app.command("eval")(eval_)
 app.command("search")(search)
 app.command("analyze")(analyze)
 app.command("report")(report)
@@ -47,6 +46,7 @@ app.command("import")(import_)
 app.command("export")(export)
 app.command("verify")(verify)
 
+app.add_typer(evaluate, name="eval")
 app.add_typer(bench, name="bench")
 
 

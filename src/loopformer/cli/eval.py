@@ -1,18 +1,21 @@
-"""`loopformer eval`: how good a model is at each budget: on texts, on benchmarks, in state tracking.
+"""`loopformer eval text`, `eval tasks`, `eval states`: how good a model is at each budget.
 
-Benchmarks can be taken in three steps where lm-evaluation-harness is on another machine than the model: write what
-they ask to a file (--export-requests), answer it (--score-requests), make numbers of the answers (--aggregate).
+Tasks can be scored in three steps where lm-evaluation-harness is on another machine than the model: write the
+requests to a file (--export-requests), answer them (--score-requests), compute the metrics (--aggregate).
 """
 
 import json
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from loopformer.cli.options import (
+    MODEL,
     TEXT,
     BatchTokens,
     Budgets,
@@ -28,6 +31,7 @@ from loopformer.cli.options import (
     TaskData,
     Trajectories,
     Window,
+    complete_model,
     own_text,
 )
 from loopformer.cli.output import number, output_file, print_table, progress, stoppable
@@ -35,17 +39,52 @@ from loopformer.config.model import BOX
 from loopformer.files import write_json
 
 if TYPE_CHECKING:
-    from loopformer.evaluation.benchmarks import LoadedModel
-    from loopformer.evaluation.harness import Suite
-    from loopformer.evaluation.text import Protocol
-    from loopformer.trajectory import Trajectory
+    from loopformer.lm_eval import Suite
+
+ModelPath = Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{MODEL}.", autocompletion=complete_model)]
+ScheduleOption = Annotated[
+    str, typer.Option(help="Steps of --budgets: uniform, or best, as `loopformer search` found them.")
+]
 
 _Cell = Callable[[dict[str, Any]], str]
+_KEPT = "what is finished is kept, the same command continues"
 _FRACTIONS = ("acc", "exact_match")  # metrics that are shown in percent
+_TASK_OPTIONS = {"--tasks", "--export-requests", "--score-requests", "--aggregate"}
 
 
-@stoppable("what is finished is kept, the same command continues")
-def eval_(
+class EvalGroup(TyperGroup):
+    """The subcommands, and for one more version the earlier form without one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        is_help = bool(args) and args[0] in ctx.help_option_names
+        if not ctx.resilient_parsing and not is_help and (not args or args[0].startswith("-")):
+            args = _with_subcommand(args)
+            typer.echo(f"Note: eval has subcommands; use `{shlex.join(['loopformer', 'eval', *args])}`.", err=True)
+        return super().parse_args(ctx, args)
+
+
+def _with_subcommand(args: list[str]) -> list[str]:
+    """Arguments of the earlier `eval` as those of today's subcommands."""
+    from loopformer.errors import require
+    from loopformer.evaluation.states import own_group
+
+    words = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    if _TASK_OPTIONS.intersection(words):
+        require("--text" not in words, "Texts and tasks are two commands: `eval text` and `eval tasks`.")
+        return ["tasks", *args]
+    named = [value for option, value in pairwise(words) if option in ("--model", "-m")]
+    if "--states" in words or ("--text" not in words and own_group(named[-1] if named else BOX)):
+        return ["states", *(word.replace("--states", "--group", 1) for word in args)]
+    return ["text", *args]
+
+
+evaluate = typer.Typer(cls=EvalGroup, help="Measure how good a model is at any budgets.")
+
+
+@evaluate.command("text")
+@stoppable(_KEPT)
+def eval_text(
+    path: ModelPath = None,
     model: Model = BOX,
     text: Annotated[
         list[str] | None,
@@ -53,9 +92,7 @@ def eval_(
     ] = None,
     budgets: Budgets = None,
     trajectory: Trajectories = None,
-    schedule: Annotated[
-        str, typer.Option(help="Steps of --budgets: uniform, or best, as `loopformer search` found them.")
-    ] = "uniform",
+    schedule: ScheduleOption = "uniform",
     certainty: Annotated[
         str | None,
         typer.Option(
@@ -64,36 +101,78 @@ def eval_(
         ),
     ] = None,
     window: Window = None,
-    stride: Annotated[int | None, typer.Option(help="Windows begin so many tokens apart; no overlap.")] = None,
+    stride: Annotated[int | None, typer.Option(help="Tokens from one window to the next; no overlap.")] = None,
     join: Join = False,
     max_tokens: MaxTokens = None,
     field: Field = "text",
+    batch_tokens: BatchTokens = 8192,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    out: OutFile = None,
+    as_json: Json = False,
+) -> None:
+    """Measure perplexity and bits per byte; started again, it continues.
+
+    Example: loopformer eval text runs/mine --text news.jsonl --budgets 1,2,4 --trajectory 4-2-1-1
+    """
+    from loopformer.evaluation.store import LoadedModel
+    from loopformer.evaluation.text import Protocol, perplexity, read_text
+
+    model = _named(path, model)
+    thresholds = [] if certainty is None else _thresholds(certainty)
+    with output_file(out):
+        loaded = LoadedModel.open(model, device, dtype)
+        trajectories = loaded.trajectories(budgets, trajectory or (), schedule)
+        protocol = Protocol(window, stride, join, max_tokens)
+        protocol.sizes(loaded.model.config.context)  # before a text is read, which may take long
+        rows = []
+        with progress() as report:
+            for source in text or [own_text(model)]:
+                read = read_text(source, loaded.lm.need_tokenizer(), field, max_tokens, report)
+                for threshold in (None, *thresholds):
+                    rows += perplexity(
+                        loaded.model,
+                        read,
+                        trajectories if threshold is None else [max(trajectories, key=len)],
+                        protocol,
+                        certainty=threshold,
+                        weights=loaded.weights,
+                        store=loaded.store,
+                        batch_tokens=batch_tokens,
+                        report=report,
+                    )
+        if write_results({"model": model, "weights": loaded.weights, "perplexity": rows}, out, as_json):
+            _show_perplexity(rows)
+            _show_store(rows, loaded.store.folder)
+
+
+@evaluate.command("tasks")
+@stoppable(_KEPT)
+def eval_tasks(
+    path: ModelPath = None,
+    model: Model = BOX,
     tasks: Annotated[
         str | None,
-        typer.Option(help="Benchmarks: paper (its ten), or names of lm-evaluation-harness, as in piqa,arc_easy."),
+        typer.Option(
+            help="paper for its ten, the default, or names of lm-evaluation-harness, as in piqa,arc_easy."
+        ),
     ] = None,
     data: TaskData = None,
     include: Annotated[Path | None, typer.Option(help="A folder of your own task definitions (YAML).")] = None,
     limit: Examples = None,
+    budgets: Budgets = None,
+    trajectory: Trajectories = None,
+    schedule: ScheduleOption = "uniform",
     export: Annotated[
-        Path | None, typer.Option("--export-requests", help="Write what --tasks ask to this file, and end.")
+        Path | None,
+        typer.Option("--export-requests", help="Write the requests of the tasks to this file and stop."),
     ] = None,
     score: Annotated[
         Path | None,
         typer.Option("--score-requests", help="Answer the requests of this file, without lm-evaluation-harness."),
     ] = None,
     collect: Annotated[
-        Path | None, typer.Option("--aggregate", help="Make numbers of the answers in this file.")
-    ] = None,
-    states: Annotated[
-        str | None,
-        typer.Option(help="Track products over S3, A5 or S5, at 1…L by default. What a run with data.states does."),
-    ] = None,
-    sequences: Annotated[int | None, typer.Option(help="Words to track; 4096.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Which words; 0.")] = None,
-    beyond: Annotated[bool, typer.Option("--beyond", help="Allow more passes than L, in tracking.")] = False,
-    figure: Annotated[
-        Path | None, typer.Option(help="Draw the accuracy of tracking by place and budget: a .png, .pdf or .svg.")
+        Path | None, typer.Option("--aggregate", help="Compute the metrics from the answers in this file.")
     ] = None,
     batch_tokens: BatchTokens = 8192,
     device: Device = "auto",
@@ -101,87 +180,142 @@ def eval_(
     out: OutFile = None,
     as_json: Json = False,
 ) -> None:
-    """Measure perplexity, accuracy on benchmarks, or state tracking, at any budgets; started again, it continues.
+    """Measure accuracy on zero-shot tasks; started again, it continues.
 
-    Examples: loopformer eval --model runs/mine --text news.jsonl --budgets 1,2,4 --trajectory 4-2-1-1
-
-    loopformer eval --model runs/mine --tasks paper --data data/eval --limit 50
-
-    loopformer eval --model runs/s3 --states S3 --figure s3.png
+    Example: loopformer eval tasks runs/mine --tasks paper --data data/eval --limit 50
     """
     from loopformer.errors import require
-    from loopformer.evaluation.benchmarks import LoadedModel
-    from loopformer.evaluation.states import own_group, state_figure
-    from loopformer.evaluation.text import Protocol
-    from loopformer.plots import check_drawing, save
+    from loopformer.evaluation.store import LoadedModel
+    from loopformer.evaluation.tasks import (
+        Answers,
+        model_facts,
+        read_answers,
+        read_requests,
+        run_requests,
+        write_answers,
+        write_requests,
+    )
 
-    steps = (export, score, collect)
+    model = _named(path, model)
     require(
-        sum(file is not None for file in steps) <= 1,
+        sum(file is not None for file in (export, score, collect)) <= 1,
         "Give one of --export-requests, --score-requests and --aggregate.",
     )
-    require(export is None or tasks is not None, "Say what to export with --tasks, such as paper.")
-    require(tasks is None or (score is None and collect is None), "The file says which tasks; leave out --tasks.")
-    require(limit is None or tasks is not None, "--limit goes with --tasks.")
-    for name, folder in (("--data", data), ("--include", include)):
-        require(folder is None or tasks is not None or collect is not None, f"{name} goes with --tasks.")
-    others = text or tasks is not None or any(file is not None for file in steps)
-    require(states is None or not others, "--states is measured on its own; leave out texts and tasks.")
-    if states is None and not others:
-        states = own_group(model)
-    for name, given in (("--sequences", sequences), ("--seed", seed), ("--figure", figure)):
-        require(given is None or states is not None, f"{name} goes with --states.")
-    require(not beyond or states is not None, "--beyond goes with --states.")
-    require(states is None or schedule == "uniform", "--schedule is for texts and tasks; use --trajectory.")
-    reads_text = bool(text) or (states is None and not others)
-    texts_only = {
-        "--window": window is not None,
-        "--stride": stride is not None,
-        "--join": join,
-        "--max-tokens": max_tokens is not None,
-        "--field": field != "text",
-    }
-    for name, is_given in texts_only.items():
-        require(reads_text or not is_given, f"{name} is for texts; leave it out.")
     require(
-        certainty is None or bool(text) or not others, "--certainty is for texts and --states; leave out tasks."
+        (score is None and collect is None) or (tasks is None and limit is None),
+        "The file says which tasks; leave out --tasks and --limit.",
     )
+    require(score is None or (data is None and include is None), "--score-requests needs no --data or --include.")
+    with output_file(out), output_file(export, "--export-requests"):
+        if collect is not None:
+            answers = read_answers(collect)
+            suite = load_tasks(",".join(answers.facts["names"]), data, include, answers.facts["limit"])
+            results = suite.collect(answers)
+            if write_results({"tasks": results}, out, as_json):
+                _show_tasks(results)
+            return
+        if export is not None:
+            suite = load_tasks(tasks or "paper", data, include, limit)
+            write_requests(export, suite)
+            count = sum(map(len, suite.queries.values()))
+            typer.echo(f"{count:,} requests of {len(suite.tasks)} tasks written to {export}", err=True)
+            return
+        loaded = LoadedModel.open(model, device, dtype)  # before the tasks, which may take long
+        trajectories = loaded.trajectories(budgets, trajectory or (), schedule)
+        if score is not None:
+            requests = read_requests(score)
+            with progress("requests") as report:
+                runs = run_requests(loaded, requests.queries, trajectories, batch_tokens, report)
+            out = out or score.with_name(f"{score.name.removesuffix('.jsonl')}.answers.jsonl")
+            write_answers(out, Answers(requests.facts, model_facts(loaded, runs), runs))
+            along = ", ".join(runs)
+            typer.echo(f"answers along {along} written to {out}; --aggregate {out} computes the metrics", err=True)
+            return
+        suite = load_tasks(tasks or "paper", data, include, limit)
+        with progress("requests") as report:
+            runs = run_requests(loaded, suite.queries, trajectories, batch_tokens, report)
+        results = suite.results(model_facts(loaded, runs), runs)
+        if write_results({"model": model, "weights": loaded.weights, "tasks": results}, out, as_json):
+            _show_tasks(results)
+
+
+@evaluate.command("states")
+@stoppable(_KEPT)
+def eval_states(
+    path: ModelPath = None,
+    model: Model = BOX,
+    group: Annotated[
+        str | None, typer.Option(help="Track products over S3, A5 or S5; by default the group of a run.")
+    ] = None,
+    budgets: Annotated[str | None, typer.Option(help="Loops: 1,2,4,8; 1 to L by default.")] = None,
+    trajectory: Trajectories = None,
+    beyond: Annotated[bool, typer.Option("--beyond", help="Allow more loops than L.")] = False,
+    certainty: Annotated[
+        str | None, typer.Option(help="Thresholds of depth by certainty, beside fixed budgets: 0.5,0.9.")
+    ] = None,
+    sequences: Annotated[int, typer.Option(help="Words to track.")] = 4096,
+    seed: Annotated[int, typer.Option(help="Of the words.")] = 0,
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw the accuracy by position and budget: a .png, .pdf or .svg.")
+    ] = None,
+    batch_tokens: BatchTokens = 8192,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    out: OutFile = None,
+    as_json: Json = False,
+) -> None:
+    """Measure how many elements of a word over a group a model can multiply.
+
+    Example: loopformer eval states runs/s3 --budgets 1,2,4 --figure s3.png
+    """
+    from loopformer.config import whole_numbers
+    from loopformer.data.states import Group
+    from loopformer.errors import LoopformerError, require
+    from loopformer.evaluation.states import THRESHOLDS, own_group, state_figure, track_states
+    from loopformer.evaluation.store import LoadedModel
+    from loopformer.plots import check_drawing, save
+
+    model = _named(path, model)
+    if (group := group or own_group(model)) is None:
+        raise LoopformerError(f"{model} was not trained to track states; name a group with --group, such as S3.")
     thresholds = [] if certainty is None else _thresholds(certainty)
     if figure is not None:
         check_drawing(figure)
-    with output_file(out), output_file(export, "--export-requests"), output_file(figure, "--figure"):
-        if collect is not None:
-            _finish({"tasks": _aggregate(collect, data, include)}, out, as_json)
-            return
-        if export is None:  # first, since tasks may take long to load
-            loaded = LoadedModel.open(model, device, dtype)
-            if states is None:
-                trajectories = loaded.trajectories(budgets, trajectory or (), schedule)
-            else:
-                trajectories = _tracked_along(loaded, budgets, trajectory or (), beyond)
-        suite = None if tasks is None else load_tasks(tasks, data, include, limit)
-        if export is not None and suite is not None:
-            _export_requests(export, suite)
-            return
-        if score is not None:
-            _score_requests(score, loaded, trajectories, out, batch_tokens)
-            return
-        report: dict[str, Any] = {"model": model, "weights": loaded.weights}
-        if states is not None:
-            report["states"] = _track(loaded, states, trajectories, sequences, seed, batch_tokens, thresholds)
-            if figure is not None:
-                save(state_figure(report["states"]), figure)
-        elif text or suite is None:
-            protocol = Protocol(window, stride, join, max_tokens)
-            texts = text or [own_text(model)]
-            report["perplexity"] = _perplexity(
-                loaded, texts, trajectories, thresholds, protocol, field, batch_tokens
+    with output_file(out), output_file(figure, "--figure"):
+        loaded = LoadedModel.open(model, device, dtype)
+        numbers = [] if trajectory else list(range(1, loaded.model.config.loops + 1))
+        if budgets is not None:
+            numbers = whole_numbers(budgets, "--budgets")
+        resolved = (loaded.model.resolve(each, beyond) for each in (*numbers, *(trajectory or ())))
+        trajectories = list(dict.fromkeys(resolved))
+        elements, tokenizer = Group.named(group), loaded.lm.tokenizer
+        require(
+            tokenizer is not None and tokenizer.hash == elements.tokenizer.hash,
+            f"The model's tokens are not the elements of {group}; name the group it was trained on.",
+        )
+        with progress("words") as report:
+            tracking = track_states(
+                loaded.model,
+                elements,
+                trajectories,
+                sequences,
+                seed,
+                batch_tokens,
+                report,
+                thresholds or THRESHOLDS,
             )
-        if suite is not None:
-            report["tasks"] = _accuracy(loaded, suite, trajectories, batch_tokens)
-        _finish(report, out, as_json)
-    if not as_json and "perplexity" in report:
-        _say_kept(report["perplexity"], loaded.store.folder)
+        if figure is not None:
+            save(state_figure(tracking), figure)
+        if write_results({"model": model, "weights": loaded.weights, "states": tracking}, out, as_json):
+            _show_states(tracking)
+
+
+def _named(path: str | None, model: str) -> str:
+    """The model, given as the first argument or with --model."""
+    from loopformer.errors import require
+
+    require(path is None or model == BOX, "Give the model once: as the first argument or with --model.")
+    return path or model
 
 
 def _thresholds(text: str) -> list[float]:
@@ -197,159 +331,26 @@ def _thresholds(text: str) -> list[float]:
     return thresholds
 
 
-# Measuring.
-
-
-def _perplexity(
-    loaded: "LoadedModel",
-    texts: Sequence[str],
-    trajectories: "list[Trajectory]",
-    thresholds: list[float],
-    protocol: "Protocol",
-    field: str,
-    batch_tokens: int,
-) -> list[dict[str, Any]]:
-    """One row for each text and trajectory, and one for each threshold along the longest of them."""
-    from loopformer.evaluation.text import perplexity, read_text
-
-    protocol.sizes(loaded.model.config.context)  # before a text is read, which may take long
-    rows = []
-    with progress() as report:
-        for source in texts:
-            text = read_text(source, loaded.lm.need_tokenizer(), field, protocol.max_tokens, report)
-            for certainty in (None, *thresholds):
-                rows += perplexity(
-                    loaded.model,
-                    text,
-                    trajectories if certainty is None else [max(trajectories, key=len)],
-                    protocol,
-                    certainty=certainty,
-                    weights=loaded.weights,
-                    store=loaded.store,
-                    batch_tokens=batch_tokens,
-                    report=report,
-                )
-    return rows
-
-
 def load_tasks(tasks: str, data: Path | None, include: Path | None, limit: int | None) -> "Suite":
     """Tasks by name, as in piqa,arc_easy, or all of the paper's."""
-    from loopformer.evaluation.harness import Suite
+    from loopformer.lm_eval import Suite
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     with progress("tasks") as report:
         return Suite.load(names, data, include, limit, report)
 
 
-def _accuracy(
-    loaded: "LoadedModel", suite: "Suite", trajectories: "list[Trajectory]", batch_tokens: int
-) -> dict[str, Any]:
-    """Ask a model all requests along each trajectory and put the numbers together."""
-    from loopformer.evaluation.benchmarks import ask, model_facts, results
-
-    with progress("requests") as report:
-        runs = ask(loaded, suite.queries, trajectories, batch_tokens, report)
-    return results(suite, model_facts(loaded, runs), runs)
-
-
-def _tracked_along(
-    loaded: "LoadedModel", budgets: str | None, trajectories: Sequence[str], beyond: bool
-) -> "list[Trajectory]":
-    """Budgets and trajectories, every budget by default; with `beyond` also of more passes than L."""
-    from loopformer.config import whole_numbers
-
-    numbers = [] if trajectories else list(range(1, loaded.model.config.loops + 1))
-    if budgets is not None:
-        numbers = whole_numbers(budgets, "--budgets")
-    by_budget = [loaded.model.resolve(number, beyond) for number in numbers]
-    by_name = [loaded.model.resolve(name, beyond) for name in trajectories]
-    return list(dict.fromkeys([*by_budget, *by_name]))
-
-
-def _track(
-    loaded: "LoadedModel",
-    group: str,
-    trajectories: "list[Trajectory]",
-    sequences: int | None,
-    seed: int | None,
-    batch_tokens: int,
-    thresholds: list[float],
-) -> dict[str, Any]:
-    """Products over a group, by place and trajectory, at the usual thresholds where none is given."""
-    from loopformer.data.states import Group
-    from loopformer.errors import LoopformerError
-    from loopformer.evaluation.states import SEQUENCES, THRESHOLDS, track_states
-
-    words, elements = SEQUENCES if sequences is None else sequences, Group.named(group)
-    if loaded.lm.tokenizer is None or loaded.lm.tokenizer.hash != elements.tokenizer.hash:
-        raise LoopformerError(
-            f"The model's tokens are not the elements of {group}; name the group it was trained on."
-        )
-    with progress("words") as report:
-        return track_states(
-            loaded.model, elements, trajectories, words, seed or 0, batch_tokens, report, thresholds or THRESHOLDS
-        )
-
-
-# The same in three steps.
-
-
-def _export_requests(file: Path, suite: "Suite") -> None:
-    """Write what the tasks ask, for a machine without the harness."""
-    from loopformer.evaluation.tasks import write_requests
-
-    write_requests(file, suite.requests)
-    count = sum(map(len, suite.queries.values()))
-    typer.echo(f"{count:,} requests of {len(suite.tasks)} tasks written to {file}", err=True)
-
-
-def _score_requests(
-    file: Path, loaded: "LoadedModel", trajectories: "list[Trajectory]", out: Path | None, batch_tokens: int
-) -> None:
-    """Answer the requests of a file; the harness is not needed."""
-    from loopformer.evaluation.benchmarks import ask, model_facts
-    from loopformer.evaluation.tasks import Answers, read_requests, write_answers
-
-    requests = read_requests(file)
-    out = out or file.with_name(f"{file.name.removesuffix('.jsonl')}.answers.jsonl")
-    with progress("requests") as report:
-        runs = ask(loaded, requests.queries, trajectories, batch_tokens, report)
-    write_answers(out, Answers(requests.facts, model_facts(loaded, runs), runs))
-    typer.echo(
-        f"answers along {', '.join(runs)} written to {out}; --aggregate {out} makes numbers of them", err=True
-    )
-
-
-def _aggregate(file: Path, data: Path | None, include: Path | None) -> dict[str, Any]:
-    """The numbers of a file of answers, by the harness."""
-    from loopformer.evaluation.benchmarks import collect
-    from loopformer.evaluation.tasks import read_answers
-
-    answers = read_answers(file)
-    suite = load_tasks(",".join(answers.facts["names"]), data, include, answers.facts["limit"])
-    return collect(suite, answers)
-
-
-# Showing.
-
-
-def _finish(report: dict[str, Any], out: Path | None, as_json: bool) -> None:
-    """Results to a file, if one is asked for, and to the screen."""
+def write_results(report: dict[str, Any], out: Path | None, as_json: bool) -> bool:
+    """Write results to the file, if there is one, and print them if JSON is wanted; true if tables are wanted."""
     if out is not None:
         write_json(out, report)
     if as_json:
         typer.echo(json.dumps(report))
-        return
-    if "perplexity" in report:
-        _show_perplexity(report["perplexity"])
-    if "tasks" in report:
-        _show_tasks(report["tasks"])
-    if "states" in report:
-        _show_states(report["states"])
+    return not as_json
 
 
 def _show_perplexity(rows: list[dict[str, Any]]) -> None:
-    """For each text what it is and how it was read, and a table."""
+    """Print for each text what was scored, and a table."""
     for name in dict.fromkeys(row["text"] for row in rows):
         own = [row for row in rows if row["text"] == name]
         first = own[0]
@@ -427,8 +428,8 @@ def _show_states(tracking: dict[str, Any]) -> None:
     )
 
 
-def _say_kept(rows: list[dict[str, Any]], folder: Path | None) -> None:
-    """Where finished pieces are, and how many came from there, on stderr."""
+def _show_store(rows: list[dict[str, Any]], folder: Path | None) -> None:
+    """Print on stderr where results are stored, and how many came from there."""
     if folder is None:
         typer.echo("not kept: neither the model's folder nor the user's cache can be written", err=True)
         return
@@ -437,7 +438,7 @@ def _say_kept(rows: list[dict[str, Any]], folder: Path | None) -> None:
 
 
 def _show_tasks(results: dict[str, Any]) -> None:
-    """A row for each task and a column for each trajectory, in percent; then the data, and what is not standard."""
+    """Print a row per task and a column per trajectory, in percent, then the data and any deviation."""
     from loopformer.evaluation.tasks import PAPER
 
     runs = results["runs"]
@@ -445,16 +446,15 @@ def _show_tasks(results: dict[str, Any]) -> None:
     rows = []
     for name, facts in results["tasks"].items():
         scores = [run["tasks"][name] for run in runs]
-        cells = [_score(task["metric"], task["value"], task["stderr"]) for task in scores]
+        cells = [_metric(task["metric"], task["value"], task["stderr"]) for task in scores]
         rows.append([name, scores[0]["metric"], f"{facts['examples']:,}", *cells])
     for name in dict.fromkeys(name for run in runs for name in run["groups"]):
         for metric in (metric for metric in runs[0]["groups"][name] if "_stderr" not in metric):
-            rows.append(
-                [f"{name} (group)", metric, "", *(_score(metric, run["groups"][name].get(metric)) for run in runs)]
-            )
+            cells = [_metric(metric, run["groups"][name].get(metric)) for run in runs]
+            rows.append([f"{name} (group)", metric, "", *cells])
     if all(run["paper"] for run in runs):
         for name, label in (("arc", "ARC, mean of both"), ("average", f"average of {len(PAPER)}")):
-            rows.append([label, "", "", *(_score("acc", run["paper"][name]) for run in runs)])
+            rows.append([label, "", "", *(_metric("acc", run["paper"][name]) for run in runs)])
     rows.append(["MFLOP/token", "", "", *(f"{run['flops_per_token'] / 1e6:,.4g}" for run in runs)])
     rows.append(["seconds", "", "", *(f"{run['seconds']:.1f}" for run in runs)])
     print_table(["task", "metric", "examples", *heads], rows, left=2)
@@ -474,9 +474,9 @@ def _show_tasks(results: dict[str, Any]) -> None:
         typer.echo(f"note: {note}")
 
 
-def _score(metric: str, value: float | None, stderr: float | None = None) -> str:
-    """A fraction in percent, any other number as it is, with its standard error if there is one."""
+def _metric(metric: str, value: float | None, stderr: float | None = None) -> str:
+    """A metric for a table, fractions in percent, with its standard error if there is one."""
     if value is None:
         return "none"
     shown = f"{100 * value:.2f}" if metric.startswith(_FRACTIONS) else f"{value:.4g}"
-    return shown if stderr is None else f"{shown} ± {_score(metric, stderr)}"
+    return shown if stderr is None else f"{shown} ± {_metric(metric, stderr)}"

@@ -106,8 +106,7 @@ def generate(
     """
     from loopformer.device import dtype_of
     from loopformer.errors import require
-    from loopformer.evaluation.schedules import scheduled
-    from loopformer.evaluation.store import weights_hash
+    from loopformer.evaluation.store import scheduled, weights_hash
     from loopformer.lm import load, place
 
     targets = {"--max-ms-per-token": max_ms_per_token, "--max-flops": max_flops}

@@ -31,7 +31,7 @@ def import_(
     """
     from loopformer.data.tokenizer import Tokenizer
     from loopformer.errors import require
-    from loopformer.evaluation.schedules import FILE as SCHEDULES
+    from loopformer.evaluation.store import SCHEDULES_FILE
     from loopformer.files import no_empty_folder
     from loopformer.lm import LM, load_official
     from loopformer.loading import from_model_folder
@@ -69,7 +69,7 @@ def import_(
                 lm.tokenizer.save(stage)
             if template is not None:
                 (stage / TEMPLATE).write_text(template, encoding="utf-8")
-            put_model(stage, target, [SCHEDULES])
+            put_model(stage, target, [SCHEDULES_FILE])
     config = lm.model.config
     if as_json:
         typer.echo(json.dumps({"out": str(out), "parameters": lm.model.cost.parameters.total}))

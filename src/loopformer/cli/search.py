@@ -1,12 +1,11 @@
-"""`loopformer search`: which schedule of a budget is best."""
+"""`loopformer search`: the best schedule of a budget."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from loopformer.cli.eval import load_tasks
+from loopformer.cli.eval import load_tasks, write_results
 from loopformer.cli.options import (
     TEXT,
     BatchTokens,
@@ -16,6 +15,7 @@ from loopformer.cli.options import (
     Field,
     Join,
     Json,
+    MaxTokens,
     Model,
     OutFile,
     TaskData,
@@ -25,7 +25,6 @@ from loopformer.cli.options import (
 )
 from loopformer.cli.output import number, output_file, print_table, progress, stoppable
 from loopformer.config.model import BOX
-from loopformer.files import write_json
 
 _SHOWN = 5  # schedules at each end of the table
 
@@ -36,7 +35,7 @@ def search(
     model: Model = BOX,
     text: Annotated[str | None, typer.Option(help=f"{TEXT}. A run's own data by default.")] = None,
     tasks: Annotated[
-        str | None, typer.Option(help="Benchmarks, as in `loopformer eval`: paper, or names, as in piqa,arc_easy.")
+        str | None, typer.Option(help="Tasks, as in `loopformer eval tasks`: paper, or names, as in piqa,arc_easy.")
     ] = None,
     by: Annotated[
         str | None, typer.Option(help="Rank by perplexity, accuracy or both; both if --tasks are given.")
@@ -44,10 +43,10 @@ def search(
     data: TaskData = None,
     examples: Examples = None,
     limit: Annotated[
-        int, typer.Option(help="Measure all schedules up to so many, else search along a beam.")
+        int, typer.Option(help="Measure all schedules up to this number, else search along a beam.")
     ] = 500,
     window: Window = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Score only the first so many tokens of the text.")] = None,
+    max_tokens: MaxTokens = None,
     join: Join = False,
     field: Field = "text",
     batch_tokens: BatchTokens = 8192,
@@ -64,9 +63,9 @@ def search(
     from loopformer.analysis.figures import search_figure
     from loopformer.analysis.results import SearchResults
     from loopformer.errors import require
-    from loopformer.evaluation.benchmarks import LoadedModel, accuracy
     from loopformer.evaluation.schedules import can_save, save_best
     from loopformer.evaluation.schedules import search as run
+    from loopformer.evaluation.store import LoadedModel
     from loopformer.evaluation.text import Protocol, read_text
     from loopformer.plots import check_drawing, save
 
@@ -76,18 +75,18 @@ def search(
     with output_file(out), output_file(figure, "--figure"):
         by = by or ("perplexity" if tasks is None else "both")
         loaded = LoadedModel.open(model, device, dtype)
-        loaded.model.resolve(budget)  # before anything is read, which may take long
+        loaded.model.resolve(budget)  # refuse a wrong budget and window before reading, which may take long
         protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
         protocol.sizes(loaded.model.config.context)
         suite = None if tasks is None else load_tasks(tasks, data, None, examples)
         source = None if by == "accuracy" and text is None else text or own_text(model)
         with progress("done") as report:
             tokenizer = loaded.lm.need_tokenizer()
-            found = run(
+            ranking = run(
                 loaded.model,
                 budget,
                 text=None if source is None else read_text(source, tokenizer, field, max_tokens, report),
-                accuracy=None if suite is None else accuracy(loaded, suite, batch_tokens, report),
+                accuracy=None if suite is None else suite.accuracy(loaded, batch_tokens, report),
                 tasks=None if suite is None else suite.facts,
                 by=by,
                 limit=limit,
@@ -97,15 +96,10 @@ def search(
                 batch_tokens=batch_tokens,
                 report=report,
             )
-        ranking = {"model": model, **found}
-        if out is not None:
-            write_json(out, ranking)
-        if as_json:
-            typer.echo(json.dumps(ranking))
-        else:
+        if write_results({"model": model, **ranking}, out, as_json):
             _show(ranking)
         if can_save(model):
-            path, better = save_best(model, found)
+            path, better = save_best(model, ranking)
             saved = f"saved in {path}; use it with --schedule best" if better is None else f"not saved: {better}"
             typer.echo(f"best schedule {saved}", err=True)
         else:
@@ -113,11 +107,11 @@ def search(
                 f"best schedule not saved, as {model} cannot be written to; use it with --trajectory", err=True
             )
         if figure is not None:
-            typer.echo(f"drawn: {save(search_figure(SearchResults.from_json(found)), figure)}", err=True)
+            typer.echo(f"drawn: {save(search_figure(SearchResults.from_json(ranking)), figure)}", err=True)
 
 
 def _show(ranking: dict[str, Any]) -> None:
-    """The best and the worst schedules, and what they have in common."""
+    """Print the best and the worst schedules, and what each group has in common."""
     budget, loops, on_grid, measured = (ranking[key] for key in ("budget", "loops", "on_grid", "measured"))
     count = "the only schedule" if on_grid == 1 else f"all {on_grid:,} schedules"
     if ranking["method"] == "beam":

@@ -1,3 +1,3 @@
-"""How good a model is at each budget: text.py (perplexity) · schedules.py (the best schedule) · tasks.py,
-harness.py, benchmarks.py (zero-shot) · states.py (state tracking) · store.py (finished pieces).
+"""How good a model is at each budget: text.py (perplexity) · schedules.py (the best schedule) · tasks.py (zero-shot
+tasks, with ../lm_eval.py) · states.py (state tracking) · store.py (the model, its stored results and schedules).
 """

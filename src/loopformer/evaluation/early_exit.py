@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from loopformer.errors import LoopformerError, RunFailed
-from loopformer.inference.score import Span, head_chunks, plan_batches, token_logprobs
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
 from loopformer.model.looped import TrajectoryLike
+from loopformer.scoring import Span, head_chunks, plan_batches, token_logprobs
 
 
 @dataclass(frozen=True)

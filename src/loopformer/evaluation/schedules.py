@@ -1,20 +1,18 @@
-"""Which schedule of a budget is best: all of them measured, or a beam search where there are too many.
+"""The best schedule of a budget, found by measuring all schedules or, where there are too many, by beam search.
 
-    found = search(model, budget=4, text=text)                       # 35 schedules for L = 8
-    found["best"]["trajectory"], found["spread"]["perplexity"]
+    ranking = search(model, budget=4, text=text)                     # 35 schedules for L = 8
+    ranking["best"]["trajectory"], ranking["spread"]["perplexity"]
     search(model, 4, text=text, accuracy=score, by="both")           # score: trajectories → accuracies
-    save_best("runs/mine", found)                                    # into schedules.json beside the model
-    scheduled("runs/mine", model, budget=4, schedule="best")         # a Trajectory
+    save_best("runs/mine", ranking)                                  # into schedules.json in the model's folder
 
-Schedules lie on the training grid, steps of multiples of 1/L; the uniform one is measured in any case. Those with
-the same first steps are computed together (inference/score.py). Each finished group is kept in the store.
+Schedules lie on the training grid: their steps are multiples of 1/L. The uniform schedule is measured in any case.
+Schedules with the same first steps run together (scoring.py), and each such group is stored when it is complete.
 
-Beam search: from a few different schedules on, the neighbours of the best (one 1/L moved from one step to another)
-are measured, until the best have no neighbour left that is not measured or `limit` schedules are.
+The beam search starts from a few different schedules. It measures the neighbours of the best ones (1/L moved from
+one step to another) until all their neighbours are measured, or `limit` schedules are.
 
-The best schedules of a model are saved with it, in the folder of the run or model:
+An entry of schedules.json names the weights it was found with, and LoadedModel refuses it for others (store.py):
     {"4": {"trajectory": "4-2-1-1", "perplexity": 20.1, "by": "perplexity", "text": …, "weights": …}, …}
-An entry belongs to the weights it was found with and is refused for others.
 """
 
 from __future__ import annotations
@@ -25,16 +23,23 @@ import os
 import random
 import statistics
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
-from loopformer.evaluation.store import Piece, Store, weights_hash
-from loopformer.evaluation.text import (
-    CutText,
-    Protocol,
+from loopformer.errors import LoopformerError, RunFailed, nearest, require
+from loopformer.evaluation.store import (
+    SCHEDULES_FILE,
+    Piece,
     ReportProgress,
+    Store,
+    count_schedules,
+    saved_schedules,
+    weights_hash,
+)
+from loopformer.evaluation.text import (
+    Protocol,
     Text,
     cut_text,
     likelihoods,
@@ -42,21 +47,19 @@ from loopformer.evaluation.text import (
     summary,
     text_facts,
 )
-from loopformer.files import read_json, write_json
-from loopformer.inference.score import BATCH_TOKENS, count_passes
+from loopformer.files import write_json
 from loopformer.model import LoopedLM
+from loopformer.scoring import BATCH_TOKENS, count_passes
 from loopformer.trajectory import Trajectory
 
-BY = ("perplexity", "accuracy", "both")
-LIMIT = 500
-FILE = "schedules.json"
-SCHEDULES = ("uniform", "best")
+RANKINGS = ("perplexity", "accuracy", "both")
+MAX_EXHAUSTIVE = 500  # schedules to measure one by one, above which a beam search begins
 
 Accuracies = Callable[[Sequence[Trajectory]], Mapping[Trajectory, float]]
 MeasureSchedules = Callable[[Sequence[Trajectory]], dict[Trajectory, Piece]]
 MeasuredSchedules = Mapping[Trajectory, Mapping[str, Any]]
 
-_BEAM = 2  # a wide beam spends the limit on neighbours instead of moving; 2 came closest on test landscapes
+_BEAM_WIDTH = 2  # a wide beam spends its limit on neighbours before it moves; 2 came closest on test landscapes
 _RANDOM_STARTS = 8
 _TENTH = 10
 
@@ -67,44 +70,48 @@ def search(
     *,
     text: Text | None = None,
     accuracy: Accuracies | None = None,
-    tasks: Piece | None = None,
+    tasks: Mapping[str, Any] | None = None,
     by: str = "perplexity",
-    limit: int = LIMIT,
+    limit: int = MAX_EXHAUSTIVE,
     protocol: Protocol | None = None,
     weights: str | None = None,
     store: Store | None = None,
     batch_tokens: int = BATCH_TOKENS,
     report: ReportProgress | None = None,
 ) -> Piece:
-    """Measure schedules by the text, by `accuracy` or both and rank them; plain data, the best schedule first.
+    """The schedules of a budget ranked by perplexity on the text, by `accuracy` or by both, as plain data.
 
-    `tasks` says in plain data what `accuracy` is of.
+    `tasks` describes in plain data what `accuracy` measures.
     """
     loops, conditioning = model.config.loops, model.config.conditioning
     uniform, on_grid = model.resolve(budget), count_schedules(loops, budget)
-    if by not in BY:
-        raise LoopformerError(f"Schedules cannot be ranked by {by!r}; {nearest(by, list(BY))}")
+    if by not in RANKINGS:
+        raise LoopformerError(f"Schedules cannot be ranked by {by!r}; {nearest(by, list(RANKINGS))}")
     require(by == "accuracy" or text is not None, f"Ranking by {by} needs a text; give --text.")
     require(by == "perplexity" or accuracy is not None, f"Ranking by {by} needs tasks; give --tasks.")
     require(limit >= 1, f"--limit must be 1 or more, got {limit}.")
     require(
         conditioning not in ("none", "index") or on_grid == 1,
-        f"A model with conditioning {conditioning!r} is not told its steps, so all its schedules of a "
+        f"A model with conditioning {conditioning!r} does not depend on its steps, so all its schedules of a "
         "budget are the same; there is nothing to search.",
     )
     weights = weights or weights_hash(model)
     protocol, store = protocol or Protocol(), store or Store(None)
-    facts, by_text = None, None
-    if text is not None:
-        cut = cut_text(text, protocol, model.config.context)
-        facts = text_facts(text, protocol, cut)
-        by_text = _by_text(model, text, cut, protocol, weights, store, batch_tokens, report)
+    cut = None if text is None else cut_text(text, protocol, model.config.context)
 
     def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
         rows: dict[Trajectory, Piece] = {trajectory: {} for trajectory in trajectories}
-        if by_text is not None:
-            for trajectory, piece in by_text(trajectories).items():
-                rows[trajectory] |= piece
+        if text is not None and cut is not None:
+            keys = {each: piece_key("schedule", model, weights, text, protocol, cut, each) for each in trajectories}
+            done = {each: piece for each in trajectories if (piece := store.get(keys[each])) is not None}
+            missing = sorted((each for each in trajectories if each not in done), key=lambda each: each.steps)
+            # Schedules with the same first step run together, and each group is stored when it is done.
+            for _, same in itertools.groupby(missing, key=lambda each: each.steps[0]):
+                group = list(same)
+                doing = f"schedules {len(done) + 1}-{len(done) + len(group)} of {len(trajectories)}"
+                sums = likelihoods(model, cut, text.tokenizer.eot, group, batch_tokens, report, doing)
+                done |= {each: store.put(keys[each], summary(sums[each], cut)) for each in group}
+            rows |= {each: dict(piece) for each, piece in done.items()}
         if accuracy is not None:
             for trajectory, share in accuracy(trajectories).items():
                 rows[trajectory]["accuracy"] = share
@@ -115,7 +122,7 @@ def search(
     described = describe(measured, uniform, by, loops)
     if by != "accuracy" and described["best"]["perplexity"] is None:
         raise RunFailed("No schedule gives a number; the model's weights are damaged or its training diverged.")
-    # through the stack, for a batch of the text or of a task's requests
+    # Passes through the stack for one batch, with common first steps computed once and without.
     passes = {"shared": count_passes(measured), "separate": budget * len(measured)}
     return {
         "weights": weights,
@@ -124,7 +131,7 @@ def search(
         "by": by,
         "method": method,
         "on_grid": on_grid,  # the uniform schedule may not be among them
-        "text": facts,
+        "text": None if text is None or cut is None else text_facts(text, protocol, cut),
         "tasks": tasks,
         "passes": passes if method == "all" else None,
         "seconds": time.perf_counter() - started,
@@ -132,41 +139,10 @@ def search(
     }
 
 
-def _by_text(
-    model: LoopedLM,
-    text: Text,
-    cut: CutText,
-    protocol: Protocol,
-    weights: str,
-    store: Store,
-    batch_tokens: int,
-    report: ReportProgress | None,
-) -> MeasureSchedules:
-    """Perplexity of schedules; those with the same first step together, each group kept when it is done."""
-
-    def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
-        keys = {each: piece_key("schedule", model, weights, text, protocol, cut, each) for each in trajectories}
-        done = {each: piece for each in trajectories if (piece := store.get(keys[each])) is not None}
-        missing = sorted((each for each in trajectories if each not in done), key=lambda each: each.steps)
-        for _, same in itertools.groupby(missing, key=lambda each: each.steps[0]):
-            group = list(same)
-            doing = f"schedules {len(done) + 1}-{len(done) + len(group)} of {len(trajectories)}"
-            sums = likelihoods(model, cut, text.tokenizer.eot, group, batch_tokens, report, doing)
-            done |= {each: store.put(keys[each], summary(sums[each], cut)) for each in group}
-        return done
-
-    return measure
-
-
-def count_schedules(loops: int, budget: int) -> int:
-    """How many schedules of M steps lie on the grid of L."""
-    return math.comb(loops - 1, budget - 1)
-
-
 def explore(
     loops: int, uniform: Trajectory, measure: MeasureSchedules, by: str, limit: int
 ) -> tuple[dict[Trajectory, Piece], str]:
-    """Measure every schedule of the budget, or along a beam where there are more than `limit`."""
+    """Results of every schedule of the budget, or of those along a beam where there are more than `limit`."""
     budget = uniform.budget
     if count_schedules(loops, budget) <= limit:
         return measure(list(dict.fromkeys([*Trajectory.enumerate(loops, budget), uniform]))), "all"
@@ -174,14 +150,14 @@ def explore(
     front = list(dict.fromkeys([uniform, *_starts(loops, budget)]))
     while front := front[: limit - len(measured)]:
         measured |= measure(front)
-        best = rank(measured, by)[:_BEAM]
-        around = (near for schedule in best for near in _neighbours(schedule, loops))
-        front = [near for near in dict.fromkeys(around) if near not in measured]
+        best = rank(measured, by)[:_BEAM_WIDTH]
+        neighbours = (neighbour for schedule in best for neighbour in _neighbours(schedule, loops))
+        front = [neighbour for neighbour in dict.fromkeys(neighbours) if neighbour not in measured]
     return measured, "beam"
 
 
 def _starts(loops: int, budget: int) -> Iterator[Trajectory]:
-    """Front-heavy, back-heavy, even, and some others at random, always the same."""
+    """Schedules to start from: one heavy step at each position, even steps, and random ones of a fixed seed."""
     spare = loops - budget
     for i in range(budget):
         parts = [1] * budget
@@ -193,27 +169,27 @@ def _starts(loops: int, budget: int) -> Iterator[Trajectory]:
 
 
 def _neighbours(trajectory: Trajectory, loops: int) -> Iterator[Trajectory]:
-    """One 1/L moved from one step to another; none for a schedule that is not on the grid."""
+    """The schedules with 1/L moved from one step to another; none for a schedule that is not on the grid."""
     parts = [step * loops for step in trajectory.steps]
     if any(part.denominator != 1 for part in parts):
         return
-    for giver, taker in itertools.permutations(range(len(parts)), 2):
-        if parts[giver] > 1:
+    for source, target in itertools.permutations(range(len(parts)), 2):
+        if parts[source] > 1:
             moved = list(parts)
-            moved[giver], moved[taker] = moved[giver] - 1, moved[taker] + 1
+            moved[source], moved[target] = moved[source] - 1, moved[target] + 1
             yield Trajectory.from_weights(moved)
 
 
 def rank(measured: MeasuredSchedules, by: str) -> list[Trajectory]:
-    """Best first; by both: by the mean of the two ranks. What is no number comes last."""
+    """Schedules with the best first. Ranking by both uses the mean of the two ranks. NaN comes last."""
     costs = [_costs(measured, name) for name in ("perplexity", "accuracy") if by in (name, "both")]
     ranks = [_ranks(column) for column in costs]
-    place = {trajectory: statistics.fmean(column[i] for column in ranks) for i, trajectory in enumerate(measured)}
-    return sorted(measured, key=lambda trajectory: (place[trajectory], trajectory.steps))
+    mean_rank = {each: statistics.fmean(column[i] for column in ranks) for i, each in enumerate(measured)}
+    return sorted(measured, key=lambda trajectory: (mean_rank[trajectory], trajectory.steps))
 
 
 def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: int) -> Piece:
-    """Best, worst, uniform, spread, mean steps and how far perplexity and accuracy agree."""
+    """The ranking as plain data: best, worst, uniform, spread, mean steps, agreement of perplexity and accuracy."""
     order = rank(measured, by)
     rows = [
         {
@@ -226,6 +202,11 @@ def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: i
         for number, trajectory in enumerate(order, 1)
     ]
     tenth = math.ceil(len(order) / _TENTH)
+
+    def mean_steps(trajectories: Sequence[Trajectory]) -> list[float]:  # by position
+        steps = zip(*(trajectory.steps for trajectory in trajectories), strict=True)
+        return [float(sum(each) / len(trajectories)) for each in steps]
+
     known = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("perplexity", "accuracy")}
     return {
         "measured": len(rows),
@@ -234,18 +215,18 @@ def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: i
         "uniform": rows[order.index(uniform)],
         "spread": {name: max(values) - min(values) for name, values in known.items() if values},
         "mean_steps": {
-            "best_tenth": _mean_steps(order[:tenth]),
-            "worst_tenth": _mean_steps(order[-tenth:]),
-            "all": _mean_steps(order),
+            "best_tenth": mean_steps(order[:tenth]),
+            "worst_tenth": mean_steps(order[-tenth:]),
+            "all": mean_steps(order),
         },
-        # 1: the lower the perplexity, the higher the accuracy, without exception
+        # 1 means that a lower perplexity always goes with a higher accuracy.
         "rank_correlation": spearman(_costs(measured, "perplexity"), _costs(measured, "accuracy")),
         "schedules": rows,
     }
 
 
 def in_units(trajectory: Trajectory, loops: int) -> str:
-    """Steps in units of 1/L, such as 4-2-1-1; a schedule beside the grid by its usual name."""
+    """Steps in units of 1/L, such as 4-2-1-1, or the usual name of a schedule that is not on the grid."""
     units = [step * loops for step in trajectory.steps]
     if any(unit.denominator != 1 for unit in units):
         return "uniform" if trajectory.is_uniform else str(trajectory)
@@ -253,52 +234,37 @@ def in_units(trajectory: Trajectory, loops: int) -> str:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The correlation of ranks, equal values sharing their mean rank; None where one side is constant."""
+    """The rank correlation, where ties share their mean rank; None where one side is constant."""
     ranks = _ranks(first), _ranks(second)
     return None if min(len(set(column)) for column in ranks) < 2 else statistics.correlation(*ranks)
 
 
 def _costs(measured: Mapping[Any, Mapping[str, Any]], name: str) -> list[float]:
-    """Lower is better; what is no number is worst."""
+    """Values for which lower is better; NaN and missing values are worst."""
     values = [row.get(name) for row in measured.values()]
     sign = -1.0 if name == "accuracy" else 1.0
     return [math.inf if value is None or math.isnan(value) else sign * value for value in values]
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """1 for the lowest; equal values share their mean rank."""
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    ranks = [0.0] * len(values)
-    place = 0
-    for _, same in itertools.groupby(order, key=lambda i: values[i]):
-        tied = list(same)
-        for i in tied:
-            ranks[i] = place + (len(tied) + 1) / 2
-        place += len(tied)
-    return ranks
-
-
-def _mean_steps(trajectories: Sequence[Trajectory]) -> list[float]:
-    """The mean step by position, as a share of the whole time."""
-    return [
-        float(sum(steps) / len(trajectories))
-        for steps in zip(*(trajectory.steps for trajectory in trajectories), strict=True)
-    ]
+    """Ranks from 1 for the lowest value; ties share their mean rank."""
+    ordered = sorted(values)
+    return [(bisect_left(ordered, value) + bisect_right(ordered, value) + 1) / 2 for value in values]
 
 
 def can_save(source: str | Path) -> bool:
-    """Whether the source is a folder that schedules can be saved in."""
+    """Whether the source is a writable folder, where schedules can be saved."""
     return Path(source).is_dir() and os.access(source, os.W_OK)
 
 
 def save_best(source: str | Path, ranking: Piece) -> tuple[Path, str | None]:
-    """Write the best schedule of a search, unless a better one is there; the file, and then why not.
+    """Save the best schedule of a search unless a better one is saved; the file, and why nothing was saved if so.
 
-    Those of other budgets stay. A schedule is better if it was found for the same weights and ranked by the same
-    measure, on more text, or on as much with a better result: what less text says counts for less.
+    Entries of other budgets stay. A saved schedule is better if it was found for the same weights, was ranked by
+    the same measure, and was measured on more text or, on as much text, with a better result.
     """
-    path, budget = Path(source) / FILE, str(ranking["budget"])
-    saved = _entries(path)
+    path, budget = Path(source) / SCHEDULES_FILE, str(ranking["budget"])
+    saved = saved_schedules(source)
     text = ranking["text"] and {name: ranking["text"][name] for name in ("text", "sha256", "tokens")}
     numbers = {name: ranking["best"][name] for name in ("perplexity", "accuracy") if name in ranking["best"]}
     facts = {name: ranking[name] for name in ("by", "method", "measured", "weights")}
@@ -317,7 +283,7 @@ def save_best(source: str | Path, ranking: Piece) -> tuple[Path, str | None]:
 
 
 def _is_better(before: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-    """Whether the entry that is there was measured on more text, or on as much with a better result."""
+    """Whether the saved entry was measured on more text, or on as much text with a better result."""
     by = entry["by"]
     same = ("weights", "by") if by == "perplexity" else ("weights", "by", "tasks")
     if any(before.get(name) != entry[name] for name in same):
@@ -329,37 +295,5 @@ def _is_better(before: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
 
 
 def _tokens(entry: Mapping[str, Any]) -> int:
-    """Tokens of text that a saved schedule was measured on; none where it was found by tasks alone."""
+    """The tokens of text that a schedule was measured on; 0 where it was found by tasks alone."""
     return int((entry.get("text") or {}).get("tokens", 0))
-
-
-def scheduled(
-    source: str | Path, model: LoopedLM, budget: int, schedule: str, weights: str | None = None
-) -> Trajectory:
-    """The trajectory of a budget: uniform, or the best that is saved, where there is more than one schedule."""
-    if schedule not in SCHEDULES:
-        raise LoopformerError(f"There is no schedule {schedule!r}; {nearest(schedule, list(SCHEDULES))}")
-    trajectory = model.resolve(budget)
-    if schedule == "uniform" or count_schedules(model.config.loops, trajectory.budget) == 1:
-        return trajectory
-    entry = _entries(Path(source) / FILE).get(str(trajectory.budget))
-    command = f"loopformer search --model {source} --budget {trajectory.budget}"
-    if entry is None:
-        raise LoopformerError(
-            f"No best schedule of budget {budget} is saved with {source}; find it with {command}."
-        )
-    if entry.get("weights") != (weights or weights_hash(model)):
-        raise LoopformerError(
-            f"The best schedule of budget {budget} was found for other weights of {source}; find it again with "
-            f"{command}."
-        )
-    return model.resolve(str(entry.get("trajectory")))
-
-
-def _entries(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    saved = read_json(path)
-    if not all(budget.isdigit() and isinstance(entry, dict) for budget, entry in saved.items()):
-        raise FileProblem(f"{path} is damaged; delete it and run loopformer search again.")
-    return saved

@@ -26,11 +26,11 @@ from loopformer.config import load_run
 from loopformer.data.states import TEST, Group, StateWindows, word_length
 from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.evaluation.early_exit import early_exit
-from loopformer.evaluation.text import ReportProgress, placement
-from loopformer.inference.score import BATCH_TOKENS, TrajectoryTree
+from loopformer.evaluation.store import ReportProgress, placement
 from loopformer.loading.folder import SETTINGS, located, run_of
 from loopformer.model import LoopedLM
 from loopformer.plots import grid_figure
+from loopformer.scoring import BATCH_TOKENS, TrajectoryTree
 from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:

@@ -6,26 +6,27 @@
     rows[0]["perplexity"], rows[0]["bits_per_byte"], rows[0]["tokens"]
     perplexity(lm.model, text, [4], certainty=0.9)           # with early exit: also rows[0]["mean_passes"]
 
-**Text** is whatever `loopformer prepare` reads, or a folder that it has prepared, of which the validation split is
-read. Named sources (stdlib, pile, fineweb-edu, openwebtext) are trained on as well, so only their held-out part is
-read: the documents that `prepare` puts into the validation split, up to the token count of the preset.
+**Text** is whatever `loopformer prepare` reads, or the validation split of a folder that it has prepared. Named
+sources (stdlib, pile, fineweb-edu, openwebtext) are trained on as well, so only their held-out part is read: the
+documents that `prepare` puts into the validation split, up to the token count of the preset.
 
-**Documents apart** (the default). Each document is read after one end token: its first token is scored given that
-end token, every other token given those before it. All tokens of a document are scored and no others, so the bytes
-are those of the documents. The end token itself is never scored.
+**Documents apart** (the default). Each document follows one end token. Its first token is scored given that end
+token, every other token given those before it. All tokens of a document are scored and no others, so the bytes are
+those of the documents. The end token itself is never scored.
 
-**Joined** (`join`). Documents follow one another with an end token between two, as in training; attention goes
-across. End tokens are scored too, but count neither in the bytes nor in bits per byte. The first token of the
-stream has nothing before it and is not scored, nor are its bytes counted. Without a stride these are the windows
-of training's own validation, and the tail that is shorter than a window.
+**Joined** (`join`). Documents follow one another with an end token between two, as in training, and attention
+crosses them. End tokens are scored too, but count neither in the bytes nor in bits per byte. The first token of the
+stream has no context and is not scored, nor are its bytes counted. Without a stride these are the windows of
+training's own validation, and also the last window, which may be shorter.
 
-**Windows.** A window holds at most `window` inputs. Without a stride, windows follow one another: the last token of
-one is the first input of the next, and all that it has before it there. With a stride of S, each begins S tokens
-after the one before and scores only the tokens that are new in it, so each has at least window - S before it.
+**Windows.** A window holds at most `window` inputs. Without a stride windows do not overlap: the last token of a
+window is the first input of the next, and the only context of that window's first target. With a stride of S each
+window begins S tokens after the last and scores only its new tokens, so each has at least window - S tokens of
+context.
 
-Perplexity is exp of the mean negative log-likelihood of all scored tokens (inference/score.py); bits per byte
-leaves out end tokens, which stand for no text. A finished (text, trajectory) is kept in the store at once, so an
-interrupted or extended evaluation computes only what is new.
+Perplexity is exp of the mean negative log-likelihood of all scored tokens (scoring.py). Bits per byte leave out end
+tokens, which stand for no text. The result of each (text, trajectory) is stored as soon as it is complete, so an
+interrupted or extended evaluation computes only what is missing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,18 +51,17 @@ from loopformer.data.splits import documents, survey
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, nearest, require
 from loopformer.evaluation.early_exit import check_threshold, early_exit_flops, score_with_early_exit
-from loopformer.evaluation.store import Piece, Store, weights_hash
-from loopformer.inference.score import BATCH_TOKENS, Span, score_spans
+from loopformer.evaluation.store import Piece, ReportProgress, Store, placement, weights_hash
 from loopformer.loading.folder import HELD_OUT, SETTINGS, data_folder, located, run_of
 from loopformer.model import LoopedLM
 from loopformer.model.looped import TrajectoryLike
+from loopformer.scoring import BATCH_TOKENS, Span, score_spans
 from loopformer.trajectory import Trajectory
 
-NAMED = ("stdlib", *PRESETS)
+NAMED_SOURCES = ("stdlib", *PRESETS)
 Ids = npt.NDArray[np.int64]
-ReportProgress = Callable[[str, int, int | None], None]  # what is done, how much, of how much (None: unknown)
 
-_BATCH = 4 << 20  # characters tokenized at a time
+_CHARACTERS = 4 << 20  # tokenized at a time
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class Text:
     """Documents as token ids, without end tokens, and the hash of their text."""
 
     name: str  # as the user wrote it
-    part: str  # which part of the source this is, in words
+    part: str  # the part of the source that this is, in words
     documents: tuple[Ids, ...]
-    sha256: str  # of the documents' UTF-8, a zero byte between two; for one file of text, that of the file
+    sha256: str  # of the documents' UTF-8, joined by zero bytes; for a single plain file, the hash of the file
     tokenizer: Tokenizer
 
     @property
@@ -90,32 +90,33 @@ def read_text(
     require(max_tokens is None or max_tokens >= 1, f"--max-tokens must be 1 or more, got {max_tokens}.")
     part, limit = "all of it", None
     if is_prepared(given):
-        part, encoded = "validation split", _validation_split(Path(given), tokenizer)
+        part, encoded = "validation split", _prepared_documents(Path(given), tokenizer)
     else:
         source = _source(given, field)
-        if given in NAMED:
+        if given in NAMED_SOURCES:
             part = f"held out: {source.val_fraction:.1%} of the documents, by hash"
             part += f"; the first {source.val_tokens:,} tokens" if source.val_tokens else ""
         limit = source.val_tokens
-        encoded = _reachable(source, _encoded(_documents(source, field), tokenizer))
-    digest, kept, tokens = hashlib.sha256(), list[Ids](), 0
+        encoded = _encoded(_source_texts(source, field), tokenizer)
+    digest, read, tokens = hashlib.sha256(), list[Ids](), 0
     for text, ids in encoded:
-        if limit is not None and tokens + len(kept) + len(ids) > limit:  # a preset counts documents' ends as well
-            ids = ids[: limit - tokens - len(kept)]
+        # The limit of a preset counts the end tokens of documents as well.
+        if limit is not None and tokens + len(read) + len(ids) > limit:
+            ids = ids[: limit - tokens - len(read)]
             text = tokenizer.decode(ids.tolist())
-        digest.update(b"\0" * bool(kept) + text.encode())
-        kept.append(ids)
+        digest.update(b"\0" * bool(read) + text.encode())
+        read.append(ids)
         tokens += len(ids)
         if report:
             report(f"reading {given}", tokens, max_tokens or limit)
-        if (max_tokens is not None and tokens > max_tokens) or (limit is not None and tokens + len(kept) >= limit):
+        if (max_tokens is not None and tokens > max_tokens) or (limit is not None and tokens + len(read) >= limit):
             break
     require(tokens > 0, f"{given} holds no text; check the path and the field.")
-    return Text(given, part, tuple(kept), digest.hexdigest(), tokenizer)
+    return Text(given, part, tuple(read), digest.hexdigest(), tokenizer)
 
 
 def default_text(model: str | Path) -> str | None:
-    """What is held out for a model: in its folder, or in its run's data; None where that cannot be found."""
+    """The held-out text in a model's folder, or the data of its run; None where neither is found."""
     if (held_out := located(model) / HELD_OUT).is_file():
         return str(held_out)
     if (run := run_of(model)) is None:
@@ -129,33 +130,41 @@ def default_text(model: str | Path) -> str | None:
 
 
 def _source(given: str, field: str) -> Source:
-    """The source that a user names, if there is one."""
+    """The source that a user names; refused if it does not exist."""
     pattern = any(mark in given for mark in "*?[=")
-    if not (given in NAMED or given.startswith("hf:") or pattern or Path(given).exists()):
-        hint = nearest(given, list(NAMED), otherwise=f"named texts are {', '.join(NAMED)}.")
+    if not (given in NAMED_SOURCES or given.startswith("hf:") or pattern or Path(given).exists()):
+        hint = nearest(given, list(NAMED_SOURCES), otherwise=f"named texts are {', '.join(NAMED_SOURCES)}.")
         raise FileProblem(f"There is no file, folder or text {given}; {hint}")
     (source,) = parse_sources([given], field)
     require(source.weight is None, f"A weight, as in {given!r}, is for training; leave it out here.")
     return source
 
 
-def _documents(source: Source, field: str) -> Iterator[str]:
-    """The documents of a source, of a named one only those that are held out."""
+def _source_texts(source: Source, field: str) -> Iterator[str]:
+    """The documents of a source; of a named source only the held-out ones."""
 
     def read() -> Iterator[str]:
         for _, text in source.texts(field, Position(), Meter()):
             yield from documents(text)
 
-    if source.given not in NAMED:
-        yield from read()
-        return
-    splitter = survey(read, source.val_fraction, source.given)
-    for text in read():
-        yield from (piece for split, piece in splitter.split(text) if split == "val")
+    try:
+        if source.given not in NAMED_SOURCES:
+            yield from read()
+            return
+        splitter = survey(read, source.val_fraction, source.given)
+        for text in read():
+            yield from (piece for split, piece in splitter.split(text) if split == "val")
+    except FileProblem as error:
+        if not source.remote:
+            raise
+        problem = str(error).partition(";")[0].rstrip(".")  # its remedy is one for training
+        raise FileProblem(
+            f"{problem}; connect, or give a file or a folder prepared from {source.given} elsewhere."
+        ) from error
 
 
 def _encoded(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[str, Ids]]:
-    """Texts with their tokens, some megabytes at a time; those without tokens are left out."""
+    """Texts with their tokens, a few megabytes at a time, without texts that have no tokens."""
 
     def encode(batch: Sequence[str]) -> Iterator[tuple[str, Ids]]:
         for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
@@ -166,50 +175,35 @@ def _encoded(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[str, 
     for text in texts:
         batch.append(text)
         size += len(text)
-        if size >= _BATCH:
+        if size >= _CHARACTERS:
             yield from encode(batch)
             batch, size = [], 0
     yield from encode(batch)
 
 
-def _validation_split(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, Ids]]:
-    """The held-out documents of a prepared folder; tokenized again where the model has another tokenizer."""
+def _prepared_documents(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, Ids]]:
+    """The held-out documents of a prepared folder, tokenized again where the model has another tokenizer."""
     data = TokenData.open(folder, "val")
     for source in data.sources:
         require(source.flags is None, f"{folder} holds supervised examples; give the plain text to evaluate on.")
         stream = source.ids.read(0, len(source.ids)).astype(np.int64)
         data.check_ids(stream, source.name)
-        starts = [0, *(np.flatnonzero(stream == data.eot) + 1).tolist()]
-        between = zip(starts, [*starts[1:], len(stream) + 1], strict=True)
-        pieces = (stream[start : stop - 1] for start, stop in between if stop - 1 > start)
-        pairs = ((data.tokenizer.decode(ids.tolist()), ids) for ids in pieces)
+        pieces = (piece[piece != data.eot] for piece in np.split(stream, np.flatnonzero(stream == data.eot)))
+        pairs = ((data.tokenizer.decode(ids.tolist()), ids) for ids in pieces if len(ids) > 0)
         if data.tokenizer.hash == tokenizer.hash:
             yield from pairs
         else:
             yield from _encoded((text for text, _ in pairs), tokenizer)
 
 
-def _reachable(source: Source, encoded: Iterator[tuple[str, Ids]]) -> Iterator[tuple[str, Ids]]:
-    """The same; where a remote source fails, a sentence about evaluation."""
-    try:
-        yield from encoded
-    except FileProblem as error:
-        if not source.remote:
-            raise
-        first, _, _ = str(error).partition(";")
-        raise FileProblem(
-            f"{first.rstrip('.')}; connect, or give a file or a folder prepared from {source.given} elsewhere."
-        ) from error
-
-
 @dataclass(frozen=True)
 class Protocol:
-    """How perplexity is measured; None for `window` is the model's context, for `stride` the window."""
+    """How perplexity is measured. By default the window is the model's context, and the stride the window."""
 
     window: int | None = None
     stride: int | None = None
     join: bool = False
-    max_tokens: int | None = None  # score only the first so many
+    max_tokens: int | None = None  # score only the first tokens, up to this many
 
     def sizes(self, context: int) -> tuple[int, int]:
         """Window and stride for a model of this context."""
@@ -222,19 +216,19 @@ class Protocol:
 
 @dataclass(frozen=True)
 class CutText:
-    """The windows of a text and what their scored tokens stand for."""
+    """The windows of a text, and how much text their scored tokens stand for."""
 
     windows: tuple[Span, ...]
     window: int
     stride: int
     documents: int
-    tokens: int  # scored, `ends` included
-    ends: int  # end tokens among them
-    bytes: int  # of text that the others stand for
+    tokens: int  # scored tokens, end tokens included
+    ends: int  # scored end tokens
+    bytes: int  # of the text that the other scored tokens stand for
 
 
 def cut_text(text: Text, protocol: Protocol, context: int) -> CutText:
-    """Cut a text into windows for a model of this context, so that every token is scored once."""
+    """The windows of a text for a model of this context, in which every token is scored once."""
     window, stride = protocol.sizes(context)
     end, limit = text.tokenizer.eot, protocol.max_tokens
     spans: list[Span] = []
@@ -243,11 +237,11 @@ def cut_text(text: Text, protocol: Protocol, context: int) -> CutText:
         stream = stream if limit is None else stream[: limit + 1]
         spans.append(Span(tuple(stream), len(stream) - 1))
     else:
-        left = text.tokens if limit is None else limit
+        remaining = text.tokens if limit is None else limit
         for ids in text.documents:
-            if left > 0:
-                spans.append(Span.text(ids[:left].tolist(), end))
-                left -= len(ids)
+            if remaining > 0:
+                spans.append(Span.text(ids[:remaining].tolist(), end))
+                remaining -= len(ids)
     tokens = sum(span.scored for span in spans)
     require(
         tokens >= window,
@@ -387,7 +381,7 @@ def _with_early_exit(
 
 
 def summary(likelihood: Likelihood, cut: CutText) -> dict[str, float | None]:
-    """Perplexity and bits per byte of summed likelihoods; None where the model's output is no number."""
+    """Perplexity and bits per byte of summed likelihoods, None where the model's output is not a number."""
     if not math.isfinite(likelihood.nats):
         return {"nats": None, "perplexity": None, "bits_per_byte": None}
     bits = (likelihood.nats - likelihood.end_nats) / math.log(2)
@@ -401,7 +395,7 @@ def summary(likelihood: Likelihood, cut: CutText) -> dict[str, float | None]:
 def piece_key(
     kind: str, model: LoopedLM, weights: str, text: Text, protocol: Protocol, cut: CutText, trajectory: Trajectory
 ) -> dict[str, Any]:
-    """Everything that a number depends on."""
+    """The key of a stored result: everything that its numbers depend on."""
     return {
         "kind": kind,
         "weights": weights,
@@ -417,7 +411,7 @@ def piece_key(
 
 
 def text_facts(text: Text, protocol: Protocol, cut: CutText) -> Piece:
-    """The text and the protocol, in plain data."""
+    """The text and the protocol as plain data."""
     limited = protocol.max_tokens == cut.tokens
     return {
         "text": text.name,
@@ -433,8 +427,3 @@ def text_facts(text: Text, protocol: Protocol, cut: CutText) -> Piece:
         "max_tokens": protocol.max_tokens,
         "forward_tokens": sum(len(span.inputs) for span in cut.windows),
     }
-
-
-def placement(model: LoopedLM) -> dict[str, str]:
-    """In which dtype and on which kind of device a model runs, as results say it."""
-    return {"dtype": model.dtype_name, "device": model.device.type}

@@ -26,10 +26,10 @@ from loopformer.device import sent
 from loopformer.inference.draft import HOPED_RATE, LONGEST, Draft, DraftReport, best_length, updated_rate
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import Choice, sample
-from loopformer.inference.score import common_prefix
 from loopformer.model import LoopedLM
 from loopformer.model.cache import Cache, Passes, RowKeys
 from loopformer.model.conditioning import Condition
+from loopformer.scoring import common_prefix
 from loopformer.trajectory import Trajectory
 
 PIECE = 512  # tokens of a long prompt that are run at a time

@@ -43,11 +43,11 @@ from loopformer.inference.chat import ChatTemplate
 from loopformer.inference.engine import Engine, warm_up
 from loopformer.inference.request import Reason, Request, Result
 from loopformer.inference.sampling import Choice
-from loopformer.inference.score import head_chunks
 from loopformer.lm import LM, Fast, load, place
 from loopformer.loading import from_model_folder
 from loopformer.loading.folder import is_run_folder, located, run_of
 from loopformer.model import LoopedLM
+from loopformer.scoring import head_chunks
 from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
     validate(parallel, validation_windows(data, context), budgets=[1, 4], rows=8, run=run)[4]     # nats per token
 
-The loss is that of `loopformer eval --join` on the same windows (inference/score.py), not the objective's, whose
+The loss is that of `loopformer eval text --join` on the same windows (scoring.py), not the objective's, whose
 softmax has the rows that pad the vocabulary in it, as the paper's has.
 """
 

@@ -29,28 +29,26 @@ from loopformer.config.run import validation_budgets
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import DTYPES, choose_device, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
-from loopformer.evaluation.benchmarks import LoadedModel, accuracy, ask, model_facts, results
-from loopformer.evaluation.schedules import count_schedules, search
-from loopformer.evaluation.store import Piece
+from loopformer.evaluation.schedules import search
+from loopformer.evaluation.store import LoadedModel, Piece, ReportProgress, count_schedules, placement
+from loopformer.evaluation.tasks import model_facts, run_requests
 from loopformer.evaluation.text import (
     Protocol,
-    ReportProgress,
     Text,
     default_text,
     perplexity,
-    placement,
     read_text,
 )
 from loopformer.files import read_json
-from loopformer.inference.score import BATCH_TOKENS
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, STATE, is_run_folder, newest_model, step_of
 from loopformer.model.cost import Cost
+from loopformer.scoring import BATCH_TOKENS
 from loopformer.training.plan import training_flops_per_token
 from loopformer.training.reporting import read_metrics
 
 if TYPE_CHECKING:
-    from loopformer.evaluation.harness import Suite
+    from loopformer.lm_eval import Suite
 
 
 VERSION = 1  # of what report.json holds
@@ -222,7 +220,7 @@ def _load_suite(request: ReportRequest, report: ReportProgress | None) -> tuple[
             f"There is no folder {request.data}; --data takes one with files like copa.validation.jsonl."
         )
     try:
-        from loopformer.evaluation.harness import Suite
+        from loopformer.lm_eval import Suite
     except LoopformerError as error:  # the harness is not installed
         return None, str(error)
     names = [name.strip() for name in request.wanted_tasks.split(",") if name.strip()]
@@ -331,8 +329,8 @@ class _Collector:
     def _tasks(self, loaded: LoadedModel, report: ReportProgress | None) -> list[Piece]:
         assert self.suite is not None
         trajectories = [loaded.model.resolve(budget) for budget in self.request.budgets_of(loaded.model.config)]
-        runs = ask(loaded, self.suite.queries, trajectories, self.request.batch_tokens, report)
-        rows: list[Piece] = results(self.suite, model_facts(loaded, runs), runs)["runs"]
+        runs = run_requests(loaded, self.suite.queries, trajectories, self.request.batch_tokens, report)
+        rows: list[Piece] = self.suite.results(model_facts(loaded, runs), runs)["runs"]
         return rows
 
     def _search(self, loaded: LoadedModel, report: ReportProgress | None) -> Piece:
@@ -348,7 +346,7 @@ class _Collector:
             loaded.model,
             budget,
             text=self._text(request.sources[0], loaded.lm.need_tokenizer(), report),
-            accuracy=None if suite is None else accuracy(loaded, suite, request.batch_tokens, report),
+            accuracy=None if suite is None else suite.accuracy(loaded, request.batch_tokens, report),
             tasks=None if suite is None else suite.facts,
             protocol=Protocol(max_tokens=request.max_tokens),
             weights=loaded.weights,

@@ -17,7 +17,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.evaluation.tasks import encode_pairs, encode_texts
 from loopformer.evaluation.text import Text, perplexity
-from loopformer.inference.score import (
+from loopformer.scoring import (
     BATCH_TOKENS,
     Answer,
     Pack,

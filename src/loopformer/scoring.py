@@ -1,20 +1,20 @@
-"""How likely a model finds given tokens: the one scorer behind perplexity, benchmarks, `lm.score` and validation.
+"""Log-probabilities of given tokens: one scorer for perplexity, tasks, `lm.score` and validation.
 
     spans = [Span((*context, *continuation), scored=len(continuation))]
     loglikelihoods(model, spans, trajectories)[trajectory].answers[0]    # (log-likelihood, is it the greedy choice)
     for batch in score_spans(model, windows, trajectories): ...          # log-probabilities token by token
-    token_logprobs(model, hidden, targets)                               # of hidden states that are there already
+    token_logprobs(model, hidden, targets)                               # from hidden states computed elsewhere
 
-A log-probability is computed in fp32 over the model's vocabulary, without the rows that only pad it; sums are in
-float64. For scoring the head runs here alone, over chunks of tokens (`head_chunks`), so full logits never exist.
+A log-probability is computed in fp32 over the model's vocabulary, without the rows that only pad it. Sums are in
+float64. The head runs over chunks of tokens (`head_chunks`), so full logits never exist.
 
-Trajectories that begin with the same steps share the states after them exactly, because a pass is told only its
-(t, Δ). They are followed as a tree, depth first; only the states on the current path are kept, M + 1 of them.
+Trajectories that begin with the same steps share the states after those steps exactly, because a loop depends on
+nothing but its (t, Δ). They run as a tree, depth first, with only the M + 1 states of the current path in memory.
 
-Rows that begin with the same tokens are packed: the four answers to a question become one sequence, the question
-followed by each answer. An answer sees the question and itself, at the positions it would have alone, so the
-outputs are those of the rows run one by one. Rows are sorted by their tokens, so that those with a common prefix
-are neighbours; neighbours that share half of what precedes their scored tokens or more become one pack.
+Rows that begin with the same tokens are packed. The four answers to a question become one sequence: the question,
+then each answer. An answer attends to the question and to itself, at the positions it would have alone, so the
+outputs equal those of rows run one by one. Rows are sorted by their tokens, so rows with a common prefix become
+neighbours. Neighbours become one pack where they share at least half of what precedes their scored tokens.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from loopformer.errors import LoopformerError, RunFailed
+from loopformer.errors import RunFailed, require
 from loopformer.model import LoopedLM
 from loopformer.model.block import Rotary
 from loopformer.model.conditioning import Condition
 from loopformer.trajectory import Trajectory
 
 Tokens = tuple[int, ...]
-Answer = tuple[float, bool]  # log-likelihood; whether each token was the most likely one
-Count = Callable[[int, int], None]  # how many are done, of how many
+Answer = tuple[float, bool]  # log-likelihood; whether every token was the most likely one
+Count = Callable[[int, int], None]  # reports progress: how many are done, of how many
 
 BATCH_TOKENS = 8192
-WORTH_SHARING = 8  # tokens
-_LONGEST_PACK = 2  # contexts; what attention costs grows with the square of its length
-_CHUNK_LOGITS = 1 << 24  # numbers in a chunk of logits
+MIN_SHARED_TOKENS = 8  # a shorter common prefix is not worth a mask
+_MAX_PACK_CONTEXTS = 2  # because attention costs grow with the square of a pack's length
+_MAX_CHUNK_LOGITS = 1 << 24  # logits in a chunk
 
 
 def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many items two sequences begin with in common."""
+    """The number of leading items that two sequences have in common."""
     for count, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return count
@@ -62,12 +62,12 @@ class Span:
 
     @classmethod
     def text(cls, ids: Sequence[int], end: int) -> Span:
-        """A whole text: its first token is scored given an end token, every other given those before it."""
+        """A text of which every token is scored; an end token precedes the first."""
         return cls((end, *ids), len(ids))
 
     @property
     def inputs(self) -> Tokens:
-        """What the model runs; its last `scored` outputs are those of the targets."""
+        """The tokens that the model runs; its last `scored` outputs predict the targets."""
         return self.tokens[:-1]
 
     @property
@@ -77,9 +77,9 @@ class Span:
     def windows(self, size: int, stride: int | None = None, reach_back: bool = False) -> list[Span]:
         """Cut into spans of at most `size` inputs that score each token once.
 
-        Each window begins `stride` tokens after the one before, `size` by default, and scores what is new in it.
-        With `reach_back` every window, also the last, begins as early as its size allows: a continuation is given
-        as much of its context as fits, as in lm-evaluation-harness.
+        Each window begins `stride` tokens after the last, `size` by default, and scores the tokens that are new in
+        it. With `reach_back` every window begins as early as its size allows, so that a continuation is given as
+        much of its context as fits, as in lm-evaluation-harness.
         """
         windows: list[Span] = []
         done = len(self.tokens) - self.scored
@@ -93,18 +93,18 @@ class Span:
 
 
 def head_chunks(model: LoopedLM, hidden: Tensor, chunk: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of hidden states [N, D], which are after the final norm, and their logits [n, V] in fp32.
+    """Slices of hidden states [N, D] after the final norm, with their logits [n, V] in fp32.
 
-    `chunk` is how many tokens at a time. Rows of the head that only pad the vocabulary are left out.
+    `chunk` is the number of tokens in a slice. Rows of the head that only pad the vocabulary are left out.
     """
-    size = chunk or max(1, _CHUNK_LOGITS // model.config.vocab_rows)
+    size = chunk or max(1, _MAX_CHUNK_LOGITS // model.config.vocab_rows)
     for start in range(0, len(hidden), size):
         part = slice(start, start + size)
         yield part, model.head(hidden[part])[:, : model.config.vocab].float()
 
 
 def token_logprobs(model: LoopedLM, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """log p of targets [N] given hidden [N, D], in fp32, and whether each is the most likely token."""
+    """log p of targets [N] given hidden [N, D] in fp32, and whether each target is the most likely token."""
     logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
     greedy = torch.empty(len(targets), dtype=torch.bool, device=hidden.device)
     for part, logits in head_chunks(model, hidden):
@@ -115,11 +115,11 @@ def token_logprobs(model: LoopedLM, hidden: Tensor, targets: Tensor) -> tuple[Te
 
 
 class TrajectoryTree:
-    """A model and the trajectories to follow, what passes are told computed once for any number of batches.
+    """Runs batches along several trajectories, with common first steps and all conditions computed once.
 
     tree = TrajectoryTree(model, Trajectory.enumerate(8, 4))
     for trajectory, hidden in tree.run(ids): ...      # hidden [B, T, D] after the final norm
-    count_passes(tree.trajectories)                   # 90, where each on its own would take 140
+    count_passes(tree.trajectories)                   # 90; separately they would take 140
     """
 
     @torch.no_grad()
@@ -133,7 +133,7 @@ class TrajectoryTree:
                 self._conditions.update(zip(steps, model.passes(trajectory, 1).conditions, strict=True))
 
     def run(self, ids: Tensor) -> Iterator[tuple[Trajectory, Tensor]]:
-        """Each trajectory with the hidden states [B, T, D] of ids [B, T] at its end."""
+        """Each trajectory with the hidden states [B, T, D] of ids [B, T] after its last loop."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         yield from self.run_from(*self.model.embed(ids), self.model.random_start(positions))
 
@@ -150,7 +150,7 @@ class TrajectoryTree:
         path: list[Tensor] = [first]  # path[i]: the state after i steps of `before`
         before: tuple[Fraction, ...] = ()
         for trajectory in self.trajectories:
-            del path[1 + common_prefix(before, trajectory.steps) :]
+            del path[1 + common_prefix(before, trajectory.steps) :]  # frees the states of finished branches
             for number in range(len(path) - 1, len(trajectory)):
                 condition = self._conditions[trajectory.times[number], trajectory.steps[number]]
                 state = self.model.inject(path[-1], x, condition, number)
@@ -160,13 +160,13 @@ class TrajectoryTree:
 
 
 def count_passes(trajectories: Iterable[Trajectory]) -> int:
-    """Passes through the stack that these trajectories take together."""
+    """How many loops a tree of these trajectories runs."""
     return len({each.steps[:length] for each in trajectories for length in range(1, len(each) + 1)})
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Distinct rows as one sequence: the prefix they share, then what follows it in each."""
+    """Distinct rows as one sequence: their common prefix, then the rest of each row."""
 
     prefix: Tokens
     suffixes: tuple[Tokens, ...]
@@ -176,7 +176,7 @@ class Pack:
 
     @property
     def shared(self) -> bool:
-        """Whether rows share it, which takes a mask."""
+        """Whether several rows share the prefix, which needs a mask."""
         return len(self.suffixes) > 1
 
     @property
@@ -194,38 +194,39 @@ class Pack:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Packs to run together, all of them shared or none, and the spans that they answer."""
+    """Packs to run together, either all shared or none, and the spans that they score."""
 
     packs: tuple[Pack, ...]
     spans: tuple[tuple[int, int, int], ...]  # (number of the span, its pack, where its row ends in the pack)
 
     @property
     def tokens(self) -> int:
-        """Tokens that go through the model, padding not counted."""
+        """Tokens that run through the model, without padding."""
         return sum(map(len, self.packs))
 
     def start(self, model: LoopedLM) -> tuple[Tensor, Rotary | None, Tensor | None, Tensor | None]:
-        """The embeddings [B, T, D], angles, mask and random start: each row of a pack as if alone."""
+        """The embeddings [B, T, D], angles, mask and random start, with each row of a pack as if it were alone."""
         device = model.device
 
-        def padded(rows: Iterable[Iterable[int]]) -> Tensor:  # [B, T]; no earlier token sees what is added
+        def padded(
+            rows: Iterable[Iterable[int]],
+        ) -> Tensor:  # [B, T]; no token attends to the padding after it
             return pad_sequence([torch.tensor([*row]) for row in rows], batch_first=True).to(device)
 
         ids = padded(chain(pack.prefix, *pack.suffixes) for pack in self.packs)
         positions, mask = torch.arange(ids.shape[1], device=device)[None], None
         if self.packs[0].shared:  # then all of them are
-            shared = [len(pack.prefix) for pack in self.packs]
-            positions = padded(
-                chain(range(first), *(range(first, first + len(suffix)) for suffix in pack.suffixes))
-                for pack, first in zip(self.packs, shared, strict=True)
-            )
-            # 0 for the prefix, which all may see, and a number for each suffix, which only itself may see
+            # 0 for the prefix, which all rows attend to; a number for each suffix, which only attends to itself.
             owners = padded(
-                chain([0] * first, *([number] * len(suffix) for number, suffix in enumerate(pack.suffixes, 1)))
-                for pack, first in zip(self.packs, shared, strict=True)
+                chain(
+                    [0] * len(pack.prefix), *([number] * len(each) for number, each in enumerate(pack.suffixes, 1))
+                )
+                for pack in self.packs
             )
-            visible = (owners[:, None, :] == owners[:, :, None]) | (owners[:, None, :] == 0)
-            mask = visible.tril()[:, None]  # [B, 1, T, T]
+            visible = ((owners[:, None, :] == owners[:, :, None]) | (owners[:, None, :] == 0)).tril()  # [B, T, T]
+            # A token attends to its own row up to itself. Padding may attend to more tokens than a context has.
+            positions = (visible.sum(-1) - 1).clamp(max=model.config.context - 1)
+            mask = visible[:, None]  # [B, 1, T, T]
         x, rotary = model.place(model.tokens(ids), positions)
         return x, rotary, mask, model.random_start(positions)
 
@@ -233,18 +234,18 @@ class PackedBatch:
 def plan_batches(
     spans: Sequence[Span], context: int, batch_tokens: int = BATCH_TOKENS, share: bool = True
 ) -> list[PackedBatch]:
-    """Batches of at most `batch_tokens` tokens, or of one pack, that score all spans; the longest packs first.
+    """Batches that score all spans, the longest packs first, of at most `batch_tokens` tokens or of one pack.
 
-    Equal rows run once, and their common prefixes too, unless `share` is False.
+    Equal rows run once. Common prefixes run once too, unless `share` is False.
     """
-    numbers: dict[Tokens, list[int]] = {}  # of the spans that a row answers
-    free: dict[Tokens, int] = {}  # tokens of a row whose outputs nobody needs
+    numbers: dict[Tokens, list[int]] = {}  # the spans that a row scores
+    free: dict[Tokens, int] = {}  # leading tokens of a row whose outputs no span needs
     for number, span in enumerate(spans):
         numbers.setdefault(span.inputs, []).append(number)
         before = len(span.inputs) - span.scored
         free[span.inputs] = min(before, free.get(span.inputs, before))
     rows = (Pack((), (row,)) for row in numbers)
-    packs = _packs(sorted(numbers), free, _LONGEST_PACK * context) if share else rows
+    packs = _packs(sorted(numbers), free, _MAX_PACK_CONTEXTS * context) if share else rows
     groups: list[list[Pack]] = []
     for pack in sorted(packs, key=lambda pack: (pack.shared, -len(pack), pack.prefix, pack.suffixes)):
         last = groups[-1] if groups else []
@@ -256,8 +257,8 @@ def plan_batches(
         PackedBatch(
             tuple(group),
             tuple(
-                (number, place, end)
-                for place, pack in enumerate(group)
+                (number, index, end)
+                for index, pack in enumerate(group)
                 for row, end in zip(pack.rows, pack.ends, strict=True)
                 for number in numbers[row]
             ),
@@ -267,32 +268,31 @@ def plan_batches(
 
 
 def _packs(rows: Sequence[Tokens], free: dict[Tokens, int], longest: int) -> Iterator[Pack]:
-    """Sorted rows, cut where neighbours begin differently, as packs of at most `longest` tokens or of one row."""
-    families: list[tuple[list[Tokens], int]] = []  # neighbours, and the length of their common prefix
-    for row in rows:
-        if families:
-            family, shared = families[-1]
-            common = min(common_prefix(family[-1], row), free[family[-1]], free[row])
-            if common >= max(WORTH_SHARING, min(free[family[-1]], free[row]) / 2):
-                family.append(row)
-                families[-1] = family, common if len(family) == 2 else min(shared, common)
-                continue
-        families.append(([row], 0))
-    for family, shared in families:
-        suffixes: list[Tokens] = []
-        length = shared
-        for row in family:
-            if suffixes and length + len(row) - shared > longest:
-                yield Pack(family[0][:shared], tuple(suffixes))
-                suffixes, length = [], shared
+    """Sorted rows as packs of at most `longest` tokens or of one row; a pack shares a long enough prefix."""
+    start = 0
+    while start < len(rows):
+        # A family is a run of neighbours with enough in common; `shared` is the prefix of all of them.
+        shared, stop = 0, start + 1
+        while stop < len(rows):
+            before, row = rows[stop - 1], rows[stop]
+            limit = min(free[before], free[row])
+            common = min(common_prefix(before, row), limit)
+            if common < max(MIN_SHARED_TOKENS, limit / 2):
+                break
+            shared, stop = (min(shared, common) if shared else common), stop + 1
+        prefix, suffixes = rows[start][:shared], list[Tokens]()
+        for row in rows[start:stop]:
+            if suffixes and sum(map(len, suffixes)) + len(row) > longest:
+                yield Pack(prefix, tuple(suffixes))
+                suffixes = []
             suffixes.append(row[shared:])
-            length += len(row) - shared
-        yield Pack(family[0][:shared], tuple(suffixes))
+        yield Pack(prefix, tuple(suffixes))
+        start = stop
 
 
 @dataclass(frozen=True)
 class BatchScores:
-    """The scored tokens of some spans, one span after the other, on the CPU."""
+    """The scores of some spans, concatenated, on the CPU."""
 
     spans: list[int]  # their numbers
     sizes: list[int]  # how many tokens of each are scored
@@ -310,24 +310,23 @@ def score_spans(
     share: bool = True,
 ) -> Iterator[BatchScores]:
     """Score spans, none longer than the context + 1, batch by batch along all trajectories."""
-    if batch_tokens < 1:
-        raise LoopformerError(f"--batch-tokens must be 1 or more, got {batch_tokens}.")
     largest, vocab = max((max(span.tokens) for span in spans), default=0), model.config.vocab
-    if largest >= vocab:
-        raise LoopformerError(
-            f"There are token ids up to {largest} but the model knows {vocab}; is this the model's own tokenizer?"
-        )
+    require(batch_tokens >= 1, f"--batch-tokens must be 1 or more, got {batch_tokens}.")
+    require(
+        largest < vocab,
+        f"There are token ids up to {largest} but the model knows {vocab}; is this the model's own tokenizer?",
+    )
     tree = TrajectoryTree(model, trajectories)
     for batch in plan_batches(spans, model.config.context, batch_tokens, share):
         numbers = [number for number, _, _ in batch.spans]
         sizes = [spans[number].scored for number in numbers]
         targets = torch.tensor([token for number in numbers for token in spans[number].targets])  # [N]
-        length = max(map(len, batch.packs))
+        length = max(map(len, batch.packs))  # outputs are looked up in the flattened batch [B * T]
         places = torch.tensor(
             [
-                pack * length + place
+                pack * length + position
                 for number, pack, end in batch.spans
-                for place in range(end - spans[number].scored, end)
+                for position in range(end - spans[number].scored, end)
             ]
         )
         along = {}
@@ -346,7 +345,7 @@ def score_spans(
 
 @dataclass(frozen=True)
 class Loglikelihoods:
-    """Answers in the order of the spans; `tokens` were run for them, and `cut` of them did not fit the context."""
+    """Answers in the order of the spans, the tokens run for them, and how many spans did not fit the context."""
 
     answers: list[Answer]
     tokens: int
@@ -361,7 +360,11 @@ def loglikelihoods(
     share: bool = True,
     count: Count | None = None,
 ) -> dict[Trajectory, Loglikelihoods]:
-    """Score spans of any length along each trajectory; what does not fit the context is cut off from the left."""
+    """The log-likelihoods of spans of any length along each trajectory.
+
+    The context of a span that does not fit is cut off from the left. Tokens to score are never cut: they are scored
+    in several windows.
+    """
     context = model.config.context
     windows: list[Span] = []
     owners: list[int] = []  # the span of each window
@@ -369,37 +372,32 @@ def loglikelihoods(
         parts = span.windows(context, reach_back=True)
         windows += parts
         owners += [number] * len(parts)
-    totals = {trajectory: [0.0] * len(spans) for trajectory in trajectories}
-    greedy = {trajectory: [True] * len(spans) for trajectory in trajectories}
+    answers: dict[Trajectory, list[Answer]] = {each: [(0.0, True)] * len(spans) for each in trajectories}
     done = tokens = 0
     for batch in score_spans(model, windows, trajectories, batch_tokens, share):
-        for trajectory, (logprobs, likely) in batch.along.items():
-            scored = zip(
-                batch.spans, torch.split(logprobs, batch.sizes), torch.split(likely, batch.sizes), strict=True
-            )
-            for number, values, first in scored:
-                totals[trajectory][owners[number]] += math.fsum(values.tolist())
-                greedy[trajectory][owners[number]] &= bool(first.all())
+        for trajectory, scored in batch.along.items():
+            parts_of = (torch.split(values, batch.sizes) for values in scored)
+            for window, logprobs, is_greedy in zip(batch.spans, *parts_of, strict=True):
+                total, greedy = answers[trajectory][owners[window]]
+                total += math.fsum(logprobs.tolist())
+                answers[trajectory][owners[window]] = total, greedy and bool(is_greedy.all())
         done += len(batch.spans)
         tokens += batch.tokens
         if count:
             count(done * len(spans) // len(windows), len(spans))
-    for trajectory, sums in totals.items():
-        if not all(map(math.isfinite, sums)):
+    for trajectory, along in answers.items():
+        if not all(math.isfinite(total) for total, _ in along):
             raise RunFailed(f"The model's output along {trajectory} is not a number; check its weights and dtype.")
     cut = sum(len(span.tokens) > context + 1 for span in spans)
-    return {
-        trajectory: Loglikelihoods(list(zip(totals[trajectory], greedy[trajectory], strict=True)), tokens, cut)
-        for trajectory in totals
-    }
+    return {trajectory: Loglikelihoods(along, tokens, cut) for trajectory, along in answers.items()}
 
 
 @dataclass(frozen=True)
 class Score:
-    """Log-probabilities of a text's tokens: the first one's after an end token, the others' given those before."""
+    """The log-probabilities of a text's tokens, the first given an end token."""
 
     ids: Tokens
-    logprobs: tuple[float, ...]  # one for each id
+    logprobs: tuple[float, ...]  # of the ids
 
     @property
     def total(self) -> float:
@@ -413,19 +411,18 @@ class Score:
 def score_texts(
     model: LoopedLM, texts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory], end: int
 ) -> list[Score]:
-    """Score texts that fit the context, each after the `end` token and along its own trajectory."""
+    """The scores of texts that fit the context, each along its own trajectory and after the `end` token."""
     context = model.config.context
     for ids in texts:
-        if not ids:
-            raise LoopformerError("A text to score is empty; give at least one character.")
-        if len(ids) > context:  # the end token takes the place of the last one, which is no input
-            raise LoopformerError(f"A text has {len(ids)} tokens but the context is {context}; shorten it.")
+        require(len(ids) > 0, "A text to score is empty; give at least one character.")
+        # A text of the context's length fits: the end token is an input and the last token is none.
+        require(len(ids) <= context, f"A text has {len(ids)} tokens but the context is {context}; shorten it.")
     logprobs: list[tuple[float, ...]] = [()] * len(texts)
     for trajectory in dict.fromkeys(trajectories):
-        same = [number for number, own in enumerate(trajectories) if own == trajectory]
-        spans = [Span.text(texts[number], end) for number in same]
+        numbers = [number for number, each in enumerate(trajectories) if each == trajectory]
+        spans = [Span.text(texts[number], end) for number in numbers]
         for batch in score_spans(model, spans, [trajectory]):
             values, _ = batch.along[trajectory]
-            for place, part in zip(batch.spans, torch.split(values, batch.sizes), strict=True):
-                logprobs[same[place]] = tuple(part.tolist())
+            for span, part in zip(batch.spans, torch.split(values, batch.sizes), strict=True):
+                logprobs[numbers[span]] = tuple(part.tolist())
     return [Score(tuple(ids), values) for ids, values in zip(texts, logprobs, strict=True)]

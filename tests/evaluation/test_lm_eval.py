@@ -5,6 +5,8 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +18,23 @@ from hypothesis import strategies as st
 from loopformer import LM
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
-from loopformer.evaluation.tasks import TASKS, Answered, Query, encode_pairs
-from loopformer.inference.score import Span
+from loopformer.evaluation.store import LoadedModel, Store, weights_hash
+from loopformer.evaluation.tasks import (
+    PAPER,
+    TASKS,
+    Answers,
+    Query,
+    TaskAnswers,
+    encode_pairs,
+    model_facts,
+    read_answers,
+    read_requests,
+    run_requests,
+    write_answers,
+    write_requests,
+)
 from loopformer.loading import save_model
+from loopformer.scoring import Span
 
 from .examples import HUB, LOCAL, write_lines, write_local
 from .small import make_model
@@ -30,7 +46,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from loopformer.evaluation.harness import LoopformerLM, Recorded, Suite
+from loopformer.lm_eval import LoopformerLM, RecordedAnswers, Suite
 
 CHOICE = """
 task: own_choice
@@ -98,11 +114,14 @@ def test_texts_equal_the_hf_path_of_the_harness(folder: Path, theirs: HFLM) -> N
 
 @given(st.text(max_size=20), st.text(min_size=1, max_size=20))
 def test_pairs_are_split_as_the_harness_splits_them(tokenizer: Tokenizer, context: str, continuation: str) -> None:
-    lm = LoopformerLM(LM(make_model(tokenizer), tokenizer))
     seen: list[Span] = []
 
-    class Template(LoopformerLM):
-        loglikelihood = lm_eval.api.model.TemplateLM.loglikelihood
+    class Template(lm_eval.api.model.TemplateLM):  # type: ignore[misc]
+        eot_token_id = tokenizer.eot
+        loglikelihood_rolling = generate_until = None
+
+        def tok_encode(self, string: str, **_: Any) -> list[int]:
+            return tokenizer.encode(string)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> Any:
             seen.extend(Span((*before, *scored), len(scored)) for _, before, scored in requests)
@@ -111,7 +130,7 @@ def test_pairs_are_split_as_the_harness_splits_them(tokenizer: Tokenizer, contex
     context = (
         "a" + context if not context.strip() and context else context
     )  # the harness has no case for spaces only
-    Template(lm.lm).loglikelihood([SimpleNamespace(args=(context, continuation))], disable_tqdm=True)
+    Template().loglikelihood([SimpleNamespace(args=(context, continuation))], disable_tqdm=True)
     assert encode_pairs(tokenizer, [(context, continuation)]) == seen
 
 
@@ -141,10 +160,8 @@ def test_simple_evaluate_and_another_budget(lm: LM, tmp_path: Path) -> None:
         assert results["config"]["trajectory"] == str(adapter.trajectory)
     assert found["2-1-1"] != found["1"]
     assert ours.at(1).lm is ours.lm  # no weights are loaded again
-    ids = tuple(lm.need_tokenizer().encode("its step"))
-    expected = lm.score(["its step"], trajectory="2-1-1")[0].logprobs[-1]
-    ((total, _),) = ours._loglikelihood_tokens([(None, [lm.need_tokenizer().eot, *ids[:-1]], [ids[-1]])])
-    assert total == pytest.approx(expected, abs=1e-5)
+    ((total, _),) = ours.loglikelihood([SimpleNamespace(args=("", "its step"))], disable_tqdm=True)
+    assert total == pytest.approx(lm.score(["its step"], trajectory="2-1-1")[0].total, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -189,9 +206,9 @@ metric_list: [{{metric: {metric}, aggregation: {aggregation}, higher_is_better: 
 """
 
 
-def random_answers(queries: list[Query], seed: int = 0) -> Answered:
+def random_answers(queries: list[Query], seed: int = 0) -> TaskAnswers:
     draw = random.Random(seed)
-    return Answered([(-10 * draw.random(), draw.random() < 0.5) for _ in queries], 0, 0, 0.0)
+    return TaskAnswers([(-10 * draw.random(), draw.random() < 0.5) for _ in queries], 0, 0, 0.0)
 
 
 def original(name: str, folder: Path) -> Any:
@@ -227,7 +244,7 @@ def test_local_tasks_equal_the_harness_on_the_original_data(tmp_path: Path, name
         answered = random_answers(expected, seed)
         task = f"original_{name}"
         results = evaluate(
-            Recorded({task: expected}, {task: answered}), {"tasks": {task: theirs}}, bootstrap_iters=10
+            RecordedAnswers({task: expected}, {task: answered}), {"tasks": {task: theirs}}, bootstrap_iters=10
         )["results"][task]
         found = suite.metrics({name: answered})[0][name]
         assert found[TASKS[name].metric] == results[f"{TASKS[name].metric},none"]
@@ -276,7 +293,10 @@ def test_tasks_of_ones_own_of_every_kind(tmp_path: Path) -> None:
     suite = Suite.load(names, include=tmp_path)
     texts, totals = (suite.queries[name] for name in names)
     assert texts[0].arguments == ("every pass is told", {"until": ["\n"], "max_gen_toks": 4})
-    answered = {names[0]: Answered(["its time", "tea"], 0, 0, 0.0), names[1]: Answered([-8.0, -4.0], 0, 0, 0.0)}
+    answered = {
+        names[0]: TaskAnswers(["its time", "tea"], 0, 0, 0.0),
+        names[1]: TaskAnswers([-8.0, -4.0], 0, 0, 0.0),
+    }
     found, _ = suite.metrics(answered)
     assert found[names[0]]["exact_match"] == 0.5
     assert found[names[1]]["bits_per_byte"] == pytest.approx(12 / 0.6931471805599453 / len("its timecafé".encode()))
@@ -308,3 +328,115 @@ def test_wrong_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_an_unknown_task_names_the_nearest() -> None:
     with pytest.raises(LoopformerError, match="There is no task hellaswg; did you mean hellaswag"):
         Suite.load(["hellaswg"])
+
+
+# Several trajectories: one load, answers stored, and the same numbers by way of files.
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    return Suite.load(["paper"], data=write_local(tmp_path_factory.mktemp("data")))
+
+
+@pytest.fixture
+def loaded(lm: LM, tmp_path: Path) -> LoadedModel:
+    return LoadedModel("models/mine", lm, weights_hash(lm.model), Store(tmp_path / "kept"))
+
+
+def test_every_number_has_its_facts(loaded: LoadedModel, suite: Suite) -> None:
+    runs = run_requests(loaded, suite.queries, loaded.trajectories("1,4", ["2-1-1"]))
+    found = json.loads(json.dumps(suite.results(model_facts(loaded, runs), runs)))  # plain data
+    assert [run["trajectory"] for run in found["runs"]] == ["1", "4", "2-1-1"]
+    assert [run["budget"] for run in found["runs"]] == [1, 4, 3]
+    for run in found["runs"]:
+        assert set(run["tasks"]) == set(TASKS)
+        for name, task in run["tasks"].items():
+            assert task["metric"] == TASKS[name].metric
+            assert 0 <= task["value"] <= 1
+            assert task["examples"] == len(LOCAL[name])
+            assert task["stderr"] is not None
+            assert task["seconds"] > 0
+            assert task["tokens"] > 0
+        assert set(run["paper"]) == {*PAPER, "average"}
+        values = {name: task["value"] for name, task in run["tasks"].items()}
+        assert run["paper"]["arc"] == (values["arc_easy"] + values["arc_challenge"]) / 2
+    assert found["runs"][0]["flops_per_token"] < found["runs"][1]["flops_per_token"]
+    assert found["model"]["weights"] == loaded.weights
+    assert found["tasks"]["race"]["data"]["file"] == "race_high.test.jsonl"
+
+
+def test_finished_pieces_are_kept(loaded: LoadedModel, suite: Suite, passes: Callable[[], int]) -> None:
+    queries = {name: suite.queries[name] for name in ("copa", "piqa")}
+    first = run_requests(loaded, {"copa": queries["copa"]}, loaded.trajectories("1,2"))
+    passes()
+    extended = run_requests(loaded, queries, loaded.trajectories("1,2,4"))
+    assert passes() > 0
+    assert run_requests(loaded, queries, loaded.trajectories("1,2,4")) == extended
+    assert passes() == 0
+    assert {name: run["copa"] for name, run in extended.items() if name != "4"} == {
+        name: run["copa"] for name, run in first.items()
+    }
+    run_requests(replace(loaded, weights="others"), {"copa": queries["copa"]}, loaded.trajectories("1"))
+    assert passes() > 0
+
+
+def test_by_way_of_files_every_digit_is_the_same(loaded: LoadedModel, suite: Suite, tmp_path: Path) -> None:
+    trajectories = loaded.trajectories("1,3")
+    runs = run_requests(loaded, suite.queries, trajectories)
+    direct = suite.results(model_facts(loaded, runs), runs)
+
+    write_requests(tmp_path / "requests.jsonl", suite)
+    asked = read_requests(tmp_path / "requests.jsonl")
+    elsewhere = replace(loaded, store=Store(None))
+    again = run_requests(elsewhere, asked.queries, trajectories)
+    write_answers(tmp_path / "answers.jsonl", Answers(asked.facts, model_facts(elsewhere, again), again))
+    collected = suite.collect(read_answers(tmp_path / "answers.jsonl"))
+
+    read = read_answers(tmp_path / "answers.jsonl").runs
+    for one, other in zip(direct["runs"], collected["runs"], strict=True):
+        for name in TASKS:
+            assert read[one["trajectory"]][name].values == runs[one["trajectory"]][name].values
+            assert one["tasks"][name]["metrics"] == other["tasks"][name]["metrics"]
+        assert one["paper"] == other["paper"]
+
+
+def test_answers_to_other_requests_are_refused(loaded: LoadedModel, suite: Suite, tmp_path: Path) -> None:
+    other = write_local(tmp_path / "other", {**LOCAL, "piqa": LOCAL["piqa"][::-1]})
+    runs = run_requests(loaded, suite.queries, loaded.trajectories("1"))
+    answers = Answers(suite.facts, model_facts(loaded, runs), runs)
+    with pytest.raises(FileProblem, match="other requests of piqa"):
+        Suite.load(["paper"], data=other).collect(answers)
+
+
+def test_a_part_of_the_answers_is_refused(loaded: LoadedModel, suite: Suite) -> None:
+    runs = run_requests(loaded, suite.queries, loaded.trajectories("1,2"))
+    model = model_facts(loaded, runs)
+    short = replace(runs["2"]["piqa"], values=runs["2"]["piqa"].values[:-1])
+    without = {task: one for task, one in runs["2"].items() if task != "piqa"}
+    for part in ({**runs["2"], "piqa": short}, without):
+        with pytest.raises(FileProblem, match="not all answers to piqa"):
+            suite.collect(Answers(suite.facts, model, {**runs, "2": part}))
+    with pytest.raises(FileProblem, match="no answers"):
+        suite.collect(Answers(suite.facts, model, {}))
+
+
+def test_a_trajectory_has_one_score(loaded: LoadedModel, suite: Suite, tmp_path: Path) -> None:
+    trajectory = loaded.model.resolve("2-1-1")
+    runs = run_requests(loaded, suite.queries, [trajectory])
+    (row,) = suite.results(model_facts(loaded, runs), runs)["runs"]
+    assert suite.accuracy(loaded)([trajectory]) == {trajectory: row["paper"]["average"]}
+    two = Suite.load(["copa", "piqa"], data=write_local(tmp_path))
+    values = [row["tasks"][name]["value"] for name in ("copa", "piqa")]
+    assert two.accuracy(loaded)([trajectory]) == {trajectory: sum(values) / 2}
+
+
+def test_a_score_needs_an_accuracy(loaded: LoadedModel, tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "texts.jsonl", [{"text": one["text"]} for one in HUB["lambada_openai"]])
+    (tmp_path / "own.yaml").write_text(
+        f"task: own\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {tmp_path}}}\n"
+        'test_split: test\noutput_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{text}}"\n'
+        "metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}]\n"
+    )
+    suite = Suite.load(["own"], include=tmp_path)
+    with pytest.raises(LoopformerError, match="own has bits_per_byte and no accuracy"):
+        suite.accuracy(loaded)([loaded.model.resolve(1)])
