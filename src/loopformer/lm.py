@@ -24,7 +24,7 @@ from loopformer.errors import LoopformerError, RunFailed, nearest, require
 from loopformer.inference.decode import Backend, PlainBackend, slot_bytes
 from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.engine import Engine, complete, generate, speculate
-from loopformer.inference.fused.backend import DraftBackend, FusedPool, draft_obstacle, obstacle
+from loopformer.inference.fused.backend import FusedPool, obstacle
 from loopformer.inference.request import Event, Request, Result
 from loopformer.inference.sampling import Sampling
 from loopformer.inference.score import Score, score_texts
@@ -68,7 +68,7 @@ class StreamOptions(RequestOptions, total=False):
 
 class GenerateOptions(StreamOptions, total=False):
     """What `lm.generate` takes. `draft` drafts tokens along a shorter trajectory and verifies them
-    (inference/draft.py); fused kernels do so for one prompt after the other."""
+    (inference/draft.py), on the plain path."""
 
     draft: Draft | None
 
@@ -130,7 +130,7 @@ class LM:
         if not requests:
             return []
         if draft is not None:
-            results, _ = self.speculate(requests, draft, fast, int8=int8)
+            results, _ = self.speculate(requests, draft, fast)
         else:
             with self._backend(requests, self._is_fused(requests, fast, int8), int8) as backend:
                 results = complete(self.model, self.need_tokenizer(), requests, backend)
@@ -168,52 +168,39 @@ class LM:
         draft: Draft,
         fast: Fast = "auto",
         show: Callable[[Event], object] = lambda event: None,
-        int8: bool = False,
     ) -> tuple[list[Result], DraftReport]:
-        """Run requests with a draft; `show` gets the events as they come."""
+        """Run requests with a draft, on the plain path; `show` gets the events as they come."""
+        if fast is True:
+            raise LoopformerError("A draft runs on the plain path; leave out fast.")
         for request in requests:
             if draft.budget >= request.trajectory.budget:
                 raise LoopformerError(
                     f"A draft at budget {draft.budget} gains nothing for a text at budget "
                     f"{request.trajectory.budget}; take fewer loops."
                 )
-        with self._backend(requests, self._is_fused(requests, fast, int8, draft), int8, draft) as backend:
-            return speculate(self.model, self.need_tokenizer(), requests, draft, show, backend)
+        return speculate(self.model, self.need_tokenizer(), requests, draft, show)
 
-    def _is_fused(
-        self, requests: Sequence[Request], fast: Fast, int8: bool = False, draft: Draft | None = None
-    ) -> bool:
+    def _is_fused(self, requests: Sequence[Request], fast: Fast, int8: bool = False) -> bool:
         """Whether fused kernels run these; where they are asked for by name and cannot, what is in the way."""
         if fast not in (True, False, "auto"):
             raise LoopformerError(f"fast is True, False or 'auto', not {fast!r}.")
         if int8 and fast is False:
             raise LoopformerError("int8 goes with fast; leave out one of int8 and fast=False.")
         why = obstacle(self.model, any(request.certainty is not None for request in requests))
-        if why is None and draft is not None:
-            why = draft_obstacle(draft, requests, int8)
         for name, asked in (("int8", int8), ("fast", fast is True)):
             if asked and why is not None:
                 raise LoopformerError(f"{name} {why}; leave it out.")
         return fast is not False and why is None
 
     @contextmanager
-    def _backend(
-        self, requests: Sequence[Request], fused: bool, int8: bool, draft: Draft | None = None
-    ) -> Iterator[Backend]:
+    def _backend(self, requests: Sequence[Request], fused: bool, int8: bool) -> Iterator[Backend]:
         """What runs these requests, as long as they run."""
         if not fused:
-            yield PlainBackend(self.model, max(1, len(requests)), remember=0, draft=draft)
-            return
-        pool = self._pools.setdefault(int8, FusedPool(self.model, int8))
-        if draft is not None:
-            drafting = DraftBackend(pool, draft)
-            try:
-                yield drafting
-            finally:
-                drafting.close()
+            yield PlainBackend(self.model, max(1, len(requests)), remember=0)
             return
         from loopformer.inference.fused.shared import SharedBackend  # needs Triton
 
+        pool = self._pools.setdefault(int8, FusedPool(self.model, int8))
         with pool.batch(max(1, len(requests))) as batch:
             yield SharedBackend(batch, remember=0)
 
@@ -242,7 +229,7 @@ class LM:
         wait until theirs fit, elsewhere there are fewer rows, as each has room for a whole context.
         """
         if draft is not None and fast is True:
-            raise LoopformerError("The fused engine takes no draft; leave out fast.")
+            raise LoopformerError("A draft runs on the plain path; leave out fast.")
         if draft is not None or not self._is_fused([], fast):
             if memory is not None:
                 rows = min(rows, memory // slot_bytes(self.model))

@@ -11,7 +11,7 @@ from loopformer import LM, LoopformerError, Trajectory
 from loopformer.inference.decode import PlainBackend
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import Engine
-from loopformer.inference.fused.backend import DraftBackend, FusedPool, obstacle
+from loopformer.inference.fused.backend import obstacle
 from loopformer.inference.request import Request, Result
 from loopformer.inference.score import Span, score_spans
 from loopformer.model.looped import Certainty
@@ -157,6 +157,3 @@ def test_fused_kernels_leave_it_to_the_plain_path(lm: LM) -> None:
     assert lm.generate("told", certainty=0.3, max_tokens=8) == plain
     with pytest.raises(LoopformerError, match="fast has no kernels for certainty; leave it out"):
         lm.generate("told", certainty=0.3, fast=True)
-    (request,) = lm.requests(["told"], certainty=0.3)
-    with pytest.raises(LoopformerError, match="fast has no kernels for certainty; leave it out"):
-        DraftBackend(FusedPool(lm.model), Draft(Trajectory.uniform(1))).check(request)

@@ -132,6 +132,7 @@ def generate(
         "Give one of --budget, --trajectory, --max-ms-per-token, --max-flops and --compare.",
     )
     require(draft is None or compare is None, "Give --draft or --compare, not both.")
+    require(not fast or draft is None, "--fast goes without --draft, which runs on the plain path; leave out one.")
     require(not fast or compare is None, "--fast goes without --compare, which measures the plain path.")
     require(
         certainty is None or (compare is None and max_flops is None and max_ms_per_token is None),
@@ -142,7 +143,7 @@ def generate(
         not (fast or int8) or max_ms_per_token is None,
         "--fast and --int8 go without --max-ms-per-token, which measures the plain path; give --budget.",
     )
-    plain = compare is not None or max_ms_per_token is not None
+    plain = compare is not None or max_ms_per_token is not None or draft is not None
     require(draft_length is None or draft is not None, "--draft-length goes with --draft.")
     require(
         schedule == "uniform" or any(depth is not None for depth in (budget, max_flops, max_ms_per_token)),
@@ -291,7 +292,7 @@ def _stream(
     started = time.perf_counter()
     if draft[0] is not None:
         plan = Draft(lm.model.resolve(draft[0]), draft[1])
-        _, report = lm.speculate(requests, plan, fast, show, int8)
+        _, report = lm.speculate(requests, plan, fast, show)
         extra["draft_acceptance"] = kept = report.acceptance
         said = " nothing was drafted;" if kept is None else f" {kept:.0%} of drafted tokens accepted;"
     else:

@@ -17,11 +17,10 @@ from torch import nn
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.draft import Draft
-from loopformer.inference.engine import generate, speculate
+from loopformer.inference.engine import generate
 from loopformer.inference.fused import backend
-from loopformer.inference.fused.backend import MOST_KEPT, DraftBackend, FusedPool, LendingPool, obstacle
-from loopformer.inference.request import Event, Request, Result, RowState
-from loopformer.inference.sampling import Choice
+from loopformer.inference.fused.backend import MOST_KEPT, FusedPool, LendingPool, obstacle
+from loopformer.inference.request import Event, Request, Result
 
 from ..models import spread
 
@@ -58,10 +57,10 @@ def test_what_fast_cannot_do_is_said(lm: LM) -> None:
         (lambda: lm.stream("told", fast=False, int8=True), "int8 goes with fast"),
         (lambda: lm.generate("told", fast=True), "fast needs a CUDA device and Triton; leave it out"),
         (lambda: lm.engine(fast=True), "fast needs a CUDA device and Triton; leave it out"),
-        (lambda: lm.engine(fast=True, draft=draft), "The fused engine takes no draft; leave out fast"),
+        (lambda: lm.engine(fast=True, draft=draft), "A draft runs on the plain path; leave out fast"),
+        (lambda: lm.generate("told", fast=True, draft=draft), "A draft runs on the plain path; leave out fast"),
         (lambda: untyped.generate("told", fast="yes"), "fast is True, False or 'auto', not 'yes'"),
         (lambda: lm.generate("told", fast=True, int8=True), "int8 needs a CUDA device and Triton"),
-        (lambda: lm.generate("told", fast=True, int8=True, draft=draft), "int8 needs a CUDA device and Triton"),
         (lambda: untyped.stream("told", draft=draft), "stream takes no draft; generate does"),
         (lambda: lm.generate(["a", "b"], budget=[4, 1], draft=draft), "gains nothing for a text at budget 1"),
     ]
@@ -134,10 +133,6 @@ def test_texts_at_once_do_not_meet(model: LoopedLM, tokenizer: Tokenizer) -> Non
         ids = [results(event for event in events if event)[0].ids for events in zip(*in_turn, strict=True)]
         assert ids == expected
     assert len(pool._batches.free) == 2
-    draft = Draft(Trajectory.uniform(1), 2)
-    (drafted,), report = speculate(model, tokenizer, requests[:1], draft, backend=DraftBackend(pool, draft))
-    assert drafted.ids == expected[0]
-    assert 1 < report.verifications <= report.tokens
 
 
 @pytest.mark.cuda
@@ -155,23 +150,6 @@ def test_batches_are_bounded_and_kept_where_there_is_room(
     with pool.batch(5) as batch:
         assert batch.slots == 2
     assert [kept for _, kept in pool._batches.free] == [batch]
-
-
-@pytest.mark.cuda
-def test_a_draft_that_was_interrupted_is_run_again(model: LoopedLM, tokenizer: Tokenizer) -> None:
-    (expected,) = results(generate(model, tokenizer, asked(1, 5)))
-    pool = quick(model)
-    backend = DraftBackend(pool, Draft(Trajectory.uniform(1), 2))
-    row = RowState.start(0, asked(1, 5)[0], tokenizer, model.config)
-    (first,) = backend.prefill([row])
-    assert isinstance(first, Choice)
-    row, event = row.take([first])
-    while event.result is None:
-        backend._rounds = None  # as a fault inside a step leaves it
-        row, event = row.take(backend.decode([row])[0])
-    backend.close()
-    assert event.result.ids == expected.ids
-    assert len(pool._speculators.free) == 1
 
 
 @pytest.mark.cuda
