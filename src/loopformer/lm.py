@@ -36,6 +36,7 @@ from loopformer.trajectory import Trajectory
 Budget = int | Sequence[int] | None
 Schedule = Trajectory | str | Sequence[Trajectory | str] | None
 Fast = bool | Literal["auto"]  # auto: where it can run
+REMOVED_INT8 = 'int8 was removed; leave it out, and on a GPU decode in bfloat16: lm.to("cuda", torch.bfloat16).'
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -59,11 +60,9 @@ class RequestOptions(SamplingOptions, total=False):
 
 class StreamOptions(RequestOptions, total=False):
     """What `lm.stream` takes. `fast` replays fused kernels as CUDA graphs, compiled at first use: by default where
-    they can run, on a GPU; False switches them off, True is an error if they cannot. `int8` goes with them and
-    reads int8 copies of the weights (inference/fused/quantise.py), one prompt after the other."""
+    they can run, on a GPU; False switches them off, True is an error if they cannot."""
 
     fast: Fast
-    int8: bool
 
 
 class GenerateOptions(StreamOptions, total=False):
@@ -80,12 +79,12 @@ class LM:
     model: LoopedLM
     tokenizer: Tokenizer | None = None
     default: Trajectory | None = None  # what is followed where a call does not say; None is the full one
-    _pools: dict[bool, FusedPool] = field(default_factory=dict, repr=False)  # by int8; made when first asked for
+    _pool: FusedPool | None = field(default=None, repr=False)  # made when first asked for
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
         """Move the model, in place, to a device and dtype."""
         lay_out(self.model.to(device=device, dtype=dtype))
-        self._pools = {}
+        self._pool = None
         return self
 
     @overload
@@ -116,13 +115,13 @@ class LM:
         """Continue one prompt, or several together; a budget or trajectory for all or for each.
 
         Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed,
-        certainty, fast, int8, draft; see `GenerateOptions`.
+        certainty, fast, draft; see `GenerateOptions`.
         """
         if not isinstance(prompt, Iterable):
             raise LoopformerError(f"A prompt is text, or a list of texts; got {prompt!r}.")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         draft = options.get("draft")
-        fast, int8 = options.get("fast", "auto"), options.get("int8", False)
+        fast = options.get("fast", "auto")
         if not isinstance(draft, Draft | None):
             raise LoopformerError(f"draft takes a Draft(Trajectory.uniform(1), …), not {draft!r}.")
         _check_options(options, GenerateOptions)
@@ -132,7 +131,7 @@ class LM:
         if draft is not None:
             results, _ = self.speculate(requests, draft, fast)
         else:
-            with self._backend(requests, self._is_fused(requests, fast, int8), int8) as backend:
+            with self._backend(requests, self._is_fused(requests, fast)) as backend:
                 results = complete(self.model, self.need_tokenizer(), requests, backend)
         return results[0] if isinstance(prompt, str) else results
 
@@ -148,15 +147,15 @@ class LM:
             raise LoopformerError("stream takes no draft; generate does.")
         _check_options(options, StreamOptions)
         requests = self.requests([prompt], budget, trajectory, **_request_options(options))
-        events = self.events(requests, options.get("fast", "auto"), options.get("int8", False))
+        events = self.events(requests, options.get("fast", "auto"))
         return (event.piece for event in events if event.piece)
 
-    def events(self, requests: Sequence[Request], fast: Fast = "auto", int8: bool = False) -> Iterator[Event]:
+    def events(self, requests: Sequence[Request], fast: Fast = "auto") -> Iterator[Event]:
         """Run requests together, and give what becomes of them as it comes; one that fails is raised."""
-        return self._events(requests, self._is_fused(requests, fast, int8), int8)
+        return self._events(requests, self._is_fused(requests, fast))
 
-    def _events(self, requests: Sequence[Request], fused: bool, int8: bool) -> Iterator[Event]:
-        with self._backend(requests, fused, int8) as backend:
+    def _events(self, requests: Sequence[Request], fused: bool) -> Iterator[Event]:
+        with self._backend(requests, fused) as backend:
             for event in generate(self.model, self.need_tokenizer(), requests, backend):
                 if event.result is not None and event.result.error is not None:
                     raise RunFailed(event.result.error)
@@ -180,28 +179,25 @@ class LM:
                 )
         return speculate(self.model, self.need_tokenizer(), requests, draft, show)
 
-    def _is_fused(self, requests: Sequence[Request], fast: Fast, int8: bool = False) -> bool:
+    def _is_fused(self, requests: Sequence[Request], fast: Fast) -> bool:
         """Whether fused kernels run these; where they are asked for by name and cannot, what is in the way."""
         if fast not in (True, False, "auto"):
             raise LoopformerError(f"fast is True, False or 'auto', not {fast!r}.")
-        if int8 and fast is False:
-            raise LoopformerError("int8 goes with fast; leave out one of int8 and fast=False.")
         why = obstacle(self.model, any(request.certainty is not None for request in requests))
-        for name, asked in (("int8", int8), ("fast", fast is True)):
-            if asked and why is not None:
-                raise LoopformerError(f"{name} {why}; leave it out.")
+        if fast is True and why is not None:
+            raise LoopformerError(f"fast {why}; leave it out.")
         return fast is not False and why is None
 
     @contextmanager
-    def _backend(self, requests: Sequence[Request], fused: bool, int8: bool) -> Iterator[Backend]:
+    def _backend(self, requests: Sequence[Request], fused: bool) -> Iterator[Backend]:
         """What runs these requests, as long as they run."""
         if not fused:
             yield PlainBackend(self.model, max(1, len(requests)), remember=0)
             return
         from loopformer.inference.fused.shared import SharedBackend  # needs Triton
 
-        pool = self._pools.setdefault(int8, FusedPool(self.model, int8))
-        with pool.batch(max(1, len(requests))) as batch:
+        self._pool = self._pool or FusedPool(self.model)
+        with self._pool.batch(max(1, len(requests))) as batch:
             yield SharedBackend(batch, remember=0)
 
     def score(self, texts: Sequence[str], budget: Budget = None, trajectory: Schedule = None) -> list[Score]:
@@ -337,6 +333,8 @@ def _lm(model: LoopedLM, tokenizer: Path | None) -> LM:
 def _check_options(options: Any, known: Any) -> None:
     """Refuse names that are no options; types are checked where each is used."""
     for name in options:
+        if name == "int8":
+            raise LoopformerError(REMOVED_INT8)
         if name not in known.__annotations__:
             raise LoopformerError(
                 f"Unknown option {name} for generation; {nearest(name, list(known.__annotations__))}"

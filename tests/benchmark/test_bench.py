@@ -66,6 +66,7 @@ def test_the_command_prints_lines_or_json_and_writes_it(tiny: ModelConfig, tmp_p
         (["decode", "--contexts", "32"], "do not fit the context of 32; ask for fewer with --contexts or --tokens"),
         (["engine", "--context", "32"], "lower --tokens, "),
         (["decode", "--dtype", "int3"], "Unknown dtype"),
+        (["decode", "--int8"], "--int8 was removed; leave it out, and on a GPU decode in bfloat16"),
         (
             ["decode", "--tokens", "2", "--paths", "plane"],
             "There is no path 'plane' of decoding; did you mean plain?",

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from loopformer import LoopedLM
-from loopformer.benchmark.decode import FIGURES, PATHS, absent, decode, gpt2, left_out
+from loopformer.benchmark.decode import FIGURES, PATHS, decode, gpt2, left_out
 from loopformer.config import ModelConfig
-from loopformer.inference.fused.quantise import MOST_INT8_ROWS
 
 GPU = torch.cuda.is_available()
 PROMPTS = torch.tensor([[5, 9, 30, 2, 71, 8], [1, 2, 3, 4, 5, 6]])
@@ -88,16 +87,9 @@ def test_what_does_not_fit_leaves_the_rest(tiny: ModelConfig, monkeypatch: pytes
 def test_what_is_not_installed_is_named(tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     model = LoopedLM(tiny).eval()
-    assert "loopformer[hf]" in absent(model, ["plain", "transformers"])["transformers"]
+    assert "loopformer[hf]" in left_out(model, ["plain", "transformers"])["transformers"]
     report = decode(model, [4], [1], [8], tokens=2, paths=["plain", "transformers"])
     assert [row["path"] for row in report["rows"]] == ["plain"]
-
-
-def test_int8_that_is_not_measured_is_named(tiny: ModelConfig) -> None:
-    model = LoopedLM(tiny).eval()
-    report = decode(model, [4], [1], [8], tokens=2, int8=True, paths=["plain"])
-    assert report["left_out"] == {"fused int8": "it needs the path fused"}
-    assert "CUDA device" in left_out(model, ["plain", "fused"], True, [1])["fused int8"]
 
 
 @pytest.mark.cuda
@@ -107,11 +99,7 @@ def test_on_a_gpu_every_path_has_its_memory_and_fused_chooses_the_plain_tokens(t
     plain, fused = (PATHS[path](model, 4, PROMPTS.cuda(), 5) for path in ("plain", "fused"))
     for _ in range(2):
         assert torch.equal(fused(), plain())
-    report = decode(model.bfloat16(), [4], [1, 8], [8], tokens=2, int8=True)
-    assert {"naive", "plain", "fused", "fused int8"} <= {row["path"] for row in report["rows"]}
+    report = decode(model.bfloat16(), [4], [1, 8], [8], tokens=2)
+    assert {"naive", "plain", "fused"} <= {row["path"] for row in report["rows"]}
     assert all(row["peak_gib"] > 0 for row in report["rows"])
-    assert report["left_out"] == absent(model, ["transformers"])
-    most = MOST_INT8_ROWS
-    report = decode(model, [4], [1, most + 1], [8], tokens=2, int8=True, paths=["fused"])
-    assert [row["batch"] for row in report["rows"] if row["path"] == "fused int8"] == [1]
-    assert f"at most {most} rows, so not {most + 1}" in report["left_out"]["fused int8"]
+    assert report["left_out"] == left_out(model, ["transformers"])

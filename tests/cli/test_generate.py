@@ -35,14 +35,12 @@ def ask(model: str, *words: str) -> Result:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--int8", "--no-fast"], "Give --int8 or --no-fast, not both."),
+        (["--int8"], "--int8 was removed; leave it out, and on a GPU decode in bfloat16"),
         (["--fast"], "fast needs a CUDA device and Triton; leave it out."),
         (["--fast", "--certainty", "0.5"], "fast has no kernels for certainty; leave it out."),
         (["--certainty", "2"], "certainty must lie in (0, 1], got 2.0"),
         (["--certainty", "0.5", "--compare", "1,2"], "--certainty goes without --compare"),
         (["--certainty", "0.5", "--max-flops", "1e9"], "which are for fixed budgets"),
-        (["--certainty", "0.5", "--fast", "--int8"], "int8 has no kernels for certainty"),
-        (["--fast", "--int8"], "int8 needs a CUDA device and Triton"),
         (["--fast", "--draft", "1"], "--fast goes without --draft, which runs on the plain path"),
         (["--fast", "--max-ms-per-token", "5"], "which measures the plain path"),
         (["--dtype", "float33"], "There is no dtype 'float33'; did you mean float32?"),
@@ -272,10 +270,9 @@ def test_a_full_disk_is_one_sentence_and_harms_nothing(model: str, prompts: Path
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_fast_on_a_gpu_reads_bfloat16_or_int8(model: str) -> None:
+def test_fast_on_a_gpu_reads_bfloat16(model: str) -> None:
     pytest.importorskip("triton")
     fast = ["--device", "cuda", "--fast", "--json"]
     found = [json.loads(ask(model, *fast, *words).stdout) for words in ([], ["--dtype", "bfloat16"])]
     assert found[0]["logprobs"] == found[1]["logprobs"]
-    assert json.loads(ask(model, *fast, "--int8").stdout)["new_tokens"] == found[0]["new_tokens"]
     assert "prompt and compilation included" in ask(model, "--device", "cuda", "--fast").stderr

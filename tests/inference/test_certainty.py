@@ -144,7 +144,6 @@ def test_what_is_no_certainty_is_refused(lm: LM) -> None:
         (lambda: lm.generate("a", certainty=1.5), r"certainty must lie in \(0, 1\], got 1.5"),
         (lambda: untyped.generate("a", certainty="0.5"), r"certainty must lie in \(0, 1\], got '0.5'"),
         (lambda: Request((1,), Trajectory.uniform(2), certainty=float("nan")), "certainty must lie in"),
-        (lambda: lm.generate("a", certainty=0.5, fast=True, int8=True), "int8 has no kernels for certainty"),
     ]
     for call, said in cases:
         with pytest.raises(LoopformerError, match=said):

@@ -4,7 +4,7 @@
 
     naive         the whole sequence again for every token, without a cache, as the authors' code does
     plain         one token at a time through the KV cache, as generation does, but without its sampling and text
-    fused         our kernels, on a GPU; `fused int8` with int8 weights
+    fused         our kernels, on a GPU
     transformers  Transformers' GPT-2 of as many blocks as the budget applies, through its own cache
 
 Greedy, from random prompts; `tokens` new ones are timed after prefill and a warm-up, and the best of three counts.
@@ -19,7 +19,6 @@ Where a row does not fit, its figures are None; what was wanted and not measured
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
@@ -32,7 +31,6 @@ from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError, nearest
 from loopformer.inference.decode import prefill
 from loopformer.inference.fused.backend import obstacle
-from loopformer.inference.fused.quantise import MOST_INT8_ROWS, quantised
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -45,26 +43,14 @@ AT_LARGEST_BUDGET = ("naive", "transformers")
 FIGURES = ("ms_per_step", "tokens_per_second", "tflops", "mfu", "gb_per_second", "mbu", "peak_gib")
 
 
-def absent(model: LoopedLM, paths: Sequence[str]) -> dict[str, str]:
-    """Those of the paths that cannot run here, each with what it needs."""
+def left_out(model: LoopedLM, paths: Sequence[str]) -> dict[str, str]:
+    """Those of the paths that cannot be measured here, each with what it needs."""
     needs = {}
     if (why := obstacle(model)) is not None:
         needs["fused"] = f"it {why}"
     if find_spec("transformers") is None:
         needs["transformers"] = "it needs Transformers: pip install 'loopformer[hf]'"
     return {path: need for path, need in needs.items() if path in paths}
-
-
-def left_out(model: LoopedLM, paths: Sequence[str], int8: bool, batches: Sequence[int]) -> dict[str, str]:
-    """All that is wanted and not measured here, each with the reason: paths, and batches of int8 weights."""
-    missing = absent(model, paths)
-    if int8 and "fused" not in paths:
-        missing["fused int8"] = "it needs the path fused"
-    elif int8 and "fused" in missing:
-        missing["fused int8"] = missing["fused"]
-    elif int8 and (large := [str(batch) for batch in batches if batch > MOST_INT8_ROWS]):
-        missing["fused int8"] = f"it takes at most {MOST_INT8_ROWS} rows, so not {', '.join(large)}"
-    return missing
 
 
 @torch.no_grad()
@@ -103,10 +89,10 @@ def _plain(model: LoopedLM, budget: int, ids: Tensor, tokens: int) -> Decode:
 
 
 @torch.no_grad()
-def _fused(model: LoopedLM, budget: int, ids: Tensor, tokens: int, int8: bool = False) -> Decode:
+def _fused(model: LoopedLM, budget: int, ids: Tensor, tokens: int) -> Decode:
     from loopformer.inference.fused.decoder import Decoder
 
-    decoder = Decoder(model, Trajectory.uniform(budget), len(ids), quantised(model) if int8 else None)
+    decoder = Decoder(model, Trajectory.uniform(budget), len(ids))
     first = _best(model, decoder.prefill(ids.tolist()))[:, 0]
     lengths = list(decoder.cache.lengths)
 
@@ -172,7 +158,6 @@ PATHS: dict[str, DecodePath] = {
     "naive": _naive,
     "plain": _plain,
     "fused": _fused,
-    "fused int8": partial(_fused, int8=True),
     "transformers": _transformers,
 }
 
@@ -183,21 +168,18 @@ def decode(
     batches: Sequence[int],
     contexts: Sequence[int],
     tokens: int = 32,
-    int8: bool = False,
     paths: Sequence[str] = CHOICES,
     say: Callable[[Measurement], object] = lambda row: None,
 ) -> dict[str, Any]:
     """Measure every combination by every path that can run here; `say` gets each row as it comes."""
     machine = describe(model.device)
     rows: list[Measurement] = []
-    for path in _paths_here(model, paths, int8):
+    for path in _paths_here(model, paths):
         timed = min(tokens, NAIVE_TOKENS) if path == "naive" else tokens
         measured = [max(budgets)] if path in AT_LARGEST_BUDGET else budgets
         for batch, context, budget in product(batches, contexts, measured):
-            if path == "fused int8" and batch > MOST_INT8_ROWS:
-                continue
             row: Measurement = {"path": path, "budget": budget, "batch": batch, "context": context, "tokens": timed}
-            row |= {"bytes": _bytes(model, path, budget, batch, context), **dict.fromkeys(FIGURES)}
+            row |= {"bytes": _bytes(model, budget, batch, context), **dict.fromkeys(FIGURES)}
             try:
                 row |= _measure(model, path, budget, batch, context, timed)
                 row |= _rates(model, row, machine)
@@ -206,21 +188,19 @@ def decode(
             rows.append(row)
             say(row)
     report = {"benchmark": "decode", **machine, "dtype": model.dtype_name, "tokens": tokens, "rows": rows}
-    return {**report, "left_out": left_out(model, paths, int8, batches)}
+    return {**report, "left_out": left_out(model, paths)}
 
 
-def _paths_here(model: LoopedLM, paths: Sequence[str], int8: bool) -> list[str]:
+def _paths_here(model: LoopedLM, paths: Sequence[str]) -> list[str]:
     """Those of the wanted paths that can be measured here, in their order."""
     for path in paths:
         if path not in CHOICES:
             raise LoopformerError(f"There is no path {path!r} of decoding; {nearest(path, list(CHOICES))}")
-    missing = absent(model, paths)
+    missing = left_out(model, paths)
     here = [path for path in dict.fromkeys(paths) if path not in missing]
     if not here:
         reasons = "; ".join(f"{path}: {need}" for path, need in missing.items())
         raise LoopformerError(f"No path of decoding that was asked for can run here ({reasons}); ask for plain.")
-    if int8 and "fused" in here:
-        here.insert(here.index("fused") + 1, "fused int8")
     return here
 
 
@@ -255,10 +235,7 @@ def _rates(model: LoopedLM, row: Measurement, machine: dict[str, Any]) -> Measur
     }
 
 
-def _bytes(model: LoopedLM, path: str, budget: int, batch: int, context: int) -> int:
+def _bytes(model: LoopedLM, budget: int, batch: int, context: int) -> int:
     """What a step must read."""
     cost, size = model.cost, model.tokens.weight.element_size()
-    read = cost.decode_bytes(budget, 0, size) + batch * context * cost.kv_bytes(budget, size)
-    if path == "fused int8":
-        read -= (cost.parameters.stack * budget + cost.head_products) * (size - 1)
-    return read
+    return cost.decode_bytes(budget, 0, size) + batch * context * cost.kv_bytes(budget, size)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loopformer.cli.completion import models_and_presets
-from loopformer.cli.options import Device, Json
+from loopformer.cli.options import Device, Json, RemovedInt8
 from loopformer.cli.output import output_file, print_files, stoppable
 from loopformer.config.model import BOX
 from loopformer.files import write_json
@@ -52,7 +52,7 @@ def decode(
     batches: Annotated[str, typer.Option(help="Rows at a time: 1,64.")] = "1",
     contexts: Annotated[str | None, typer.Option(help="Tokens before the first new one; half the context.")] = None,
     tokens: Annotated[int, typer.Option(help="New tokens that are timed.")] = 32,
-    int8: Annotated[bool, typer.Option("--int8", help="Also with int8 weights, for a few rows on a GPU.")] = False,
+    int8: RemovedInt8 = False,
     paths: Annotated[str | None, typer.Option(help="Of naive,plain,fused,transformers; by default all.")] = None,
     device: Device = "auto",
     dtype: BenchDtype = None,
@@ -85,7 +85,7 @@ def decode(
     )
     ways = [path.strip() for path in paths.split(",")] if paths is not None else list(CHOICES)
     line = partial(typer.echo, err=as_json)
-    for path, reason in left_out(lm, ways, int8, rows).items():
+    for path, reason in left_out(lm, ways).items():
         line(f"{path} is left out: {reason}.")
 
     def say(row: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ def decode(
         line(f"{what} {row['ms_per_step']:8.3f} ms {row['tokens_per_second']:8,.0f} tokens/s MBU {row['mbu']:.0%}")
 
     with output_file(out):
-        _finish(measure(lm, numbers, rows, lengths, tokens, int8, ways, say), model, out, as_json)
+        _finish(measure(lm, numbers, rows, lengths, tokens, ways, say), model, out, as_json)
 
 
 @bench.command("engine")

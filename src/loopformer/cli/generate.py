@@ -18,6 +18,7 @@ from loopformer.cli.options import (
     MinP,
     Model,
     NewTokens,
+    RemovedInt8,
     RepetitionPenalty,
     Seed,
     Temperature,
@@ -76,9 +77,7 @@ def generate(
         list[str] | None, typer.Option(help="End before this text; may be given several times.")
     ] = None,
     fast: FastOption = None,
-    int8: Annotated[
-        bool, typer.Option("--int8", help="On a GPU: int8 copies of the weights; the text may differ.")
-    ] = False,
+    int8: RemovedInt8 = False,
     device: Device = "auto",
     dtype: DecodeDtype = None,
     as_json: Annotated[
@@ -117,7 +116,6 @@ def generate(
         "--max-flops": max_flops is not None,
         "--max-ms-per-token": max_ms_per_token is not None,
         "--schedule": schedule != "uniform",
-        "--int8": int8,
         "--json": as_json,
     }
     for name, given in one_prompt.items():
@@ -138,10 +136,9 @@ def generate(
         certainty is None or (compare is None and max_flops is None and max_ms_per_token is None),
         "--certainty goes without --compare, --max-flops and --max-ms-per-token, which are for fixed budgets.",
     )
-    require(fast is not False or not int8, "Give --int8 or --no-fast, not both.")
     require(
-        not (fast or int8) or max_ms_per_token is None,
-        "--fast and --int8 go without --max-ms-per-token, which measures the plain path; give --budget.",
+        not fast or max_ms_per_token is None,
+        "--fast goes without --max-ms-per-token, which measures the plain path; give --budget.",
     )
     plain = compare is not None or max_ms_per_token is not None or draft is not None
     require(draft_length is None or draft is not None, "--draft-length goes with --draft.")
@@ -183,7 +180,7 @@ def generate(
         budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule, weights))
     requests = lm.requests([text], budget, trajectory, **options)
     warn_of_certainty(certainty, model)
-    _stream(lm, requests, (draft, draft_length), way, int8, fused, max_ms_per_token, as_json)
+    _stream(lm, requests, (draft, draft_length), way, fused, max_ms_per_token, as_json)
 
 
 def _standard_input() -> str:
@@ -265,7 +262,6 @@ def _stream(
     requests: "list[Request]",
     draft: tuple[str | None, int | None],
     fast: "Fast",
-    int8: bool,
     fused: bool,
     promised: float | None,
     as_json: bool,
@@ -296,7 +292,7 @@ def _stream(
         extra["draft_acceptance"] = kept = report.acceptance
         said = " nothing was drafted;" if kept is None else f" {kept:.0%} of drafted tokens accepted;"
     else:
-        for event in lm.events(requests, fast, int8):
+        for event in lm.events(requests, fast):
             show(event)
     ended, (result,) = time.perf_counter(), results
     seconds, count = ended - started, len(result.ids)

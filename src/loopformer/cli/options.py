@@ -11,6 +11,12 @@ from typing import Annotated
 from typer import Option, echo
 
 from loopformer.cli.completion import budgets, models, words
+from loopformer.errors import require
+
+
+def _refuse_int8(given: bool) -> None:
+    require(not given, "--int8 was removed; leave it out, and on a GPU decode in bfloat16, its default.")
+
 
 # The model, and where it runs.
 MODEL = "A run, a model folder, published weights, or box, the model that comes with loopformer"
@@ -48,6 +54,7 @@ FastOption = Annotated[
     bool | None,
     Option("--fast/--no-fast", help="Fused kernels as CUDA graphs, compiled at first use; by default on a GPU."),
 ]
+RemovedInt8 = Annotated[bool, Option("--int8", hidden=True, callback=_refuse_int8)]
 DecodeDtype = Annotated[
     str | None,
     Option(

@@ -53,14 +53,13 @@ def test_what_fast_cannot_do_is_said(lm: LM) -> None:
     draft = Draft(Trajectory.uniform(1))
     untyped: Any = lm
     mistakes: list[tuple[Any, str]] = [
-        (lambda: lm.generate("told", fast=False, int8=True), "int8 goes with fast"),
-        (lambda: lm.stream("told", fast=False, int8=True), "int8 goes with fast"),
+        (lambda: untyped.generate("told", int8=True), "int8 was removed; leave it out, and on a GPU decode in bfl"),
+        (lambda: untyped.stream("told", int8=True), "int8 was removed; leave it out"),
         (lambda: lm.generate("told", fast=True), "fast needs a CUDA device and Triton; leave it out"),
         (lambda: lm.engine(fast=True), "fast needs a CUDA device and Triton; leave it out"),
         (lambda: lm.engine(fast=True, draft=draft), "A draft runs on the plain path; leave out fast"),
         (lambda: lm.generate("told", fast=True, draft=draft), "A draft runs on the plain path; leave out fast"),
         (lambda: untyped.generate("told", fast="yes"), "fast is True, False or 'auto', not 'yes'"),
-        (lambda: lm.generate("told", fast=True, int8=True), "int8 needs a CUDA device and Triton"),
         (lambda: untyped.stream("told", draft=draft), "stream takes no draft; generate does"),
         (lambda: lm.generate(["a", "b"], budget=[4, 1], draft=draft), "gains nothing for a text at budget 1"),
     ]
@@ -72,8 +71,8 @@ def test_what_fast_cannot_do_is_said(lm: LM) -> None:
 def test_a_setting_without_kernels_is_named_and_it_decodes_plainly(lm: LM) -> None:
     other = LM(spread(replace(lm.model.config, norms="sandwich"), std=0.3), lm.tokenizer)
     assert obstacle(other.model) == "has no kernels for model.norms"
-    with pytest.raises(LoopformerError, match=r"int8 has no kernels for model.norms; leave it out"):
-        other.generate("told", fast=True, int8=True)
+    with pytest.raises(LoopformerError, match=r"fast has no kernels for model.norms; leave it out"):
+        other.generate("told", fast=True)
     assert other.generate("told", max_tokens=4) == other.generate("told", fast=False, max_tokens=4)
 
 
@@ -96,14 +95,14 @@ def model(tokenizer: Tokenizer) -> LoopedLM:
     return model.eval().to(DEVICE)
 
 
-def quick(model: LoopedLM, int8: bool = False) -> FusedPool:
+def quick(model: LoopedLM) -> FusedPool:
     """In few programs, which the interpreter runs one after the other."""
     from loopformer.inference.fused.decoder import Tuning
 
     if not INTERPRETED:
-        return FusedPool(model, int8)
+        return FusedPool(model)
     few = dict.fromkeys(("qkv", "out", "up", "down", "head"), 128)
-    return FusedPool(model, int8, Tuning(rows=few, piece=32, splits=2, block_n=8))
+    return FusedPool(model, Tuning(rows=few, piece=32, splits=2, block_n=8))
 
 
 def fused(pool: FusedPool, tokenizer: Tokenizer, requests: list[Request]) -> Iterator[Event]:
@@ -153,26 +152,12 @@ def test_batches_are_bounded_and_kept_where_there_is_room(
 
 
 @pytest.mark.cuda
-def test_other_int8_weights_need_other_batches(model: LoopedLM, tokenizer: Tokenizer) -> None:
-    pool, requests = quick(model, int8=True), asked(2, 3)
-    first = results(fused(pool, tokenizer, requests))[1]  # one after the other
-    with torch.no_grad():
-        for parameter in model.stack.parameters():
-            parameter.mul_(-1.5)
-    changed = results(fused(pool, tokenizer, requests))[1]
-    expected = results(fused(quick(model, int8=True), tokenizer, requests))[1]
-    assert changed.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-    assert changed.logprobs != pytest.approx(first.logprobs, abs=1e-2)
-
-
-@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_user_can_ask_for_int8_and_change_the_weights(lm: LM) -> None:
+def test_a_user_can_change_the_weights(lm: LM) -> None:
     pytest.importorskip("triton")
     ready = LM(copy.deepcopy(lm.model), lm.tokenizer).to("cuda")
-    text = ready.generate("told", max_tokens=8, fast=True, int8=True).text
-    assert "".join(ready.stream("told", max_tokens=8, fast=True, int8=True)) == text
     plain = ready.generate("told", max_tokens=8, fast=False)
+    assert "".join(ready.stream("told", max_tokens=8, fast=True)) == plain.text
     assert ready.generate("told", max_tokens=8, fast=True).text == plain.text
     ready.model.to(torch.bfloat16)  # behind its back
     rounded = ready.generate("told", max_tokens=1, fast=True)

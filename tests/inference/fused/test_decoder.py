@@ -86,33 +86,8 @@ def test_a_token_equals_the_plain_path(
                 texts[row].append(token)
 
 
-@pytest.mark.parametrize("rows", [2, 4])
-def test_int8_is_what_its_bytes_stand_for(rows: int) -> None:
-    from loopformer.inference.fused.decoder import Decoder
-    from loopformer.inference.fused.quantise import quantised
-
-    model = model_of("rotary", "trajectory")
-    weights = quantised(model)
-    decoder = Decoder(model, model.resolve("2-1-1"), rows, weights)
-    decoder.prefill([[1, 2, 3], *[[4, row] for row in range(1, rows)]])
-    cache = model.cache("2-1-1", rows)
-    for row in range(rows):
-        cache.write(row, decoder.cache.read(row), decoder.cache.lengths[row])
-    following = torch.arange(7, 7 + rows)
-    logits = decoder.step(following)
-    with torch.no_grad():
-        for block, four in zip(model.stack.each(), weights.blocks, strict=True):
-            parts = (block.attention.qkv, block.attention.out, block.ffn.up, block.ffn.down)
-            for part, weight in zip(parts, four, strict=True):
-                part.weight.copy_(weight.dequantised())
-    hidden = model.extend(following[:, None].to(DEVICE), cache)[:, 0]
-    expected = (hidden @ weights.head.dequantised().t())[:, :90]
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-
-
 def test_mistakes_are_one_clear_sentence() -> None:
     from loopformer.inference.fused.decoder import Decoder
-    from loopformer.inference.fused.quantise import quantised
 
     model = model_of("learned", "trajectory")
     decoder = Decoder(model, model.resolve(1), 1)
@@ -121,8 +96,6 @@ def test_mistakes_are_one_clear_sentence() -> None:
         decoder.greedy(3)
     with pytest.raises(LoopformerError, match="2 prompts were given to a decoder of 1"):
         decoder.prefill([[1], [2]])
-    with pytest.raises(LoopformerError, match="int8 weights serve at most 4 rows"):
-        Decoder(model, model.resolve(1), 5, quantised(model))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -146,16 +119,14 @@ def test_fast_texts_are_the_plain_ones(lm: LM) -> None:
         quick.to("cpu")
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_weights_may_lie_by_columns(int8: bool) -> None:
+def test_weights_may_lie_by_columns() -> None:
     """As `load` lays them out for a CPU, and as they stay when a model is moved by hand."""
     from loopformer.inference.fused.decoder import Decoder
-    from loopformer.inference.fused.quantise import quantised
 
     model, texts = model_of("learned", "trajectory"), [[5, 9, 2], [7, 1, 4]]
 
     def logits() -> torch.Tensor:
-        decoder = Decoder(model, model.resolve("2"), 2, quantised(model) if int8 else None)
+        decoder = Decoder(model, model.resolve("2"), 2)
         return decoder.step(model.head(decoder.prefill(texts))[:, :90].argmax(-1)).clone()
 
     expected = logits()

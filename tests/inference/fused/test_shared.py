@@ -23,7 +23,6 @@ pytest.importorskip("triton")
 from loopformer.inference.fused import batch as shared_batch
 from loopformer.inference.fused import shared
 from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
-from loopformer.inference.fused.quantise import quantised
 from loopformer.inference.fused.shared import SharedBackend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -324,8 +323,6 @@ def test_what_can_never_run_is_refused(model: LoopedLM) -> None:
         engine.submit(Request((1, 2), Trajectory.uniform(1), certainty=0.5))
     with pytest.raises(LoopformerError, match="hold no page of keys"):
         SharedBatch(model, 3, memory=1)
-    with pytest.raises(LoopformerError, match="int8 weights serve one row at a time"):
-        SharedBatch(model, 3, weights=quantised(model))
 
 
 def test_a_fault_while_slots_are_filled_admits_no_more_than_fit(

@@ -18,7 +18,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from loopformer.device import available_bytes
-from loopformer.inference.fused.quantise import Fingerprint, Weights, fingerprint, quantised
+from loopformer.inference.fused.quantise import Fingerprint, fingerprint
 from loopformer.model import LoopedLM
 
 if TYPE_CHECKING:
@@ -70,20 +70,19 @@ class LendingPool(Generic[Lent]):
 class FusedPool:
     """The batches of a model, made when they are needed."""
 
-    def __init__(self, model: LoopedLM, int8: bool = False, tuning: Tuning | None = None) -> None:
-        self.model, self.int8, self._tuning = model, int8, tuning
+    def __init__(self, model: LoopedLM, tuning: Tuning | None = None) -> None:
+        self.model, self._tuning = model, tuning
         self._seen: Fingerprint = []
-        self._weights: Weights | None = None
         self._batches: LendingPool[SharedBatch] = LendingPool(self._has_room)
 
     @contextmanager
     def batch(self, slots: int) -> Iterator[SharedBatch]:
-        """Lend one of so many slots or more, a power of two and MOST_SLOTS at most; int8 weights serve one."""
+        """Lend one of so many slots or more, a power of two and MOST_SLOTS at most."""
         from loopformer.inference.fused.batch import SharedBatch
 
         self._look_at_weights()
-        slots = 1 if self.int8 else min(MOST_SLOTS, 1 << (slots - 1).bit_length())
-        make = partial(SharedBatch, self.model, slots, None, self._weights, self._tuning)
+        slots = min(MOST_SLOTS, 1 << (slots - 1).bit_length())
+        make = partial(SharedBatch, self.model, slots, None, self._tuning)
         with self._batches.lend(slots, make) as batch:
             try:
                 yield batch
@@ -91,11 +90,10 @@ class FusedPool:
                 batch.leave()
 
     def _look_at_weights(self) -> None:
-        """Forget what was made for other weights than those of now: graphs and int8 copies still have them."""
+        """Forget what was made for other weights than those of now: graphs still have them."""
         seen = fingerprint(self.model)
         if seen != self._seen:
             self._seen, self._batches = seen, LendingPool(self._has_room)
-            self._weights = quantised(self.model) if self.int8 else None
 
     def _has_room(self, kept: Sequence[SharedBatch]) -> bool:
         """Whether as much memory is free as batches keep that nobody uses."""

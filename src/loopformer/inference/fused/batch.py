@@ -35,7 +35,7 @@ from loopformer.errors import require
 from loopformer.inference.fused import kernels, pass_kernels
 from loopformer.inference.fused.decoder import Launches, Tuning, record, wait_for
 from loopformer.inference.fused.prompts import PromptGraphs
-from loopformer.inference.fused.quantise import Weights, fingerprint, plain, quantised
+from loopformer.inference.fused.quantise import Weights, fingerprint, weights_by_rows
 from loopformer.inference.sampling import GREEDY, Draw, hashed_seed, rule
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
@@ -70,20 +70,18 @@ class SharedBatch:
         model: LoopedLM,
         slots: int,
         memory: int | None = None,
-        weights: Weights | None = None,
         tuning: Tuning | None = None,
         pool: Tensor | None = None,
     ) -> None:
-        """`memory`: bytes of keys and values, by default what all slots may need, if there is so much. `weights` in
-        int8 serve one slot. `pool` is memory of another batch that nobody uses any more."""
+        """`memory`: bytes of keys and values, by default what all slots may need, if there is so much. `pool` is
+        memory of another batch that nobody uses any more."""
         config, like = model.config, model.tokens.weight.detach()
         memory = int(SHARE * available_bytes(like.device)) if memory is None else memory
         pages = min(slots * pages_of(config.context, config.loops), memory // page_bytes(model))
         require(pages >= 1, f"{memory:,} bytes hold no page of keys, which takes {page_bytes(model):,}.")
         self.model, self.slots, self.page_count = model, slots, pages
         self.prompts = PromptGraphs(model)
-        self._weights, self._tuning = weights or plain(model), tuning
-        require(not self._weights.int8 or slots == 1, "int8 weights serve one row at a time.")
+        self._weights, self._tuning = weights_by_rows(model), tuning
         self._made_for = fingerprint(model)
         self.device = like.device
         assert model.final_norm.weight is not None
@@ -133,8 +131,7 @@ class SharedBatch:
         """This one; or, if the model's weights are others than those its graphs have, an empty one like it."""
         if fingerprint(self.model) == self._made_for:
             return self
-        weights, memory = quantised(self.model) if self._weights.int8 else None, self.nbytes
-        return SharedBatch(self.model, self.slots, memory, weights, self._tuning, self._pool)
+        return SharedBatch(self.model, self.slots, self.nbytes, self._tuning, self._pool)
 
     def leave(self) -> None:
         """What comes after it waits for prompts that are under way: they write to memory that may be given away."""
@@ -325,7 +322,7 @@ class SharedBatch:
             )
 
         for block in range(blocks):
-            to_qkv, out, up, down = (weight.values.t() for weight in self._weights.blocks[block])
+            to_qkv, out, up, down = (weight.t() for weight in self._weights.blocks[block])
             torch.mm(normed, to_qkv, out=qkv)
             self._attention(rows, block)
             torch.mm(mixed, out, out=change)
@@ -358,7 +355,7 @@ class SharedBatch:
 
     def _head(self, rows: int) -> None:
         ended = self._normed[self._numbers["done"][:rows]]
-        self._logits[:rows].copy_(torch.mm(ended, self._weights.head.values.t()))
+        self._logits[:rows].copy_(torch.mm(ended, self._weights.head.t()))
 
     def _next_tokens(self, rows: int) -> None:
         self._head(rows)

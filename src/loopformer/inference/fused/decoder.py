@@ -28,7 +28,7 @@ from loopformer.device import current
 from loopformer.errors import require
 from loopformer.inference.decode import ends, padded
 from loopformer.inference.fused import kernels
-from loopformer.inference.fused.quantise import MOST_INT8_ROWS, Weight, Weights, plain
+from loopformer.inference.fused.quantise import Weights, weights_by_rows
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
 from loopformer.model.cache import Cache
@@ -81,12 +81,8 @@ class Launches(ABC):
             config.plain_only is None, f"There are no kernels for model.{config.plain_only}; decode without fast."
         )
         self.model, self.trajectory, self.rows = model, model.resolve(trajectory), rows
-        self._weights, self._tuning = weights or plain(model), tuning or Tuning()
-        require(
-            not self._weights.int8 or rows <= MOST_INT8_ROWS,
-            f"int8 weights serve at most {MOST_INT8_ROWS} rows, got {rows}; use the model's own.",
-        )
-        self._few = rows <= FEW_ROWS or self._weights.int8
+        self._weights, self._tuning = weights or weights_by_rows(model), tuning or Tuning()
+        self._few = rows <= FEW_ROWS
         nvidia = like.device.type == "cuda" and torch.version.hip is None
         hopper = nvidia and torch.cuda.get_device_capability(like.device) >= (9, 0)
         overlap = self._tuning.overlap and hopper
@@ -224,7 +220,7 @@ class Launches(ABC):
 
     def _many_rows_block(self, step: int, modulation: Modulation, following: Tensor) -> None:
         """The library's matmuls, and what lies between them fused; `following` is the next norm's scale."""
-        qkv, out, up, down = (one.values.t() for one in self._weights.blocks[step % len(self._weights.blocks)])
+        qkv, out, up, down = (one.t() for one in self._weights.blocks[step % len(self._weights.blocks)])
         torch.mm(self._normed, qkv, out=self._qkv)
         self._attention(step)
         torch.mm(self._mixed, out, out=self._change)
@@ -236,7 +232,7 @@ class Launches(ABC):
         self._add_norm(self._change, modulation.gate_2, following)
 
     def _many_logits(self) -> None:
-        head = self._weights.head.values.t()
+        head = self._weights.head.t()
         if self._together > 1 and head.dtype != torch.float32:
             # Not rounded to bf16, in which the two most likely tokens are often equal.
             torch.mm(self._normed, head, torch.float32, out=self.logits)
@@ -246,19 +242,18 @@ class Launches(ABC):
     def _norm_linear(
         self,
         name: str,
-        weight: Weight,
+        weight: Tensor,
         scale: Tensor,
         y: Tensor,
         counted: int = 0,
         plus_one: bool = False,
         gelu: bool = False,
     ) -> None:
-        outputs, inner = weight.values.shape
+        outputs, inner = weight.shape
         rows = self._tuning.rows[name]
         kernels.norm_linear_kernel[(triton.cdiv(outputs, rows),)](
             self._x,
-            weight.values,
-            weight.scales if weight.scales is not None else self._x,
+            weight,
             scale,
             y,
             self.best,
@@ -270,7 +265,6 @@ class Launches(ABC):
             BLOCK_K=triton.next_power_of_2(inner),
             ROWS=rows,
             B=self.rows,
-            SCALED=weight.scales is not None,
             PLUS_ONE=plus_one,
             GELU=gelu,
             BEST=counted > 0,
@@ -279,13 +273,12 @@ class Launches(ABC):
             **self.launch,
         )
 
-    def _linear_residual(self, name: str, weight: Weight, a: Tensor, gate: Tensor | None) -> None:
-        outputs, inner = weight.values.shape
+    def _linear_residual(self, name: str, weight: Tensor, a: Tensor, gate: Tensor | None) -> None:
+        outputs, inner = weight.shape
         rows = self._tuning.rows[name]
         kernels.linear_residual_kernel[(triton.cdiv(outputs, rows),)](
             a,
-            weight.values,
-            weight.scales if weight.scales is not None else self._x,
+            weight,
             gate if gate is not None else self._x,
             self._x,
             outputs,
@@ -293,7 +286,6 @@ class Launches(ABC):
             PIECE=min(triton.next_power_of_2(inner), self._tuning.piece),
             ROWS=rows,
             B=self.rows,
-            SCALED=weight.scales is not None,
             GATED=gate is not None,
             num_warps=self._tuning.warps[name],
             **self.launch,

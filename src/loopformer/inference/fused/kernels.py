@@ -25,16 +25,6 @@ def wait(PDL: tl.constexpr):
 
 
 @triton.jit
-def _as_numbers(w, BYTES: tl.constexpr):
-    """Weights as fp32; a byte b stands for b - 128 (quantise.py)."""
-    if BYTES:
-        # Put into the mantissa of 1024 it is the half float 1024 + b: quicker than a conversion.
-        half = (w.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
-        return (half - 1152.0).to(tl.float32)
-    return w.to(tl.float32)
-
-
-@triton.jit
 def _most_likely(values, where, start, programs):
     """The token of the largest of some values; with NaN among them it may be any, but it is one."""
     return tl.load(where + start + tl.minimum(tl.argmax(values, axis=0), programs - 1))
@@ -78,7 +68,6 @@ def embed_kernel(
 def norm_linear_kernel(
     x,  # [B, K] fp32
     weight,  # [N, K]
-    scales,  # [N], of weights in bytes
     scale,  # [K]: the modulation's, or the norm's weight
     y,  # [B, N]
     best,  # [B, programs] largest outputs,
@@ -90,7 +79,6 @@ def norm_linear_kernel(
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
     B: tl.constexpr,
-    SCALED: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     GELU: tl.constexpr,
     BEST: tl.constexpr,
@@ -107,16 +95,12 @@ def norm_linear_kernel(
     factor = tl.load(scale + k, mask=inside, other=0).to(tl.float32)
     if PLUS_ONE:
         factor += 1.0
-    if SCALED:
-        grain = tl.load(scales + rows, mask=rows < N, other=0).to(tl.float32)
     wait(PDL)
     for b in tl.static_range(B):
         value = tl.load(x + b * K + k, mask=inside, other=0)
         # Scaled afterwards, so that the two sums do not wait for each other.
-        out = tl.sum(_as_numbers(w, SCALED) * (value * factor)[None, :], axis=1)
+        out = tl.sum(w.to(tl.float32) * (value * factor)[None, :], axis=1)
         out *= tl.rsqrt(tl.sum(value * value) / K + EPSILON)
-        if SCALED:
-            out *= grain
         if GELU:
             out = _gelu(out)
         if BEST:
@@ -133,7 +117,6 @@ def norm_linear_kernel(
 def linear_residual_kernel(
     a,  # [B, K]
     weight,  # [N, K]
-    scales,  # [N], of weights in bytes
     gate,  # [N]
     x,  # [B, N] fp32, added to
     N,
@@ -141,7 +124,6 @@ def linear_residual_kernel(
     PIECE: tl.constexpr,
     ROWS: tl.constexpr,
     B: tl.constexpr,
-    SCALED: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -153,18 +135,16 @@ def linear_residual_kernel(
     factor = tl.full([ROWS], 1.0, tl.float32)
     if GATED:
         factor = tl.load(gate + rows, mask=valid, other=0).to(tl.float32)
-    if SCALED:
-        factor *= tl.load(scales + rows, mask=valid, other=0).to(tl.float32)
     wait(PDL)
     for b in tl.static_range(B):
         value = tl.load(a + b * K + k, mask=k < K, other=0).to(tl.float32)
-        out = tl.sum(_as_numbers(first, SCALED) * value[None, :], axis=1)
+        out = tl.sum(first.to(tl.float32) * value[None, :], axis=1)
         for start in tl.static_range(PIECE, K, PIECE):
             inside = start + k < K
             tile = rows[:, None] * K + (start + k)[None, :]
             w = tl.load(weight + tile, mask=valid[:, None] & inside[None, :], other=0)
             more = tl.load(a + b * K + start + k, mask=inside, other=0).to(tl.float32)
-            out += tl.sum(_as_numbers(w, SCALED) * more[None, :], axis=1)
+            out += tl.sum(w.to(tl.float32) * more[None, :], axis=1)
         place = x + b * N + rows
         tl.store(place, tl.load(place, mask=valid, other=0) + factor * out, mask=valid)
 
