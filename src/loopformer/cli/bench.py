@@ -63,7 +63,7 @@ def decode(
 
     Each with the FLOPs, the bandwidth and the memory it takes. Example: loopformer bench decode --batches 1,64
     """
-    from loopformer.benchmark.decode import CHOICES, left_out
+    from loopformer.benchmark.decode import DECODE_PATHS, WARM_UP_TOKENS, left_out
     from loopformer.benchmark.decode import decode as measure
     from loopformer.config import whole_numbers
     from loopformer.errors import require
@@ -79,11 +79,11 @@ def decode(
     for budget in numbers:
         lm.resolve(budget)
     require(
-        max(lengths) + tokens <= config.context,
-        f"{max(lengths)} tokens and {tokens} new ones do not fit the context of {config.context}; "
-        "ask for fewer with --contexts or --tokens.",
+        max(lengths) + WARM_UP_TOKENS + tokens <= config.context,
+        f"{max(lengths)} tokens, {WARM_UP_TOKENS} to warm up and {tokens} new ones do not fit the context of "
+        f"{config.context}; ask for fewer with --contexts or --tokens.",
     )
-    ways = [path.strip() for path in paths.split(",")] if paths is not None else list(CHOICES)
+    ways = [path.strip() for path in paths.split(",")] if paths is not None else list(DECODE_PATHS)
     line = partial(typer.echo, err=as_json)
     for path, reason in left_out(lm, ways).items():
         line(f"{path} is left out: {reason}.")
@@ -108,7 +108,7 @@ def engine(
     context: Annotated[int | None, typer.Option(help="Tokens of a prompt; half the context.")] = None,
     tokens: Annotated[int, typer.Option(help="New tokens of each request that are timed.")] = 64,
     seconds: Annotated[float, typer.Option(help="How long requests arrive at each load.")] = 8.0,
-    paths: Annotated[str, typer.Option(help="Of static,plain,fused.")] = "static,plain,fused",
+    paths: Annotated[str, typer.Option(help="Of plain,fused.")] = "plain,fused",
     device: Device = "auto",
     dtype: BenchDtype = None,
     out: Out = None,
@@ -118,15 +118,16 @@ def engine(
 
     Example: loopformer bench engine --model paper/loopformer-3x8 --rows 64 --context 512
     """
-    from loopformer.benchmark.engine import PATHS
-    from loopformer.benchmark.engine import engine as measure
+    from loopformer.benchmark.decode import ENGINE_PATHS
+    from loopformer.benchmark.decode import engine as measure
     from loopformer.config import whole_numbers
     from loopformer.errors import LoopformerError, nearest, require
 
     ways = [path.strip() for path in paths.split(",")]
     for path in ways:
-        if path not in PATHS:
-            raise LoopformerError(f"There is no path {path!r}; {nearest(path, list(PATHS))}")
+        require(path != "static", "The path static was removed; leave it out: --paths plain,fused.")
+        if path not in ENGINE_PATHS:
+            raise LoopformerError(f"There is no path {path!r}; {nearest(path, list(ENGINE_PATHS))}")
     require(rows >= 1 and tokens >= 2 and seconds > 0, "--rows and --seconds must be positive, --tokens 2 or more.")
     lm = _model(model, device, dtype)
     loops, longest = lm.config.loops, context or lm.config.context // 2

@@ -19,7 +19,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import generate
 from loopformer.inference.fused import backend
-from loopformer.inference.fused.backend import MOST_KEPT, FusedPool, LendingPool, obstacle
+from loopformer.inference.fused.backend import MAX_FREE, FusedPool, obstacle
 from loopformer.inference.request import Event, Request, Result
 
 from ..models import spread
@@ -27,26 +27,6 @@ from ..models import spread
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 FULL = Trajectory.uniform(2)
-
-
-def test_nothing_is_lent_twice_and_the_last_few_are_kept() -> None:
-    pool: LendingPool[list[str]] = LendingPool()
-    with pool.lend("a", list) as one, pool.lend("a", list) as other:
-        assert one is not other
-    with pool.lend("a", list) as again:
-        assert again is one or again is other
-    for number in range(2 * MOST_KEPT):
-        with pool.lend(number, list):
-            pass
-    assert [key for key, _ in pool.free] == list(range(MOST_KEPT, 2 * MOST_KEPT))
-    small: LendingPool[list[str]] = LendingPool(lambda kept: len(kept) < 3)
-    for number in range(5):
-        with small.lend(number, list):
-            pass
-    assert [key for key, _ in small.free] == [3, 4]
-    with pytest.raises(ValueError, match="on purpose"), pool.lend("b", list):
-        raise ValueError("on purpose")
-    assert pool.free[-1][0] == "b"
 
 
 def test_what_fast_cannot_do_is_said(lm: LM) -> None:
@@ -82,9 +62,14 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def model(tokenizer: Tokenizer) -> LoopedLM:
+def model(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> LoopedLM:
     """For the kernels, and only where they run."""
     pytest.importorskip("triton")
+    from loopformer.inference.fused import graphs
+
+    if INTERPRETED:  # in few programs, which the interpreter runs one after the other
+        monkeypatch.setattr(graphs, "OUTPUTS_PER_PROGRAM", dict.fromkeys(graphs.WARPS, 128))
+        monkeypatch.setattr(graphs, "SPLITS", 2)
     if not INTERPRETED and not torch.cuda.is_available():
         pytest.skip("no GPU")
     torch.set_float32_matmul_precision("highest")
@@ -93,16 +78,6 @@ def model(tokenizer: Tokenizer) -> LoopedLM:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.6)
     return model.eval().to(DEVICE)
-
-
-def quick(model: LoopedLM) -> FusedPool:
-    """In few programs, which the interpreter runs one after the other."""
-    from loopformer.inference.fused.decoder import Tuning
-
-    if not INTERPRETED:
-        return FusedPool(model)
-    few = dict.fromkeys(("qkv", "out", "up", "down", "head"), 128)
-    return FusedPool(model, Tuning(rows=few, piece=32, splits=2, block_n=8))
 
 
 def fused(pool: FusedPool, tokenizer: Tokenizer, requests: list[Request]) -> Iterator[Event]:
@@ -122,16 +97,37 @@ def results(events: Iterable[Event]) -> list[Result]:
 
 
 @pytest.mark.cuda
+def test_nothing_is_lent_twice_and_the_last_few_are_kept(model: LoopedLM) -> None:
+    pool = FusedPool(model)
+    with pool.batch(1) as one, pool.batch(1) as other:
+        assert one is not other
+    with pool.batch(1) as again:
+        assert again is one or again is other
+    sizes = [2**power for power in range(MAX_FREE + 2)]
+    for slots in sizes:
+        with pool.batch(slots):
+            pass
+    assert [batch.slots for batch in pool._free] == sizes[-MAX_FREE:]
+    with pytest.raises(ValueError, match="on purpose"), pool.batch(2):
+        raise ValueError("on purpose")
+    assert pool._free[-1].slots == 2
+    with torch.no_grad():
+        model.tokens.weight.mul_(2)
+    with pool.batch(2):
+        assert pool._free == []  # their graphs have other weights
+
+
+@pytest.mark.cuda
 def test_texts_at_once_do_not_meet(model: LoopedLM, tokenizer: Tokenizer) -> None:
     requests = asked(2, 5)
     expected = [result.ids for result in results(generate(model, tokenizer, requests))]
-    pool = quick(model)
+    pool = FusedPool(model)
     for _ in range(2):  # with batches that were used before, too
         runs = [fused(pool, tokenizer, [request]) for request in requests]
         in_turn = list(zip_longest(*runs))  # a step of each, which may bring several tokens
         ids = [results(event for event in events if event)[0].ids for events in zip(*in_turn, strict=True)]
         assert ids == expected
-    assert len(pool._batches.free) == 2
+    assert len(pool._free) == 2
 
 
 @pytest.mark.cuda
@@ -140,15 +136,15 @@ def test_batches_are_bounded_and_kept_where_there_is_room(
 ) -> None:
     requests = asked(3, 3)
     expected = [result.ids for result in results(generate(model, tokenizer, requests))]
-    pool = quick(model)
-    monkeypatch.setattr(backend, "MOST_SLOTS", 2)
+    pool = FusedPool(model)
+    monkeypatch.setattr(backend, "MAX_SLOTS", 2)
     monkeypatch.setattr(backend, "available_bytes", lambda device: 0)
     assert [result.ids for result in results(fused(pool, tokenizer, requests))] == expected  # one waits
-    assert pool._batches.free == []
+    assert pool._free == []
     monkeypatch.setattr(backend, "available_bytes", lambda device: 1 << 40)
     with pool.batch(5) as batch:
         assert batch.slots == 2
-    assert [kept for _, kept in pool._batches.free] == [batch]
+    assert pool._free == [batch]
 
 
 @pytest.mark.cuda

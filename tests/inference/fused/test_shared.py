@@ -21,7 +21,7 @@ from ..models import spread
 
 pytest.importorskip("triton")
 from loopformer.inference.fused import batch as shared_batch
-from loopformer.inference.fused import shared
+from loopformer.inference.fused import graphs, shared
 from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
 from loopformer.inference.fused.shared import SharedBackend
 
@@ -44,7 +44,7 @@ def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a text takes several."""
     torch.set_float32_matmul_precision("highest")
     monkeypatch.setattr(shared_batch, "PAGE", 16)
-    monkeypatch.setattr(shared_batch, "SPLITS", 2)
+    monkeypatch.setattr(graphs, "SPLITS", 2)
 
 
 @pytest.fixture(scope="module")

@@ -10,25 +10,21 @@ unless the model's weights have changed meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from threading import Lock
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from loopformer.device import available_bytes
-from loopformer.inference.fused.quantise import Fingerprint, fingerprint
 from loopformer.model import LoopedLM
 
 if TYPE_CHECKING:
     from loopformer.inference.fused.batch import SharedBatch
-    from loopformer.inference.fused.decoder import Tuning
 
-MOST_KEPT = 4  # each holds keys for the whole context of its rows
-MOST_SLOTS = 256  # of one batch; more requests wait for each other
+MAX_FREE = 4  # batches that nobody uses; each has memory for the whole context of its rows
+MAX_SLOTS = 256  # of one batch; more requests wait for each other
 NO_CERTAINTY = "has no kernels for certainty"
-Lent = TypeVar("Lent")
 
 
 def obstacle(model: LoopedLM, certainty: bool = False) -> str | None:
@@ -42,60 +38,34 @@ def obstacle(model: LoopedLM, certainty: bool = False) -> str | None:
     return None if ready else "needs a CUDA device and Triton"
 
 
-class LendingPool(Generic[Lent]):
-    """What may be used again: lent to one at a time; of what is free the last few are kept, if there is room."""
-
-    def __init__(self, has_room: Callable[[Sequence[Lent]], bool] = lambda kept: True) -> None:
-        self.free: list[tuple[Hashable, Lent]] = []  # the last used at the end
-        self._has_room = has_room
-        self._door = Lock()
-
-    @contextmanager
-    def lend(self, key: Hashable, make: Callable[[], Lent]) -> Iterator[Lent]:
-        """One of this kind, made if none is free."""
-        with self._door:
-            at = next((at for at, (kind, _) in enumerate(self.free) if kind == key), None)
-            found = None if at is None else self.free.pop(at)[1]
-        lent = make() if found is None else found
-        try:
-            yield lent
-        finally:
-            with self._door:
-                self.free.append((key, lent))
-                del self.free[:-MOST_KEPT]
-                while self.free and not self._has_room([kept for _, kept in self.free]):
-                    del self.free[0]
-
-
 class FusedPool:
-    """The batches of a model, made when they are needed."""
+    """The batches of a model. They are used again, as recording their graphs takes long; each is lent to one run at
+    a time."""
 
-    def __init__(self, model: LoopedLM, tuning: Tuning | None = None) -> None:
-        self.model, self._tuning = model, tuning
-        self._seen: Fingerprint = []
-        self._batches: LendingPool[SharedBatch] = LendingPool(self._has_room)
+    def __init__(self, model: LoopedLM) -> None:
+        self.model = model
+        self._free: list[SharedBatch] = []  # the last used at the end
+        self._lock = Lock()
 
     @contextmanager
     def batch(self, slots: int) -> Iterator[SharedBatch]:
-        """Lend one of so many slots or more, a power of two and MOST_SLOTS at most."""
-        from loopformer.inference.fused.batch import SharedBatch
+        """Lend a batch of at least so many slots, a power of two, but of MAX_SLOTS at most."""
+        from loopformer.inference.fused.batch import SharedBatch  # needs Triton
 
-        self._look_at_weights()
-        slots = min(MOST_SLOTS, 1 << (slots - 1).bit_length())
-        make = partial(SharedBatch, self.model, slots, None, self._tuning)
-        with self._batches.lend(slots, make) as batch:
-            try:
-                yield batch
-            finally:
-                batch.leave()
-
-    def _look_at_weights(self) -> None:
-        """Forget what was made for other weights than those of now: graphs still have them."""
-        seen = fingerprint(self.model)
-        if seen != self._seen:
-            self._seen, self._batches = seen, LendingPool(self._has_room)
-
-    def _has_room(self, kept: Sequence[SharedBatch]) -> bool:
-        """Whether as much memory is free as batches keep that nobody uses."""
-        nbytes = sum(batch.nbytes for batch in kept)
-        return nbytes <= available_bytes(self.model.tokens.weight.device)
+        slots = min(MAX_SLOTS, 1 << (slots - 1).bit_length())
+        with self._lock:
+            self._free = [batch for batch in self._free if batch.is_current]
+            batch = next((batch for batch in self._free if batch.slots == slots), None)
+            if batch is not None:
+                self._free.remove(batch)
+        batch = batch or SharedBatch(self.model, slots)
+        try:
+            yield batch
+        finally:
+            batch.leave()
+            with self._lock:
+                self._free.append(batch)
+                del self._free[:-MAX_FREE]
+                # Free batches must not hold more memory than is free besides.
+                while sum(kept.nbytes for kept in self._free) > available_bytes(self.model.device):
+                    del self._free[0]

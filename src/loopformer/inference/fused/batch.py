@@ -15,7 +15,7 @@ The weights of all passes are the same, so a pass over rows at different loops r
 costs what its passes cost, and rows come and go between passes. What differs from row to row lies on the device and
 is looked up there by slot and loop: modulations, the place of the token, and pages of keys and values. Launches are
 recorded as CUDA graphs, one for each power of two of rows; nothing here waits for the device. A row that runs alone
-goes through the kernels that read each weight once (decoder.py), all its passes in one graph.
+goes through kernels that read each weight once (graphs.py), all its passes in one graph.
 
 Memory is given out in pages of PAGE tokens of one loop, so what a row needs follows from its budget and its length.
 """
@@ -23,30 +23,32 @@ Memory is given out in pages of PAGE tokens of one loop, so what a row needs fol
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from loopformer.config import ModelConfig
 from loopformer.device import available_bytes, sent
 from loopformer.errors import require
-from loopformer.inference.fused import kernels, pass_kernels
-from loopformer.inference.fused.decoder import Launches, Tuning, record, wait_for
-from loopformer.inference.fused.prompts import PromptGraphs
-from loopformer.inference.fused.quantise import Weights, fingerprint, weights_by_rows
+from loopformer.inference.fused import kernels
+from loopformer.inference.fused.graphs import (
+    LoneRow,
+    PromptGraphs,
+    allocate_scratch,
+    fingerprint,
+    launch_attention,
+    record,
+    wait_for,
+    weights_by_rows,
+)
 from loopformer.inference.sampling import GREEDY, Draw, hashed_seed, rule
 from loopformer.model import LoopedLM
-from loopformer.model.block import EPSILON, rotary_angles
+from loopformer.model.block import EPSILON
 from loopformer.model.cache import RowKeys
 from loopformer.model.conditioning import Condition
-from loopformer.trajectory import Trajectory
 
 PAGE = 64  # tokens
 SHARE = 0.8  # of the memory that is free, for keys and values at most
-SPLITS = 32  # of the keys of one head, where there are few rows
-ATTENTION_WARPS = 1
 PROMPTS = "prompts"  # the stream on which they run
 COPIES = "copies of a lone row"  # the stream on which its tokens go to the host
 
@@ -65,14 +67,7 @@ def pages_of(tokens: int, budget: int) -> int:
 class SharedBatch:
     """The memory of some slots, and a pass of any of them; see the module's docstring."""
 
-    def __init__(
-        self,
-        model: LoopedLM,
-        slots: int,
-        memory: int | None = None,
-        tuning: Tuning | None = None,
-        pool: Tensor | None = None,
-    ) -> None:
+    def __init__(self, model: LoopedLM, slots: int, memory: int | None = None, pool: Tensor | None = None) -> None:
         """`memory`: bytes of keys and values, by default what all slots may need, if there is so much. `pool` is
         memory of another batch that nobody uses any more."""
         config, like = model.config, model.tokens.weight.detach()
@@ -81,7 +76,7 @@ class SharedBatch:
         require(pages >= 1, f"{memory:,} bytes hold no page of keys, which takes {page_bytes(model):,}.")
         self.model, self.slots, self.page_count = model, slots, pages
         self.prompts = PromptGraphs(model)
-        self._weights, self._tuning = weights_by_rows(model), tuning
+        self._weights = weights_by_rows(model)
         self._made_for = fingerprint(model)
         self.device = like.device
         assert model.final_norm.weight is not None
@@ -112,26 +107,21 @@ class SharedBatch:
         greedy = [rule(GREEDY.sampling, config.vocab)] * rows
         self._rules = torch.tensor(greedy, dtype=torch.float64, device=like.device)
         self._seeds = integers(rows)
-        width, heads = config.width, config.heads
-        self._qkv, self._mixed = like.new_zeros(most, 3 * width), like.new_zeros(most, width)
-        self._wide = like.new_zeros(most, config.ffn)
-        self._normed, self._change = like.new_zeros(most, width), like.new_zeros(most, width)
+        self._scratch = allocate_scratch(model, most)
+        self._normed, self._change = like.new_zeros(most, config.width), like.new_zeros(most, config.width)
         self._logits = torch.zeros(most, config.vocab_rows, device=like.device)
-        self._partial = torch.zeros(most * heads, SPLITS, config.head_width + 2, device=like.device)
-        self._arrived = integers(most * heads, dtype=torch.int32)
-        positions = torch.arange(config.context, device=like.device)[None]
-        self._cos, self._sin = (
-            angle[0, 0].contiguous() for angle in rotary_angles(positions, config.head_width, torch.float32)
-        )
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._lone_rows: dict[int, LoneRow] = {}  # by budget
         self._alone: tuple[int, LoneRow] | None = None  # the slot that runs alone, and where it does
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the model still has the weights that the graphs were recorded with."""
+        return fingerprint(self.model) == self._made_for
+
     def renewed(self) -> SharedBatch:
-        """This one; or, if the model's weights are others than those its graphs have, an empty one like it."""
-        if fingerprint(self.model) == self._made_for:
-            return self
-        return SharedBatch(self.model, self.slots, self.nbytes, self._tuning, self._pool)
+        """This batch, or an empty one in its memory if the model's weights have changed."""
+        return self if self.is_current else SharedBatch(self.model, self.slots, self.nbytes, self._pool)
 
     def leave(self) -> None:
         """What comes after it waits for prompts that are under way: they write to memory that may be given away."""
@@ -228,20 +218,20 @@ class SharedBatch:
     def token(self, slot: int, budget: int) -> Tensor:
         """All passes of the next token of a slot, if no other runs: logits [1, V]."""
         row = self._left_alone(slot, budget)
-        row.replay("advance")
+        row.replay(greedy=False)
         return row.logits[:, : self.model.config.vocab]
 
     def follow(self, slot: int, budget: int, place: int) -> tuple[Tensor, Tensor]:
         """The same of a token at this place; then the most likely one [1] comes next, with this log-probability
         [1]. The row does not write over them; another that comes to be alone waits for the stream COPIES."""
         row = self._left_alone(slot, budget)
-        row.replay("follow")
+        row.replay(greedy=True)
         return row.chosen[place], row.logprobs[place]
 
     def draw(self, slot: int, budget: int) -> Tensor:
         """The same where the next token is drawn: that and its log-probability [1, 2], as of `next_tokens`."""
         row = self._left_alone(slot, budget)
-        row.replay("advance")
+        row.replay(greedy=False)
         self._put("ended", [slot], self.slots)
         self._choose(row.logits, row.lengths, alone=True)
         row.ids.copy_(self._choices[:1, 0])
@@ -251,7 +241,7 @@ class SharedBatch:
         if self._alone is None or self._alone[0] != slot:
             self._rejoin()
             if budget not in self._lone_rows:
-                self._lone_rows[budget] = LoneRow(self.model, budget, self._weights, self._tuning, self._pool)
+                self._lone_rows[budget] = LoneRow(self.model, budget, self._weights, self._scratch, self._pool)
             row = self._lone_rows[budget]
             wait_for(COPIES, self.device)  # it writes its tokens where those of an earlier one were
             row.enter(
@@ -286,7 +276,7 @@ class SharedBatch:
         sizes = {"D": config.width, "L": config.loops, "K": blocks}
         widest = {"BLOCK_D": triton.next_power_of_2(config.width), "EPSILON": EPSILON}
         places = self.model.places
-        pass_kernels.enter_kernel[(rows,)](
+        kernels.enter_kernel[(rows,)](
             self._numbers["order"],
             self._loops,
             self._ids,
@@ -302,11 +292,12 @@ class SharedBatch:
             LEARNED=places is not None,
             INJECTED=config.inject == "gated",
         )
-        normed, qkv, mixed = self._normed[:rows], self._qkv[:rows], self._mixed[:rows]
-        wide, change = self._wide[:rows], self._change[:rows]
+        scratch = self._scratch
+        normed, qkv, mixed = self._normed[:rows], scratch.qkv[:rows], scratch.mixed[:rows]
+        wide, change = scratch.wide[:rows], self._change[:rows]
 
         def add(gate: int, scale: int) -> None:
-            pass_kernels.gated_norm_kernel[(rows,)](
+            kernels.gated_norm_kernel[(rows,)](
                 self._numbers["order"],
                 self._loops,
                 self._table,
@@ -324,34 +315,24 @@ class SharedBatch:
         for block in range(blocks):
             to_qkv, out, up, down = (weight.t() for weight in self._weights.blocks[block])
             torch.mm(normed, to_qkv, out=qkv)
-            self._attention(rows, block)
+            launch_attention(
+                config,
+                scratch,
+                self._pool,
+                rows,
+                block,
+                self._numbers["order"],
+                self._loops,
+                self._lengths,
+                self._pages,
+                PDL=False,
+            )
             torch.mm(mixed, out, out=change)
             add(4 * block, 4 * block + 3)
             torch.mm(normed, up, out=wide)
-            kernels.gelu_kernel[(triton.cdiv(wide.numel(), 1024),)](wide, wide.numel(), BLOCK_N=1024, PDL=False)
+            kernels.gelu_kernel[(triton.cdiv(wide.numel(), 1024),)](wide, wide.numel(), BLOCK_N=1024)
             torch.mm(wide, down, out=change)
             add(4 * block + 1, 4 * block + 6)  # the next block's first scale
-
-    def _attention(self, rows: int, block: int) -> None:
-        config = self.model.config
-        paged_attention(
-            config,
-            rows,
-            block,
-            SPLITS if rows * config.heads < 512 else 1,
-            self._numbers["order"],
-            self._loops,
-            self._lengths,
-            self._pages,
-            self._qkv,
-            self._pool,
-            self._cos,
-            self._sin,
-            self._mixed,
-            self._partial,
-            self._arrived,
-            PDL=False,
-        )
 
     def _head(self, rows: int) -> None:
         ended = self._normed[self._numbers["done"][:rows]]
@@ -365,7 +346,7 @@ class SharedBatch:
     def _choose(self, logits: Tensor, lengths: Tensor, alone: bool) -> None:
         vocab = self.model.config.vocab
         block = min(4096, triton.next_power_of_2(vocab))
-        pass_kernels.choice_kernel[(len(logits),)](
+        kernels.choice_kernel[(len(logits),)](
             logits,
             self._numbers["ended"],
             lengths,
@@ -380,7 +361,7 @@ class SharedBatch:
         )
 
     def _begin(self, rows: int) -> None:
-        pass_kernels.begin_kernel[(rows,)](
+        kernels.begin_kernel[(rows,)](
             self._numbers["ended"], self._choices, self._ids, self._lengths, self._loops, self.slots
         )
 
@@ -396,92 +377,3 @@ class SharedBatch:
 def paired(tokens: Tensor, logprobs: Tensor) -> Tensor:
     """Tokens and their log-probabilities, each [B], as one tensor [B, 2]; fp32 holds every id exactly."""
     return torch.stack((tokens.float(), logprobs), 1)
-
-
-class LoneRow(Launches):
-    """A row that runs alone, along any trajectory of one budget, with its keys and values in pages."""
-
-    def __init__(self, model: LoopedLM, budget: int, weights: Weights, tuning: Tuning | None, pool: Tensor) -> None:
-        super().__init__(model, Trajectory.uniform(budget), 1, weights, tuning)
-        config = model.config
-        self._pool = pool
-        self._pages = torch.zeros(config.loops, -(-config.context // PAGE), dtype=torch.int32, device=pool.device)
-        self._first = torch.zeros(1, dtype=torch.int64, device=pool.device)
-
-    def enter(self, token: Tensor, length: Tensor, pages: Tensor, table: Tensor, injection: Tensor) -> None:
-        """A slot's next token and its place, its pages [L, N], and what its passes are told [L, …]."""
-        self.ids.copy_(token)
-        self.lengths.copy_(length)
-        self._pages.copy_(pages)
-        if self._table is not None:
-            self._table.copy_(table[: len(self._table)])
-        if self._injection is not None:
-            self._injection.copy_(injection[: len(self._injection)])
-
-    def _attention(self, step: int) -> None:
-        loop, block = divmod(step, self.model.config.blocks)
-        paged_attention(
-            self.model.config,
-            1,
-            block,
-            self._splits,
-            self._first,
-            self._first,
-            self.lengths,
-            self._pages[loop:],
-            self._qkv,
-            self._pool,
-            self._cos,
-            self._sin,
-            self._mixed,
-            self._partial,
-            self._arrived,
-            **self.launch,
-        )
-
-
-def paged_attention(
-    config: ModelConfig,
-    rows: int,
-    block: int,
-    splits: int,
-    order: Tensor,
-    loops: Tensor,
-    lengths: Tensor,
-    pages: Tensor,
-    qkv: Tensor,
-    pool: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
-    out: Tensor,
-    partial: Tensor,
-    arrived: Tensor,
-    **launch: Any,
-) -> None:
-    """Launch the attention of a block over pages."""
-    pass_kernels.paged_attention_kernel[(rows * config.heads, splits)](
-        order,
-        loops,
-        lengths,
-        pages,
-        qkv,
-        pool,
-        cosines,
-        sines,
-        out,
-        partial,
-        arrived,
-        config.loops,
-        pages.shape[-1],
-        config.head_width**-0.5,
-        BLOCK=block,
-        K=config.blocks,
-        H=config.heads,
-        W=config.head_width,
-        PAGE=PAGE,
-        BLOCK_W=triton.next_power_of_2(config.head_width),
-        SPLITS=splits,
-        ROTARY=config.positions == "rotary",
-        num_warps=ATTENTION_WARPS,
-        **launch,
-    )

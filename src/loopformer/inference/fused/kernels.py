@@ -1,16 +1,25 @@
-"""Triton kernels of one decoded token: few, fused, and each reads every weight once.
+"""Triton kernels of decoding on a GPU.
 
-A token's pass through a block is five launches: norm and qkv, attention, out and residual, norm and up and GELU,
-down and residual. Matmuls with few rows are limited by reading the weight, so each program reads its rows of the
-weight whole, before it waits for the kernel ahead of it. All lengths are read on the device, so that a CUDA graph
-can be replayed as the text grows.
+Shared passes (batch.py): row i of a launch is in slot `order[i]`, and the slot says at which loop and position it
+stands. For each slot and loop there are modulations in a table and a list of pages with keys and values. A launch
+knows nothing else of its rows, so a CUDA graph of it serves any of them.
 
-TRITON_INTERPRET=1 runs them on the CPU.
+A row that runs alone (graphs.py): five launches for each block and pass: norm and qkv, attention, out and residual,
+norm and up and GELU, down and residual. Matmuls of one row are limited by reading the weight, so each program loads
+its rows of the weight before it waits for the kernel ahead of it.
+
+All lengths are read on the device, so that a graph can be replayed as a text grows. TRITON_INTERPRET=1 runs the
+kernels on the CPU.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 import triton
 import triton.language as tl
+
+from loopformer.model import noise
+
+GOLDEN, MIX_1, MIX_2 = (tl.constexpr(number) for number in (noise.GOLDEN, noise.MIX_1, noise.MIX_2))
+LOWEST = tl.constexpr(-(2**31))
 
 
 @triton.jit
@@ -25,128 +34,173 @@ def wait(PDL: tl.constexpr):
 
 
 @triton.jit
-def _most_likely(values, where, start, programs):
-    """The token of the largest of some values; with NaN among them it may be any, but it is one."""
-    return tl.load(where + start + tl.minimum(tl.argmax(values, axis=0), programs - 1))
-
-
-@triton.jit
 def _gelu(x):
     """Exact, in fp32."""
     return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit
-def embed_kernel(
-    ids,  # [B]
-    lengths,  # [B]
+def gelu_kernel(x, count, BLOCK_N: tl.constexpr):
+    """Exact GELU, in place."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    value = tl.load(x + n, mask=n < count, other=0).to(tl.float32)
+    tl.store(x + n, _gelu(value), mask=n < count)
+
+
+@triton.jit
+def enter_kernel(
+    order,  # [B] slots
+    loops,  # [S] the loop that each slot runs next
+    ids,  # [S] tokens
+    lengths,  # [S] their places
     embedding,  # [V, D] that passes start from
     places,  # [context, D]
-    injection,  # [D]
-    x,  # [B, D] fp32
-    width,
+    table,  # [S, L, K, 4, D]
+    injection,  # [S, L, D]
+    x,  # [S, D] fp32, the state between passes
+    y,  # [B, D]
+    D,
+    L,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     LEARNED: tl.constexpr,
     INJECTED: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """x from the tokens, and the places they stand at; or some of that added to x, where it is injected."""
-    row = tl.program_id(0)
-    k = tl.arange(0, BLOCK_K)
-    inside = k < width
-    wait(PDL)
-    value = tl.load(embedding + tl.load(ids + row) * width + k, mask=inside).to(tl.float32)
-    if LEARNED:
-        value += tl.load(places + tl.load(lengths + row) * width + k, mask=inside).to(tl.float32)
-    if INJECTED:
-        value *= tl.load(injection + k, mask=inside).to(tl.float32)
-        value += tl.load(x + row * width + k, mask=inside)
-    tl.store(x + row * width + k, value, mask=inside)
-
-
-@triton.jit
-def norm_linear_kernel(
-    x,  # [B, K] fp32
-    weight,  # [N, K]
-    scale,  # [K]: the modulation's, or the norm's weight
-    y,  # [B, N]
-    best,  # [B, programs] largest outputs,
-    where,  # where they are, and
-    mass,  # exp of all outputs less the largest, summed
-    N,
-    counted,  # outputs from here on are padding
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    B: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    GELU: tl.constexpr,
-    BEST: tl.constexpr,
-    PDL: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """y = W · (x / rms(x) · scale), then GELU or the largest output, if asked."""
-    program = tl.program_id(0)
-    rows = program * ROWS + tl.arange(0, ROWS)
-    k = tl.arange(0, BLOCK_K)
-    inside = k < K
-    tile = rows[:, None] * K + k[None, :]
-    w = tl.load(weight + tile, mask=(rows < N)[:, None] & inside[None, :], other=0)
-    factor = tl.load(scale + k, mask=inside, other=0).to(tl.float32)
-    if PLUS_ONE:
-        factor += 1.0
-    wait(PDL)
-    for b in tl.static_range(B):
-        value = tl.load(x + b * K + k, mask=inside, other=0)
-        # Scaled afterwards, so that the two sums do not wait for each other.
-        out = tl.sum(w.to(tl.float32) * (value * factor)[None, :], axis=1)
-        out *= tl.rsqrt(tl.sum(value * value) / K + EPSILON)
-        if GELU:
-            out = _gelu(out)
-        if BEST:
-            out = tl.where(rows < counted, out, float("-inf"))
-            top = tl.max(out)
-            tl.store(best + b * tl.num_programs(0) + program, top)
-            part = tl.sum(tl.where(rows < counted, tl.exp(out - top), 0.0))
-            tl.store(mass + b * tl.num_programs(0) + program, part)
-            tl.store(where + b * tl.num_programs(0) + program, program * ROWS + tl.argmax(out, axis=0))
-        tl.store(y + b * N + rows, out, mask=rows < N)
+    """A token's state before its pass: its embedding, or what the pass before left, with some of it injected."""
+    row = tl.program_id(0)
+    slot = tl.load(order + row)
+    loop = tl.load(loops + slot)
+    k = tl.arange(0, BLOCK_D)
+    inside = k < D
+    value = tl.load(x + slot * D + k, mask=inside, other=0)
+    if INJECTED or loop == 0:
+        embedded = tl.load(embedding + tl.load(ids + slot) * D + k, mask=inside, other=0).to(tl.float32)
+        if LEARNED:
+            embedded += tl.load(places + tl.load(lengths + slot) * D + k, mask=inside, other=0).to(tl.float32)
+        if loop == 0:
+            value = embedded
+        else:
+            value += embedded * tl.load(injection + (slot * L + loop) * D + k, mask=inside, other=0).to(tl.float32)
+        tl.store(x + slot * D + k, value, mask=inside)
+    factor = 1.0 + tl.load(table + ((slot * L + loop) * K * 4 + 2) * D + k, mask=inside, other=0).to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value) / D + EPSILON) * factor
+    tl.store(y + row * D + k, value, mask=inside)
 
 
 @triton.jit
-def linear_residual_kernel(
-    a,  # [B, K]
-    weight,  # [N, K]
-    gate,  # [N]
-    x,  # [B, N] fp32, added to
-    N,
+def gated_norm_kernel(
+    order,  # [B]
+    loops,  # [S]
+    table,  # [S, L, K, 4, D]
+    final,  # [D], the final norm's weight
+    x,  # [S, D] fp32, added to
+    change,  # [B, D]
+    y,  # [B, D]
+    idle,  # the slot that stands for nobody
+    D,
+    L,
     K: tl.constexpr,
-    PIECE: tl.constexpr,
-    ROWS: tl.constexpr,
-    B: tl.constexpr,
-    GATED: tl.constexpr,
+    GATE: tl.constexpr,  # which of the table's K · 4 vectors
+    SCALE: tl.constexpr,  # the same; from K · 4 on: the pass ends here
+    BLOCK_D: tl.constexpr,
+    EPSILON: tl.constexpr,
+):
+    """x += gate · change; y = x / rms(x) · scale. At the end of a pass the scale is the final norm's."""
+    row = tl.program_id(0)
+    slot = tl.load(order + row)
+    loop = tl.load(loops + slot)
+    own = table + (slot * L + loop) * K * 4 * D
+    k = tl.arange(0, BLOCK_D)
+    inside = k < D
+    more = tl.load(change + row * D + k, mask=inside, other=0).to(tl.float32)
+    value = tl.load(x + slot * D + k, mask=inside, other=0)
+    value += more * tl.load(own + GATE * D + k, mask=inside, other=0).to(tl.float32)
+    tl.store(x + slot * D + k, value, mask=inside)
+    if SCALE < K * 4:
+        factor = 1.0 + tl.load(own + SCALE * D + k, mask=inside, other=0).to(tl.float32)
+    else:
+        factor = tl.load(final + k, mask=inside, other=0).to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value) / D + EPSILON) * factor
+    tl.store(y + row * D + k, value, mask=inside)
+    if SCALE >= K * 4:
+        tl.debug_barrier()  # all warps have read the loop that is now written over
+        tl.store(loops + slot, tl.where(slot == idle, 0, loop + 1))
+
+
+@triton.jit
+def paged_attention_kernel(
+    order,  # [B]
+    loops,  # [S]
+    lengths,  # [S], tokens before this one
+    pages,  # [S, L, N] of each slot and loop, in the order of the tokens
+    qkv,  # [B, 3D]
+    pool,  # [pages, K, 2, H, PAGE, W] keys and values
+    cosines,  # [context, W / 2]
+    sines,
+    out,  # [B, D]
+    partial,  # [B · H, SPLITS, W + 2] fp32: sums, largest score, weight
+    arrived,  # [B · H] zeros; left as zeros
+    L,
+    N,
+    scale,
+    BLOCK: tl.constexpr,  # which of the stack
+    K: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROTARY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x += gate · (W · a)."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    valid = rows < N
-    k = tl.arange(0, PIECE)
-    first = tl.load(weight + rows[:, None] * K + k[None, :], mask=valid[:, None] & (k < K)[None, :], other=0)
-    factor = tl.full([ROWS], 1.0, tl.float32)
-    if GATED:
-        factor = tl.load(gate + rows, mask=valid, other=0).to(tl.float32)
+    """One new token's attention over the pages of its slot and loop; its own key and value are kept there."""
+    head, split = tl.program_id(0), tl.program_id(1)
+    row, h = head // H, head % H
     wait(PDL)
-    for b in tl.static_range(B):
-        value = tl.load(a + b * K + k, mask=k < K, other=0).to(tl.float32)
-        out = tl.sum(first.to(tl.float32) * value[None, :], axis=1)
-        for start in tl.static_range(PIECE, K, PIECE):
-            inside = start + k < K
-            tile = rows[:, None] * K + (start + k)[None, :]
-            w = tl.load(weight + tile, mask=valid[:, None] & inside[None, :], other=0)
-            more = tl.load(a + b * K + start + k, mask=inside, other=0).to(tl.float32)
-            out += tl.sum(w.to(tl.float32) * more[None, :], axis=1)
-        place = x + b * N + rows
-        tl.store(place, tl.load(place, mask=valid, other=0) + factor * out, mask=valid)
+    slot = tl.load(order + row)
+    length = tl.load(lengths + slot)
+    mine = pages + (slot * L + tl.load(loops + slot)) * N
+    d = tl.arange(0, BLOCK_W)
+    inside = d < W
+    start_q = qkv + row * 3 * H * W + h * W
+    q = tl.load(start_q + d, mask=inside, other=0).to(tl.float32)
+    if ROTARY:
+        other = tl.where(d < W // 2, d + W // 2, d - W // 2)
+        sign = tl.where(d < W // 2, -1.0, 1.0)
+        cos = tl.load(cosines + length * (W // 2) + d % (W // 2), mask=inside, other=0)
+        sin = tl.load(sines + length * (W // 2) + d % (W // 2), mask=inside, other=0) * sign
+        q = q * cos + tl.load(start_q + other, mask=inside, other=0).to(tl.float32) * sin
+    q *= scale
+    largest = float("-inf")
+    weight = 0.0
+    mixed = tl.zeros([BLOCK_W], tl.float32)
+    if split == 0:  # the new token
+        k = tl.load(start_q + H * W + d, mask=inside, other=0)
+        v = tl.load(start_q + 2 * H * W + d, mask=inside, other=0)
+        if ROTARY:
+            turned = tl.load(start_q + H * W + other, mask=inside, other=0).to(tl.float32) * sin
+            k = (k.to(tl.float32) * cos + turned).to(k.dtype)
+        page = tl.load(mine + length // PAGE).to(tl.int64)
+        keys = pool + (((page * K + BLOCK) * 2 * H + h) * PAGE + length % PAGE) * W
+        tl.store(keys + d, k, mask=inside)
+        tl.store(keys + H * PAGE * W + d, v, mask=inside)
+        largest = tl.sum(q * k.to(tl.float32))
+        weight = 1.0
+        mixed = v.to(tl.float32)
+    each = tl.cdiv(tl.cdiv(length, PAGE), SPLITS)
+    n = tl.arange(0, PAGE)
+    page = tl.load(mine + tl.minimum(split * each, N - 1)).to(tl.int64)
+    for number in range(split * each, tl.minimum(tl.cdiv(length, PAGE), (split + 1) * each)):
+        keys = pool + ((page * K + BLOCK) * 2 * H + h) * PAGE * W + n[:, None] * W + d[None, :]
+        valid = number * PAGE + n < length
+        mask = valid[:, None] & inside[None, :]
+        k = tl.load(keys, mask=mask, other=0).to(tl.float32)
+        v = tl.load(keys + H * PAGE * W, mask=mask, other=0).to(tl.float32)
+        page = tl.load(mine + tl.minimum(number + 1, N - 1)).to(tl.int64)  # early: the next keys wait for it
+        score = tl.where(valid, tl.sum(k * q[None, :], axis=1), float("-inf"))
+        mixed, largest, weight = weighed(score, v, mixed, largest, weight)
+    write_attention(mixed, largest, weight, head, split, out, partial, arrived, W, BLOCK_W, SPLITS)
 
 
 @triton.jit
@@ -195,169 +249,309 @@ def write_attention(
 
 
 @triton.jit
-def attention_kernel(
-    qkv,  # [B, 3D]
-    keys,  # [B, H, capacity, W]; with TOGETHER above 1 [1, H, capacity, W]
-    values,
-    lengths,  # [B], tokens before this one
-    cosines,  # [capacity, W / 2]
-    sines,
-    out,  # [B, D]
-    partial,  # [B · H, SPLITS, W + 2] fp32: sums, largest score, weight
-    arrived,  # [B · H] zeros; left as zeros
-    capacity,
-    scale,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
+def begin_kernel(
+    slots,  # [B] that have their tokens
+    choices,  # [B, 2] these, and their log-probabilities
+    ids,  # [S]
+    lengths,
+    loops,
+    idle,  # the slot that stands for nobody
 ):
-    """One new token's attention over the valid length; its own key and value are kept.
-
-    With TOGETHER above 1 the rows are that many tokens of one sequence, one after the other. Nobody then reads from
-    the cache what another program may be writing: keys of these tokens are made from qkv, by whoever looks at them.
-    """
-    head, split = tl.program_id(0), tl.program_id(1)
-    row = head // H
-    d = tl.arange(0, BLOCK_W)
-    inside = d < W
-    wait(PDL)
-    length = tl.load(lengths + row)
-    before = length if TOGETHER == 1 else tl.load(lengths)  # what the cache held before this launch
-    start_q = qkv + row * 3 * H * W + (head % H) * W
-    q = tl.load(start_q + d, mask=inside, other=0).to(tl.float32)
-    if ROTARY:
-        other = tl.where(d < W // 2, d + W // 2, d - W // 2)
-        sign = tl.where(d < W // 2, -1.0, 1.0)
-        cos = tl.load(cosines + length * (W // 2) + d % (W // 2), mask=inside, other=0)
-        sin = tl.load(sines + length * (W // 2) + d % (W // 2), mask=inside, other=0) * sign
-        q = q * cos + tl.load(start_q + other, mask=inside, other=0).to(tl.float32) * sin
-    q *= scale
-    base = (head if TOGETHER == 1 else head % H).to(tl.int64) * capacity * W
-    largest = float("-inf")
-    weight = 0.0
-    mixed = tl.zeros([BLOCK_W], tl.float32)
-    if TOGETHER > 1:
-        if split == 0:  # the new tokens up to this one
-            t = tl.arange(0, BLOCK_T)
-            real = (t < TOGETHER)[:, None] & inside[None, :]
-            start_k = qkv + t[:, None] * 3 * H * W + (head % H + H) * W
-            k = tl.load(start_k + d[None, :], mask=real, other=0)
-            v = tl.load(start_k + H * W + d[None, :], mask=real, other=0)
-            if ROTARY:
-                angle = (before + t)[:, None] * (W // 2) + (d % (W // 2))[None, :]
-                turned = tl.load(start_k + other[None, :], mask=real, other=0).to(tl.float32) * sign[None, :]
-                turned *= tl.load(sines + angle, mask=real, other=0)
-                k = (k.to(tl.float32) * tl.load(cosines + angle, mask=real, other=0) + turned).to(k.dtype)
-            if row == 0:
-                place = base + (before + t)[:, None] * W + d[None, :]
-                tl.store(keys + place, k, mask=real)
-                tl.store(values + place, v, mask=real)
-            score = tl.where(t <= row, tl.sum(k.to(tl.float32) * q[None, :], axis=1), float("-inf"))
-            largest = tl.max(score)
-            likely = tl.exp(score - largest)
-            weight = tl.sum(likely)
-            mixed = tl.sum(likely[:, None] * v.to(tl.float32), axis=0)
-    elif split == 0:  # the new token
-        k = tl.load(start_q + H * W + d, mask=inside, other=0)
-        v = tl.load(start_q + 2 * H * W + d, mask=inside, other=0)
-        if ROTARY:
-            turned = tl.load(start_q + H * W + other, mask=inside, other=0).to(tl.float32) * sin
-            k = (k.to(tl.float32) * cos + turned).to(k.dtype)
-        tl.store(keys + base + length * W + d, k, mask=inside)
-        tl.store(values + base + length * W + d, v, mask=inside)
-        largest = tl.sum(q * k.to(tl.float32))
-        weight = 1.0
-        mixed = v.to(tl.float32)
-    each = tl.cdiv(before, SPLITS * BLOCK_N) * BLOCK_N
-    end = tl.minimum(before, (split + 1) * each)
-    for start in range(split * each, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        mask = (n < end)[:, None] & inside[None, :]
-        k = tl.load(keys + base + n[:, None] * W + d[None, :], mask=mask, other=0).to(tl.float32)
-        v = tl.load(values + base + n[:, None] * W + d[None, :], mask=mask, other=0).to(tl.float32)
-        score = tl.where(n < end, tl.sum(k * q[None, :], axis=1), float("-inf"))
-        mixed, largest, weight = weighed(score, v, mixed, largest, weight)
-    write_attention(mixed, largest, weight, head, split, out, partial, arrived, W, BLOCK_W, SPLITS)
+    """The next token of each slot stands one place further, at the beginning of its trajectory."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    tl.store(ids + slot, tl.load(choices + row * 2).to(tl.int64))
+    tl.store(lengths + slot, tl.where(slot == idle, 0, tl.load(lengths + slot) + 1))
+    tl.store(loops + slot, 0)
 
 
 @triton.jit
-def add_norm_kernel(
-    x,  # [B, D] fp32, added to
-    change,  # [B, D]
-    gate,  # [D]
-    scale,  # [D]
-    y,  # [B, D]
-    D,
-    BLOCK_D: tl.constexpr,
-    ADD: tl.constexpr,
-    GATED: tl.constexpr,
+def choice_kernel(
+    logits,  # [B, …] fp32
+    slots,  # [B]
+    lengths,  # [S] tokens before the one that was run; ALONE: [1] before the one that is chosen
+    rules,  # [S, 4] fp64: temperature, top-k, top-p, the logarithm of min-p (sampling.py)
+    seeds,  # [S] int64
+    choices,  # [B, 2] fp32: tokens, and their log-probabilities
+    stride,  # of rows, at least `vocab`; what stands between is padding
+    vocab,
+    ALONE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The next token of each row: the largest logit or, with a temperature, of what the rules keep the largest with
+    its noise. sampling.py's `choose` is its twin, but for what repeats."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    own = logits + row.to(tl.int64) * stride
+    n = tl.arange(0, BLOCK_N)
+    top = float("-inf")
+    mass = 0.0
+    token = 0
+    for start in range(0, vocab, BLOCK_N):
+        value = _logits(own, start + n, stride, vocab)
+        high = tl.max(value)
+        token = tl.where(high > top, start + tl.argmax(value, axis=0), token)
+        above = tl.maximum(top, high)
+        shift = tl.where(above > float("-inf"), above, 0.0)  # where all so far is minus infinity, it weighs nothing
+        mass = mass * tl.exp(top - shift) + tl.sum(tl.exp(value - shift))
+        top = above
+    temperature = tl.load(rules + slot * 4)
+    if temperature > 0:
+        top_k = tl.load(rules + slot * 4 + 1)
+        top_p = tl.load(rules + slot * 4 + 2)
+        least = tl.load(rules + slot * 4 + 3)
+        cold = 1.0 / tl.maximum(temperature.to(tl.float32), 1e-30)
+        # Kept are tokens above `bound`, and at it those that come while what stands before them is below `target`.
+        bound = tl.full([], LOWEST, tl.int64)
+        before = tl.full([], 0, tl.float64)
+        target = tl.full([], float("inf"), tl.float64)
+        if top_k < vocab:
+            bound, _count = _smallest_below(own, stride, vocab, top, cold, bound, top_k, True, BLOCK_N)
+        if top_p < 1:
+            total, _2, _3 = _weights_above(own, stride, vocab, top, cold, bound - 1, bound, bound, False, BLOCK_N)
+            target = top_p * total
+            bound, before = _smallest_below(own, stride, vocab, top, cold, bound, target, False, BLOCK_N)
+        each = tl.exp((_number(bound) - top) * cold).to(tl.float64)
+        key = _hashed(tl.load(seeds + slot).to(tl.uint64, bitcast=True) + _position(lengths, slot, ALONE) * GOLDEN)
+        best = tl.full([], float("-inf"), tl.float64)
+        ties = 0
+        for start in range(0, vocab, BLOCK_N):
+            inside = start + n < vocab
+            value = _logits(own, start + n, stride, vocab)
+            rank = _ordered(value).to(tl.int64)
+            tied = (rank == bound) & inside
+            stands_before = before + (ties + tl.cumsum(tied.to(tl.int32), axis=0) - 1).to(tl.float64) * each
+            score = (value - top).to(tl.float64) / temperature
+            keep = ((rank > bound) | (tied & (stands_before < target))) & inside & (score >= least)
+            if tl.max(keep.to(tl.int32)) > 0:  # noise costs most, and few of many tokens may be kept
+                bits = _hashed(key + (start + n).to(tl.uint64) * GOLDEN)
+                uniform = ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52: never 0 and never 1
+                noisy = tl.where(keep, score - tl.log(-tl.log(uniform)), float("-inf"))
+                high = tl.max(noisy)
+                token = tl.where(high > best, start + tl.argmax(noisy, axis=0), token)
+                best = tl.maximum(best, high)
+            ties += tl.sum(tied.to(tl.int32))
+    token = tl.minimum(token, vocab - 1)  # where logits are not numbers it may be any, but it is one
+    tl.store(choices + row * 2, token.to(tl.float32))
+    tl.store(choices + row * 2 + 1, tl.load(own + token) - top - tl.log(mass))
+
+
+@triton.jit
+def _smallest_below(own, stride, vocab, top, cold, kept, target, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The smallest kept place in the order that has less than `target` above it, and how much that is."""
+    low = kept - 1
+    high = _ordered(top).to(tl.int64)
+    above = tl.full([], 0, tl.float64)
+    while high - low > 1:
+        one, two, three = low + (high - low) // 4, low + (high - low) // 2, low + (high - low) * 3 // 4
+        first, second, third = _weights_above(own, stride, vocab, top, cold, one, two, three, COUNT, BLOCK_N)
+        low = tl.where(third >= target, three, tl.where(second >= target, two, tl.where(first >= target, one, low)))
+        # Not `<`, so that it ends whatever is compared.
+        if not (first >= target):
+            high = one
+            above = first
+        elif not (second >= target):
+            high = two
+            above = second
+        elif not (third >= target):
+            high = three
+            above = third
+    return high, above
+
+
+@triton.jit
+def _weights_above(own, stride, vocab, top, cold, one, two, three, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How much the logits weigh whose order is above each of three places, or how many they are. Minus infinity
+    weighs nothing, however hot it is.
+
+    This is read over and over, so it is kept short: whole numbers of 32 bits, and each lane adds in fp32 the few
+    that it sees, which is no coarser than their weights are.
+    """
+    n = tl.arange(0, BLOCK_N)
+    first = tl.zeros([BLOCK_N], tl.float32)
+    second = tl.zeros([BLOCK_N], tl.float32)
+    third = tl.zeros([BLOCK_N], tl.float32)
+    least = _ordered(tl.full([], float("-inf"), tl.float32)).to(tl.int64)
+    from_one = (tl.maximum(one, least) + 1).to(tl.int32)
+    from_two = (tl.maximum(two, least) + 1).to(tl.int32)
+    from_three = (tl.maximum(three, least) + 1).to(tl.int32)
+    for start in range(0, vocab, BLOCK_N):
+        value = _logits(own, start + n, stride, vocab)
+        rank = _ordered(value)
+        weight = 1.0 if COUNT else tl.exp(tl.maximum(value - top, -1e30) * cold)
+        first += tl.where(rank >= from_one, weight, 0.0)
+        second += tl.where(rank >= from_two, weight, 0.0)
+        third += tl.where(rank >= from_three, weight, 0.0)
+    return tl.sum(first.to(tl.float64)), tl.sum(second.to(tl.float64)), tl.sum(third.to(tl.float64))
+
+
+@triton.jit
+def _logits(own, n, stride, vocab):
+    """A row's logits at some places, of which those from `vocab` on are none."""
+    # Read to the end of the row, which is aligned: a mask that ends anywhere would split up each lane's loads.
+    value = tl.load(own + n, mask=n < stride, other=float("-inf"))
+    return tl.where(n < vocab, value, float("-inf"))
+
+
+@triton.jit
+def _ordered(value):
+    """Whole numbers in the order of fp32 ones."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _number(order):
+    """The fp32 number that has this place in the order."""
+    bits = order.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _position(lengths, slot, ALONE: tl.constexpr):
+    """How many tokens stand before the one that is chosen."""
+    if ALONE:
+        return tl.load(lengths).to(tl.uint64)
+    return (tl.load(lengths + slot) + 1).to(tl.uint64)
+
+
+@triton.jit
+def _hashed(bits):
+    """noise.py's, of unsigned numbers."""
+    bits = (bits ^ (bits >> 30)) * MIX_1
+    bits = (bits ^ (bits >> 27)) * MIX_2
+    return bits ^ (bits >> 31)
+
+
+@triton.jit
+def embed_kernel(
+    ids,  # [1]
+    lengths,  # [1]
+    embedding,  # [V, D] that passes start from
+    places,  # [context, D]
+    injection,  # [D]
+    x,  # [D] fp32
+    width,
+    LEARNED: tl.constexpr,
+    INJECTED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x of one row: its token's embedding with that of its position; INJECTED: some of it is added to x."""
+    k = tl.arange(0, BLOCK_K)
+    inside = k < width
+    wait(PDL)
+    value = tl.load(embedding + tl.load(ids) * width + k, mask=inside).to(tl.float32)
+    if LEARNED:
+        value += tl.load(places + tl.load(lengths) * width + k, mask=inside).to(tl.float32)
+    if INJECTED:
+        value *= tl.load(injection + k, mask=inside).to(tl.float32)
+        value += tl.load(x + k, mask=inside)
+    tl.store(x + k, value, mask=inside)
+
+
+@triton.jit
+def norm_linear_kernel(
+    x,  # [K] fp32
+    weight,  # [N, K]
+    scale,  # [K]: the modulation's, less 1, or the norm's weight
+    y,  # [N]
+    best,  # [programs] largest outputs,
+    where,  # where they are, and
+    mass,  # exp of all outputs less the largest, summed
+    N,
+    counted,  # outputs from here on are padding
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    GELU: tl.constexpr,
+    BEST: tl.constexpr,
     PDL: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """x += gate · change; y = x / rms(x) · scale."""
-    row = tl.program_id(0)
-    k = tl.arange(0, BLOCK_D)
-    inside = k < D
+    """y = W · (x / rms(x) · scale) of one row, then GELU, or with BEST the largest output of each program."""
+    program = tl.program_id(0)
+    rows = program * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK_K)
+    inside = k < K
+    tile = rows[:, None] * K + k[None, :]
+    w = tl.load(weight + tile, mask=(rows < N)[:, None] & inside[None, :], other=0)
     factor = tl.load(scale + k, mask=inside, other=0).to(tl.float32)
     if PLUS_ONE:
         factor += 1.0
     wait(PDL)
-    value = tl.load(x + row * D + k, mask=inside, other=0)
-    if ADD:
-        more = tl.load(change + row * D + k, mask=inside, other=0).to(tl.float32)
-        if GATED:
-            more *= tl.load(gate + k, mask=inside, other=0).to(tl.float32)
-        value += more
-        tl.store(x + row * D + k, value, mask=inside)
-    value = value * tl.rsqrt(tl.sum(value * value) / D + EPSILON) * factor
-    tl.store(y + row * D + k, value, mask=inside)
+    value = tl.load(x + k, mask=inside, other=0)
+    # Scaled afterwards, so that the two sums do not wait for each other.
+    out = tl.sum(w.to(tl.float32) * (value * factor)[None, :], axis=1)
+    out *= tl.rsqrt(tl.sum(value * value) / K + EPSILON)
+    if GELU:
+        out = _gelu(out)
+    if BEST:
+        out = tl.where(rows < counted, out, float("-inf"))
+        top = tl.max(out)
+        tl.store(best + program, top)
+        tl.store(mass + program, tl.sum(tl.where(rows < counted, tl.exp(out - top), 0.0)))
+        tl.store(where + program, program * ROWS + tl.argmax(out, axis=0))
+    tl.store(y + rows, out, mask=rows < N)
 
 
 @triton.jit
-def gelu_kernel(x, count, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
-    """Exact GELU, in place."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+def linear_residual_kernel(
+    a,  # [K]
+    weight,  # [N, K]
+    gate,  # [N]
+    x,  # [N] fp32, added to
+    N,
+    K: tl.constexpr,
+    PIECE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x += gate · (W · a) of one row."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = rows < N
+    k = tl.arange(0, PIECE)
+    first = tl.load(weight + rows[:, None] * K + k[None, :], mask=valid[:, None] & (k < K)[None, :], other=0)
+    factor = tl.load(gate + rows, mask=valid, other=0).to(tl.float32)
     wait(PDL)
-    value = tl.load(x + n, mask=n < count, other=0).to(tl.float32)
-    tl.store(x + n, _gelu(value), mask=n < count)
+    value = tl.load(a + k, mask=k < K, other=0).to(tl.float32)
+    out = tl.sum(first.to(tl.float32) * value[None, :], axis=1)
+    for start in tl.static_range(PIECE, K, PIECE):
+        inside = start + k < K
+        tile = rows[:, None] * K + (start + k)[None, :]
+        w = tl.load(weight + tile, mask=valid[:, None] & inside[None, :], other=0)
+        more = tl.load(a + start + k, mask=inside, other=0).to(tl.float32)
+        out += tl.sum(w.to(tl.float32) * more[None, :], axis=1)
+    tl.store(x + rows, tl.load(x + rows, mask=valid, other=0) + factor * out, mask=valid)
 
 
 @triton.jit
 def advance_kernel(
-    best,  # [B, programs]
+    best,  # [programs]
     where,
     mass,
-    logprobs,  # [capacity + 1, B], of the tokens that follow
-    ids,  # [B]
+    logprobs,  # [context + 1], of the tokens that follow
+    ids,  # [1]
     lengths,
-    chosen,  # [capacity + 1, B]
-    rows,
+    chosen,  # [context + 1]
     programs,
     BLOCK_N: tl.constexpr,
     GREEDY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The token is in the cache now; greedily, the most likely next one is put in its place and noted."""
-    row = tl.program_id(0)
+    """A row that runs alone is one token longer; with GREEDY the most likely next one comes in its place."""
     wait(PDL)
-    length = tl.load(lengths + row)
+    length = tl.load(lengths)
     if GREEDY:
         n = tl.arange(0, BLOCK_N)
-        values = tl.load(best + row * programs + n, mask=n < programs, other=float("-inf"))
-        token = _most_likely(values, where, row * programs, programs)
-        tl.store(ids + row, token)
-        tl.store(chosen + length * rows + row, token)
-        top = tl.max(values)
-        parts = tl.load(mass + row * programs + n, mask=n < programs, other=0)
+        values = tl.load(best + n, mask=n < programs, other=float("-inf"))
+        # With NaN among them it may be any token, but it is one.
+        token = tl.load(where + tl.minimum(tl.argmax(values, axis=0), programs - 1))
+        tl.store(ids, token)
+        tl.store(chosen + length, token)
+        parts = tl.load(mass + n, mask=n < programs, other=0)
         # A part that is all padding has no largest output; its sum is 0.
-        tl.store(
-            logprobs + length * rows + row, -tl.log(tl.sum(tl.where(parts == 0, 0.0, parts * tl.exp(values - top))))
-        )
-    tl.store(lengths + row, length + 1)
+        total = tl.sum(tl.where(parts == 0, 0.0, parts * tl.exp(values - tl.max(values))))
+        tl.store(logprobs + length, -tl.log(total))
+    tl.store(lengths, length + 1)
