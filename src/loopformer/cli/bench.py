@@ -69,21 +69,17 @@ def decode(
     from loopformer.errors import require
 
     rows = whole_numbers(batches, "--batches")
-    lengths = None if contexts is None else whole_numbers(contexts, "--contexts")
-    numbers = None if budgets is None else whole_numbers(budgets, "--budgets")
     require(tokens >= 1, f"--tokens must be 1 or more, got {tokens}.")
     lm = _model(model, device, dtype)
     config = lm.config
-    lengths = lengths or [config.context // 2]
-    numbers = numbers or sorted({config.loops, max(1, config.loops // 2), max(1, config.loops // 4)})
-    for budget in numbers:
-        lm.resolve(budget)
+    lengths = [config.context // 2] if contexts is None else whole_numbers(contexts, "--contexts")
+    numbers = _budgets(lm, budgets)
     require(
         max(lengths) + WARM_UP_TOKENS + tokens <= config.context,
         f"{max(lengths)} tokens, {WARM_UP_TOKENS} to warm up and {tokens} new ones do not fit the context of "
         f"{config.context}; ask for fewer with --contexts or --tokens.",
     )
-    ways = [path.strip() for path in paths.split(",")] if paths is not None else list(DECODE_PATHS)
+    ways = list(DECODE_PATHS) if paths is None else _names(paths)
     line = partial(typer.echo, err=as_json)
     for path, reason in left_out(lm, ways).items():
         line(f"{path} is left out: {reason}.")
@@ -120,22 +116,17 @@ def engine(
     """
     from loopformer.benchmark.decode import ENGINE_PATHS
     from loopformer.benchmark.decode import engine as measure
-    from loopformer.config import whole_numbers
     from loopformer.errors import LoopformerError, nearest, require
 
-    ways = [path.strip() for path in paths.split(",")]
+    ways = _names(paths)
     for path in ways:
         require(path != "static", "The path static was removed; leave it out: --paths plain,fused.")
         if path not in ENGINE_PATHS:
             raise LoopformerError(f"There is no path {path!r}; {nearest(path, list(ENGINE_PATHS))}")
     require(rows >= 1 and tokens >= 2 and seconds > 0, "--rows and --seconds must be positive, --tokens 2 or more.")
     lm = _model(model, device, dtype)
-    loops, longest = lm.config.loops, context or lm.config.context // 2
-    numbers = sorted({loops, max(1, loops // 2), max(1, loops // 4)}, reverse=True)
-    if budgets is not None:
-        numbers = whole_numbers(budgets, "--budgets")
-    for budget in numbers:
-        lm.resolve(budget)
+    longest = context or lm.config.context // 2
+    numbers = _budgets(lm, budgets)
     require(
         longest + 2 * tokens <= lm.config.context,
         f"{longest} tokens and {2 * tokens} new ones do not fit the context of {lm.config.context}; "
@@ -183,7 +174,7 @@ def train(
         line(f"{what} {row['ms']:7.1f} ms {row['tokens_per_second']:9,.0f} tokens/s {rate}{peak}")
 
     line = partial(typer.echo, err=as_json)
-    ways = None if paths is None else [path.strip() for path in paths.split(",")]
+    ways = None if paths is None else _names(paths)
     with output_file(out):
         _finish(measure(config_of(model), micro_batch, place, wanted, ways, steps, say), model, out, as_json)
 
@@ -213,6 +204,22 @@ def memory(
     sizes = whole_numbers(micro_batches, "--micro-batches")
     with output_file(out):
         _finish(measure(config_of(model), sizes, choose_device(device), say), model, out, as_json)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _budgets(model: "LoopedLM", text: str | None) -> list[int]:
+    """The budgets to measure, which the model must have: L, L/2 and L/4 by default."""
+    from loopformer.config import whole_numbers
+
+    loops = model.config.loops
+    default = sorted({loops, max(1, loops // 2), max(1, loops // 4)}, reverse=True)
+    budgets = default if text is None else whole_numbers(text, "--budgets")
+    for budget in budgets:
+        model.resolve(budget)
+    return budgets
 
 
 def _place(device: str, dtype: str | None) -> "tuple[torch.device, str]":

@@ -184,13 +184,18 @@ class SharedBatch:
     # Launches.
 
     def run(self, slots: Sequence[int], passes: int = 1) -> None:
-        """So many passes of each of these slots; two are one graph, which is half the work for the host."""
+        """So many passes of each of these slots."""
         self._rejoin()
         count = self._put("order", slots, self.slots)
-        for _ in range(passes // 2):
-            self._replay("two passes", count, lambda: self._passes(count, 2))
+
+        def two_passes() -> None:
+            self._pass(count)
+            self._pass(count)
+
+        for _ in range(passes // 2):  # two in one graph are half the work for the host
+            self._replay("two passes", count, two_passes)
         if passes % 2:
-            self._replay("pass", count, lambda: self._passes(count, 1))
+            self._replay("pass", count, lambda: self._pass(count))
 
     def logits(self, rows: Sequence[int]) -> Tensor:
         """After the last pass of these rows of the launch, counted as they were given to `run`: logits [B, V]."""
@@ -267,11 +272,8 @@ class SharedBatch:
             self._written[name] = tuple(numbers)
         return count
 
-    def _passes(self, rows: int, count: int) -> None:
-        for _ in range(count):
-            self._pass(rows)
-
     def _pass(self, rows: int) -> None:
+        """Launch one pass of as many rows as `order` has slots."""
         config, blocks = self.model.config, self.model.config.blocks
         sizes = {"D": config.width, "L": config.loops, "K": blocks}
         widest = {"BLOCK_D": triton.next_power_of_2(config.width), "EPSILON": EPSILON}
@@ -312,21 +314,11 @@ class SharedBatch:
                 SCALE=scale,
             )
 
+        slots = (self._numbers["order"], self._loops, self._lengths, self._pages)
         for block in range(blocks):
             to_qkv, out, up, down = (weight.t() for weight in self._weights.blocks[block])
             torch.mm(normed, to_qkv, out=qkv)
-            launch_attention(
-                config,
-                scratch,
-                self._pool,
-                rows,
-                block,
-                self._numbers["order"],
-                self._loops,
-                self._lengths,
-                self._pages,
-                PDL=False,
-            )
+            launch_attention(config, scratch, self._pool, rows, block, *slots, PDL=False)
             torch.mm(mixed, out, out=change)
             add(4 * block, 4 * block + 3)
             torch.mm(normed, up, out=wide)

@@ -109,24 +109,13 @@ def allocate_scratch(model: LoopedLM, rows: int) -> Scratch:
 
 
 def launch_attention(
-    config: ModelConfig,
-    scratch: Scratch,
-    pool: Tensor,  # [pages, K, 2, H, PAGE, W]
-    rows: int,
-    block: int,
-    order: Tensor,
-    loops: Tensor,
-    lengths: Tensor,
-    pages: Tensor,
-    **launch: Any,
+    config: ModelConfig, scratch: Scratch, pool: Tensor, rows: int, block: int, *slots: Tensor, **launch: Any
 ) -> None:
-    """Launch the attention of a block over pages of keys and values; see the kernel."""
+    """Launch the attention of a block over a pool [pages, K, 2, H, PAGE, W] of keys and values. `slots` are order,
+    loops, lengths and pages, as the kernel takes them."""
     splits = scratch.partial.shape[1] if rows * config.heads < 512 else 1  # many rows fill the GPU unsplit
     kernels.paged_attention_kernel[(rows * config.heads, splits)](
-        order,
-        loops,
-        lengths,
-        pages,
+        *slots,
         scratch.qkv,
         pool,
         scratch.cosines,
@@ -135,7 +124,7 @@ def launch_attention(
         scratch.partial,
         scratch.arrived,
         config.loops,
-        pages.shape[-1],
+        slots[-1].shape[-1],
         config.head_width**-0.5,
         BLOCK=block,
         K=config.blocks,
@@ -175,7 +164,8 @@ class LoneRow:
         self.chosen, self.logprobs = integers(config.context + 1, 1), floats(config.context + 1, 1)
         self._x = floats(config.width)
         programs = triton.cdiv(config.vocab_rows, OUTPUTS_PER_PROGRAM["head"])
-        self._best, self._where, self._mass = floats(programs), integers(programs), floats(programs)
+        # Of each program of the head: its largest logit, the token of that, and the exp of all less it, summed.
+        self._candidates = (floats(programs), integers(programs), floats(programs))
         self._table = floats(budget, config.blocks, 4, config.width)
         self._injection = like.new_zeros(budget, config.width) if config.inject == "gated" else None
         self._pages = integers(config.loops, -(-config.context // pool.shape[-2]), dtype=torch.int32)
@@ -215,27 +205,15 @@ class LoneRow:
             for block, (gate_1, gate_2, scale_1, scale_2) in enumerate(blocks):
                 qkv, out, up, down = self._weights.blocks[block]
                 self._norm_linear("qkv", qkv, scale_1, scratch.qkv)
-                launch_attention(
-                    config,
-                    scratch,
-                    self._pool,
-                    1,
-                    block,
-                    self._first,
-                    self._first,
-                    self.lengths,
-                    self._pages[loop:],
-                    **self._launch,
-                )
+                slot = (self._first, self._first, self.lengths, self._pages[loop:])
+                launch_attention(config, scratch, self._pool, 1, block, *slot, **self._launch)
                 self._linear_residual("out", out, scratch.mixed, gate_1)
                 self._norm_linear("up", up, scale_2, scratch.wide)
                 self._linear_residual("down", down, scratch.wide, gate_2)
         self._norm_linear("head", self._weights.head, final, self.logits)
-        programs = len(self._best)
+        programs = len(self._candidates[0])
         kernels.advance_kernel[(1,)](
-            self._best,
-            self._where,
-            self._mass,
+            *self._candidates,
             self.logprobs,
             self.ids,
             self.lengths,
@@ -271,9 +249,7 @@ class LoneRow:
             weight,
             scale,
             y,
-            self._best,
-            self._where,
-            self._mass,
+            *self._candidates,
             outputs,
             self._model.config.vocab,
             K=inner,
