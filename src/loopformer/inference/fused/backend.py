@@ -1,11 +1,11 @@
-"""What `lm` decodes with on a GPU: memory and graphs that are lent and used again.
+"""Batches of a model on a GPU, lent to one run at a time and used again.
 
-pool = FusedPool(model)                             # obstacle(model) says what is in its way here
-with pool.batch(slots=4) as batch:                  # for SharedBackend (shared.py): any budgets, any number of rows
-    backend = SharedBackend(batch)
+pool = FusedPool(model)                  # if obstacle(model) is None
+with pool.batch(slots=4) as batch:
+    backend = SharedBackend(batch)       # shared.py
 
-A batch is lent to one at a time, so several texts may be under way at once; what is free again serves the next,
-unless the model's weights have changed meanwhile.
+Several texts may be generated at once, each in a batch of its own. A batch that is free again serves the next run,
+unless the model's weights have changed meanwhile. This module can be imported without Triton.
 """
 
 from __future__ import annotations

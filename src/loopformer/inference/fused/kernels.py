@@ -24,9 +24,10 @@ LOWEST = tl.constexpr(-(2**31))
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """With programmatic launch a kernel starts while the one before it runs; here it needs that one's output.
+    """With programmatic launch a kernel starts while the one before it runs; here it waits for that one's output.
 
-    The next one may start before, to fetch its weights; so what another kernel writes is read after this only.
+    The next kernel may start from here on, to fetch its weights. So a kernel may read what others write, and write,
+    only after this.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -52,7 +53,7 @@ def enter_kernel(
     order,  # [B] slots
     loops,  # [S] the loop that each slot runs next
     ids,  # [S] tokens
-    lengths,  # [S] their places
+    lengths,  # [S] their positions
     embedding,  # [V, D] that passes start from
     places,  # [context, D]
     table,  # [S, L, K, 4, D]
@@ -97,7 +98,7 @@ def gated_norm_kernel(
     x,  # [S, D] fp32, added to
     change,  # [B, D]
     y,  # [B, D]
-    idle,  # the slot that stands for nobody
+    idle,  # the slot of padding rows
     D,
     L,
     K: tl.constexpr,
@@ -110,15 +111,15 @@ def gated_norm_kernel(
     row = tl.program_id(0)
     slot = tl.load(order + row)
     loop = tl.load(loops + slot)
-    own = table + (slot * L + loop) * K * 4 * D
+    vectors = table + (slot * L + loop) * K * 4 * D
     k = tl.arange(0, BLOCK_D)
     inside = k < D
     more = tl.load(change + row * D + k, mask=inside, other=0).to(tl.float32)
     value = tl.load(x + slot * D + k, mask=inside, other=0)
-    value += more * tl.load(own + GATE * D + k, mask=inside, other=0).to(tl.float32)
+    value += more * tl.load(vectors + GATE * D + k, mask=inside, other=0).to(tl.float32)
     tl.store(x + slot * D + k, value, mask=inside)
     if SCALE < K * 4:
-        factor = 1.0 + tl.load(own + SCALE * D + k, mask=inside, other=0).to(tl.float32)
+        factor = 1.0 + tl.load(vectors + SCALE * D + k, mask=inside, other=0).to(tl.float32)
     else:
         factor = tl.load(final + k, mask=inside, other=0).to(tl.float32)
     value = value * tl.rsqrt(tl.sum(value * value) / D + EPSILON) * factor
@@ -154,13 +155,17 @@ def paged_attention_kernel(
     ROTARY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One new token's attention over the pages of its slot and loop; its own key and value are kept there."""
+    """One new token's attention over the pages of its slot and loop, where its own key and value are stored.
+
+    Each program takes one split of the pages of one head. Sums are relative to the largest score so far, so that no
+    exponential overflows.
+    """
     head, split = tl.program_id(0), tl.program_id(1)
     row, h = head // H, head % H
     wait(PDL)
     slot = tl.load(order + row)
     length = tl.load(lengths + slot)
-    mine = pages + (slot * L + tl.load(loops + slot)) * N
+    slot_pages = pages + (slot * L + tl.load(loops + slot)) * N
     d = tl.arange(0, BLOCK_W)
     inside = d < W
     start_q = qkv + row * 3 * H * W + h * W
@@ -181,7 +186,7 @@ def paged_attention_kernel(
         if ROTARY:
             turned = tl.load(start_q + H * W + other, mask=inside, other=0).to(tl.float32) * sin
             k = (k.to(tl.float32) * cos + turned).to(k.dtype)
-        page = tl.load(mine + length // PAGE).to(tl.int64)
+        page = tl.load(slot_pages + length // PAGE).to(tl.int64)
         keys = pool + (((page * K + BLOCK) * 2 * H + h) * PAGE + length % PAGE) * W
         tl.store(keys + d, k, mask=inside)
         tl.store(keys + H * PAGE * W + d, v, mask=inside)
@@ -190,60 +195,37 @@ def paged_attention_kernel(
         mixed = v.to(tl.float32)
     each = tl.cdiv(tl.cdiv(length, PAGE), SPLITS)
     n = tl.arange(0, PAGE)
-    page = tl.load(mine + tl.minimum(split * each, N - 1)).to(tl.int64)
+    page = tl.load(slot_pages + tl.minimum(split * each, N - 1)).to(tl.int64)
     for number in range(split * each, tl.minimum(tl.cdiv(length, PAGE), (split + 1) * each)):
         keys = pool + ((page * K + BLOCK) * 2 * H + h) * PAGE * W + n[:, None] * W + d[None, :]
         valid = number * PAGE + n < length
         mask = valid[:, None] & inside[None, :]
         k = tl.load(keys, mask=mask, other=0).to(tl.float32)
         v = tl.load(keys + H * PAGE * W, mask=mask, other=0).to(tl.float32)
-        page = tl.load(mine + tl.minimum(number + 1, N - 1)).to(tl.int64)  # early: the next keys wait for it
+        page = tl.load(slot_pages + tl.minimum(number + 1, N - 1)).to(tl.int64)  # early: the next keys wait for it
         score = tl.where(valid, tl.sum(k * q[None, :], axis=1), float("-inf"))
-        mixed, largest, weight = weighed(score, v, mixed, largest, weight)
-    write_attention(mixed, largest, weight, head, split, out, partial, arrived, W, BLOCK_W, SPLITS)
-
-
-@triton.jit
-def weighed(score, v, mixed, largest, weight):
-    """Attention's sum of values [W], its largest score and its weight, with some more keys: score [N], v [N, W]."""
-    above = tl.maximum(largest, tl.max(score))
-    shrink = tl.exp(largest - above)
-    likely = tl.exp(score - above)
-    return mixed * shrink + tl.sum(likely[:, None] * v, axis=0), above, weight * shrink + tl.sum(likely)
-
-
-@triton.jit
-def write_attention(
-    mixed,  # [W], of one split of a head's keys
-    largest,
-    weight,
-    head,
-    split,
-    out,  # [B, D]
-    partial,  # [B · H, SPLITS, W + 2]
-    arrived,  # [B · H] zeros; left as zeros
-    W: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """A head's result; of several splits whoever comes last adds them up."""
-    d = tl.arange(0, BLOCK_W)
-    inside = d < W
+        above = tl.maximum(largest, tl.max(score))
+        shrink = tl.exp(largest - above)
+        likely = tl.exp(score - above)
+        mixed = mixed * shrink + tl.sum(likely[:, None] * v, axis=0)
+        weight = weight * shrink + tl.sum(likely)
+        largest = above
     if SPLITS == 1:
         tl.store(out + head * W + d, mixed / weight, mask=inside)
     else:
-        mine = partial + (head * SPLITS + split) * (W + 2)
-        tl.store(mine + d, mixed, mask=inside)
-        tl.store(mine + W, largest)
-        tl.store(mine + W + 1, weight)
-        tl.debug_barrier()
+        split_sums = partial + (head * SPLITS + split) * (W + 2)
+        tl.store(split_sums + d, mixed, mask=inside)
+        tl.store(split_sums + W, largest)
+        tl.store(split_sums + W + 1, weight)
+        tl.debug_barrier()  # all warps have stored before the counter says so
+        # The program that arrives last adds up all splits, and clears the counter for the next launch.
         if tl.atomic_add(arrived + head, 1, sem="acq_rel") == SPLITS - 1:
             s = tl.arange(0, SPLITS)
-            all_ = partial + (head * SPLITS + s) * (W + 2)
-            tops = tl.load(all_ + W)
+            all_sums = partial + (head * SPLITS + s) * (W + 2)
+            tops = tl.load(all_sums + W)
             share = tl.exp(tops - tl.max(tops))
-            total = tl.sum(share * tl.load(all_ + W + 1))
-            sums = tl.load(all_[:, None] + d[None, :], mask=inside[None, :], other=0)
+            total = tl.sum(share * tl.load(all_sums + W + 1))
+            sums = tl.load(all_sums[:, None] + d[None, :], mask=inside[None, :], other=0)
             tl.store(out + head * W + d, tl.sum(share[:, None] * sums, axis=0) / total, mask=inside)
             tl.store(arrived + head, 0)
 
@@ -255,9 +237,9 @@ def begin_kernel(
     ids,  # [S]
     lengths,
     loops,
-    idle,  # the slot that stands for nobody
+    idle,  # the slot of padding rows
 ):
-    """The next token of each slot stands one place further, at the beginning of its trajectory."""
+    """Put the next token of each slot one position further, at the beginning of its trajectory."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     tl.store(ids + slot, tl.load(choices + row * 2).to(tl.int64))
@@ -278,17 +260,17 @@ def choice_kernel(
     ALONE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The next token of each row: the largest logit or, with a temperature, of what the rules keep the largest with
-    its noise. sampling.py's `choose` is its twin, but for what repeats."""
+    """The next token of each row: the largest logit or, with a temperature, the largest with its noise among those
+    that the rules keep. `choose` of sampling.py is its twin, and has the repetition penalty, too."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
-    own = logits + row.to(tl.int64) * stride
+    row_logits = logits + row.to(tl.int64) * stride
     n = tl.arange(0, BLOCK_N)
     top = float("-inf")
     mass = 0.0
     token = 0
     for start in range(0, vocab, BLOCK_N):
-        value = _logits(own, start + n, stride, vocab)
+        value = _logits(row_logits, start + n, stride, vocab)
         high = tl.max(value)
         token = tl.where(high > top, start + tl.argmax(value, axis=0), token)
         above = tl.maximum(top, high)
@@ -306,18 +288,20 @@ def choice_kernel(
         before = tl.full([], 0, tl.float64)
         target = tl.full([], float("inf"), tl.float64)
         if top_k < vocab:
-            bound, _count = _smallest_below(own, stride, vocab, top, cold, bound, top_k, True, BLOCK_N)
+            bound, _count = _smallest_below(row_logits, stride, vocab, top, cold, bound, top_k, True, BLOCK_N)
         if top_p < 1:
-            total, _2, _3 = _weights_above(own, stride, vocab, top, cold, bound - 1, bound, bound, False, BLOCK_N)
+            total, _2, _3 = _weights_above(
+                row_logits, stride, vocab, top, cold, bound - 1, bound, bound, False, BLOCK_N
+            )
             target = top_p * total
-            bound, before = _smallest_below(own, stride, vocab, top, cold, bound, target, False, BLOCK_N)
+            bound, before = _smallest_below(row_logits, stride, vocab, top, cold, bound, target, False, BLOCK_N)
         each = tl.exp((_number(bound) - top) * cold).to(tl.float64)
         key = _hashed(tl.load(seeds + slot).to(tl.uint64, bitcast=True) + _position(lengths, slot, ALONE) * GOLDEN)
         best = tl.full([], float("-inf"), tl.float64)
         ties = 0
         for start in range(0, vocab, BLOCK_N):
             inside = start + n < vocab
-            value = _logits(own, start + n, stride, vocab)
+            value = _logits(row_logits, start + n, stride, vocab)
             rank = _ordered(value).to(tl.int64)
             tied = (rank == bound) & inside
             stands_before = before + (ties + tl.cumsum(tied.to(tl.int32), axis=0) - 1).to(tl.float64) * each
@@ -333,18 +317,18 @@ def choice_kernel(
             ties += tl.sum(tied.to(tl.int32))
     token = tl.minimum(token, vocab - 1)  # where logits are not numbers it may be any, but it is one
     tl.store(choices + row * 2, token.to(tl.float32))
-    tl.store(choices + row * 2 + 1, tl.load(own + token) - top - tl.log(mass))
+    tl.store(choices + row * 2 + 1, tl.load(row_logits + token) - top - tl.log(mass))
 
 
 @triton.jit
-def _smallest_below(own, stride, vocab, top, cold, kept, target, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The smallest kept place in the order that has less than `target` above it, and how much that is."""
+def _smallest_below(row_logits, stride, vocab, top, cold, kept, target, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The smallest kept rank that has less than `target` above it, and how much that is."""
     low = kept - 1
     high = _ordered(top).to(tl.int64)
     above = tl.full([], 0, tl.float64)
     while high - low > 1:
         one, two, three = low + (high - low) // 4, low + (high - low) // 2, low + (high - low) * 3 // 4
-        first, second, third = _weights_above(own, stride, vocab, top, cold, one, two, three, COUNT, BLOCK_N)
+        first, second, third = _weights_above(row_logits, stride, vocab, top, cold, one, two, three, COUNT, BLOCK_N)
         low = tl.where(third >= target, three, tl.where(second >= target, two, tl.where(first >= target, one, low)))
         # Not `<`, so that it ends whatever is compared.
         if not (first >= target):
@@ -360,12 +344,15 @@ def _smallest_below(own, stride, vocab, top, cold, kept, target, COUNT: tl.const
 
 
 @triton.jit
-def _weights_above(own, stride, vocab, top, cold, one, two, three, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How much the logits weigh whose order is above each of three places, or how many they are. Minus infinity
-    weighs nothing, however hot it is.
+def _weights_above(
+    row_logits, stride, vocab, top, cold, one, two, three, COUNT: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The weight of the logits of a rank above each of three ranks, or with COUNT their number.
 
-    This is read over and over, so it is kept short: whole numbers of 32 bits, and each lane adds in fp32 the few
-    that it sees, which is no coarser than their weights are.
+    Minus infinity weighs nothing at any temperature.
+
+    This loop runs over and over, so it is kept short: ranks are integers of 32 bits, and each lane adds the few
+    weights that it sees in fp32, which is no coarser than the weights are.
     """
     n = tl.arange(0, BLOCK_N)
     first = tl.zeros([BLOCK_N], tl.float32)
@@ -376,7 +363,7 @@ def _weights_above(own, stride, vocab, top, cold, one, two, three, COUNT: tl.con
     from_two = (tl.maximum(two, least) + 1).to(tl.int32)
     from_three = (tl.maximum(three, least) + 1).to(tl.int32)
     for start in range(0, vocab, BLOCK_N):
-        value = _logits(own, start + n, stride, vocab)
+        value = _logits(row_logits, start + n, stride, vocab)
         rank = _ordered(value)
         weight = 1.0 if COUNT else tl.exp(tl.maximum(value - top, -1e30) * cold)
         first += tl.where(rank >= from_one, weight, 0.0)
@@ -386,30 +373,30 @@ def _weights_above(own, stride, vocab, top, cold, one, two, three, COUNT: tl.con
 
 
 @triton.jit
-def _logits(own, n, stride, vocab):
-    """A row's logits at some places, of which those from `vocab` on are none."""
+def _logits(row_logits, n, stride, vocab):
+    """A row's logits of some tokens; minus infinity from `vocab` on."""
     # Read to the end of the row, which is aligned: a mask that ends anywhere would split up each lane's loads.
-    value = tl.load(own + n, mask=n < stride, other=float("-inf"))
+    value = tl.load(row_logits + n, mask=n < stride, other=float("-inf"))
     return tl.where(n < vocab, value, float("-inf"))
 
 
 @triton.jit
 def _ordered(value):
-    """Whole numbers in the order of fp32 ones."""
+    """The ranks of fp32 numbers: integers in the same order."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _number(order):
-    """The fp32 number that has this place in the order."""
-    bits = order.to(tl.int32)
+def _number(rank):
+    """The fp32 number of a rank."""
+    bits = rank.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _position(lengths, slot, ALONE: tl.constexpr):
-    """How many tokens stand before the one that is chosen."""
+    """The number of tokens before the one that is chosen."""
     if ALONE:
         return tl.load(lengths).to(tl.uint64)
     return (tl.load(lengths + slot) + 1).to(tl.uint64)
@@ -417,7 +404,7 @@ def _position(lengths, slot, ALONE: tl.constexpr):
 
 @triton.jit
 def _hashed(bits):
-    """noise.py's, of unsigned numbers."""
+    """The hash of noise.py, of unsigned integers."""
     bits = (bits ^ (bits >> 30)) * MIX_1
     bits = (bits ^ (bits >> 27)) * MIX_2
     return bits ^ (bits >> 31)
