@@ -59,8 +59,8 @@ class RequestOptions(SamplingOptions, total=False):
 
 
 class StreamOptions(RequestOptions, total=False):
-    """What `lm.stream` takes. `fast` replays fused kernels as CUDA graphs, compiled at first use: by default where
-    they can run, on a GPU; False switches them off, True is an error if they cannot."""
+    """What `lm.stream` takes. `fast` replays fused kernels as CUDA graphs, compiled at first use. They are used by
+    default where they can run, on a GPU; False switches them off, True is an error if they cannot run."""
 
     fast: Fast
 
@@ -79,7 +79,7 @@ class LM:
     model: LoopedLM
     tokenizer: Tokenizer | None = None
     default: Trajectory | None = None  # what is followed where a call does not say; None is the full one
-    _pool: FusedPool | None = field(default=None, repr=False)  # made when first asked for
+    _pool: FusedPool | None = field(default=None, repr=False)  # made at first use
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
         """Move the model, in place, to a device and dtype."""
@@ -180,7 +180,7 @@ class LM:
         return speculate(self.model, self.need_tokenizer(), requests, draft, show)
 
     def _is_fused(self, requests: Sequence[Request], fast: Fast) -> bool:
-        """Whether fused kernels run these; where they are asked for by name and cannot, what is in the way."""
+        """Whether fused kernels run these requests; an error if `fast` demands them and they cannot."""
         if fast not in (True, False, "auto"):
             raise LoopformerError(f"fast is True, False or 'auto', not {fast!r}.")
         why = obstacle(self.model, any(request.certainty is not None for request in requests))

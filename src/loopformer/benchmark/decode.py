@@ -114,7 +114,7 @@ def decode(
 
 
 def left_out(model: LoopedLM, paths: Sequence[str]) -> dict[str, str]:
-    """Those of the paths that cannot be measured here, each with what it needs."""
+    """The paths that cannot run here, each with what it needs."""
     needs = {}
     if (why := obstacle(model)) is not None:
         needs["fused"] = f"it {why}"
