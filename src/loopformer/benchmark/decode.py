@@ -186,17 +186,18 @@ def _rates(model: LoopedLM, row: Measurement, machine: dict[str, Any]) -> Measur
 def _naive(model: LoopedLM, budget: int, ids: Tensor, tokens: int) -> DecodeRun:
     trajectory = Trajectory.uniform(budget)
 
-    def longer(text: Tensor) -> Tensor:
-        """One more token: the whole sequence [B, T] is run, the head on its last place."""
-        return torch.cat([text, _best(model, model(text, trajectory, logits=False, check=False).hidden[:, -1])], 1)
+    def append_token(text: Tensor) -> Tensor:
+        """Run the whole sequence [B, T] for one more token."""
+        hidden = model(text, trajectory, logits=False, check=False).hidden[:, -1]
+        return torch.cat([text, model.head(hidden)[:, : model.config.vocab].argmax(-1, keepdim=True)], 1)
 
-    begun = longer(ids)
+    start = append_token(ids)
 
     @torch.no_grad()
     def run() -> Tensor:
-        text = begun
+        text = start
         for _ in range(tokens):
-            text = longer(text)
+            text = append_token(text)
         return text[:, -tokens:]
 
     return run
@@ -206,22 +207,22 @@ def _naive(model: LoopedLM, budget: int, ids: Tensor, tokens: int) -> DecodeRun:
 def _transformers(model: LoopedLM, budget: int, ids: Tensor, tokens: int) -> DecodeRun:
     from transformers import DynamicCache
 
-    theirs, cache = gpt2(model.config, budget, model.tokens.weight), DynamicCache()
+    reference, cache = gpt2(model.config, budget, model.tokens.weight), DynamicCache()
 
-    def following(ids: Tensor) -> Tensor:
-        """The next token [B, 1] after new ones [B, T]."""
-        out = theirs(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    def next_token(ids: Tensor) -> Tensor:
+        """The most likely token [B, 1] after new ones [B, T]."""
+        out = reference(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         best: Tensor = out.logits[:, -1].argmax(-1, keepdim=True)
         return best
 
-    first = following(ids)
+    first = next_token(ids)
 
     @torch.no_grad()
     def run() -> Tensor:
         chosen = [first]
         for _ in range(tokens):
-            chosen.append(following(chosen[-1]))
-        cache.crop(-tokens)  # back to the prompt; below zero it means how many go
+            chosen.append(next_token(chosen[-1]))
+        cache.crop(-tokens)  # back to the prompt: a negative number says how many tokens to drop
         return torch.cat(chosen[1:], 1)
 
     return run
@@ -246,11 +247,6 @@ def gpt2(config: ModelConfig, budget: int, like: Tensor) -> Any:
         return AutoModelForCausalLM.from_config(shape, dtype=like.dtype).eval()
 
 
-def _best(model: LoopedLM, hidden: Tensor) -> Tensor:
-    """The most likely tokens [B, 1] after states [B, D]."""
-    return model.head(hidden)[:, : model.config.vocab].argmax(-1, keepdim=True)
-
-
 RUNS: dict[str, Callable[[LoopedLM, int, Tensor, int], DecodeRun]] = {  # model, budget, prompts [B, T], tokens
     "naive": _naive,
     "transformers": _transformers,
@@ -261,7 +257,7 @@ RUNS: dict[str, Callable[[LoopedLM, int, Tensor, int], DecodeRun]] = {  # model,
 
 
 class DummyDetokenizer:
-    """A detokenizer for any vocabulary: that of a small tokenizer, over and over; it never ends a text."""
+    """A detokenizer for any vocabulary, which maps ids to those of a small tokenizer and never ends a text."""
 
     eot = -1
 
@@ -385,7 +381,11 @@ def engine(
         median = median_window(path, [budget for budget in budgets for _ in range(rows)], "mixed")
         rates["mixed"] = {**vars(median), "tokens_per_second": median.rate}
         say(f"{path:8} mixed: {median.rate:,.0f} tokens/s")
-        rates["load"] = list(_measure_loads(model, detokenizer, path, rows, budgets, context, tokens, seconds, say))
+        free_memory(model.device)
+        loads = _measure_loads(
+            make_engine(model, detokenizer, path, rows), path, budgets, context, tokens, seconds, say
+        )
+        rates["load"] = list(loads)
     return report
 
 
@@ -423,26 +423,23 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 def _measure_loads(
-    model: LoopedLM,
-    detokenizer: DummyDetokenizer,
+    engine: Engine,
     path: str,
-    rows: int,
     budgets: Sequence[int],
     context: int,
     tokens: int,
     seconds: float,
     say: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
-    """First the rate that a full queue sustains, then shares of it, then half of it with long prompts coming in."""
-    rng = random.Random(1)
+    """Measure the rate that a full queue sustains, then shares of it, then half of it as long prompts come in."""
+    rng, config = random.Random(1), engine.model.config
 
     def draw_request(prompt: int | None = None) -> Request:
         length = prompt or rng.randrange(min(SHORT_PROMPT, context), context + 1)
-        ids = tuple(rng.randrange(model.config.vocab) for _ in range(length))
-        most = min(rng.randrange(tokens // 2, 2 * tokens), model.config.context - length)
-        return Request(ids, Trajectory.uniform(rng.choice(budgets)), max_tokens=most, stops=STOPS)
+        ids = tuple(rng.randrange(config.vocab) for _ in range(length))
+        max_tokens = min(rng.randrange(tokens // 2, 2 * tokens), config.context - length)
+        return Request(ids, Trajectory.uniform(rng.choice(budgets)), max_tokens=max_tokens, stops=STOPS)
 
-    engine = make_engine(model, detokenizer, path, rows)
     warm_up(engine, budgets)
     full = _arrivals(engine, draw_request, None, seconds)
     rate = full["ended"] / full["seconds"]
@@ -455,7 +452,7 @@ def _measure_loads(
         arrivals = _arrivals(engine, draw_request, share * rate, seconds)
         say(f"{path:8} at {100 * share:.0f} %: " + _times(arrivals))
         yield {"load": share, **arrivals}
-    long = min(LONG_PROMPT, model.config.context - tokens)
+    long = min(LONG_PROMPT, config.context - tokens)
     arrivals = _arrivals(engine, draw_request, LOADS[0] * rate, seconds, long)
     say(f"{path:8} at {100 * LOADS[0]:.0f} % and prompts of {long}: " + _times(arrivals))
     yield {"load": LOADS[0], "long_prompts": long, **arrivals}
@@ -472,7 +469,7 @@ def _times(arrivals: dict[str, Any]) -> str:
 def _arrivals(
     engine: Engine, make: Callable[..., Request], rate: float | None, seconds: float, long: int | None = None
 ) -> dict[str, Any]:
-    """Requests at random times, so many a second; None keeps the queue full. What comes after is not counted."""
+    """Submit requests at random times, `rate` a second; None keeps the queue full. Later tokens do not count."""
     rng, load = random.Random(2), Load()
     started = time.perf_counter()
     due = 0.0 if rate is None else rng.expovariate(rate)
