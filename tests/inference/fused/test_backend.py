@@ -5,9 +5,11 @@ The kernels run on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
 
 import copy
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import generate
 from loopformer.inference.fused import backend
-from loopformer.inference.fused.backend import MAX_FREE, FusedPool, obstacle
+from loopformer.inference.fused.backend import MAX_FREE, FusedPool, fingerprint, obstacle, weights_by_rows
 from loopformer.inference.request import Event, Request, Result
 
 from ..models import spread
@@ -27,6 +29,45 @@ from ..models import spread
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 FULL = Trajectory.uniform(2)
+
+
+class FakeBatch:
+    """A batch without memory or kernels."""
+
+    nbytes, is_current = 1, True
+
+    def __init__(self, model: LoopedLM, slots: int) -> None:
+        self.slots = slots
+
+    def leave(self) -> None:
+        pass
+
+
+def test_nothing_is_lent_twice_and_the_last_few_are_kept(
+    tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "loopformer.inference.fused.batch", SimpleNamespace(SharedBatch=FakeBatch))
+    pool: Any = FusedPool(LoopedLM(tiny))
+    with pool.batch(1) as one, pool.batch(1) as other:
+        assert one is not other
+    with pool.batch(1) as again:
+        assert again is one or again is other
+    sizes = [2**power for power in range(2 * MAX_FREE)]
+    for slots in sizes:
+        with pool.batch(slots):
+            pass
+    assert [batch.slots for batch in pool._free] == sizes[-MAX_FREE:]
+    with pytest.raises(ValueError, match="on purpose"), pool.batch(4):
+        raise ValueError("on purpose")
+    assert pool._free[-1].slots == 4
+    monkeypatch.setattr(backend, "available_bytes", lambda device: 2)
+    with pool.batch(8):
+        pass
+    assert len(pool._free) == 2
+    with pool.batch(8) as stale:
+        stale.is_current = False  # its graphs have weights that the model no longer has
+    with pool.batch(8) as fresh:
+        assert fresh is not stale
 
 
 def test_what_fast_cannot_do_is_said(lm: LM) -> None:
@@ -97,27 +138,6 @@ def results(events: Iterable[Event]) -> list[Result]:
 
 
 @pytest.mark.cuda
-def test_nothing_is_lent_twice_and_the_last_few_are_kept(model: LoopedLM) -> None:
-    pool = FusedPool(model)
-    with pool.batch(1) as one, pool.batch(1) as other:
-        assert one is not other
-    with pool.batch(1) as again:
-        assert again is one or again is other
-    sizes = [2**power for power in range(MAX_FREE + 2)]
-    for slots in sizes:
-        with pool.batch(slots):
-            pass
-    assert [batch.slots for batch in pool._free] == sizes[-MAX_FREE:]
-    with pytest.raises(ValueError, match="on purpose"), pool.batch(2):
-        raise ValueError("on purpose")
-    assert pool._free[-1].slots == 2
-    with torch.no_grad():
-        model.tokens.weight.mul_(2)
-    with pool.batch(2):
-        assert pool._free == []  # their graphs have other weights
-
-
-@pytest.mark.cuda
 def test_texts_at_once_do_not_meet(model: LoopedLM, tokenizer: Tokenizer) -> None:
     requests = asked(2, 5)
     expected = [result.ids for result in results(generate(model, tokenizer, requests))]
@@ -158,3 +178,27 @@ def test_a_user_can_change_the_weights(lm: LM) -> None:
     ready.model.to(torch.bfloat16)  # behind its back
     rounded = ready.generate("told", max_tokens=1, fast=True)
     assert rounded.logprobs == pytest.approx(plain.logprobs[:1], abs=0.2)
+
+
+@pytest.mark.parametrize("start", ["embedding", "normed"])
+def test_passes_start_from_what_the_model_starts_from(tiny: ModelConfig, start: str) -> None:
+    model = spread(replace(tiny, positions="rotary", inject="gated", start=start))  # type: ignore[arg-type]
+    assert model.config.plain_only is None
+    ids = torch.arange(tiny.vocab)
+    weights = weights_by_rows(model)
+    expected, _ = model.place(model.tokens(ids)[None], ids[None])
+    torch.testing.assert_close(weights.embedding, expected[0].detach())
+    torch.testing.assert_close(weights.head, model.tokens.weight.detach())
+
+
+def test_where_positions_are_learned_no_table_has_the_start(tiny: ModelConfig) -> None:
+    assert replace(tiny, positions="learned", start="normed").plain_only == "start"
+
+
+def test_other_weights_have_another_fingerprint(tiny: ModelConfig) -> None:
+    model = spread(replace(tiny, positions="rotary", start="normed"))
+    before = fingerprint(model)
+    assert fingerprint(model) == before
+    with torch.no_grad():
+        model.tokens.weight.mul_(2)
+    assert fingerprint(model) != before

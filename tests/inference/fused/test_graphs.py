@@ -1,4 +1,4 @@
-"""Prompts as graphs, and rows that run alone, give what the model gives, from its own weights."""
+"""Prompts as graphs, and rows that run alone, give what the model gives."""
 
 import math
 import os
@@ -18,7 +18,7 @@ from ..models import spread
 pytest.importorskip("triton")
 from loopformer.inference.fused import graphs as graphs_module
 from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
-from loopformer.inference.fused.graphs import PromptGraphs, fingerprint, weights_by_rows
+from loopformer.inference.fused.graphs import PromptGraphs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU")
@@ -181,27 +181,3 @@ def test_fast_texts_are_the_plain_ones(lm: LM) -> None:
         assert "".join(quick.stream("told", fast=True)) == quick.generate("told", fast=False).text
     finally:
         quick.to("cpu")
-
-
-@pytest.mark.parametrize("start", ["embedding", "normed"])
-def test_passes_start_from_what_the_model_starts_from(tiny: ModelConfig, start: str) -> None:
-    model = spread(replace(tiny, positions="rotary", inject="gated", start=start))  # type: ignore[arg-type]
-    assert model.config.plain_only is None
-    ids = torch.arange(tiny.vocab)
-    weights = weights_by_rows(model)
-    expected, _ = model.place(model.tokens(ids)[None], ids[None])
-    torch.testing.assert_close(weights.embedding, expected[0].detach())
-    torch.testing.assert_close(weights.head, model.tokens.weight.detach())
-
-
-def test_where_positions_are_learned_no_table_has_the_start(tiny: ModelConfig) -> None:
-    assert replace(tiny, positions="learned", start="normed").plain_only == "start"
-
-
-def test_other_weights_have_another_fingerprint(tiny: ModelConfig) -> None:
-    model = spread(replace(tiny, positions="rotary", start="normed"))
-    before = fingerprint(model)
-    assert fingerprint(model) == before
-    with torch.no_grad():
-        model.tokens.weight.mul_(2)
-    assert fingerprint(model) != before

@@ -1,23 +1,29 @@
-"""Batches of a model on a GPU, lent to one run at a time and used again.
+"""What decoding on a GPU needs that can be imported without Triton: whether it can run, weights, a pool of batches.
 
 pool = FusedPool(model)                  # if obstacle(model) is None
 with pool.batch(slots=4) as batch:
     backend = SharedBackend(batch)       # shared.py
 
 Several texts may be generated at once, each in a batch of its own. A batch that is free again serves the next run,
-unless the model's weights have changed meanwhile. This module can be imported without Triton.
+unless the model's weights have changed meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from loopformer.device import available_bytes
 from loopformer.model import LoopedLM
+from loopformer.model.block import EPSILON
 
 if TYPE_CHECKING:
     from loopformer.inference.fused.batch import SharedBatch
@@ -36,6 +42,38 @@ def obstacle(model: LoopedLM, certainty: bool = False) -> str | None:
         return NO_CERTAINTY
     ready = model.tokens.weight.device.type == "cuda" and find_spec("triton") is not None
     return None if ready else "needs a CUDA device and Triton"
+
+
+Fingerprint = list[tuple[int, torch.dtype, int]]
+
+
+def fingerprint(model: LoopedLM) -> Fingerprint:
+    """Where each weight lies and how often it was written; it differs once weights have changed."""
+    return [
+        (weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version)
+        for weight in model.parameters()
+    ]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's matmul weights [N, K], in memory by rows, as kernels read them, however the model's own lie."""
+
+    blocks: list[tuple[Tensor, Tensor, Tensor, Tensor]]  # qkv, out, up and down of each block
+    head: Tensor  # [V, D]
+    embedding: Tensor  # [V, D], normalised where the model normalises it
+
+
+def weights_by_rows(model: LoopedLM) -> Weights:
+    """The model's own weights, copied only where they do not lie by rows or the embedding is normalised."""
+    blocks = []
+    for block in model.stack.each():
+        linears = (block.attention.qkv, block.attention.out, block.ffn.up, block.ffn.down)
+        qkv, out, up, down = (linear.weight.detach().contiguous() for linear in linears)
+        blocks.append((qkv, out, up, down))
+    tokens = model.tokens.weight.detach().contiguous()
+    embedding = F.rms_norm(tokens, tokens.shape[-1:], None, EPSILON) if model.config.start == "normed" else tokens
+    return Weights(blocks, tokens, embedding)
 
 
 class FusedPool:

@@ -31,15 +31,14 @@ from torch import Tensor
 from loopformer.device import available_bytes, sent
 from loopformer.errors import require
 from loopformer.inference.fused import kernels
+from loopformer.inference.fused.backend import fingerprint, weights_by_rows
 from loopformer.inference.fused.graphs import (
     LoneRow,
     PromptGraphs,
     allocate_scratch,
-    fingerprint,
     launch_attention,
     record,
     wait_for,
-    weights_by_rows,
 )
 from loopformer.inference.sampling import GREEDY, Draw, hashed_seed, rule
 from loopformer.model import LoopedLM

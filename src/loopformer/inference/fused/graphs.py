@@ -22,13 +22,13 @@ from threading import Lock
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from loopformer.config import ModelConfig
 from loopformer.device import current
 from loopformer.inference.fused import kernels
+from loopformer.inference.fused.backend import Weights
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
 from loopformer.model.cache import Cache, Passes, RowKeys
@@ -45,37 +45,6 @@ WARPS = {"qkv": 4, "out": 4, "up": 4, "down": 8, "head": 4}
 INNER_PIECE = 2048  # inputs of a matmul that a program reads at a time
 SPLITS = 32  # of the keys of one head, where there are few rows
 ATTENTION_WARPS = 1
-
-Fingerprint = list[tuple[int, torch.dtype, int]]
-
-
-def fingerprint(model: LoopedLM) -> Fingerprint:
-    """Where each weight lies and how often it was written; it differs once weights have changed."""
-    return [
-        (weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version)
-        for weight in model.parameters()
-    ]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A model's matmul weights [N, K], in memory by rows, as kernels read them, however the model's own lie."""
-
-    blocks: list[tuple[Tensor, Tensor, Tensor, Tensor]]  # qkv, out, up and down of each block
-    head: Tensor  # [V, D]
-    embedding: Tensor  # [V, D], normalised where the model normalises it
-
-
-def weights_by_rows(model: LoopedLM) -> Weights:
-    """The model's own weights, copied only where they do not lie by rows or the embedding is normalised."""
-    blocks = []
-    for block in model.stack.each():
-        linears = (block.attention.qkv, block.attention.out, block.ffn.up, block.ffn.down)
-        qkv, out, up, down = (linear.weight.detach().contiguous() for linear in linears)
-        blocks.append((qkv, out, up, down))
-    tokens = model.tokens.weight.detach().contiguous()
-    embedding = F.rms_norm(tokens, tokens.shape[-1:], None, EPSILON) if model.config.start == "normed" else tokens
-    return Weights(blocks, tokens, embedding)
 
 
 @dataclass(frozen=True)
