@@ -50,9 +50,7 @@ def decode(
     model: AnyModel = BOX,
     budgets: Annotated[str | None, typer.Option(help="Loops per token: 1,2,4; by default L, L/2 and L/4.")] = None,
     batches: Annotated[str, typer.Option(help="Requests at a time: 1,64.")] = "1",
-    contexts: Annotated[
-        str | None, typer.Option(help="Prompt tokens: 128,512; half the context by default.")
-    ] = None,
+    contexts: Annotated[str | None, typer.Option(help="Prompt tokens; half the context by default.")] = None,
     tokens: Annotated[int, typer.Option(help="New tokens that are timed.")] = 32,
     int8: RemovedInt8 = False,
     paths: Annotated[str | None, typer.Option(help="Of naive,plain,fused,transformers; by default all.")] = None,
