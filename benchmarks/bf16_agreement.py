@@ -24,6 +24,7 @@ from loopformer.benchmark.machine import describe, publish
 from loopformer.config.model import BOX
 from loopformer.errors import require
 from loopformer.evaluation.text import default_text, read_text
+from loopformer.inference.decode import prefill
 from loopformer.inference.fused.backend import obstacle
 from loopformer.inference.request import Request
 
@@ -49,14 +50,25 @@ def cached(model: LoopedLM, ids: Tensor, budget: int) -> Tensor:
 
 @torch.no_grad()
 def fused(model: LoopedLM, ids: Tensor, budget: int, rows: int) -> Tensor:
-    """The choices of the fused kernels, `rows` windows at a time; the first place is a prefill."""
-    from loopformer.inference.fused.decoder import Decoder
+    """The choices of the fused kernels, `rows` windows at a time; the first token of each is its prompt."""
+    from loopformer.inference.fused.batch import SharedBatch, pages_of
 
-    decoder = Decoder(model, model.resolve(budget), rows)
-    parts = []
+    trajectory = model.resolve(budget)
+    batch, needed, parts = SharedBatch(model, rows), pages_of(ids.shape[1], budget), []
     for part in torch.split(ids, rows):
-        first = model.head(decoder.prefill(part[:, :1].tolist()))[:, : model.config.vocab]
-        steps = [first, *(decoder.step(one).clone() for one in part[:, 1:].unbind(1))]
+        cache, hidden = prefill(model, part[:, :1].tolist(), [trajectory] * len(part))
+        slots = range(len(part))
+        for slot in slots:
+            pages = range(slot * needed, (slot + 1) * needed)
+            batch.fill(slot, pages, cache.read(slot), 1, model.condition(trajectory))
+        steps = [model.head(hidden)[:, : model.config.vocab]]
+        for position, tokens in enumerate(part[:, 1:].t().tolist(), 1):
+            batch.start({slot: (token, position) for slot, token in enumerate(tokens)})
+            if rows == 1:
+                steps.append(batch.token(0, budget).clone())
+            else:
+                batch.run(slots, budget)
+                steps.append(batch.logits(slots).clone())
         parts.append(torch.stack(steps, 1).argmax(-1))
     return torch.cat(parts)
 

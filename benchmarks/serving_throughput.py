@@ -45,8 +45,7 @@ from urllib.parse import urlsplit
 import torch
 from serve_process import ServeProcess
 
-from loopformer.benchmark.decode import gpt2
-from loopformer.benchmark.engine import STOPS
+from loopformer.benchmark.decode import STOPS, gpt2
 from loopformer.benchmark.machine import describe, free_memory, publish
 from loopformer.config import load_run, preset_names, with_expected_vocab
 from loopformer.config.model import BOX

@@ -24,7 +24,7 @@ from loopformer.errors import REMOVED_CERTAINTY, LoopformerError, RunFailed, nea
 from loopformer.inference.decode import Backend, PlainBackend, slot_bytes
 from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.engine import Engine, complete, generate, speculate
-from loopformer.inference.fused.backend import DraftBackend, FusedPool, draft_obstacle, obstacle
+from loopformer.inference.fused.backend import FusedPool, obstacle
 from loopformer.inference.request import Event, Request, Result
 from loopformer.inference.sampling import Sampling
 from loopformer.loading import find_model, from_model_folder, read_model
@@ -36,6 +36,10 @@ from loopformer.trajectory import Trajectory
 Budget = int | Sequence[int] | None
 Schedule = Trajectory | str | Sequence[Trajectory | str] | None
 Fast = bool | Literal["auto"]  # auto: where it can run
+REMOVED = {  # options of earlier versions
+    "certainty": REMOVED_CERTAINTY,
+    "int8": 'int8 was removed; leave it out, and on a GPU decode in bfloat16: lm.to("cuda", torch.bfloat16).',
+}
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -57,17 +61,15 @@ class RequestOptions(SamplingOptions, total=False):
 
 
 class StreamOptions(RequestOptions, total=False):
-    """What `lm.stream` takes. `fast` replays fused kernels as CUDA graphs, compiled at first use: by default where
-    they can run, on a GPU; False switches them off, True is an error if they cannot. `int8` goes with them and
-    reads int8 copies of the weights (inference/fused/quantise.py), one prompt after the other."""
+    """What `lm.stream` takes. `fast` replays fused kernels as CUDA graphs, compiled at first use. They are used by
+    default where they can run, on a GPU; False switches them off, True is an error if they cannot run."""
 
     fast: Fast
-    int8: bool
 
 
 class GenerateOptions(StreamOptions, total=False):
     """What `lm.generate` takes. `draft` drafts tokens along a shorter trajectory and verifies them
-    (inference/draft.py); fused kernels do so for one prompt after the other."""
+    (inference/draft.py), on the plain path."""
 
     draft: Draft | None
 
@@ -79,12 +81,12 @@ class LM:
     model: LoopedLM
     tokenizer: Tokenizer | None = None
     default: Trajectory | None = None  # what is followed where a call does not say; None is the full one
-    _pools: dict[bool, FusedPool] = field(default_factory=dict, repr=False)  # by int8; made when first asked for
+    _pool: FusedPool | None = field(default=None, repr=False)  # made at first use
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
         """Move the model, in place, to a device and dtype."""
         lay_out(self.model.to(device=device, dtype=dtype))
-        self._pools = {}
+        self._pool = None
         return self
 
     @overload
@@ -115,13 +117,13 @@ class LM:
         """Continue one prompt, or several together; a budget or trajectory for all or for each.
 
         Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed,
-        fast, int8, draft; see `GenerateOptions`.
+        fast, draft; see `GenerateOptions`.
         """
         if not isinstance(prompt, Iterable):
             raise LoopformerError(f"A prompt is text, or a list of texts; got {prompt!r}.")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         draft = options.get("draft")
-        fast, int8 = options.get("fast", "auto"), options.get("int8", False)
+        fast = options.get("fast", "auto")
         if not isinstance(draft, Draft | None):
             raise LoopformerError(f"draft takes a Draft(Trajectory.uniform(1), …), not {draft!r}.")
         _check_options(options, GenerateOptions)
@@ -129,9 +131,9 @@ class LM:
         if not requests:
             return []
         if draft is not None:
-            results, _ = self.speculate(requests, draft, fast, int8=int8)
+            results, _ = self.speculate(requests, draft, fast)
         else:
-            with self._backend(requests, self._is_fused(requests, fast, int8), int8) as backend:
+            with self._backend(requests, self._is_fused(requests, fast)) as backend:
                 results = complete(self.model, self.need_tokenizer(), requests, backend)
         return results[0] if isinstance(prompt, str) else results
 
@@ -147,15 +149,15 @@ class LM:
             raise LoopformerError("stream takes no draft; generate does.")
         _check_options(options, StreamOptions)
         requests = self.requests([prompt], budget, trajectory, **_request_options(options))
-        events = self.events(requests, options.get("fast", "auto"), options.get("int8", False))
+        events = self.events(requests, options.get("fast", "auto"))
         return (event.piece for event in events if event.piece)
 
-    def events(self, requests: Sequence[Request], fast: Fast = "auto", int8: bool = False) -> Iterator[Event]:
+    def events(self, requests: Sequence[Request], fast: Fast = "auto") -> Iterator[Event]:
         """Run requests together, and give what becomes of them as it comes; one that fails is raised."""
-        return self._events(requests, self._is_fused(requests, fast, int8), int8)
+        return self._events(requests, self._is_fused(requests, fast))
 
-    def _events(self, requests: Sequence[Request], fused: bool, int8: bool) -> Iterator[Event]:
-        with self._backend(requests, fused, int8) as backend:
+    def _events(self, requests: Sequence[Request], fused: bool) -> Iterator[Event]:
+        with self._backend(requests, fused) as backend:
             for event in generate(self.model, self.need_tokenizer(), requests, backend):
                 if event.result is not None and event.result.error is not None:
                     raise RunFailed(event.result.error)
@@ -167,53 +169,37 @@ class LM:
         draft: Draft,
         fast: Fast = "auto",
         show: Callable[[Event], object] = lambda event: None,
-        int8: bool = False,
     ) -> tuple[list[Result], DraftReport]:
-        """Run requests with a draft; `show` gets the events as they come."""
+        """Run requests with a draft, on the plain path; `show` gets the events as they come."""
+        if fast is True:
+            raise LoopformerError("A draft runs on the plain path; leave out fast.")
         for request in requests:
             if draft.budget >= request.trajectory.budget:
                 raise LoopformerError(
                     f"A draft at budget {draft.budget} gains nothing for a text at budget "
                     f"{request.trajectory.budget}; take fewer loops."
                 )
-        with self._backend(requests, self._is_fused(requests, fast, int8, draft), int8, draft) as backend:
-            return speculate(self.model, self.need_tokenizer(), requests, draft, show, backend)
+        return speculate(self.model, self.need_tokenizer(), requests, draft, show)
 
-    def _is_fused(
-        self, requests: Sequence[Request], fast: Fast, int8: bool = False, draft: Draft | None = None
-    ) -> bool:
-        """Whether fused kernels run these; where they are asked for by name and cannot, what is in the way."""
+    def _is_fused(self, requests: Sequence[Request], fast: Fast) -> bool:
+        """Whether fused kernels run these requests; an error if `fast` demands them and they cannot."""
         if fast not in (True, False, "auto"):
             raise LoopformerError(f"fast is True, False or 'auto', not {fast!r}.")
-        if int8 and fast is False:
-            raise LoopformerError("int8 goes with fast; leave out one of int8 and fast=False.")
         why = obstacle(self.model)
-        if why is None and draft is not None:
-            why = draft_obstacle(draft, requests, int8)
-        for name, asked in (("int8", int8), ("fast", fast is True)):
-            if asked and why is not None:
-                raise LoopformerError(f"{name} {why}; leave it out.")
+        if fast is True and why is not None:
+            raise LoopformerError(f"fast {why}; leave it out.")
         return fast is not False and why is None
 
     @contextmanager
-    def _backend(
-        self, requests: Sequence[Request], fused: bool, int8: bool, draft: Draft | None = None
-    ) -> Iterator[Backend]:
+    def _backend(self, requests: Sequence[Request], fused: bool) -> Iterator[Backend]:
         """What runs these requests, as long as they run."""
         if not fused:
-            yield PlainBackend(self.model, max(1, len(requests)), remember=0, draft=draft)
-            return
-        pool = self._pools.setdefault(int8, FusedPool(self.model, int8))
-        if draft is not None:
-            drafting = DraftBackend(pool, draft)
-            try:
-                yield drafting
-            finally:
-                drafting.close()
+            yield PlainBackend(self.model, max(1, len(requests)), remember=0)
             return
         from loopformer.inference.fused.shared import SharedBackend  # needs Triton
 
-        with pool.batch(max(1, len(requests))) as batch:
+        self._pool = self._pool or FusedPool(self.model)
+        with self._pool.batch(max(1, len(requests))) as batch:
             yield SharedBackend(batch, remember=0)
 
     def score(self, texts: Sequence[str], budget: Budget = None, trajectory: Schedule = None) -> list[Score]:
@@ -241,7 +227,7 @@ class LM:
         wait until theirs fit, elsewhere there are fewer rows, as each has room for a whole context.
         """
         if draft is not None and fast is True:
-            raise LoopformerError("The fused engine takes no draft; leave out fast.")
+            raise LoopformerError("A draft runs on the plain path; leave out fast.")
         if draft is not None or not self._is_fused([], fast):
             if memory is not None:
                 rows = min(rows, memory // slot_bytes(self.model))
@@ -348,8 +334,8 @@ def _lm(model: LoopedLM, tokenizer: Path | None) -> LM:
 def _check_options(options: Any, known: Any) -> None:
     """Refuse names that are no options; types are checked where each is used."""
     for name in options:
-        if name == "certainty":
-            raise LoopformerError(REMOVED_CERTAINTY)
+        if name in REMOVED:
+            raise LoopformerError(REMOVED[name])
         if name not in known.__annotations__:
             raise LoopformerError(
                 f"Unknown option {name} for generation; {nearest(name, list(known.__annotations__))}"

@@ -64,8 +64,11 @@ def test_the_command_prints_lines_or_json_and_writes_it(tiny: ModelConfig, tmp_p
         (["decode", "--budgets", "9"], "above the model's 4 loops"),
         (["decode", "--budgets", "two"], "such as 1,2,4"),
         (["decode", "--contexts", "32"], "do not fit the context of 32; ask for fewer with --contexts or --tokens"),
+        (["decode", "--contexts", "28", "--tokens", "2"], "28 tokens, 4 to warm up and 2 new ones do not fit"),
         (["engine", "--context", "32"], "lower --tokens, "),
+        (["engine", "--paths", "static,fused"], "The path static was removed; leave it out: --paths plain,fused."),
         (["decode", "--dtype", "int3"], "Unknown dtype"),
+        (["decode", "--int8"], "--int8 was removed; leave it out, and on a GPU decode in bfloat16"),
         (
             ["decode", "--tokens", "2", "--paths", "plane"],
             "There is no path 'plane' of decoding; did you mean plain?",

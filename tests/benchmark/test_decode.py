@@ -1,4 +1,4 @@
-"""`bench decode`: every path decodes what it should, and each row says what it cost."""
+"""`bench decode` and `bench engine`: every path decodes what it should, and each figure is there."""
 
 import sys
 from collections.abc import Callable
@@ -7,10 +7,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from loopformer import LoopedLM
-from loopformer.benchmark.decode import FIGURES, PATHS, absent, decode, gpt2, left_out
-from loopformer.config import ModelConfig
-from loopformer.inference.fused.quantise import MOST_INT8_ROWS
+from loopformer import LoopedLM, ModelConfig, Trajectory
+from loopformer.benchmark.decode import (
+    FIGURES,
+    LOADS,
+    RUNS,
+    DummyDetokenizer,
+    Load,
+    decode,
+    engine,
+    gpt2,
+    left_out,
+    make_engine,
+)
+from loopformer.inference.engine import complete
+from loopformer.inference.request import Event, Request
+from loopformer.inference.sampling import Choice
 
 GPU = torch.cuda.is_available()
 PROMPTS = torch.tensor([[5, 9, 30, 2, 71, 8], [1, 2, 3, 4, 5, 6]])
@@ -45,12 +57,14 @@ def test_slow_paths_are_measured_at_the_largest_budget(tiny: ModelConfig) -> Non
 
 @pytest.mark.parametrize("budget", [1, 4])
 def test_plain_and_naive_choose_the_same_tokens_every_time(tiny: ModelConfig, budget: int) -> None:
-    model = LoopedLM(tiny).eval()
-    naive, plain = (PATHS[path](model, budget, PROMPTS, 5) for path in ("naive", "plain"))
+    model, detokenizer = LoopedLM(tiny).eval(), DummyDetokenizer()
+    naive = RUNS["naive"](model, budget, PROMPTS, 5)
     expected = naive()
     assert expected.shape == (2, 5)
-    for run in (naive, plain, plain):
-        assert torch.equal(run(), expected)
+    assert torch.equal(naive(), expected)
+    requests = [Request(tuple(ids), Trajectory.uniform(budget), max_tokens=6) for ids in PROMPTS.tolist()]
+    results = complete(model, detokenizer, requests, make_engine(model, detokenizer, "plain", 2).backend)
+    assert [list(result.ids[1:]) for result in results] == expected.tolist()
 
 
 @torch.no_grad()
@@ -62,7 +76,7 @@ def test_transformers_has_as_many_layers_and_its_cache_goes_back(tiny: ModelConf
     text = PROMPTS
     for _ in range(6):
         text = torch.cat([text, theirs(text).logits[:, -1].argmax(-1, keepdim=True)], 1)
-    run = PATHS["transformers"](model, 3, PROMPTS, 5)
+    run = RUNS["transformers"](model, 3, PROMPTS, 5)
     for _ in range(3):
         assert torch.equal(run(), text[:, -5:])
 
@@ -78,7 +92,7 @@ def test_what_does_not_fit_leaves_the_rest(tiny: ModelConfig, monkeypatch: pytes
     def too_large(model: LoopedLM, budget: int, ids: Tensor, tokens: int) -> Callable[[], Tensor]:
         raise torch.OutOfMemoryError("too large")
 
-    monkeypatch.setitem(PATHS, "naive", too_large)
+    monkeypatch.setitem(RUNS, "naive", too_large)
     report = decode(LoopedLM(tiny).eval(), [4], [1], [8], tokens=2, paths=["naive", "plain"])
     naive, plain = report["rows"]
     assert all(naive[figure] is None for figure in FIGURES)
@@ -88,30 +102,54 @@ def test_what_does_not_fit_leaves_the_rest(tiny: ModelConfig, monkeypatch: pytes
 def test_what_is_not_installed_is_named(tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     model = LoopedLM(tiny).eval()
-    assert "loopformer[hf]" in absent(model, ["plain", "transformers"])["transformers"]
+    assert "loopformer[hf]" in left_out(model, ["plain", "transformers"])["transformers"]
     report = decode(model, [4], [1], [8], tokens=2, paths=["plain", "transformers"])
     assert [row["path"] for row in report["rows"]] == ["plain"]
 
 
-def test_int8_that_is_not_measured_is_named(tiny: ModelConfig) -> None:
-    model = LoopedLM(tiny).eval()
-    report = decode(model, [4], [1], [8], tokens=2, int8=True, paths=["plain"])
-    assert report["left_out"] == {"fused int8": "it needs the path fused"}
-    assert "CUDA device" in left_out(model, ["plain", "fused"], True, [1])["fused int8"]
+def test_one_budget_a_mixture_and_arrivals_are_measured() -> None:
+    config = ModelConfig(blocks=1, loops=4, width=16, heads=2, ffn=16, context=48, vocab=64)
+    lines: list[str] = []
+    model = LoopedLM(config).eval()
+    report = engine(model, 2, (4, 1), 16, 8, ("plain", "fused"), 0.3, lines.append)
+    assert report["left_out"] == {"fused": "it needs a CUDA device and Triton"}
+    found = report["plain"]
+    assert all(found[name] > 0 for name in ("4", "1", "alone"))
+    mixed = found["mixed"]
+    assert all(0 < count <= 2 * 2 * 8 for count in mixed["tokens"].values())
+    assert {name: len(rates) for name, rates in found["windows"].items()} == dict.fromkeys(
+        ("4", "1", "alone", "mixed"), 3
+    )
+    assert all(
+        min(rates) <= found[name] <= max(rates) for name, rates in found["windows"].items() if name != "mixed"
+    )
+    assert mixed["tokens_per_second"] == pytest.approx(sum(mixed["tokens"].values()) / mixed["seconds"])
+    assert [one["load"] for one in found["load"]] == ["full queue", *LOADS, LOADS[0]]
+    assert all(one["requests"] > 0 for one in found["load"])
+    assert len(lines) == 4 + len(found["load"])
+
+
+def test_times_are_of_each_request() -> None:
+    load = Load(arrived={0: 1.0, 1: 2.0})
+    for now, ticket in ((1.5, 0), (2.5, 0), (2.25, 1), (4.5, 0)):
+        load.note([Event(ticket, "a", choices=(Choice(1, -1.0),))], now)
+    load.note([Event(1, "bc", choices=(Choice(2, -1.0),) * 2)], 3.25)  # the second has waited for nothing
+    found = load.summary(2.0)
+    assert (found["requests"], found["tokens_per_second"]) == (2, 3.0)
+    assert found["first_token_ms"] == {"p50": 250, "p99": 250}
+    assert found["between_tokens_ms"] == {"p50": 1000, "p99": 1000}
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
-def test_on_a_gpu_every_path_has_its_memory_and_fused_chooses_the_plain_tokens(tiny: ModelConfig) -> None:
-    model = LoopedLM(tiny).to("cuda").eval()
-    plain, fused = (PATHS[path](model, 4, PROMPTS.cuda(), 5) for path in ("plain", "fused"))
-    for _ in range(2):
-        assert torch.equal(fused(), plain())
-    report = decode(model.bfloat16(), [4], [1, 8], [8], tokens=2, int8=True)
-    assert {"naive", "plain", "fused", "fused int8"} <= {row["path"] for row in report["rows"]}
+def test_on_a_gpu_every_path_is_measured_with_its_memory(tiny: ModelConfig) -> None:
+    model = LoopedLM(tiny).to("cuda", torch.bfloat16).eval()
+    report = decode(model, [4], [1, 8], [8], tokens=2)
+    assert {"naive", "plain", "fused"} <= {row["path"] for row in report["rows"]}
     assert all(row["peak_gib"] > 0 for row in report["rows"])
-    assert report["left_out"] == absent(model, ["transformers"])
-    most = MOST_INT8_ROWS
-    report = decode(model, [4], [1, most + 1], [8], tokens=2, int8=True, paths=["fused"])
-    assert [row["batch"] for row in report["rows"] if row["path"] == "fused int8"] == [1]
-    assert f"at most {most} rows, so not {most + 1}" in report["left_out"]["fused int8"]
+    assert report["left_out"] == left_out(model, ["transformers"])
+
+
+def test_rows_that_cannot_all_run_at_once_have_no_figures(tiny: ModelConfig) -> None:
+    report = decode(LoopedLM(tiny).eval(), [4], [1], [tiny.context - 2], tokens=2, paths=["plain"])
+    assert all(report["rows"][0][figure] is None for figure in FIGURES)

@@ -38,6 +38,7 @@ def ask(model: str, *words: str) -> Result:
         (["--fast"], "fast needs a CUDA device and Triton; leave it out."),
         (["--certainty", "0.5"], "--certainty was removed from generation"),
         (["--int8"], "--int8 was removed"),
+        (["--fast", "--draft", "1"], "--fast and --draft exclude each other"),
         (["--fast", "--max-ms-per-token", "5"], "--fast and --max-ms-per-token exclude each other"),
         (["--dtype", "float33"], "There is no dtype 'float33'; did you mean float32?"),
         (["--budget", "2", "--draft", "2"], "A draft at budget 2 gains nothing for a text at budget 2"),

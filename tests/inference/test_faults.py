@@ -26,7 +26,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.decode import SlotPool, prefill
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import Engine
-from loopformer.inference.fused.backend import DraftBackend, FusedPool
+from loopformer.inference.fused.backend import FusedPool
 from loopformer.inference.request import Event, Request, Result
 
 from .models import spread
@@ -42,8 +42,7 @@ FUSED = pytest.param(
         ),
     ],
 )
-FUSED_DRAFT = pytest.param("fused draft", marks=FUSED.marks)
-KINDS = ["plain", "draft", FUSED, FUSED_DRAFT]  # of engines
+KINDS = ["plain", "draft", FUSED]  # of engines
 
 
 class Injected(RuntimeError):
@@ -68,19 +67,15 @@ def fused(small: LM) -> LM:
 
 def runs_on(kind: str, small: LM, fused: LM) -> LM:
     """The model where a kind of engine runs it."""
-    return fused if kind.startswith("fused") else small
+    return fused if kind == "fused" else small
 
 
 def engine_of(lm: LM, kind: str = "plain", rows: int = 3, pool: FusedPool | None = None) -> Engine:
-    draft = Draft(Trajectory.uniform(1), 2)
-    if not kind.startswith("fused"):
-        return lm.engine(rows, fast=False, draft=draft if kind == "draft" else None)
-    pool = pool or pool_of(lm.model)
-    if kind == "fused draft":
-        return Engine(lm.model, lm.need_tokenizer(), backend=DraftBackend(pool, draft))
+    if kind != "fused":
+        return lm.engine(rows, fast=False, draft=Draft(Trajectory.uniform(1), 2) if kind == "draft" else None)
     from loopformer.inference.fused.shared import SharedBackend
 
-    with pool.batch(rows) as batch:
+    with (pool or pool_of(lm.model)).batch(rows) as batch:
         return Engine(lm.model, lm.need_tokenizer(), backend=SharedBackend(batch))
 
 
@@ -178,7 +173,7 @@ def test_a_fault_at_any_call_harms_nobody(small: LM, fused: LM, kind: str, raise
     lm = runs_on(kind, small, fused)
     expected = right_texts(small, "plain")
     rng, number, tried = random.Random(repr((raised, kind))), 0, 0
-    while tried < 4 or not (INTERPRETED and kind.startswith("fused")):
+    while tried < 4 or not (INTERPRETED and kind == "fused"):
         number += 1 if EVERYWHERE else rng.randrange(1, 160)
         engine = submitted(lm, kind)
         with fault_at(number, raised) as where:
@@ -197,7 +192,7 @@ def test_a_fault_at_any_call_harms_nobody(small: LM, fused: LM, kind: str, raise
 def test_real_signals_at_random_moments_harm_nobody(small: LM, fused: LM, kind: str) -> None:
     lm, many = runs_on(kind, small, fused), 400 if EVERYWHERE else 40
     expected = right_texts(small, "plain")
-    if kind.startswith("fused"):
+    if kind == "fused":
         list(submitted(lm, kind).run())  # what is imported at first use is not struck
     rng, armed, struck = random.Random(1), [False], [0]
 
@@ -209,7 +204,7 @@ def test_real_signals_at_random_moments_harm_nobody(small: LM, fused: LM, kind: 
 
     before = signal.signal(signal.SIGVTALRM, strike)
     try:
-        for _ in range(many if not (INTERPRETED and kind.startswith("fused")) else 2):
+        for _ in range(many if not (INTERPRETED and kind == "fused") else 2):
             engine, received = submitted(lm, kind), []
             for attempt in range(1000):
                 try:

@@ -1,1 +1,1 @@
-"""How fast a model is here: machine.py (on what, and timing) · decode.py · train.py (speed and memory)."""
+"""How fast a model is here: machine.py (the machine, timing) · decode.py (tokens, the engine) · train.py."""

@@ -1,4 +1,4 @@
-"""What a benchmark runs on, and how it takes time.
+"""The machine that a benchmark runs on, its clock, and how its report is published.
 
 machine = describe(device)                  # names, versions, and the memory bandwidth that a copy reaches here
 seconds = best_of(3, device, run)
@@ -24,7 +24,7 @@ Measurement = dict[str, Any]  # a row of a report: what was measured and its fig
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Names and versions, the peak of bf16 matmuls where it is known, and the measured bandwidth."""
+    """Names and versions, the bf16 peak where it is known, and the measured copy bandwidth."""
     return {
         "device": device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
@@ -62,7 +62,7 @@ def best_of(times: int, device: torch.device, run: Callable[[], object]) -> floa
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what nobody holds any more."""
+    """Return unused memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -126,7 +126,7 @@ def memory(
 
 
 def usual_paths(config: ModelConfig, device: torch.device, low: bool) -> list[str]:
-    """Those that make sense on a device."""
+    """The paths that are measured by default on a device."""
     paths = ["naive", "compiled" if device.type == "cuda" else "plain"]
     if device.type == "cuda" and low:
         fused = {"fused": False, "fused fp8": True}
@@ -142,7 +142,7 @@ def mean_short(config: ModelConfig) -> Trajectory | None:
 def make_forward(
     path: str, config: ModelConfig, ids: Tensor, short: Trajectory | None, low: bool, recompute: bool = False
 ) -> Forward:
-    """How a path computes the loss of a micro-batch ids [B, T + 1]; `low` is bf16."""
+    """The function that computes a path's loss of a micro-batch ids [B, T + 1]; `low` is bf16."""
     if path == "naive":
         return _naive(config, ids, short)
     if path == "transformers":
@@ -153,10 +153,10 @@ def make_forward(
         model.compile()
     fused = precision if path.startswith("fused") else None
     objective, tokens = Objective(model, ObjectiveConfig(), recompute, fused), float(ids[:, 1:].numel())
-    followed, rows = [Trajectory.uniform(config.loops), short], [range(len(ids))] * 2
+    trajectories, rows = [Trajectory.uniform(config.loops), short], [range(len(ids))] * 2
 
     def forward() -> Tensor:
-        total: Tensor = objective(ids[:, :-1], ids[:, 1:], None, followed, rows, [tokens, tokens]).total
+        total: Tensor = objective(ids[:, :-1], ids[:, 1:], None, trajectories, rows, [tokens, tokens]).total
         return total
 
     return forward
@@ -165,20 +165,20 @@ def make_forward(
 def measure(forward: Forward, device: torch.device, low: bool, steps: int) -> Measurement:
     """Milliseconds and peak memory of a forward and backward pass."""
 
-    def once() -> None:
+    def run_pass() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=low):
             loss = forward()
         torch.autograd.backward(loss)
 
     free_memory(device)
     for _ in range(2):
-        once()
+        run_pass()
     synchronise(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    started = time.perf_counter()  # the mean, not the best: under load a card lowers its clock
+    started = time.perf_counter()  # the mean, not the fastest: under load a GPU lowers its clock
     for _ in range(steps):
-        once()
+        run_pass()
     synchronise(device)
     seconds = (time.perf_counter() - started) / steps
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
@@ -186,7 +186,7 @@ def measure(forward: Forward, device: torch.device, low: bool, steps: int) -> Me
 
 
 def _naive(config: ModelConfig, ids: Tensor, short: Trajectory | None) -> Forward:
-    """All logits of both trajectories, and losses as one would write them down."""
+    """The objective written down plainly, with all logits of both trajectories at once."""
     model, targets = _model(config, ids.device), ids[:, 1:].flatten()
 
     def loss(trajectory: Trajectory | None) -> tuple[Tensor, Tensor]:
@@ -198,8 +198,8 @@ def _naive(config: ModelConfig, ids: Tensor, short: Trajectory | None) -> Forwar
         full, teacher = loss(None)
         if short is None:
             return full
-        brief, hidden = loss(short)
-        return full + 0.1 * brief + 0.1 * (hidden - teacher.detach()).float().square().mean()
+        short_loss, hidden = loss(short)
+        return full + 0.1 * short_loss + 0.1 * (hidden - teacher.detach()).float().square().mean()
 
     return forward
 
@@ -216,6 +216,6 @@ def _transformers(config: ModelConfig, ids: Tensor) -> Forward:
 
 
 def _model(config: ModelConfig, device: torch.device) -> LoopedLM:
-    """Random weights with open gates: behind closed ones matmuls are of zeros, which a card does faster."""
+    """A model of random weights with open gates: a GPU multiplies the zeros behind closed ones faster."""
     torch.manual_seed(0)
     return LoopedLM(replace(config, modulator_start="one")).to(device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loopformer.cli.options import Device, Json, complete_model_or_preset
+from loopformer.cli.options import Device, Json, RemovedInt8, complete_model_or_preset
 from loopformer.cli.output import output_file, print_files, stoppable
 from loopformer.config.model import BOX
 from loopformer.files import write_json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 
-_KEPT = "nothing is kept but the lines above, the same command starts again"
+_STOPPED = "nothing is kept but the lines above, the same command starts again"
 AnyModel = Annotated[
     str,
     typer.Option(
@@ -44,50 +44,46 @@ Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file
 
 
 @bench.command("decode")
-@stoppable(_KEPT)
+@stoppable(_STOPPED)
 def decode(
     model: AnyModel = BOX,
     budgets: Annotated[str | None, typer.Option(help="Loops per token: 1,2,4; by default L, L/2 and L/4.")] = None,
-    batches: Annotated[str, typer.Option(help="Rows at a time: 1,64.")] = "1",
-    contexts: Annotated[str | None, typer.Option(help="Tokens before the first new one; half the context.")] = None,
+    batches: Annotated[str, typer.Option(help="Requests at a time: 1,64.")] = "1",
+    contexts: Annotated[str | None, typer.Option(help="Prompt tokens; half the context by default.")] = None,
     tokens: Annotated[int, typer.Option(help="New tokens that are timed.")] = 32,
-    int8: Annotated[bool, typer.Option("--int8", help="Also with int8 weights, for a few rows on a GPU.")] = False,
+    removed_int8: RemovedInt8 = False,
     paths: Annotated[str | None, typer.Option(help="Of naive,plain,fused,transformers; by default all.")] = None,
     device: Device = "auto",
     dtype: BenchDtype = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Time per token: without a cache, with ours, and by Transformers' GPT-2 with its own.
+    """Time per token: without a KV cache, through the engine, and by Transformers' GPT-2.
 
-    Each with the FLOPs, the bandwidth and the memory it takes. Example: loopformer bench decode --batches 1,64
+    Each row has its FLOPs, its bandwidth and its memory. Example: loopformer bench decode --batches 1,64
     """
-    from loopformer.benchmark.decode import CHOICES, left_out
+    from loopformer.benchmark.decode import DECODE_PATHS, WARM_UP_TOKENS, left_out
     from loopformer.benchmark.decode import decode as measure
     from loopformer.config import whole_numbers
     from loopformer.errors import require
 
     rows = whole_numbers(batches, "--batches")
-    lengths = None if contexts is None else whole_numbers(contexts, "--contexts")
-    numbers = None if budgets is None else whole_numbers(budgets, "--budgets")
     require(tokens >= 1, f"--tokens must be 1 or more, got {tokens}.")
     lm = _model(model, device, dtype)
     config = lm.config
-    lengths = lengths or [config.context // 2]
-    numbers = numbers or sorted({config.loops, max(1, config.loops // 2), max(1, config.loops // 4)})
-    for budget in numbers:
-        lm.resolve(budget)
+    lengths = [config.context // 2] if contexts is None else whole_numbers(contexts, "--contexts")
+    numbers = _budgets(lm, budgets)
     require(
-        max(lengths) + tokens <= config.context,
-        f"{max(lengths)} tokens and {tokens} new ones do not fit the context of {config.context}; "
-        "ask for fewer with --contexts or --tokens.",
+        max(lengths) + WARM_UP_TOKENS + tokens <= config.context,
+        f"{max(lengths)} tokens, {WARM_UP_TOKENS} to warm up and {tokens} new ones do not fit the context of "
+        f"{config.context}; ask for fewer with --contexts or --tokens.",
     )
-    ways = [path.strip() for path in paths.split(",")] if paths is not None else list(CHOICES)
+    wanted_paths = list(DECODE_PATHS) if paths is None else _names(paths)
     line = partial(typer.echo, err=as_json)
-    for path, reason in left_out(lm, ways, int8, rows).items():
+    for path, reason in left_out(lm, wanted_paths).items():
         line(f"{path} is left out: {reason}.")
 
-    def say(row: dict[str, Any]) -> None:
+    def print_row(row: dict[str, Any]) -> None:
         what = f"{row['path']:12s} M={row['budget']:<2d} batch {row['batch']:<3d} context {row['context']:<4d}"
         if row["ms_per_step"] is None:
             line(f"{what} did not fit")
@@ -95,45 +91,41 @@ def decode(
         line(f"{what} {row['ms_per_step']:8.3f} ms {row['tokens_per_second']:8,.0f} tokens/s MBU {row['mbu']:.0%}")
 
     with output_file(out):
-        _finish(measure(lm, numbers, rows, lengths, tokens, int8, ways, say), model, out, as_json)
+        _finish(measure(lm, numbers, rows, lengths, tokens, wanted_paths, print_row), model, out, as_json)
 
 
 @bench.command("engine")
-@stoppable(_KEPT)
+@stoppable(_STOPPED)
 def engine(
     model: AnyModel = BOX,
     rows: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
     budgets: Annotated[str | None, typer.Option(help="Loops per token: 8,4,2; by default L, L/2 and L/4.")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens of a prompt; half the context.")] = None,
+    context: Annotated[int | None, typer.Option(help="Prompt tokens; half the context by default.")] = None,
     tokens: Annotated[int, typer.Option(help="New tokens of each request that are timed.")] = 64,
-    seconds: Annotated[float, typer.Option(help="How long requests arrive at each load.")] = 8.0,
-    paths: Annotated[str, typer.Option(help="Of static,plain,fused.")] = "static,plain,fused",
+    seconds: Annotated[float, typer.Option(help="Seconds of arrivals at each load.")] = 8.0,
+    paths: Annotated[str, typer.Option(help="Of plain,fused; by default both.")] = "plain,fused",
     device: Device = "auto",
     dtype: BenchDtype = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Tokens per second of the engine: one budget, budgets mixed, and arriving at random.
+    """Tokens per second of the engine: at one budget, at mixed budgets, and of requests that arrive at random.
 
     Example: loopformer bench engine --model paper/loopformer-3x8 --rows 64 --context 512
     """
-    from loopformer.benchmark.engine import PATHS
-    from loopformer.benchmark.engine import engine as measure
-    from loopformer.config import whole_numbers
+    from loopformer.benchmark.decode import ENGINE_PATHS
+    from loopformer.benchmark.decode import engine as measure
     from loopformer.errors import LoopformerError, nearest, require
 
-    ways = [path.strip() for path in paths.split(",")]
-    for path in ways:
-        if path not in PATHS:
-            raise LoopformerError(f"There is no path {path!r}; {nearest(path, list(PATHS))}")
+    wanted_paths = _names(paths)
+    for path in wanted_paths:
+        require(path != "static", "The path static was removed; leave it out: --paths plain,fused.")
+        if path not in ENGINE_PATHS:
+            raise LoopformerError(f"There is no path {path!r}; {nearest(path, list(ENGINE_PATHS))}")
     require(rows >= 1 and tokens >= 2 and seconds > 0, "--rows and --seconds must be positive, --tokens 2 or more.")
     lm = _model(model, device, dtype)
-    loops, longest = lm.config.loops, context or lm.config.context // 2
-    numbers = sorted({loops, max(1, loops // 2), max(1, loops // 4)}, reverse=True)
-    if budgets is not None:
-        numbers = whole_numbers(budgets, "--budgets")
-    for budget in numbers:
-        lm.resolve(budget)
+    longest = context or lm.config.context // 2
+    numbers = _budgets(lm, budgets)
     require(
         longest + 2 * tokens <= lm.config.context,
         f"{longest} tokens and {2 * tokens} new ones do not fit the context of {lm.config.context}; "
@@ -141,17 +133,17 @@ def engine(
     )
     with output_file(out):
         line = partial(typer.echo, err=as_json)
-        _finish(measure(lm, rows, numbers, longest, tokens, ways, seconds, line), model, out, as_json)
+        _finish(measure(lm, rows, numbers, longest, tokens, wanted_paths, seconds, line), model, out, as_json)
 
 
 @bench.command("train")
-@stoppable(_KEPT)
+@stoppable(_STOPPED)
 def train(
     model: AnySettings = BOX,
     micro_batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 12,
     paths: Annotated[
         str | None,
-        typer.Option(help="Of naive,plain,compiled,fused,fused fp8,transformers; what makes sense here."),
+        typer.Option(help="Of naive,plain,compiled,fused,fused fp8,transformers; by default those that suit."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Micro-batches that are timed.")] = 20,
     device: Device = "auto",
@@ -167,11 +159,11 @@ def train(
     from loopformer.cli.info import config_of
     from loopformer.errors import require
 
-    place, wanted = _place(device, dtype)
+    chosen, wanted = _device_and_dtype(device, dtype)
     require(wanted in ("bfloat16", "float32"), f"Training runs in bfloat16 or float32, not {wanted!r}.")
     require(micro_batch >= 1 and steps >= 1, "--micro-batch and --steps must be 1 or more.")
 
-    def say(row: dict[str, Any]) -> None:
+    def print_row(row: dict[str, Any]) -> None:
         what = f"{row['path']:13s} {row['routes']:15s}"
         if row["ms"] is None:
             line(f"{what} did not fit")
@@ -181,13 +173,18 @@ def train(
         line(f"{what} {row['ms']:7.1f} ms {row['tokens_per_second']:9,.0f} tokens/s {rate}{peak}")
 
     line = partial(typer.echo, err=as_json)
-    ways = None if paths is None else [path.strip() for path in paths.split(",")]
+    wanted_paths = None if paths is None else _names(paths)
     with output_file(out):
-        _finish(measure(config_of(model), micro_batch, place, wanted, ways, steps, say), model, out, as_json)
+        _finish(
+            measure(config_of(model), micro_batch, chosen, wanted, wanted_paths, steps, print_row),
+            model,
+            out,
+            as_json,
+        )
 
 
 @bench.command("memory")
-@stoppable(_KEPT)
+@stoppable(_STOPPED)
 def memory(
     model: AnySettings = BOX,
     micro_batches: Annotated[str, typer.Option(help="Sequences at a time: 4,8,12.")] = "12",
@@ -204,21 +201,37 @@ def memory(
     from loopformer.config import whole_numbers
     from loopformer.device import choose_device
 
-    def say(row: dict[str, Any]) -> None:
+    def print_row(row: dict[str, Any]) -> None:
         peak = "did not fit" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB"
         typer.echo(f"{row['path']:23s} micro-batch {row['micro_batch']:<4d} {peak}", err=as_json)
 
     sizes = whole_numbers(micro_batches, "--micro-batches")
     with output_file(out):
-        _finish(measure(config_of(model), sizes, choose_device(device), say), model, out, as_json)
+        _finish(measure(config_of(model), sizes, choose_device(device), print_row), model, out, as_json)
 
 
-def _place(device: str, dtype: str | None) -> "tuple[torch.device, str]":
-    """Where to run and in which precision."""
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _budgets(model: "LoopedLM", text: str | None) -> list[int]:
+    """The budgets to measure, which the model must have: L, L/2 and L/4 by default."""
+    from loopformer.config import whole_numbers
+
+    loops = model.config.loops
+    default = sorted({loops, max(1, loops // 2), max(1, loops // 4)}, reverse=True)
+    budgets = default if text is None else whole_numbers(text, "--budgets")
+    for budget in budgets:
+        model.resolve(budget)
+    return budgets
+
+
+def _device_and_dtype(device: str, dtype: str | None) -> "tuple[torch.device, str]":
+    """Where to run, and in which precision."""
     from loopformer.device import choose_device
 
-    place = choose_device(device)
-    return place, dtype or ("bfloat16" if place.type == "cuda" else "float32")
+    chosen = choose_device(device)
+    return chosen, dtype or ("bfloat16" if chosen.type == "cuda" else "float32")
 
 
 def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
@@ -231,18 +244,18 @@ def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
     from loopformer.lm import lay_out, load
     from loopformer.model import LoopedLM
 
-    place, wanted = _place(device, dtype)
+    chosen, wanted = _device_and_dtype(device, dtype)
     require(wanted in DTYPES, f"Unknown dtype {wanted!r}; choose one of {', '.join(DTYPES)}.")
     if name in preset_names():
         torch.manual_seed(0)
         model = LoopedLM(with_expected_vocab(*load_run(name)).model)
     else:
         model = load(name).model
-    return lay_out(model.to(place, DTYPES[wanted])).eval()
+    return lay_out(model.to(chosen, DTYPES[wanted])).eval()
 
 
 def _finish(report: dict[str, Any], model: str, out: Path | None, as_json: bool) -> None:
-    """What it ran on in words, or all of it as JSON; and JSON in a file."""
+    """Print the machine, or the whole report as JSON; write the JSON to a file if one is named."""
     content = {"command": " ".join(["loopformer", *sys.argv[1:]]), "seed": 0, **report, "model": model}
     if out is not None:
         write_json(out, content)

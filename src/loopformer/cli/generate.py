@@ -115,8 +115,9 @@ def generate(
     one_prompt = {"a prompt": prompt, "--draft": draft, "--compare": compare, **targets, "--json": as_json}
     for name, value in {**one_prompt, "--schedule": schedule != "uniform"}.items():
         check_at_most_one({"--input": source, name: value})
-    # Both of these measure the plain path, so fused kernels would measure something else.
-    for name, value in {"--compare": compare, "--max-ms-per-token": max_ms_per_token}.items():
+    # These three run on the plain path.
+    plain = {"--compare": compare, "--max-ms-per-token": max_ms_per_token, "--draft": draft}
+    for name, value in plain.items():
         check_at_most_one({"--fast": fast, name: value})
     require((source is None) == (out is None), "--input, the prompts, and --out, their answers, go together.")
     require(rows is None or source is not None, "--rows goes with --input.")
@@ -133,8 +134,8 @@ def generate(
     compared = None if compare is None else [lm.model.resolve(part) for part in compare.split(",")]
     # Saved schedules and answers are keyed by the weights on disk, so hash them before they are cast.
     weights = None if schedule == "uniform" and source is None else weights_hash(lm.model)
-    plain = compare is not None or max_ms_per_token is not None
-    mode: Fast = "auto" if fast is None and not plain else bool(fast)
+    is_plain = any(value is not None for value in plain.values())
+    mode: Fast = "auto" if fast is None and not is_plain else bool(fast)
     fused = place(lm, device, chosen_dtype, mode)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,

@@ -350,10 +350,9 @@ def speculate(
     requests: Sequence[Request],
     draft: Draft,
     show: Callable[[Event], object] = lambda event: None,
-    backend: Backend | None = None,
 ) -> tuple[list[Result], DraftReport]:
     """Run requests to their ends with a draft: the texts are those of `generate`; `show` gets events as they
     come."""
-    backend = backend or PlainBackend(model, max(1, len(requests)), remember=0, draft=draft)
+    backend = PlainBackend(model, max(1, len(requests)), remember=0, draft=draft)
     results = complete(model, tokenizer, requests, backend, show)
     return results, replace(backend.draft_report, tokens=sum(len(result.ids) for result in results))

@@ -5,9 +5,11 @@ The kernels run on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
 
 import copy
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +19,10 @@ from torch import nn
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.draft import Draft
-from loopformer.inference.engine import generate, speculate
+from loopformer.inference.engine import generate
 from loopformer.inference.fused import backend
-from loopformer.inference.fused.backend import MOST_KEPT, DraftBackend, FusedPool, LendingPool, obstacle
-from loopformer.inference.request import Event, Request, Result, RowState
-from loopformer.inference.sampling import Choice
+from loopformer.inference.fused.backend import MAX_FREE, FusedPool, fingerprint, obstacle, weights_by_rows
+from loopformer.inference.request import Event, Request, Result
 
 from ..models import spread
 
@@ -30,38 +31,56 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 FULL = Trajectory.uniform(2)
 
 
-def test_nothing_is_lent_twice_and_the_last_few_are_kept() -> None:
-    pool: LendingPool[list[str]] = LendingPool()
-    with pool.lend("a", list) as one, pool.lend("a", list) as other:
+class FakeBatch:
+    """A batch without memory or kernels."""
+
+    nbytes, is_current = 1, True
+
+    def __init__(self, model: LoopedLM, slots: int) -> None:
+        self.slots = slots
+
+    def leave(self) -> None:
+        pass
+
+
+def test_nothing_is_lent_twice_and_the_last_few_are_kept(
+    tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "loopformer.inference.fused.batch", SimpleNamespace(SharedBatch=FakeBatch))
+    pool: Any = FusedPool(LoopedLM(tiny))
+    with pool.batch(1) as one, pool.batch(1) as other:
         assert one is not other
-    with pool.lend("a", list) as again:
+    with pool.batch(1) as again:
         assert again is one or again is other
-    for number in range(2 * MOST_KEPT):
-        with pool.lend(number, list):
+    sizes = [2**power for power in range(2 * MAX_FREE)]
+    for slots in sizes:
+        with pool.batch(slots):
             pass
-    assert [key for key, _ in pool.free] == list(range(MOST_KEPT, 2 * MOST_KEPT))
-    small: LendingPool[list[str]] = LendingPool(lambda kept: len(kept) < 3)
-    for number in range(5):
-        with small.lend(number, list):
-            pass
-    assert [key for key, _ in small.free] == [3, 4]
-    with pytest.raises(ValueError, match="on purpose"), pool.lend("b", list):
+    assert [batch.slots for batch in pool._free] == sizes[-MAX_FREE:]
+    with pytest.raises(ValueError, match="on purpose"), pool.batch(4):
         raise ValueError("on purpose")
-    assert pool.free[-1][0] == "b"
+    assert pool._free[-1].slots == 4
+    monkeypatch.setattr(backend, "available_bytes", lambda device: 2)
+    with pool.batch(8):
+        pass
+    assert len(pool._free) == 2
+    with pool.batch(8) as stale:
+        stale.is_current = False  # its graphs have weights that the model no longer has
+    with pool.batch(8) as fresh:
+        assert fresh is not stale
 
 
 def test_what_fast_cannot_do_is_said(lm: LM) -> None:
     draft = Draft(Trajectory.uniform(1))
     untyped: Any = lm
     mistakes: list[tuple[Any, str]] = [
-        (lambda: lm.generate("told", fast=False, int8=True), "int8 goes with fast"),
-        (lambda: lm.stream("told", fast=False, int8=True), "int8 goes with fast"),
+        (lambda: untyped.generate("told", int8=True), "int8 was removed; leave it out, and on a GPU decode in bfl"),
+        (lambda: untyped.stream("told", int8=True), "int8 was removed; leave it out"),
         (lambda: lm.generate("told", fast=True), "fast needs a CUDA device and Triton; leave it out"),
         (lambda: lm.engine(fast=True), "fast needs a CUDA device and Triton; leave it out"),
-        (lambda: lm.engine(fast=True, draft=draft), "The fused engine takes no draft; leave out fast"),
+        (lambda: lm.engine(fast=True, draft=draft), "A draft runs on the plain path; leave out fast"),
+        (lambda: lm.generate("told", fast=True, draft=draft), "A draft runs on the plain path; leave out fast"),
         (lambda: untyped.generate("told", fast="yes"), "fast is True, False or 'auto', not 'yes'"),
-        (lambda: lm.generate("told", fast=True, int8=True), "int8 needs a CUDA device and Triton"),
-        (lambda: lm.generate("told", fast=True, int8=True, draft=draft), "int8 needs a CUDA device and Triton"),
         (lambda: untyped.stream("told", draft=draft), "stream takes no draft; generate does"),
         (lambda: lm.generate(["a", "b"], budget=[4, 1], draft=draft), "gains nothing for a text at budget 1"),
     ]
@@ -73,8 +92,8 @@ def test_what_fast_cannot_do_is_said(lm: LM) -> None:
 def test_a_setting_without_kernels_is_named_and_it_decodes_plainly(lm: LM) -> None:
     other = LM(spread(replace(lm.model.config, norms="sandwich"), std=0.3), lm.tokenizer)
     assert obstacle(other.model) == "has no kernels for model.norms"
-    with pytest.raises(LoopformerError, match=r"int8 has no kernels for model.norms; leave it out"):
-        other.generate("told", fast=True, int8=True)
+    with pytest.raises(LoopformerError, match=r"fast has no kernels for model.norms; leave it out"):
+        other.generate("told", fast=True)
     assert other.generate("told", max_tokens=4) == other.generate("told", fast=False, max_tokens=4)
 
 
@@ -84,9 +103,14 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def model(tokenizer: Tokenizer) -> LoopedLM:
+def model(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> LoopedLM:
     """For the kernels, and only where they run."""
     pytest.importorskip("triton")
+    from loopformer.inference.fused import graphs
+
+    if INTERPRETED:  # in few programs, which the interpreter runs one after the other
+        monkeypatch.setattr(graphs, "OUTPUTS_PER_PROGRAM", dict.fromkeys(graphs.WARPS, 128))
+        monkeypatch.setattr(graphs, "SPLITS", 2)
     if not INTERPRETED and not torch.cuda.is_available():
         pytest.skip("no GPU")
     torch.set_float32_matmul_precision("highest")
@@ -95,16 +119,6 @@ def model(tokenizer: Tokenizer) -> LoopedLM:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.6)
     return model.eval().to(DEVICE)
-
-
-def quick(model: LoopedLM, int8: bool = False) -> FusedPool:
-    """In few programs, which the interpreter runs one after the other."""
-    from loopformer.inference.fused.decoder import Tuning
-
-    if not INTERPRETED:
-        return FusedPool(model, int8)
-    few = dict.fromkeys(("qkv", "out", "up", "down", "head"), 128)
-    return FusedPool(model, int8, Tuning(rows=few, piece=32, splits=2, block_n=8))
 
 
 def fused(pool: FusedPool, tokenizer: Tokenizer, requests: list[Request]) -> Iterator[Event]:
@@ -127,17 +141,13 @@ def results(events: Iterable[Event]) -> list[Result]:
 def test_texts_at_once_do_not_meet(model: LoopedLM, tokenizer: Tokenizer) -> None:
     requests = asked(2, 5)
     expected = [result.ids for result in results(generate(model, tokenizer, requests))]
-    pool = quick(model)
+    pool = FusedPool(model)
     for _ in range(2):  # with batches that were used before, too
         runs = [fused(pool, tokenizer, [request]) for request in requests]
         in_turn = list(zip_longest(*runs))  # a step of each, which may bring several tokens
         ids = [results(event for event in events if event)[0].ids for events in zip(*in_turn, strict=True)]
         assert ids == expected
-    assert len(pool._batches.free) == 2
-    draft = Draft(Trajectory.uniform(1), 2)
-    (drafted,), report = speculate(model, tokenizer, requests[:1], draft, backend=DraftBackend(pool, draft))
-    assert drafted.ids == expected[0]
-    assert 1 < report.verifications <= report.tokens
+    assert len(pool._free) == 2
 
 
 @pytest.mark.cuda
@@ -146,56 +156,49 @@ def test_batches_are_bounded_and_kept_where_there_is_room(
 ) -> None:
     requests = asked(3, 3)
     expected = [result.ids for result in results(generate(model, tokenizer, requests))]
-    pool = quick(model)
-    monkeypatch.setattr(backend, "MOST_SLOTS", 2)
+    pool = FusedPool(model)
+    monkeypatch.setattr(backend, "MAX_SLOTS", 2)
     monkeypatch.setattr(backend, "available_bytes", lambda device: 0)
     assert [result.ids for result in results(fused(pool, tokenizer, requests))] == expected  # one waits
-    assert pool._batches.free == []
+    assert pool._free == []
     monkeypatch.setattr(backend, "available_bytes", lambda device: 1 << 40)
     with pool.batch(5) as batch:
         assert batch.slots == 2
-    assert [kept for _, kept in pool._batches.free] == [batch]
-
-
-@pytest.mark.cuda
-def test_a_draft_that_was_interrupted_is_run_again(model: LoopedLM, tokenizer: Tokenizer) -> None:
-    (expected,) = results(generate(model, tokenizer, asked(1, 5)))
-    pool = quick(model)
-    backend = DraftBackend(pool, Draft(Trajectory.uniform(1), 2))
-    row = RowState.start(0, asked(1, 5)[0], tokenizer, model.config)
-    (first,) = backend.prefill([row])
-    assert isinstance(first, Choice)
-    row, event = row.take([first])
-    while event.result is None:
-        backend._rounds = None  # as a fault inside a step leaves it
-        row, event = row.take(backend.decode([row])[0])
-    backend.close()
-    assert event.result.ids == expected.ids
-    assert len(pool._speculators.free) == 1
-
-
-@pytest.mark.cuda
-def test_other_int8_weights_need_other_batches(model: LoopedLM, tokenizer: Tokenizer) -> None:
-    pool, requests = quick(model, int8=True), asked(2, 3)
-    first = results(fused(pool, tokenizer, requests))[1]  # one after the other
-    with torch.no_grad():
-        for parameter in model.stack.parameters():
-            parameter.mul_(-1.5)
-    changed = results(fused(pool, tokenizer, requests))[1]
-    expected = results(fused(quick(model, int8=True), tokenizer, requests))[1]
-    assert changed.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-    assert changed.logprobs != pytest.approx(first.logprobs, abs=1e-2)
+    assert pool._free == [batch]
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_user_can_ask_for_int8_and_change_the_weights(lm: LM) -> None:
+def test_a_user_can_change_the_weights(lm: LM) -> None:
     pytest.importorskip("triton")
     ready = LM(copy.deepcopy(lm.model), lm.tokenizer).to("cuda")
-    text = ready.generate("told", max_tokens=8, fast=True, int8=True).text
-    assert "".join(ready.stream("told", max_tokens=8, fast=True, int8=True)) == text
     plain = ready.generate("told", max_tokens=8, fast=False)
+    assert "".join(ready.stream("told", max_tokens=8, fast=True)) == plain.text
     assert ready.generate("told", max_tokens=8, fast=True).text == plain.text
     ready.model.to(torch.bfloat16)  # behind its back
     rounded = ready.generate("told", max_tokens=1, fast=True)
     assert rounded.logprobs == pytest.approx(plain.logprobs[:1], abs=0.2)
+
+
+@pytest.mark.parametrize("start", ["embedding", "normed"])
+def test_passes_start_from_what_the_model_starts_from(tiny: ModelConfig, start: str) -> None:
+    model = spread(replace(tiny, positions="rotary", inject="gated", start=start))  # type: ignore[arg-type]
+    assert model.config.plain_only is None
+    ids = torch.arange(tiny.vocab)
+    weights = weights_by_rows(model)
+    expected, _ = model.place(model.tokens(ids)[None], ids[None])
+    torch.testing.assert_close(weights.embedding, expected[0].detach())
+    torch.testing.assert_close(weights.head, model.tokens.weight.detach())
+
+
+def test_where_positions_are_learned_no_table_has_the_start(tiny: ModelConfig) -> None:
+    assert replace(tiny, positions="learned", start="normed").plain_only == "start"
+
+
+def test_other_weights_have_another_fingerprint(tiny: ModelConfig) -> None:
+    model = spread(replace(tiny, positions="rotary", start="normed"))
+    before = fingerprint(model)
+    assert fingerprint(model) == before
+    with torch.no_grad():
+        model.tokens.weight.mul_(2)
+    assert fingerprint(model) != before

@@ -21,9 +21,8 @@ from ..models import spread
 
 pytest.importorskip("triton")
 from loopformer.inference.fused import batch as shared_batch
-from loopformer.inference.fused import shared
+from loopformer.inference.fused import graphs, shared
 from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
-from loopformer.inference.fused.quantise import quantised
 from loopformer.inference.fused.shared import SharedBackend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,7 +44,7 @@ def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a text takes several."""
     torch.set_float32_matmul_precision("highest")
     monkeypatch.setattr(shared_batch, "PAGE", 16)
-    monkeypatch.setattr(shared_batch, "SPLITS", 2)
+    monkeypatch.setattr(graphs, "SPLITS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -322,8 +321,6 @@ def test_what_can_never_run_is_refused(model: LoopedLM) -> None:
         engine.submit(Request((1, 2), Trajectory.uniform(3), max_tokens=5))
     with pytest.raises(LoopformerError, match="hold no page of keys"):
         SharedBatch(model, 3, memory=1)
-    with pytest.raises(LoopformerError, match="int8 weights serve one row at a time"):
-        SharedBatch(model, 3, weights=quantised(model))
 
 
 def test_a_fault_while_slots_are_filled_admits_no_more_than_fit(

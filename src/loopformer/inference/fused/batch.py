@@ -1,21 +1,21 @@
-"""Rows of unlike trajectories on a GPU, in passes that all of them share.
+"""Passes on a GPU that rows at different loops share.
 
 batch = SharedBatch(model, slots=64)                # with memory for all they may write, if there is so much
-batch.fill(3, pages, keys, length, condition, draw) # slot 3 has a prompt that was run
-batch.start({3: (token, length)})                   # its next token, at that place, goes through its first pass
-batch.run([3, 5, 9])                                # one pass of each slot, whichever loop it stands at
-logits = batch.logits([1])                          # of those whose last pass it was: the second, slot 5
+batch.fill(3, pages, keys, length, condition, draw) # slot 3 gets a prompt that was run
+batch.start({3: (token, length)})                   # its next token, at that position, goes through its first pass
+batch.run([3, 5, 9])                                # one pass of each slot, at whichever loop each is
+logits = batch.logits([1])                          # of rows of that launch that ended their last pass: slot 5's
 batch.begin([5], tokens)                            # their next tokens
-choices = batch.next_tokens([1], [5])               # or all three in one: tokens and their log-probabilities [B, 2]
-logits = batch.token(3, budget=8)                   # or a whole token of a slot that runs alone
-token, logprob = batch.follow(3, budget=8, place=20)  # and the most likely one after it, which comes next
-choices = batch.draw(3, budget=8)                   # or the one that is drawn
+choices = batch.next_tokens([1], [5])               # or all three in one graph: tokens and log-probabilities [B, 2]
+logits = batch.token(3, budget=8)                   # or all passes of a token of a slot that runs alone
+token, logprob = batch.follow(3, budget=8, position=20)  # and the most likely next token, which runs next
+choices = batch.draw(3, budget=8)                   # or one that is drawn
 
 The weights of all passes are the same, so a pass over rows at different loops reads them once: a mixture of budgets
 costs what its passes cost, and rows come and go between passes. What differs from row to row lies on the device and
-is looked up there by slot and loop: modulations, the place of the token, and pages of keys and values. Launches are
-recorded as CUDA graphs, one for each power of two of rows; nothing here waits for the device. A row that runs alone
-goes through the kernels that read each weight once (decoder.py), all its passes in one graph.
+is looked up there by slot and loop: modulations, the position of the token, and pages of keys and values. Launches
+are recorded as CUDA graphs, one for each power of two of rows. Nothing here waits for the device. A row that runs
+alone goes through kernels that read each weight once (graphs.py), all its passes in one graph.
 
 Memory is given out in pages of PAGE tokens of one loop, so what a row needs follows from its budget and its length.
 """
@@ -23,32 +23,34 @@ Memory is given out in pages of PAGE tokens of one loop, so what a row needs fol
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from loopformer.config import ModelConfig
 from loopformer.device import available_bytes, sent
 from loopformer.errors import require
-from loopformer.inference.fused import kernels, pass_kernels
-from loopformer.inference.fused.decoder import Launches, Tuning, record, wait_for
-from loopformer.inference.fused.prompts import PromptGraphs
-from loopformer.inference.fused.quantise import Weights, fingerprint, plain, quantised
+from loopformer.inference.fused import kernels
+from loopformer.inference.fused.backend import fingerprint, weights_by_rows
+from loopformer.inference.fused.graphs import (
+    LoneRow,
+    PromptGraphs,
+    allocate_scratch,
+    launch_attention,
+    record,
+    wait_for,
+)
 from loopformer.inference.sampling import GREEDY, Draw, hashed_seed, rule
 from loopformer.model import LoopedLM
-from loopformer.model.block import EPSILON, rotary_angles
+from loopformer.model.block import EPSILON
 from loopformer.model.cache import RowKeys
 from loopformer.model.conditioning import Condition
-from loopformer.trajectory import Trajectory
 
 PAGE = 64  # tokens
-SHARE = 0.8  # of the memory that is free, for keys and values at most
-SPLITS = 32  # of the keys of one head, where there are few rows
-ATTENTION_WARPS = 1
-PROMPTS = "prompts"  # the stream on which they run
-COPIES = "copies of a lone row"  # the stream on which its tokens go to the host
+MEMORY_SHARE = 0.8  # of the free memory, for keys and values at most
+# Purposes of streams.
+PROMPTS = "prompts"
+COPIES = "copies of a lone row"  # of its tokens to the host
 
 
 def page_bytes(model: LoopedLM) -> int:
@@ -65,25 +67,16 @@ def pages_of(tokens: int, budget: int) -> int:
 class SharedBatch:
     """The memory of some slots, and a pass of any of them; see the module's docstring."""
 
-    def __init__(
-        self,
-        model: LoopedLM,
-        slots: int,
-        memory: int | None = None,
-        weights: Weights | None = None,
-        tuning: Tuning | None = None,
-        pool: Tensor | None = None,
-    ) -> None:
-        """`memory`: bytes of keys and values, by default what all slots may need, if there is so much. `weights` in
-        int8 serve one slot. `pool` is memory of another batch that nobody uses any more."""
+    def __init__(self, model: LoopedLM, slots: int, memory: int | None = None, pool: Tensor | None = None) -> None:
+        """`memory`: bytes of keys and values, by default what all slots may need, if there is so much. `pool`: the
+        memory of a batch that is no longer used."""
         config, like = model.config, model.tokens.weight.detach()
-        memory = int(SHARE * available_bytes(like.device)) if memory is None else memory
+        memory = int(MEMORY_SHARE * available_bytes(like.device)) if memory is None else memory
         pages = min(slots * pages_of(config.context, config.loops), memory // page_bytes(model))
         require(pages >= 1, f"{memory:,} bytes hold no page of keys, which takes {page_bytes(model):,}.")
         self.model, self.slots, self.page_count = model, slots, pages
         self.prompts = PromptGraphs(model)
-        self._weights, self._tuning = weights or plain(model), tuning
-        require(not self._weights.int8 or slots == 1, "int8 weights serve one row at a time.")
+        self._weights = weights_by_rows(model)
         self._made_for = fingerprint(model)
         self.device = like.device
         assert model.final_norm.weight is not None
@@ -92,11 +85,11 @@ class SharedBatch:
         def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=like.device)
 
-        # One slot and one page more: the last ones are nobody's, and fill up a launch.
+        # One slot and one page more than are given out: rows that fill up a launch use them.
         rows, loops = slots + 1, config.loops
         self._ids, self._lengths, self._loops = integers(rows), integers(rows), integers(rows)
         self._x = torch.zeros(rows, config.width, device=like.device)
-        # In fp32, as a norm's weight less 1 is kept there, too.
+        # In fp32, as it also holds norm weights less 1, which bf16 would round.
         self._table = torch.zeros(rows, loops, config.blocks, 4, config.width, device=like.device)
         self._injection = like.new_zeros(rows, loops, config.width) if config.inject == "gated" else self._x
         self._pages = torch.full(
@@ -114,30 +107,24 @@ class SharedBatch:
         greedy = [rule(GREEDY.sampling, config.vocab)] * rows
         self._rules = torch.tensor(greedy, dtype=torch.float64, device=like.device)
         self._seeds = integers(rows)
-        width, heads = config.width, config.heads
-        self._qkv, self._mixed = like.new_zeros(most, 3 * width), like.new_zeros(most, width)
-        self._wide = like.new_zeros(most, config.ffn)
-        self._normed, self._change = like.new_zeros(most, width), like.new_zeros(most, width)
+        self._scratch = allocate_scratch(model, most)
+        self._normed, self._change = like.new_zeros(most, config.width), like.new_zeros(most, config.width)
         self._logits = torch.zeros(most, config.vocab_rows, device=like.device)
-        self._partial = torch.zeros(most * heads, SPLITS, config.head_width + 2, device=like.device)
-        self._arrived = integers(most * heads, dtype=torch.int32)
-        positions = torch.arange(config.context, device=like.device)[None]
-        self._cos, self._sin = (
-            angle[0, 0].contiguous() for angle in rotary_angles(positions, config.head_width, torch.float32)
-        )
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._lone_rows: dict[int, LoneRow] = {}  # by budget
         self._alone: tuple[int, LoneRow] | None = None  # the slot that runs alone, and where it does
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the model still has the weights that the graphs were recorded with."""
+        return fingerprint(self.model) == self._made_for
+
     def renewed(self) -> SharedBatch:
-        """This one; or, if the model's weights are others than those its graphs have, an empty one like it."""
-        if fingerprint(self.model) == self._made_for:
-            return self
-        weights, memory = quantised(self.model) if self._weights.int8 else None, self.nbytes
-        return SharedBatch(self.model, self.slots, memory, weights, self._tuning, self._pool)
+        """This batch, or an empty one in its memory if the model's weights have changed."""
+        return self if self.is_current else SharedBatch(self.model, self.slots, self.nbytes, self._pool)
 
     def leave(self) -> None:
-        """What comes after it waits for prompts that are under way: they write to memory that may be given away."""
+        """Let later work wait for prompts that still run: they write to memory that may be given away."""
         wait_for(PROMPTS, self.device)
 
     @property
@@ -145,7 +132,7 @@ class SharedBatch:
         """Keys and values that it has room for."""
         return self.page_count * page_bytes(self.model)
 
-    # What rows bring with them.
+    # Slots.
 
     def fill(
         self,
@@ -156,8 +143,9 @@ class SharedBatch:
         condition: Condition,
         draw: Draw = GREEDY,
     ) -> None:
-        """Give a slot the keys of `length` tokens, what its passes are told, how its tokens are drawn (what repeats
-        is left to who asks for `logits`), and pages for all it may write: as many for each loop."""
+        """Give a slot the keys of `length` tokens, the conditions of its passes, and pages for all it may write, as
+        many for each loop. `draw`: how its tokens are drawn, but for a repetition penalty, which needs `logits`.
+        """
         budget = len(keys.loops)
         if self._alone is not None and self._alone[0] == slot:
             self._alone = None
@@ -176,19 +164,19 @@ class SharedBatch:
         self._pool[taken[:, :used].long()] = cut.permute(0, 4, 1, 2, 3, 5, 6).to(self._pool.dtype)
 
     def _modulation(self, condition: Condition, budget: int) -> Tensor:
-        """[M, K, 4, D]; norms with weights of their own are scales less 1 of branches that are not gated."""
+        """Modulations [M, K, 4, D]; of a model without any, gates of 1 and its norm weights less 1 as scales."""
         if condition.modulation is not None:
             return condition.modulation.float()
         table = torch.zeros_like(self._table[0, :budget])
         table[:, :, :2] = 1
         for number, block in enumerate(self.model.stack.each()):
-            for place, norm in ((2, block.norm_1), (3, block.norm_2)):
+            for scale, norm in ((2, block.norm_1), (3, block.norm_2)):
                 assert norm.weight is not None
-                table[:, number, place] = norm.weight.detach().float() - 1
+                table[:, number, scale] = norm.weight.detach().float() - 1
         return table
 
     def start(self, tokens: Mapping[int, tuple[int, int]]) -> None:
-        """Slots whose next pass is their first one: the token of each, and its place."""
+        """Begin the trajectories of tokens: the token of each slot, and its position."""
         self._rejoin()
         slots = sent(list(tokens), self.device)
         state = sent(list(tokens.values()), self.device)  # [B, 2]
@@ -197,66 +185,74 @@ class SharedBatch:
     # Launches.
 
     def run(self, slots: Sequence[int], passes: int = 1) -> None:
-        """So many passes of each of these slots; two are one graph, which is half the work for the host."""
+        """So many passes of each of these slots."""
         self._rejoin()
-        count = self._put("order", slots, self.slots)
-        for _ in range(passes // 2):
-            self._replay("two passes", count, lambda: self._passes(count, 2))
+        count = self._write_numbers("order", slots, self.slots)
+
+        def two_passes() -> None:
+            self._pass(count)
+            self._pass(count)
+
+        for _ in range(passes // 2):  # two in one graph are half the work for the host
+            self._replay("two passes", count, two_passes)
         if passes % 2:
-            self._replay("pass", count, lambda: self._passes(count, 1))
+            self._replay("pass", count, lambda: self._pass(count))
 
     def logits(self, rows: Sequence[int]) -> Tensor:
-        """After the last pass of these rows of the launch, counted as they were given to `run`: logits [B, V]."""
-        count = self._put("done", rows, 0)
+        """Logits [B, V] of rows of the launch, counted as their slots were given to `run`."""
+        count = self._write_numbers("done", rows, 0)
         self._replay("head", count, lambda: self._head(count))
         return self._logits[: len(rows), : self.model.config.vocab]
 
     def begin(self, slots: Sequence[int], tokens: Tensor) -> None:
-        """The next token of these slots [B]."""
+        """Begin the next tokens [B] of these slots, one position further."""
         if self._alone is not None:
             self._alone[1].ids.copy_(tokens)
             return
-        count = self._put("ended", slots, self.slots)
+        count = self._write_numbers("ended", slots, self.slots)
         self._choices[: len(slots), 0] = tokens
         self._begin(count)
 
     def next_tokens(self, rows: Sequence[int], slots: Sequence[int]) -> Tensor:
-        """What follows the last pass of rows, in whose slots it comes next: tokens and their log-probabilities
-        [B, 2], which the next launch writes over. All of it is one graph."""
-        count = self._put("done", rows, 0)
-        self._put("ended", slots, self.slots)
+        """Choose and begin the next tokens of rows of the launch, in their slots, as one graph: tokens and their
+        log-probabilities [B, 2], valid until the next launch."""
+        count = self._write_numbers("done", rows, 0)
+        self._write_numbers("ended", slots, self.slots)
         self._replay("choice", count, lambda: self._next_tokens(count))
         return self._choices[: len(rows)]
 
     def token(self, slot: int, budget: int) -> Tensor:
-        """All passes of the next token of a slot, if no other runs: logits [1, V]."""
-        row = self._left_alone(slot, budget)
-        row.replay("advance")
+        """Logits [1, V] of the next token of a slot, if no other runs, after all its passes."""
+        row = self._lone_row(slot, budget)
+        row.replay(greedy=False)
         return row.logits[:, : self.model.config.vocab]
 
-    def follow(self, slot: int, budget: int, place: int) -> tuple[Tensor, Tensor]:
-        """The same of a token at this place; then the most likely one [1] comes next, with this log-probability
-        [1]. The row does not write over them; another that comes to be alone waits for the stream COPIES."""
-        row = self._left_alone(slot, budget)
-        row.replay("follow")
-        return row.chosen[place], row.logprobs[place]
+    def follow(self, slot: int, budget: int, position: int) -> tuple[Tensor, Tensor]:
+        """Run a token at this position as `token` does, and begin the most likely next one: it [1] and its
+        log-probability [1]. This row does not write over them, and another that runs alone waits for COPIES."""
+        row = self._lone_row(slot, budget)
+        row.replay(greedy=True)
+        return row.chosen[position], row.logprobs[position]
 
     def draw(self, slot: int, budget: int) -> Tensor:
-        """The same where the next token is drawn: that and its log-probability [1, 2], as of `next_tokens`."""
-        row = self._left_alone(slot, budget)
-        row.replay("advance")
-        self._put("ended", [slot], self.slots)
+        """Run a token as `token` does, and begin the next one, drawn: it and its log-probability [1, 2]."""
+        row = self._lone_row(slot, budget)
+        row.replay(greedy=False)
+        self._write_numbers("ended", [slot], self.slots)
         self._choose(row.logits, row.lengths, alone=True)
         row.ids.copy_(self._choices[:1, 0])
         return self._choices[:1]
 
-    def _left_alone(self, slot: int, budget: int) -> LoneRow:
+    def _lone_row(self, slot: int, budget: int) -> LoneRow:
+        """The graph of a slot that runs alone, after it has taken over the slot's state."""
         if self._alone is None or self._alone[0] != slot:
             self._rejoin()
             if budget not in self._lone_rows:
-                self._lone_rows[budget] = LoneRow(self.model, budget, self._weights, self._tuning, self._pool)
+                self._lone_rows[budget] = LoneRow(self.model, budget, self._weights, self._scratch, self._pool)
             row = self._lone_rows[budget]
-            wait_for(COPIES, self.device)  # it writes its tokens where those of an earlier one were
+            wait_for(
+                COPIES, self.device
+            )  # an earlier row's tokens, which this one writes over, may still be copied
             row.enter(
                 self._ids[slot], self._lengths[slot], self._pages[slot], self._table[slot], self._injection[slot]
             )
@@ -264,32 +260,29 @@ class SharedBatch:
         return self._alone[1]
 
     def _rejoin(self) -> None:
-        """A slot that ran alone goes on among others."""
+        """Put the state of a slot that ran alone back among the others."""
         if self._alone is not None:
             slot, row = self._alone
             self._ids[slot], self._lengths[slot], self._loops[slot] = row.ids[0], row.lengths[0], 0
             self._alone = None
 
-    def _put(self, name: str, numbers: Sequence[int], fill: int) -> int:
-        """Write numbers to the device, unless they are there, and fill them up to a power of two: to how many."""
+    def _write_numbers(self, name: str, numbers: Sequence[int], fill: int) -> int:
+        """Write numbers to the device, unless they are there, filled up to a power of two; that power."""
         count: int = triton.next_power_of_2(len(numbers))
         if self._written.get(name) != tuple(numbers):
-            self._written.pop(name, None)  # not known while it is being written
+            self._written.pop(name, None)  # a fault while they are written must not leave them noted
             filled = [*numbers, *[fill] * (count - len(numbers))]
             self._numbers[name][:count] = sent(filled, self.device)
             self._written[name] = tuple(numbers)
         return count
 
-    def _passes(self, rows: int, count: int) -> None:
-        for _ in range(count):
-            self._pass(rows)
-
     def _pass(self, rows: int) -> None:
+        """Launch one pass of as many rows as `order` has slots."""
         config, blocks = self.model.config, self.model.config.blocks
         sizes = {"D": config.width, "L": config.loops, "K": blocks}
         widest = {"BLOCK_D": triton.next_power_of_2(config.width), "EPSILON": EPSILON}
         places = self.model.places
-        pass_kernels.enter_kernel[(rows,)](
+        kernels.enter_kernel[(rows,)](
             self._numbers["order"],
             self._loops,
             self._ids,
@@ -305,11 +298,12 @@ class SharedBatch:
             LEARNED=places is not None,
             INJECTED=config.inject == "gated",
         )
-        normed, qkv, mixed = self._normed[:rows], self._qkv[:rows], self._mixed[:rows]
-        wide, change = self._wide[:rows], self._change[:rows]
+        scratch = self._scratch
+        normed, qkv, mixed = self._normed[:rows], scratch.qkv[:rows], scratch.mixed[:rows]
+        wide, change = scratch.wide[:rows], self._change[:rows]
 
         def add(gate: int, scale: int) -> None:
-            pass_kernels.gated_norm_kernel[(rows,)](
+            kernels.gated_norm_kernel[(rows,)](
                 self._numbers["order"],
                 self._loops,
                 self._table,
@@ -324,41 +318,21 @@ class SharedBatch:
                 SCALE=scale,
             )
 
+        slots = (self._numbers["order"], self._loops, self._lengths, self._pages)
         for block in range(blocks):
-            to_qkv, out, up, down = (weight.values.t() for weight in self._weights.blocks[block])
+            to_qkv, out, up, down = (weight.t() for weight in self._weights.blocks[block])
             torch.mm(normed, to_qkv, out=qkv)
-            self._attention(rows, block)
+            launch_attention(config, scratch, self._pool, rows, block, *slots, PDL=False)
             torch.mm(mixed, out, out=change)
             add(4 * block, 4 * block + 3)
             torch.mm(normed, up, out=wide)
-            kernels.gelu_kernel[(triton.cdiv(wide.numel(), 1024),)](wide, wide.numel(), BLOCK_N=1024, PDL=False)
+            kernels.gelu_kernel[(triton.cdiv(wide.numel(), 1024),)](wide, wide.numel(), BLOCK_N=1024)
             torch.mm(wide, down, out=change)
             add(4 * block + 1, 4 * block + 6)  # the next block's first scale
 
-    def _attention(self, rows: int, block: int) -> None:
-        config = self.model.config
-        paged_attention(
-            config,
-            rows,
-            block,
-            SPLITS if rows * config.heads < 512 else 1,
-            self._numbers["order"],
-            self._loops,
-            self._lengths,
-            self._pages,
-            self._qkv,
-            self._pool,
-            self._cos,
-            self._sin,
-            self._mixed,
-            self._partial,
-            self._arrived,
-            PDL=False,
-        )
-
     def _head(self, rows: int) -> None:
         ended = self._normed[self._numbers["done"][:rows]]
-        self._logits[:rows].copy_(torch.mm(ended, self._weights.head.values.t()))
+        self._logits[:rows].copy_(torch.mm(ended, self._weights.head.t()))
 
     def _next_tokens(self, rows: int) -> None:
         self._head(rows)
@@ -368,7 +342,7 @@ class SharedBatch:
     def _choose(self, logits: Tensor, lengths: Tensor, alone: bool) -> None:
         vocab = self.model.config.vocab
         block = min(4096, triton.next_power_of_2(vocab))
-        pass_kernels.choice_kernel[(len(logits),)](
+        kernels.choice_kernel[(len(logits),)](
             logits,
             self._numbers["ended"],
             lengths,
@@ -383,7 +357,7 @@ class SharedBatch:
         )
 
     def _begin(self, rows: int) -> None:
-        pass_kernels.begin_kernel[(rows,)](
+        kernels.begin_kernel[(rows,)](
             self._numbers["ended"], self._choices, self._ids, self._lengths, self._loops, self.slots
         )
 
@@ -399,92 +373,3 @@ class SharedBatch:
 def paired(tokens: Tensor, logprobs: Tensor) -> Tensor:
     """Tokens and their log-probabilities, each [B], as one tensor [B, 2]; fp32 holds every id exactly."""
     return torch.stack((tokens.float(), logprobs), 1)
-
-
-class LoneRow(Launches):
-    """A row that runs alone, along any trajectory of one budget, with its keys and values in pages."""
-
-    def __init__(self, model: LoopedLM, budget: int, weights: Weights, tuning: Tuning | None, pool: Tensor) -> None:
-        super().__init__(model, Trajectory.uniform(budget), 1, weights, tuning)
-        config = model.config
-        self._pool = pool
-        self._pages = torch.zeros(config.loops, -(-config.context // PAGE), dtype=torch.int32, device=pool.device)
-        self._first = torch.zeros(1, dtype=torch.int64, device=pool.device)
-
-    def enter(self, token: Tensor, length: Tensor, pages: Tensor, table: Tensor, injection: Tensor) -> None:
-        """A slot's next token and its place, its pages [L, N], and what its passes are told [L, …]."""
-        self.ids.copy_(token)
-        self.lengths.copy_(length)
-        self._pages.copy_(pages)
-        if self._table is not None:
-            self._table.copy_(table[: len(self._table)])
-        if self._injection is not None:
-            self._injection.copy_(injection[: len(self._injection)])
-
-    def _attention(self, step: int) -> None:
-        loop, block = divmod(step, self.model.config.blocks)
-        paged_attention(
-            self.model.config,
-            1,
-            block,
-            self._splits,
-            self._first,
-            self._first,
-            self.lengths,
-            self._pages[loop:],
-            self._qkv,
-            self._pool,
-            self._cos,
-            self._sin,
-            self._mixed,
-            self._partial,
-            self._arrived,
-            **self.launch,
-        )
-
-
-def paged_attention(
-    config: ModelConfig,
-    rows: int,
-    block: int,
-    splits: int,
-    order: Tensor,
-    loops: Tensor,
-    lengths: Tensor,
-    pages: Tensor,
-    qkv: Tensor,
-    pool: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
-    out: Tensor,
-    partial: Tensor,
-    arrived: Tensor,
-    **launch: Any,
-) -> None:
-    """Launch the attention of a block over pages."""
-    pass_kernels.paged_attention_kernel[(rows * config.heads, splits)](
-        order,
-        loops,
-        lengths,
-        pages,
-        qkv,
-        pool,
-        cosines,
-        sines,
-        out,
-        partial,
-        arrived,
-        config.loops,
-        pages.shape[-1],
-        config.head_width**-0.5,
-        BLOCK=block,
-        K=config.blocks,
-        H=config.heads,
-        W=config.head_width,
-        PAGE=PAGE,
-        BLOCK_W=triton.next_power_of_2(config.head_width),
-        SPLITS=splits,
-        ROTARY=config.positions == "rotary",
-        num_warps=ATTENTION_WARPS,
-        **launch,
-    )

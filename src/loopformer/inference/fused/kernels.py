@@ -1,43 +1,37 @@
-"""Triton kernels of one decoded token: few, fused, and each reads every weight once.
+"""Triton kernels of decoding on a GPU.
 
-A token's pass through a block is five launches: norm and qkv, attention, out and residual, norm and up and GELU,
-down and residual. Matmuls with few rows are limited by reading the weight, so each program reads its rows of the
-weight whole, before it waits for the kernel ahead of it. All lengths are read on the device, so that a CUDA graph
-can be replayed as the text grows.
+Shared passes (batch.py): row i of a launch is in slot `order[i]`, and the slot says at which loop and position it
+stands. For each slot and loop there are modulations in a table and a list of pages with keys and values. A launch
+knows nothing else of its rows, so a CUDA graph of it serves any of them.
 
-TRITON_INTERPRET=1 runs them on the CPU.
+A row that runs alone (graphs.py): five launches for each block and pass: norm and qkv, attention, out and residual,
+norm and up and GELU, down and residual. Matmuls of one row are limited by reading the weight, so each program loads
+its rows of the weight before it waits for the kernel ahead of it.
+
+All lengths are read on the device, so that a graph can be replayed as a text grows. TRITON_INTERPRET=1 runs the
+kernels on the CPU.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 import triton
 import triton.language as tl
 
+from loopformer.model import noise
+
+GOLDEN, MIX_1, MIX_2 = (tl.constexpr(number) for number in (noise.GOLDEN, noise.MIX_1, noise.MIX_2))
+LOWEST = tl.constexpr(-(2**31))
+
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """With programmatic launch a kernel starts while the one before it runs; here it needs that one's output.
+    """With programmatic launch a kernel starts while the one before it runs; here it waits for that one's output.
 
-    The next one may start before, to fetch its weights; so what another kernel writes is read after this only.
+    The next kernel may start from here on, to fetch its weights. So a kernel may read what others write, and write,
+    only after this.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _as_numbers(w, BYTES: tl.constexpr):
-    """Weights as fp32; a byte b stands for b - 128 (quantise.py)."""
-    if BYTES:
-        # Put into the mantissa of 1024 it is the half float 1024 + b: quicker than a conversion.
-        half = (w.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
-        return (half - 1152.0).to(tl.float32)
-    return w.to(tl.float32)
-
-
-@triton.jit
-def _most_likely(values, where, start, programs):
-    """The token of the largest of some values; with NaN among them it may be any, but it is one."""
-    return tl.load(where + start + tl.minimum(tl.argmax(values, axis=0), programs - 1))
 
 
 @triton.jit
@@ -47,41 +41,409 @@ def _gelu(x):
 
 
 @triton.jit
+def gelu_kernel(x, count, BLOCK_N: tl.constexpr):
+    """Exact GELU, in place."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    value = tl.load(x + n, mask=n < count, other=0).to(tl.float32)
+    tl.store(x + n, _gelu(value), mask=n < count)
+
+
+@triton.jit
+def enter_kernel(
+    order,  # [B] slots
+    loops,  # [S] the loop that each slot runs next
+    ids,  # [S] tokens
+    lengths,  # [S] their positions
+    embedding,  # [V, D] that passes start from
+    places,  # [context, D]
+    table,  # [S, L, K, 4, D]
+    injection,  # [S, L, D]
+    x,  # [S, D] fp32, the state between passes
+    y,  # [B, D]
+    D,
+    L,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LEARNED: tl.constexpr,
+    INJECTED: tl.constexpr,
+    EPSILON: tl.constexpr,
+):
+    """A token's state before its pass: its embedding, or what the pass before left, with some of it injected."""
+    row = tl.program_id(0)
+    slot = tl.load(order + row)
+    loop = tl.load(loops + slot)
+    k = tl.arange(0, BLOCK_D)
+    inside = k < D
+    value = tl.load(x + slot * D + k, mask=inside, other=0)
+    if INJECTED or loop == 0:
+        embedded = tl.load(embedding + tl.load(ids + slot) * D + k, mask=inside, other=0).to(tl.float32)
+        if LEARNED:
+            embedded += tl.load(places + tl.load(lengths + slot) * D + k, mask=inside, other=0).to(tl.float32)
+        if loop == 0:
+            value = embedded
+        else:
+            value += embedded * tl.load(injection + (slot * L + loop) * D + k, mask=inside, other=0).to(tl.float32)
+        tl.store(x + slot * D + k, value, mask=inside)
+    factor = 1.0 + tl.load(table + ((slot * L + loop) * K * 4 + 2) * D + k, mask=inside, other=0).to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value) / D + EPSILON) * factor
+    tl.store(y + row * D + k, value, mask=inside)
+
+
+@triton.jit
+def gated_norm_kernel(
+    order,  # [B]
+    loops,  # [S]
+    table,  # [S, L, K, 4, D]
+    final,  # [D], the final norm's weight
+    x,  # [S, D] fp32, added to
+    change,  # [B, D]
+    y,  # [B, D]
+    idle,  # the slot of padding rows
+    D,
+    L,
+    K: tl.constexpr,
+    GATE: tl.constexpr,  # which of the table's K · 4 vectors
+    SCALE: tl.constexpr,  # the same; from K · 4 on: the pass ends here
+    BLOCK_D: tl.constexpr,
+    EPSILON: tl.constexpr,
+):
+    """x += gate · change; y = x / rms(x) · scale. At the end of a pass the scale is the final norm's."""
+    row = tl.program_id(0)
+    slot = tl.load(order + row)
+    loop = tl.load(loops + slot)
+    vectors = table + (slot * L + loop) * K * 4 * D
+    k = tl.arange(0, BLOCK_D)
+    inside = k < D
+    more = tl.load(change + row * D + k, mask=inside, other=0).to(tl.float32)
+    value = tl.load(x + slot * D + k, mask=inside, other=0)
+    value += more * tl.load(vectors + GATE * D + k, mask=inside, other=0).to(tl.float32)
+    tl.store(x + slot * D + k, value, mask=inside)
+    if SCALE < K * 4:
+        factor = 1.0 + tl.load(vectors + SCALE * D + k, mask=inside, other=0).to(tl.float32)
+    else:
+        factor = tl.load(final + k, mask=inside, other=0).to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value) / D + EPSILON) * factor
+    tl.store(y + row * D + k, value, mask=inside)
+    if SCALE >= K * 4:
+        tl.debug_barrier()  # all warps have read the loop that is now written over
+        tl.store(loops + slot, tl.where(slot == idle, 0, loop + 1))
+
+
+@triton.jit
+def paged_attention_kernel(
+    order,  # [B]
+    loops,  # [S]
+    lengths,  # [S], tokens before this one
+    pages,  # [S, L, N] of each slot and loop, in the order of the tokens
+    qkv,  # [B, 3D]
+    pool,  # [pages, K, 2, H, PAGE, W] keys and values
+    cosines,  # [context, W / 2]
+    sines,
+    out,  # [B, D]
+    partial,  # [B · H, SPLITS, W + 2] fp32: sums, largest score, weight
+    arrived,  # [B · H] zeros; left as zeros
+    L,
+    N,
+    scale,
+    BLOCK: tl.constexpr,  # which of the stack
+    K: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One new token's attention over the pages of its slot and loop, where its own key and value are stored.
+
+    Each program takes one split of the pages of one head. Sums are relative to the largest score so far, so that no
+    exponential overflows.
+    """
+    head, split = tl.program_id(0), tl.program_id(1)
+    row, h = head // H, head % H
+    wait(PDL)
+    slot = tl.load(order + row)
+    length = tl.load(lengths + slot)
+    slot_pages = pages + (slot * L + tl.load(loops + slot)) * N
+    d = tl.arange(0, BLOCK_W)
+    inside = d < W
+    start_q = qkv + row * 3 * H * W + h * W
+    q = tl.load(start_q + d, mask=inside, other=0).to(tl.float32)
+    if ROTARY:
+        other = tl.where(d < W // 2, d + W // 2, d - W // 2)
+        sign = tl.where(d < W // 2, -1.0, 1.0)
+        cos = tl.load(cosines + length * (W // 2) + d % (W // 2), mask=inside, other=0)
+        sin = tl.load(sines + length * (W // 2) + d % (W // 2), mask=inside, other=0) * sign
+        q = q * cos + tl.load(start_q + other, mask=inside, other=0).to(tl.float32) * sin
+    q *= scale
+    largest = float("-inf")
+    weight = 0.0
+    mixed = tl.zeros([BLOCK_W], tl.float32)
+    if split == 0:  # the new token
+        k = tl.load(start_q + H * W + d, mask=inside, other=0)
+        v = tl.load(start_q + 2 * H * W + d, mask=inside, other=0)
+        if ROTARY:
+            turned = tl.load(start_q + H * W + other, mask=inside, other=0).to(tl.float32) * sin
+            k = (k.to(tl.float32) * cos + turned).to(k.dtype)
+        page = tl.load(slot_pages + length // PAGE).to(tl.int64)
+        keys = pool + (((page * K + BLOCK) * 2 * H + h) * PAGE + length % PAGE) * W
+        tl.store(keys + d, k, mask=inside)
+        tl.store(keys + H * PAGE * W + d, v, mask=inside)
+        largest = tl.sum(q * k.to(tl.float32))
+        weight = 1.0
+        mixed = v.to(tl.float32)
+    each = tl.cdiv(tl.cdiv(length, PAGE), SPLITS)
+    n = tl.arange(0, PAGE)
+    page = tl.load(slot_pages + tl.minimum(split * each, N - 1)).to(tl.int64)
+    for number in range(split * each, tl.minimum(tl.cdiv(length, PAGE), (split + 1) * each)):
+        keys = pool + ((page * K + BLOCK) * 2 * H + h) * PAGE * W + n[:, None] * W + d[None, :]
+        valid = number * PAGE + n < length
+        mask = valid[:, None] & inside[None, :]
+        k = tl.load(keys, mask=mask, other=0).to(tl.float32)
+        v = tl.load(keys + H * PAGE * W, mask=mask, other=0).to(tl.float32)
+        page = tl.load(slot_pages + tl.minimum(number + 1, N - 1)).to(tl.int64)  # early: the next keys wait for it
+        score = tl.where(valid, tl.sum(k * q[None, :], axis=1), float("-inf"))
+        above = tl.maximum(largest, tl.max(score))
+        shrink = tl.exp(largest - above)
+        likely = tl.exp(score - above)
+        mixed = mixed * shrink + tl.sum(likely[:, None] * v, axis=0)
+        weight = weight * shrink + tl.sum(likely)
+        largest = above
+    if SPLITS == 1:
+        tl.store(out + head * W + d, mixed / weight, mask=inside)
+    else:
+        split_sums = partial + (head * SPLITS + split) * (W + 2)
+        tl.store(split_sums + d, mixed, mask=inside)
+        tl.store(split_sums + W, largest)
+        tl.store(split_sums + W + 1, weight)
+        tl.debug_barrier()  # all warps have stored before the counter says so
+        # The program that arrives last adds up all splits, and clears the counter for the next launch.
+        if tl.atomic_add(arrived + head, 1, sem="acq_rel") == SPLITS - 1:
+            s = tl.arange(0, SPLITS)
+            all_sums = partial + (head * SPLITS + s) * (W + 2)
+            tops = tl.load(all_sums + W)
+            share = tl.exp(tops - tl.max(tops))
+            total = tl.sum(share * tl.load(all_sums + W + 1))
+            sums = tl.load(all_sums[:, None] + d[None, :], mask=inside[None, :], other=0)
+            tl.store(out + head * W + d, tl.sum(share[:, None] * sums, axis=0) / total, mask=inside)
+            tl.store(arrived + head, 0)
+
+
+@triton.jit
+def begin_kernel(
+    slots,  # [B] that have their tokens
+    choices,  # [B, 2] these, and their log-probabilities
+    ids,  # [S]
+    lengths,
+    loops,
+    idle,  # the slot of padding rows
+):
+    """Put the next token of each slot one position further, at the beginning of its trajectory."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    tl.store(ids + slot, tl.load(choices + row * 2).to(tl.int64))
+    tl.store(lengths + slot, tl.where(slot == idle, 0, tl.load(lengths + slot) + 1))
+    tl.store(loops + slot, 0)
+
+
+@triton.jit
+def choice_kernel(
+    logits,  # [B, …] fp32
+    slots,  # [B]
+    lengths,  # [S] tokens before the one that was run; ALONE: [1] before the one that is chosen
+    rules,  # [S, 4] fp64: temperature, top-k, top-p, the logarithm of min-p (sampling.py)
+    seeds,  # [S] int64
+    choices,  # [B, 2] fp32: tokens, and their log-probabilities
+    stride,  # of rows, at least `vocab`; what stands between is padding
+    vocab,
+    ALONE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The next token of each row: the largest logit or, with a temperature, the largest with its noise among those
+    that the rules keep. `choose` of sampling.py is its twin, and has the repetition penalty, too."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    row_logits = logits + row.to(tl.int64) * stride
+    n = tl.arange(0, BLOCK_N)
+    top = float("-inf")
+    mass = 0.0
+    token = 0
+    for start in range(0, vocab, BLOCK_N):
+        value = _logits(row_logits, start + n, stride, vocab)
+        high = tl.max(value)
+        token = tl.where(high > top, start + tl.argmax(value, axis=0), token)
+        above = tl.maximum(top, high)
+        shift = tl.where(above > float("-inf"), above, 0.0)  # where all so far is minus infinity, it weighs nothing
+        mass = mass * tl.exp(top - shift) + tl.sum(tl.exp(value - shift))
+        top = above
+    temperature = tl.load(rules + slot * 4)
+    if temperature > 0:
+        top_k = tl.load(rules + slot * 4 + 1)
+        top_p = tl.load(rules + slot * 4 + 2)
+        least = tl.load(rules + slot * 4 + 3)
+        cold = 1.0 / tl.maximum(temperature.to(tl.float32), 1e-30)
+        # Kept are tokens above `bound`, and at it those that come while what stands before them is below `target`.
+        bound = tl.full([], LOWEST, tl.int64)
+        before = tl.full([], 0, tl.float64)
+        target = tl.full([], float("inf"), tl.float64)
+        if top_k < vocab:
+            bound, _count = _smallest_below(row_logits, stride, vocab, top, cold, bound, top_k, True, BLOCK_N)
+        if top_p < 1:
+            total, _2, _3 = _weights_above(
+                row_logits, stride, vocab, top, cold, bound - 1, bound, bound, False, BLOCK_N
+            )
+            target = top_p * total
+            bound, before = _smallest_below(row_logits, stride, vocab, top, cold, bound, target, False, BLOCK_N)
+        each = tl.exp((_number(bound) - top) * cold).to(tl.float64)
+        key = _hashed(tl.load(seeds + slot).to(tl.uint64, bitcast=True) + _position(lengths, slot, ALONE) * GOLDEN)
+        best = tl.full([], float("-inf"), tl.float64)
+        ties = 0
+        for start in range(0, vocab, BLOCK_N):
+            inside = start + n < vocab
+            value = _logits(row_logits, start + n, stride, vocab)
+            rank = _ordered(value).to(tl.int64)
+            tied = (rank == bound) & inside
+            stands_before = before + (ties + tl.cumsum(tied.to(tl.int32), axis=0) - 1).to(tl.float64) * each
+            score = (value - top).to(tl.float64) / temperature
+            keep = ((rank > bound) | (tied & (stands_before < target))) & inside & (score >= least)
+            if tl.max(keep.to(tl.int32)) > 0:  # noise costs most, and few of many tokens may be kept
+                bits = _hashed(key + (start + n).to(tl.uint64) * GOLDEN)
+                uniform = ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52: never 0 and never 1
+                noisy = tl.where(keep, score - tl.log(-tl.log(uniform)), float("-inf"))
+                high = tl.max(noisy)
+                token = tl.where(high > best, start + tl.argmax(noisy, axis=0), token)
+                best = tl.maximum(best, high)
+            ties += tl.sum(tied.to(tl.int32))
+    token = tl.minimum(token, vocab - 1)  # where logits are not numbers it may be any, but it is one
+    tl.store(choices + row * 2, token.to(tl.float32))
+    tl.store(choices + row * 2 + 1, tl.load(row_logits + token) - top - tl.log(mass))
+
+
+@triton.jit
+def _smallest_below(row_logits, stride, vocab, top, cold, kept, target, COUNT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The smallest kept rank that has less than `target` above it, and how much that is."""
+    low = kept - 1
+    high = _ordered(top).to(tl.int64)
+    above = tl.full([], 0, tl.float64)
+    while high - low > 1:
+        one, two, three = low + (high - low) // 4, low + (high - low) // 2, low + (high - low) * 3 // 4
+        first, second, third = _weights_above(row_logits, stride, vocab, top, cold, one, two, three, COUNT, BLOCK_N)
+        low = tl.where(third >= target, three, tl.where(second >= target, two, tl.where(first >= target, one, low)))
+        # Not `<`, so that it ends whatever is compared.
+        if not (first >= target):
+            high = one
+            above = first
+        elif not (second >= target):
+            high = two
+            above = second
+        elif not (third >= target):
+            high = three
+            above = third
+    return high, above
+
+
+@triton.jit
+def _weights_above(
+    row_logits, stride, vocab, top, cold, one, two, three, COUNT: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The weight of the logits of a rank above each of three ranks, or with COUNT their number.
+
+    Minus infinity weighs nothing at any temperature.
+
+    This loop runs over and over, so it is kept short: ranks are integers of 32 bits, and each lane adds the few
+    weights that it sees in fp32, which is no coarser than the weights are.
+    """
+    n = tl.arange(0, BLOCK_N)
+    first = tl.zeros([BLOCK_N], tl.float32)
+    second = tl.zeros([BLOCK_N], tl.float32)
+    third = tl.zeros([BLOCK_N], tl.float32)
+    least = _ordered(tl.full([], float("-inf"), tl.float32)).to(tl.int64)
+    from_one = (tl.maximum(one, least) + 1).to(tl.int32)
+    from_two = (tl.maximum(two, least) + 1).to(tl.int32)
+    from_three = (tl.maximum(three, least) + 1).to(tl.int32)
+    for start in range(0, vocab, BLOCK_N):
+        value = _logits(row_logits, start + n, stride, vocab)
+        rank = _ordered(value)
+        weight = 1.0 if COUNT else tl.exp(tl.maximum(value - top, -1e30) * cold)
+        first += tl.where(rank >= from_one, weight, 0.0)
+        second += tl.where(rank >= from_two, weight, 0.0)
+        third += tl.where(rank >= from_three, weight, 0.0)
+    return tl.sum(first.to(tl.float64)), tl.sum(second.to(tl.float64)), tl.sum(third.to(tl.float64))
+
+
+@triton.jit
+def _logits(row_logits, n, stride, vocab):
+    """A row's logits of some tokens; minus infinity from `vocab` on."""
+    # Read to the end of the row, which is aligned: a mask that ends anywhere would split up each lane's loads.
+    value = tl.load(row_logits + n, mask=n < stride, other=float("-inf"))
+    return tl.where(n < vocab, value, float("-inf"))
+
+
+@triton.jit
+def _ordered(value):
+    """The ranks of fp32 numbers: integers in the same order."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _number(rank):
+    """The fp32 number of a rank."""
+    bits = rank.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _position(lengths, slot, ALONE: tl.constexpr):
+    """The number of tokens before the one that is chosen."""
+    if ALONE:
+        return tl.load(lengths).to(tl.uint64)
+    return (tl.load(lengths + slot) + 1).to(tl.uint64)
+
+
+@triton.jit
+def _hashed(bits):
+    """The hash of noise.py, of unsigned integers."""
+    bits = (bits ^ (bits >> 30)) * MIX_1
+    bits = (bits ^ (bits >> 27)) * MIX_2
+    return bits ^ (bits >> 31)
+
+
+@triton.jit
 def embed_kernel(
-    ids,  # [B]
-    lengths,  # [B]
+    ids,  # [1]
+    lengths,  # [1]
     embedding,  # [V, D] that passes start from
     places,  # [context, D]
     injection,  # [D]
-    x,  # [B, D] fp32
+    x,  # [D] fp32
     width,
     LEARNED: tl.constexpr,
     INJECTED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x from the tokens, and the places they stand at; or some of that added to x, where it is injected."""
-    row = tl.program_id(0)
+    """x of one row: its token's embedding with that of its position; INJECTED: some of it is added to x."""
     k = tl.arange(0, BLOCK_K)
     inside = k < width
     wait(PDL)
-    value = tl.load(embedding + tl.load(ids + row) * width + k, mask=inside).to(tl.float32)
+    value = tl.load(embedding + tl.load(ids) * width + k, mask=inside).to(tl.float32)
     if LEARNED:
-        value += tl.load(places + tl.load(lengths + row) * width + k, mask=inside).to(tl.float32)
+        value += tl.load(places + tl.load(lengths) * width + k, mask=inside).to(tl.float32)
     if INJECTED:
         value *= tl.load(injection + k, mask=inside).to(tl.float32)
-        value += tl.load(x + row * width + k, mask=inside)
-    tl.store(x + row * width + k, value, mask=inside)
+        value += tl.load(x + k, mask=inside)
+    tl.store(x + k, value, mask=inside)
 
 
 @triton.jit
 def norm_linear_kernel(
-    x,  # [B, K] fp32
+    x,  # [K] fp32
     weight,  # [N, K]
-    scales,  # [N], of weights in bytes
-    scale,  # [K]: the modulation's, or the norm's weight
-    y,  # [B, N]
-    best,  # [B, programs] largest outputs,
+    scale,  # [K]: the modulation's, less 1, or the norm's weight
+    y,  # [N]
+    best,  # [programs] largest outputs,
     where,  # where they are, and
     mass,  # exp of all outputs less the largest, summed
     N,
@@ -89,15 +451,13 @@ def norm_linear_kernel(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
-    B: tl.constexpr,
-    SCALED: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     GELU: tl.constexpr,
     BEST: tl.constexpr,
     PDL: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """y = W · (x / rms(x) · scale), then GELU or the largest output, if asked."""
+    """y = W · (x / rms(x) · scale) of one row, then GELU, or with BEST the largest output of each program."""
     program = tl.program_id(0)
     rows = program * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
@@ -107,347 +467,78 @@ def norm_linear_kernel(
     factor = tl.load(scale + k, mask=inside, other=0).to(tl.float32)
     if PLUS_ONE:
         factor += 1.0
-    if SCALED:
-        grain = tl.load(scales + rows, mask=rows < N, other=0).to(tl.float32)
     wait(PDL)
-    for b in tl.static_range(B):
-        value = tl.load(x + b * K + k, mask=inside, other=0)
-        # Scaled afterwards, so that the two sums do not wait for each other.
-        out = tl.sum(_as_numbers(w, SCALED) * (value * factor)[None, :], axis=1)
-        out *= tl.rsqrt(tl.sum(value * value) / K + EPSILON)
-        if SCALED:
-            out *= grain
-        if GELU:
-            out = _gelu(out)
-        if BEST:
-            out = tl.where(rows < counted, out, float("-inf"))
-            top = tl.max(out)
-            tl.store(best + b * tl.num_programs(0) + program, top)
-            part = tl.sum(tl.where(rows < counted, tl.exp(out - top), 0.0))
-            tl.store(mass + b * tl.num_programs(0) + program, part)
-            tl.store(where + b * tl.num_programs(0) + program, program * ROWS + tl.argmax(out, axis=0))
-        tl.store(y + b * N + rows, out, mask=rows < N)
+    value = tl.load(x + k, mask=inside, other=0)
+    # Scaled afterwards, so that the two sums do not wait for each other.
+    out = tl.sum(w.to(tl.float32) * (value * factor)[None, :], axis=1)
+    out *= tl.rsqrt(tl.sum(value * value) / K + EPSILON)
+    if GELU:
+        out = _gelu(out)
+    if BEST:
+        out = tl.where(rows < counted, out, float("-inf"))
+        top = tl.max(out)
+        tl.store(best + program, top)
+        tl.store(mass + program, tl.sum(tl.where(rows < counted, tl.exp(out - top), 0.0)))
+        tl.store(where + program, program * ROWS + tl.argmax(out, axis=0))
+    tl.store(y + rows, out, mask=rows < N)
 
 
 @triton.jit
 def linear_residual_kernel(
-    a,  # [B, K]
+    a,  # [K]
     weight,  # [N, K]
-    scales,  # [N], of weights in bytes
     gate,  # [N]
-    x,  # [B, N] fp32, added to
+    x,  # [N] fp32, added to
     N,
     K: tl.constexpr,
     PIECE: tl.constexpr,
     ROWS: tl.constexpr,
-    B: tl.constexpr,
-    SCALED: tl.constexpr,
-    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x += gate · (W · a)."""
+    """x += gate · (W · a) of one row."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = rows < N
     k = tl.arange(0, PIECE)
     first = tl.load(weight + rows[:, None] * K + k[None, :], mask=valid[:, None] & (k < K)[None, :], other=0)
-    factor = tl.full([ROWS], 1.0, tl.float32)
-    if GATED:
-        factor = tl.load(gate + rows, mask=valid, other=0).to(tl.float32)
-    if SCALED:
-        factor *= tl.load(scales + rows, mask=valid, other=0).to(tl.float32)
+    factor = tl.load(gate + rows, mask=valid, other=0).to(tl.float32)
     wait(PDL)
-    for b in tl.static_range(B):
-        value = tl.load(a + b * K + k, mask=k < K, other=0).to(tl.float32)
-        out = tl.sum(_as_numbers(first, SCALED) * value[None, :], axis=1)
-        for start in tl.static_range(PIECE, K, PIECE):
-            inside = start + k < K
-            tile = rows[:, None] * K + (start + k)[None, :]
-            w = tl.load(weight + tile, mask=valid[:, None] & inside[None, :], other=0)
-            more = tl.load(a + b * K + start + k, mask=inside, other=0).to(tl.float32)
-            out += tl.sum(_as_numbers(w, SCALED) * more[None, :], axis=1)
-        place = x + b * N + rows
-        tl.store(place, tl.load(place, mask=valid, other=0) + factor * out, mask=valid)
-
-
-@triton.jit
-def weighed(score, v, mixed, largest, weight):
-    """Attention's sum of values [W], its largest score and its weight, with some more keys: score [N], v [N, W]."""
-    above = tl.maximum(largest, tl.max(score))
-    shrink = tl.exp(largest - above)
-    likely = tl.exp(score - above)
-    return mixed * shrink + tl.sum(likely[:, None] * v, axis=0), above, weight * shrink + tl.sum(likely)
-
-
-@triton.jit
-def write_attention(
-    mixed,  # [W], of one split of a head's keys
-    largest,
-    weight,
-    head,
-    split,
-    out,  # [B, D]
-    partial,  # [B · H, SPLITS, W + 2]
-    arrived,  # [B · H] zeros; left as zeros
-    W: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """A head's result; of several splits whoever comes last adds them up."""
-    d = tl.arange(0, BLOCK_W)
-    inside = d < W
-    if SPLITS == 1:
-        tl.store(out + head * W + d, mixed / weight, mask=inside)
-    else:
-        mine = partial + (head * SPLITS + split) * (W + 2)
-        tl.store(mine + d, mixed, mask=inside)
-        tl.store(mine + W, largest)
-        tl.store(mine + W + 1, weight)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + head, 1, sem="acq_rel") == SPLITS - 1:
-            s = tl.arange(0, SPLITS)
-            all_ = partial + (head * SPLITS + s) * (W + 2)
-            tops = tl.load(all_ + W)
-            share = tl.exp(tops - tl.max(tops))
-            total = tl.sum(share * tl.load(all_ + W + 1))
-            sums = tl.load(all_[:, None] + d[None, :], mask=inside[None, :], other=0)
-            tl.store(out + head * W + d, tl.sum(share[:, None] * sums, axis=0) / total, mask=inside)
-            tl.store(arrived + head, 0)
-
-
-@triton.jit
-def attention_kernel(
-    qkv,  # [B, 3D]
-    keys,  # [B, H, capacity, W]; with TOGETHER above 1 [1, H, capacity, W]
-    values,
-    lengths,  # [B], tokens before this one
-    cosines,  # [capacity, W / 2]
-    sines,
-    out,  # [B, D]
-    partial,  # [B · H, SPLITS, W + 2] fp32: sums, largest score, weight
-    arrived,  # [B · H] zeros; left as zeros
-    capacity,
-    scale,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One new token's attention over the valid length; its own key and value are kept.
-
-    With TOGETHER above 1 the rows are that many tokens of one sequence, one after the other. Nobody then reads from
-    the cache what another program may be writing: keys of these tokens are made from qkv, by whoever looks at them.
-    """
-    head, split = tl.program_id(0), tl.program_id(1)
-    row = head // H
-    d = tl.arange(0, BLOCK_W)
-    inside = d < W
-    wait(PDL)
-    length = tl.load(lengths + row)
-    before = length if TOGETHER == 1 else tl.load(lengths)  # what the cache held before this launch
-    start_q = qkv + row * 3 * H * W + (head % H) * W
-    q = tl.load(start_q + d, mask=inside, other=0).to(tl.float32)
-    if ROTARY:
-        other = tl.where(d < W // 2, d + W // 2, d - W // 2)
-        sign = tl.where(d < W // 2, -1.0, 1.0)
-        cos = tl.load(cosines + length * (W // 2) + d % (W // 2), mask=inside, other=0)
-        sin = tl.load(sines + length * (W // 2) + d % (W // 2), mask=inside, other=0) * sign
-        q = q * cos + tl.load(start_q + other, mask=inside, other=0).to(tl.float32) * sin
-    q *= scale
-    base = (head if TOGETHER == 1 else head % H).to(tl.int64) * capacity * W
-    largest = float("-inf")
-    weight = 0.0
-    mixed = tl.zeros([BLOCK_W], tl.float32)
-    if TOGETHER > 1:
-        if split == 0:  # the new tokens up to this one
-            t = tl.arange(0, BLOCK_T)
-            real = (t < TOGETHER)[:, None] & inside[None, :]
-            start_k = qkv + t[:, None] * 3 * H * W + (head % H + H) * W
-            k = tl.load(start_k + d[None, :], mask=real, other=0)
-            v = tl.load(start_k + H * W + d[None, :], mask=real, other=0)
-            if ROTARY:
-                angle = (before + t)[:, None] * (W // 2) + (d % (W // 2))[None, :]
-                turned = tl.load(start_k + other[None, :], mask=real, other=0).to(tl.float32) * sign[None, :]
-                turned *= tl.load(sines + angle, mask=real, other=0)
-                k = (k.to(tl.float32) * tl.load(cosines + angle, mask=real, other=0) + turned).to(k.dtype)
-            if row == 0:
-                place = base + (before + t)[:, None] * W + d[None, :]
-                tl.store(keys + place, k, mask=real)
-                tl.store(values + place, v, mask=real)
-            score = tl.where(t <= row, tl.sum(k.to(tl.float32) * q[None, :], axis=1), float("-inf"))
-            largest = tl.max(score)
-            likely = tl.exp(score - largest)
-            weight = tl.sum(likely)
-            mixed = tl.sum(likely[:, None] * v.to(tl.float32), axis=0)
-    elif split == 0:  # the new token
-        k = tl.load(start_q + H * W + d, mask=inside, other=0)
-        v = tl.load(start_q + 2 * H * W + d, mask=inside, other=0)
-        if ROTARY:
-            turned = tl.load(start_q + H * W + other, mask=inside, other=0).to(tl.float32) * sin
-            k = (k.to(tl.float32) * cos + turned).to(k.dtype)
-        tl.store(keys + base + length * W + d, k, mask=inside)
-        tl.store(values + base + length * W + d, v, mask=inside)
-        largest = tl.sum(q * k.to(tl.float32))
-        weight = 1.0
-        mixed = v.to(tl.float32)
-    each = tl.cdiv(before, SPLITS * BLOCK_N) * BLOCK_N
-    end = tl.minimum(before, (split + 1) * each)
-    for start in range(split * each, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        mask = (n < end)[:, None] & inside[None, :]
-        k = tl.load(keys + base + n[:, None] * W + d[None, :], mask=mask, other=0).to(tl.float32)
-        v = tl.load(values + base + n[:, None] * W + d[None, :], mask=mask, other=0).to(tl.float32)
-        score = tl.where(n < end, tl.sum(k * q[None, :], axis=1), float("-inf"))
-        mixed, largest, weight = weighed(score, v, mixed, largest, weight)
-    write_attention(mixed, largest, weight, head, split, out, partial, arrived, W, BLOCK_W, SPLITS)
-
-
-@triton.jit
-def add_norm_kernel(
-    x,  # [B, D] fp32, added to
-    change,  # [B, D]
-    gate,  # [D]
-    scale,  # [D]
-    y,  # [B, D]
-    D,
-    BLOCK_D: tl.constexpr,
-    ADD: tl.constexpr,
-    GATED: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    PDL: tl.constexpr,
-    EPSILON: tl.constexpr,
-):
-    """x += gate · change; y = x / rms(x) · scale."""
-    row = tl.program_id(0)
-    k = tl.arange(0, BLOCK_D)
-    inside = k < D
-    factor = tl.load(scale + k, mask=inside, other=0).to(tl.float32)
-    if PLUS_ONE:
-        factor += 1.0
-    wait(PDL)
-    value = tl.load(x + row * D + k, mask=inside, other=0)
-    if ADD:
-        more = tl.load(change + row * D + k, mask=inside, other=0).to(tl.float32)
-        if GATED:
-            more *= tl.load(gate + k, mask=inside, other=0).to(tl.float32)
-        value += more
-        tl.store(x + row * D + k, value, mask=inside)
-    value = value * tl.rsqrt(tl.sum(value * value) / D + EPSILON) * factor
-    tl.store(y + row * D + k, value, mask=inside)
-
-
-@triton.jit
-def gelu_kernel(x, count, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
-    """Exact GELU, in place."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    wait(PDL)
-    value = tl.load(x + n, mask=n < count, other=0).to(tl.float32)
-    tl.store(x + n, _gelu(value), mask=n < count)
+    value = tl.load(a + k, mask=k < K, other=0).to(tl.float32)
+    out = tl.sum(first.to(tl.float32) * value[None, :], axis=1)
+    for start in tl.static_range(PIECE, K, PIECE):
+        inside = start + k < K
+        tile = rows[:, None] * K + (start + k)[None, :]
+        w = tl.load(weight + tile, mask=valid[:, None] & inside[None, :], other=0)
+        more = tl.load(a + start + k, mask=inside, other=0).to(tl.float32)
+        out += tl.sum(w.to(tl.float32) * more[None, :], axis=1)
+    tl.store(x + rows, tl.load(x + rows, mask=valid, other=0) + factor * out, mask=valid)
 
 
 @triton.jit
 def advance_kernel(
-    best,  # [B, programs]
+    best,  # [programs]
     where,
     mass,
-    logprobs,  # [capacity + 1, B], of the tokens that follow
-    ids,  # [B]
+    logprobs,  # [context + 1], of the tokens that follow
+    ids,  # [1]
     lengths,
-    chosen,  # [capacity + 1, B]
-    rows,
+    chosen,  # [context + 1]
     programs,
     BLOCK_N: tl.constexpr,
     GREEDY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The token is in the cache now; greedily, the most likely next one is put in its place and noted."""
-    row = tl.program_id(0)
+    """A row that runs alone is one token longer; with GREEDY the most likely next one comes in its place."""
     wait(PDL)
-    length = tl.load(lengths + row)
+    length = tl.load(lengths)
     if GREEDY:
         n = tl.arange(0, BLOCK_N)
-        values = tl.load(best + row * programs + n, mask=n < programs, other=float("-inf"))
-        token = _most_likely(values, where, row * programs, programs)
-        tl.store(ids + row, token)
-        tl.store(chosen + length * rows + row, token)
-        top = tl.max(values)
-        parts = tl.load(mass + row * programs + n, mask=n < programs, other=0)
+        values = tl.load(best + n, mask=n < programs, other=float("-inf"))
+        # With NaN among them it may be any token, but it is one.
+        token = tl.load(where + tl.minimum(tl.argmax(values, axis=0), programs - 1))
+        tl.store(ids, token)
+        tl.store(chosen + length, token)
+        parts = tl.load(mass + n, mask=n < programs, other=0)
         # A part that is all padding has no largest output; its sum is 0.
-        tl.store(
-            logprobs + length * rows + row, -tl.log(tl.sum(tl.where(parts == 0, 0.0, parts * tl.exp(values - top))))
-        )
-    tl.store(lengths + row, length + 1)
-
-
-@triton.jit
-def draft_kernel(
-    best,  # [rows, programs] of the last row's pass
-    where,
-    lengths,  # of that pass; this ROW's is the drafted token's place, less one
-    ids,  # [1], of the next pass of the draft
-    next_lengths,  # [1]
-    verified,  # [T], tokens that will be verified; the first stands at
-    start,
-    programs,
-    ROW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The most likely token is drafted: it goes into the next pass, and to its place among those to be verified."""
-    wait(PDL)
-    n = tl.arange(0, BLOCK_N)
-    values = tl.load(best + ROW * programs + n, mask=n < programs, other=float("-inf"))
-    token = _most_likely(values, where, ROW * programs, programs)
-    place = tl.load(lengths + ROW) + 1
-    tl.store(ids, token)
-    tl.store(next_lengths, place)
-    tl.store(verified + place - tl.load(start), token)
-
-
-@triton.jit
-def accept_kernel(
-    best,  # [T, programs], of the verified tokens
-    where,
-    ids,  # [T]: the last token, and what was drafted after it
-    lengths,  # [BLOCK_T]
-    pair,  # [2]: the last two tokens, for the draft
-    pair_lengths,
-    verdict,  # [T + 1]: how many drafted tokens were kept, and the most likely token after each verified one
-    tops,  # [T]: their logits
-    programs,
-    T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Keep drafted tokens while they are the most likely ones, and one more; the next round begins after it."""
-    wait(PDL)
-    n = tl.arange(0, BLOCK_N)
-    length = tl.load(lengths)
-    last = tl.load(ids)
-    before = last
-    kept = tl.full([], 0, tl.int64)
-    agreed = tl.full([], 1, tl.int1)
-    for t in tl.static_range(T):
-        values = tl.load(best + t * programs + n, mask=n < programs, other=float("-inf"))
-        token = _most_likely(values, where, t * programs, programs)
-        tl.store(verdict + t + 1, token)
-        tl.store(tops + t, tl.max(values))
-        before = tl.where(agreed, last, before)
-        last = tl.where(agreed, token, last)
-        if t + 1 < T:
-            agreed = agreed & (tl.load(ids + t + 1) == token)
-            kept += agreed.to(tl.int64)
-    length += kept + 1
-    tl.debug_barrier()  # all have read what is now written over
-    tl.store(verdict, kept)
-    tl.store(ids, last)
-    tl.store(lengths + tl.arange(0, BLOCK_T), length + tl.arange(0, BLOCK_T))
-    tl.store(pair, before)
-    tl.store(pair + 1, last)
-    tl.store(pair_lengths, length - 1)
-    tl.store(pair_lengths + 1, length)
+        total = tl.sum(tl.where(parts == 0, 0.0, parts * tl.exp(values - tl.max(values))))
+        tl.store(logprobs + length, -tl.log(total))
+    tl.store(lengths, length + 1)

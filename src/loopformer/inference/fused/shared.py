@@ -3,7 +3,7 @@
 backend = SharedBackend(SharedBatch(model, slots=64))  # backend.obstacle(model) says what is in its way here
 engine = Engine(model, tokenizer, backend=backend)
 
-Prompts run one after the other, each as one graph (prompts.py), many short ones together as on the plain path
+Prompts run one after the other, each as one graph (graphs.py), many short ones together as on the plain path
 (decode.py), on a stream of their own beside the passes of those that run: nobody waits for them, and a row comes in
 when its first token is there. Tokens go through batch.py. A row needs pages for all it may come to, prompt and new
 tokens, in each of its loops; whoever does not fit waits.
@@ -33,7 +33,7 @@ from torch import Tensor
 from loopformer.errors import LoopformerError
 from loopformer.inference.decode import PromptBackend, RunPrompts, prefill
 from loopformer.inference.fused.batch import COPIES, PROMPTS, SharedBatch, page_bytes, pages_of, paired
-from loopformer.inference.fused.decoder import side_stream, wait_for
+from loopformer.inference.fused.graphs import side_stream, wait_for
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import GREEDY, Choice, Draw, choose
 from loopformer.model.cache import Cache, RowKeys

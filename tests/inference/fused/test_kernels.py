@@ -11,7 +11,7 @@ from torch import Tensor
 from loopformer.inference.sampling import Choice, Draw, Sampling, hashed_seed, rule, sample
 
 pytest.importorskip("triton")
-from loopformer.inference.fused.pass_kernels import choice_kernel
+from loopformer.inference.fused.kernels import choice_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [

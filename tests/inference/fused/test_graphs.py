@@ -1,0 +1,183 @@
+"""Prompts as graphs, and rows that run alone, give what the model gives."""
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
+
+from ..models import spread
+
+pytest.importorskip("triton")
+from loopformer.inference.fused import graphs as graphs_module
+from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
+from loopformer.inference.fused.graphs import PromptGraphs
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KERNELS = pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU")
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+BASE = ModelConfig(
+    blocks=2, loops=3, width=32, heads=2, ffn=48, context=80, vocab=30, positions="rotary", modulator_start="one"
+)
+KINDS: dict[str, dict[str, Any]] = {
+    "injected": {"inject": "gated"},
+    "unconditioned": {"positions": "learned", "conditioning": "none", "modulator_start": "zero"},
+    "index": {"conditioning": "index", "positions": "learned"},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def graphs(request: pytest.FixtureRequest) -> PromptGraphs:
+    torch.set_float32_matmul_precision("highest")
+    return PromptGraphs(spread(replace(BASE, **KINDS[request.param]), std=0.15).to(DEVICE))
+
+
+@given(
+    pieces=st.lists(st.integers(1, 40), min_size=1, max_size=4), budget=st.sampled_from(["1", "2-1", "1-2", "3"])
+)
+@settings(max_examples=15, deadline=None)
+def test_pieces_of_any_length_equal_the_models_own(graphs: PromptGraphs, pieces: list[int], budget: str) -> None:
+    model = graphs.model
+    if model.config.conditioning != "trajectory" and "-" in budget:
+        budget = "2"
+    ours, theirs = (model.cache(model.resolve(budget), 1) for _ in range(2))
+    for number, count in enumerate(pieces):
+        if ours.lengths[0] + count > model.config.context:
+            with pytest.raises(LoopformerError, match="do not fit"):
+                graphs.extend(torch.ones(1, count, dtype=torch.long, device=DEVICE), ours)
+            return
+        ids = (torch.arange(count, device=DEVICE)[None] * 7 + number) % 30
+        found, expected = graphs.extend(ids, ours), model.extend(ids, theirs)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert ours.lengths == theirs.lengths == [sum(pieces)]
+    for loop in range(model.resolve(budget).budget):
+        for block in range(model.config.blocks):
+            for one, other in zip(ours.tensors(loop, block), theirs.tensors(loop, block), strict=True):
+                torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_a_prompt_that_is_no_number_leaves_nothing_behind() -> None:
+    model: LoopedLM = spread(BASE, std=0.15).to(DEVICE)
+    graphs = PromptGraphs(model)
+    with torch.no_grad():
+        model.tokens.weight[29] = math.nan
+    ids = torch.tensor([[1, 2, 29, 4, 5, 6]], device=DEVICE)
+    assert graphs.extend(ids, model.cache(3, 1))[0, -1].isnan().all()
+    assert graphs.extend(ids[:, :2], model.cache(3, 1)).isfinite().all()
+
+
+def alone_of(**options: Any) -> LoopedLM:
+    config = ModelConfig(
+        blocks=2, loops=4, width=48, heads=3, ffn=80, context=80, vocab=90, padded_vocab=96, **options
+    )
+    return spread(config).to(DEVICE)
+
+
+def plain_logits(model: LoopedLM, ids: list[int], trajectory: Trajectory) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([ids], device=DEVICE), trajectory).logits
+    assert logits is not None
+    last: torch.Tensor = logits[0, -1, : model.config.vocab]
+    return last
+
+
+@torch.no_grad()
+def start_alone(batch: SharedBatch, text: list[int], trajectory: Trajectory) -> None:
+    """Fill slot 0 with a text, and append its most likely next token, which runs next."""
+    model = batch.model
+    cache = model.cache(trajectory, 1, len(text))
+    hidden = model.extend(torch.tensor([text], device=DEVICE), cache)
+    pages = range(pages_of(model.config.context, trajectory.budget))
+    batch.fill(0, pages, cache.read(0), len(text), model.condition(trajectory))
+    text.append(int(model.head(hidden[0, -1])[: model.config.vocab].argmax()))
+    batch.start({0: (text[-1], len(text) - 1)})
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs programs one after the other."""
+    torch.set_float32_matmul_precision("highest")
+    if INTERPRETED:
+        monkeypatch.setattr(graphs_module, "OUTPUTS_PER_PROGRAM", dict.fromkeys(graphs_module.WARPS, 32))
+        monkeypatch.setattr(graphs_module, "SPLITS", 4)
+        monkeypatch.setattr(graphs_module, "INNER_PIECE", 32)
+
+
+@pytest.mark.cuda
+@KERNELS
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(
+    ("options", "schedule"),
+    [
+        ({"positions": "learned"}, "2-1-1"),
+        ({"positions": "rotary", "inject": "gated", "start": "normed"}, "4"),
+        ({"positions": "rotary", "conditioning": "none"}, "2"),
+        ({"positions": "learned", "conditioning": "index"}, "3"),
+    ],
+    ids=["learned", "injected", "unconditioned", "index"],
+)
+def test_a_token_of_a_row_alone_equals_the_plain_path(options: dict[str, Any], schedule: str) -> None:
+    model = alone_of(**options)
+    trajectory, budget = model.resolve(schedule), model.resolve(schedule).budget
+    batch = SharedBatch(model, 1, 20 * page_bytes(model))
+    for length in (3, 40):  # filled anew
+        text = [(7 * place) % 90 for place in range(length)]
+        start_alone(batch, text, trajectory)
+        logits = batch.token(0, budget)[0]
+        expected = plain_logits(model, text, trajectory)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        batch.begin([0], logits.argmax(-1, keepdim=True))
+        text.append(int(logits.argmax()))
+        for _ in range(3 if INTERPRETED else 6):
+            token, logprob = batch.follow(0, budget, len(text) - 1)
+            expected = plain_logits(model, text, trajectory)
+            assert expected[token] > expected.max() - 1e-3
+            assert float(logprob) == pytest.approx(float(expected.log_softmax(-1)[token]), abs=1e-4)
+            text.append(int(token))
+
+
+@pytest.mark.cuda
+@KERNELS
+@pytest.mark.usefixtures("few_programs")
+def test_weights_may_lie_by_columns() -> None:
+    """As `load` lays them out for a CPU, and as they stay when a model is moved by hand."""
+    model = alone_of(positions="learned")
+
+    def logits() -> torch.Tensor:
+        batch = SharedBatch(model, 1, 20 * page_bytes(model))
+        start_alone(batch, [5, 9, 2], model.resolve("2"))
+        return batch.token(0, 2).clone()
+
+    expected = logits()
+    for weight in [model.tokens.weight, *(one.weight for one in model.modules() if isinstance(one, nn.Linear))]:
+        weight.data = weight.data.t().contiguous().t()
+    torch.testing.assert_close(logits(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_fast_texts_are_the_plain_ones(lm: LM) -> None:
+    quick = LM(lm.model, lm.tokenizer).to("cuda")
+    try:
+        prompts = ["every pass", "its", "time and step and time", "told", "naïve"]
+        several: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}, {"max_tokens": 60}]
+        for options in several:
+            asked: dict[str, Any] = {
+                "max_tokens": 20,
+                "trajectory": ["2-1-1", "2-1-1", "4", "2-1-1", "4"],
+                **options,
+            }
+            plain = quick.generate(prompts, fast=False, **asked)
+            fast = quick.generate(prompts, fast=True, **asked)
+            assert [one.text for one in fast] == [one.text for one in plain]
+            assert [one.reason for one in fast] == [one.reason for one in plain]
+        assert "".join(quick.stream("told", fast=True)) == quick.generate("told", fast=False).text
+    finally:
+        quick.to("cpu")
