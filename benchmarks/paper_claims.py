@@ -20,7 +20,6 @@ import io
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -31,10 +30,9 @@ from paper_judge import TEXTS as TITLES_OF_TEXTS
 from paper_judge import TITLES, Results, fill
 from queueing import RAW, add_run_options, passed_on, rounded, trained, work_through
 
+from loopformer.analysis.collect import REPORT_FORMAT, VERSION, ReportRequest, facts_of_run, size_facts
 from loopformer.analysis.dynamics import analyze, read_prompts
-from loopformer.analysis.report.collect import VERSION, ReportRequest, facts_of_run, size_facts
-from loopformer.analysis.report.page import write_report
-from loopformer.analysis.results import REPORT_FORMAT, TextSource
+from loopformer.analysis.report import write_report
 from loopformer.config import load_run
 from loopformer.config.run import run_from_mapping
 from loopformer.data.prepare import prepare as prepare_data
@@ -265,7 +263,7 @@ def reported(results: Results) -> dict[str, Any]:
         },
         "asked": ReportRequest(
             tuple(run["tasks"]["model"]["path"] for run in runs.values()),
-            tuple(map(TextSource, TITLES_OF_TEXTS, TEXTS)),
+            dict(zip(TITLES_OF_TEXTS, TEXTS, strict=True)),
             data=Path("data/eval"),
             budgets=(1, 2, 4, 8),
             search=4,
@@ -295,7 +293,7 @@ def reported_model(title: str, found: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": "float32",
         "device": "cuda",
         **size_facts(run.model),
-        "training": asdict(training),
+        "training": training,
         "perplexity": [{**row, "text": texts[row["text"]]} for row in found["perplexity"]],
         "tasks": found["tasks"]["runs"],
         "search": {**searches[0], "text": {**searches[0]["text"], "text": TITLES_OF_TEXTS[0]}}

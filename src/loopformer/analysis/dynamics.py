@@ -20,28 +20,17 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from loopformer.analysis.metrics import LinearCKA, anisotropy, curvature, lens, movement, prompt_entropy
-from loopformer.analysis.results import (
-    DEFINITIONS,
-    STATES,
-    Cells,
-    Dynamics,
-    MaybeNumber,
-    Series,
-    States,
-    cka_rows,
-    metric_rows,
-)
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require, unreadable
 from loopformer.evaluation.store import weights_hash
@@ -50,16 +39,123 @@ from loopformer.files import json_bytes, write_together
 from loopformer.model import LoopedLM
 from loopformer.model.looped import TrajectoryLike
 from loopformer.plots import rendered
+from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
+States = Literal["before", "after"]
+STATES: tuple[States, ...] = get_args(States)
+MaybeNumber = float | None  # None where a value has no meaning
+Row = Mapping[str, Any]  # of a table, by column
+
+DEFINITIONS = {
+    "curvature": "mean angle between successive differences of token states, radians (Hosseini & Fedorenko 2023)",
+    "anisotropy": "mean cosine between two different tokens of a prompt, states not centred (Godey et al. 2024)",
+    "prompt_entropy": "entropy of the spectrum of the tokens' Gram matrix over log min(T, D), alpha = 1; "
+    "tokens centred over their prompt, then of unit length (Skean et al. 2025)",
+    "movement": "|h_i - h_(i-1)| / |h_(i-1)|, mean over tokens",
+    "lens_divergence": "KL(final || after loop i) through final norm and head, nats per token",
+    "lens_agreement": "share of tokens whose most likely next token is already the final one",
+    "cka": "linear CKA between states, all tokens of all prompts pooled, float64 (Kornblith et al. 2019)",
+    "cka_debiased": "the same with Song's unbiased HSIC",
+}
 
 SHORTEST = 4  # tokens; fewer have no curvature, and one prompt of fewer no debiased CKA
 FILE, METRICS, CKA = "analysis.json", "metrics.csv", "cka.csv"
 
 _FIRST_LOOK = 16  # how many times the tokens of all prompts are read at first; most documents are long enough
 _TOKENS = 2048  # in a batch: some hundred MB of states for the paper's models
+
+
+def model_names(models: Sequence[str]) -> tuple[str, ...]:
+    """The shortest ends of the paths that tell the models apart."""
+    paths = [Path(model).resolve() if Path(model).exists() else Path(model) for model in models]
+    if len(set(paths)) < len(paths):
+        raise LoopformerError("A model is given twice; give each one once.")
+    for depth in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return tuple(names)
+    return tuple(map(str, paths))
+
+
+@dataclass(frozen=True)
+class Series:
+    """A metric at the embedding and after each loop: mean and standard deviation over prompts."""
+
+    mean: list[MaybeNumber]  # [M + 1]
+    std: list[MaybeNumber]
+
+
+@dataclass(frozen=True)
+class Dynamics:
+    """Everything measured for one model along one trajectory, and what it was measured on."""
+
+    model: str
+    shape: str  # k⊗L
+    weights: str  # hash of settings and weights
+    trajectory: str
+    depth: list[float]  # i / M
+    states: States  # geometry before or after the final norm; the lens always goes through it
+    text: str
+    part: str  # of the text
+    prompts: int
+    documents: int
+    length: int
+    tokens: int
+    tokens_sha256: str  # of the prompts' ids as little-endian int32
+    seed: None  # nothing is drawn
+    device: str
+    dtype: str
+    seconds: float
+    metrics: dict[str, Series]
+    cka: list[list[MaybeNumber]]  # [M + 1, M + 1]
+    cka_debiased: list[list[MaybeNumber]]
+
+    @property
+    def trajectory_name(self) -> str:
+        """The trajectory for people: M = 4, 2-1-1, or rounded steps where they have no short form."""
+        if self.trajectory.isdigit():
+            return f"M = {self.trajectory}"
+        steps = Trajectory.parse(self.trajectory).steps
+        if len(self.trajectory) <= 3 * len(steps):
+            return self.trajectory
+        return " ".join(f"{float(step):.2f}" for step in steps)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Dynamics:
+        metrics = {name: Series(**series) for name, series in plain["metrics"].items()}
+        return cls(**{**plain, "metrics": metrics})
+
+
+def metric_rows(results: Sequence[Dynamics]) -> list[Row]:
+    """One row for each result, metric and loop."""
+    return [
+        {**_row_start(result), "loop": loop, "depth": depth, "metric": metric, "mean": mean, "std": std}
+        for result in results
+        for metric, series in result.metrics.items()
+        for loop, (depth, mean, std) in enumerate(zip(result.depth, series.mean, series.std, strict=True))
+    ]
+
+
+def cka_rows(results: Sequence[Dynamics]) -> list[Row]:
+    """One row for each result and pair of its states."""
+    return [
+        {**_row_start(result), "loop_i": i, "loop_j": j, "cka": plain, "cka_debiased": debiased}
+        for result in results
+        for i, rows in enumerate(zip(result.cka, result.cka_debiased, strict=True))
+        for j, (plain, debiased) in enumerate(zip(*rows, strict=True))
+    ]
+
+
+def _row_start(result: Dynamics) -> Row:
+    """The columns that say which states a row is about."""
+    return {name: getattr(result, name) for name in ("model", "shape", "trajectory", "states")}
 
 
 @dataclass(frozen=True)
@@ -228,8 +324,8 @@ def write_results(
     """Write everything, figures by name as .png and .svg; all files or, where something fails before, none."""
     contents = {
         FILE: json_bytes(to_json(results)),
-        METRICS: _csv(metric_rows(results)),
-        CKA: _csv(cka_rows(results)),
+        METRICS: to_csv(metric_rows(results)),
+        CKA: to_csv(cka_rows(results)),
     }
     for name, figure in (figures or {}).items():
         contents |= {name + ending: rendered(figure, ending) for ending in (".png", ".svg")}
@@ -247,11 +343,11 @@ def read_results(path: Path) -> list[Dynamics]:
         raise FileProblem(f"{path} is no result of loopformer analyze; make it again.") from error
 
 
-def _csv(rows: Iterator[Cells]) -> bytes:
-    """An empty cell is a value that has no meaning."""
-    first = next(rows)
+def to_csv(rows: Sequence[Row], columns: Sequence[str] | None = None) -> bytes:
+    """A CSV file of the columns, by default those of the first row; a missing value is an empty cell."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(first), lineterminator="\n")
+    names = list(rows[0]) if columns is None else columns
+    writer = csv.DictWriter(text, names, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows([first, *rows])
+    writer.writerows(rows)
     return text.getvalue().encode()

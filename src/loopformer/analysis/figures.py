@@ -1,22 +1,25 @@
-"""Which pictures are drawn of the numbers: states over depth, CKA maps, the schedules of a search.
+"""The figures of an analysis, a search and a report, drawn in the style of plots.py.
 
 state_figures(results)["cka"]            # results: list[Dynamics]; also "representations" and "changes"
-search_figure(SearchResults.from_json(found))
+search_figure(found)                     # found: what evaluation.schedules.search returned
+perplexity_figure(rows, ["news"])        # rows: a dict per model and budget, as report.py makes them
+accuracy_figure(rows, chance=0.31)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopformer.analysis.results import Dynamics, SearchResults
-from loopformer.plots import HeatMap, Line, Panel, ScheduleBar, line_figure, map_figure, schedule_figure
+from loopformer.analysis.dynamics import Dynamics, Row
+from loopformer.plots import HeatMap, Line, Panel, ScheduleBar, line_figure, map_figure, schedule_figure, wide
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MOST_BANDS = 4  # lines; the bands of more hide one another
+_MAX_BANDS = 4  # lines with error bands; the bands of more hide one another
+_MAX_NAMED_MODELS = 3  # models with budgets beside their points; the labels of more overlap
 _DEPTH = {"0": 0.0, "¼": 0.25, "½": 0.5, "¾": 0.75, "1": 1.0}
 _MEASURES = {"perplexity": "perplexity (lower is better)", "accuracy": "accuracy (higher is better)"}
 
@@ -57,7 +60,7 @@ def state_figures(results: Sequence[Dynamics], debiased: bool = False) -> dict[s
 
 def metrics_figure(results: Sequence[Dynamics], metrics: Sequence[MetricPanel]) -> Figure:
     """Every result as a line over normalised depth, one panel per metric; bands are 2 standard errors."""
-    bands = len(results) <= _MOST_BANDS
+    bands = len(results) <= _MAX_BANDS
     panels = [
         Panel(
             _state_lines(results, metric, bands),
@@ -89,19 +92,74 @@ def cka_figure(results: Sequence[Dynamics], debiased: bool = False) -> Figure:
     )
 
 
-def search_figure(search: SearchResults) -> Figure:
+def search_figure(search: Mapping[str, Any]) -> Figure:
     """Every schedule of a search as a bar with its steps, the best on top; best, uniform and worst are marked."""
-    count = f"all {search.measured}" if search.method == "all" else f"{search.measured} (beam search)"
+    count = f"all {search['measured']}" if search["method"] == "all" else f"{search['measured']} (beam search)"
     bars = [
-        ScheduleBar(row.schedule, row.steps, {label: getattr(row, name) for name, label in _MEASURES.items()})
-        for row in search.schedules
+        ScheduleBar(row["schedule"], row["steps"], {label: row.get(name) for name, label in _MEASURES.items()})
+        for row in search["schedules"]
     ]
     return schedule_figure(
-        f"Schedules of M = {search.budget} steps, L = {search.loops}: {count}, ranked by {search.by}",
+        f"Schedules of M = {search['budget']} steps, L = {search['loops']}: {count}, ranked by {search['by']}",
         bars,
-        unit=search.loops,
-        marks={name: getattr(search, name).rank - 1 for name in ("best", "uniform", "worst")},
+        unit=search["loops"],
+        marks={name: search[name]["rank"] - 1 for name in ("best", "uniform", "worst")},
     )
+
+
+def perplexity_figure(rows: Sequence[Row], texts: Sequence[str]) -> Figure:
+    """Perplexity against FLOPs per token: a panel for each text, a line for each model."""
+    panels = [
+        _compute_panel(
+            rows,
+            [row.get(f"ppl:{text}") for row in rows],
+            title=text,
+            ylabel="perplexity (lower is better)",
+            log_y=wide(row.get(f"ppl:{text}") for row in rows),
+            falling=True,
+        )
+        for text in texts
+    ]
+    return line_figure(panels, height=3.05)
+
+
+def accuracy_figure(rows: Sequence[Row], chance: float | None = None) -> Figure:
+    """Average accuracy against FLOPs per token, with its standard error, and the score of guessing.
+
+    chance  the share that guessing gets right; None where the scores are not those of the paper's ten benchmarks
+    """
+    panel = _compute_panel(
+        rows,
+        [None if row["average"] is None else 100 * row["average"] for row in rows],
+        errors=[100 * (row["average_error"] or 0.0) for row in rows],
+        ylabel=f"average accuracy on {'all' if chance is None else 'ten'} benchmarks (%)",
+        level=None if chance is None else ("guessing", 100 * chance),
+    )
+    return line_figure([panel], height=3.2, legend="bands: 1 standard error")
+
+
+def _compute_panel(
+    rows: Sequence[Row], values: Sequence[float | None], errors: Sequence[float] | None = None, **options: Any
+) -> Panel:
+    """Values against FLOPs per token, with a line for each model that has any; few models have named budgets."""
+    flops = [row["flops_per_token"] for row in rows]
+    unit, size = ("GFLOP", 1e9) if max(flops) >= 1e9 else ("MFLOP", 1e6)
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    lines = []
+    for number, model in enumerate(models):
+        own = [i for i, row in enumerate(rows) if row["model"] == model and values[i] is not None]
+        if own:
+            line = Line(
+                rows[own[0]]["label"],
+                [flops[i] / size for i in own],
+                [values[i] for i in own],
+                errors=[errors[i] for i in own] if errors else (),
+                names=[f"M={rows[i]['budget']}" for i in own] if len(models) <= _MAX_NAMED_MODELS else (),
+                colour=number,
+                marker=number,
+            )
+            lines.append(line)
+    return Panel(lines, xlabel=f"{unit} per token, forward", log_x=wide(flops), **options)
 
 
 def line_labels(results: Sequence[Dynamics]) -> list[str]:

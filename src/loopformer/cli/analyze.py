@@ -14,7 +14,7 @@ from loopformer.cli.output import number, output_folder, print_files, print_tabl
 from loopformer.config.model import BOX
 
 if TYPE_CHECKING:
-    from loopformer.analysis.results import Dynamics
+    from loopformer.analysis.dynamics import Dynamics
     from loopformer.config import ModelConfig
     from loopformer.trajectory import Trajectory
 
@@ -57,9 +57,8 @@ def analyze(
     Example: loopformer analyze --model runs/demo/elastic --model runs/demo/fixed --out analysis
     """
     from loopformer.analysis.dynamics import analyze as run
-    from loopformer.analysis.dynamics import checked_states, read_prompts, to_json, write_results
+    from loopformer.analysis.dynamics import checked_states, model_names, read_prompts, to_json, write_results
     from loopformer.analysis.figures import state_figures
-    from loopformer.analysis.results import model_names
     from loopformer.device import choose_device
     from loopformer.errors import require
     from loopformer.lm import load

@@ -51,10 +51,8 @@ def report(
 
     Example: loopformer report runs/elastic runs/fixed --out report --text news=news.jsonl --data data/eval
     """
-    from loopformer.analysis.report.collect import ReportRequest, collect, read_budgets, read_skip, read_texts
-    from loopformer.analysis.report.content import PART_NAMES, gaps
-    from loopformer.analysis.report.page import check_folder, write_report
-    from loopformer.analysis.results import ReportResults
+    from loopformer.analysis.collect import ReportRequest, collect, read_budgets, read_skip, read_texts
+    from loopformer.analysis.report import PART_NAMES, check_folder, gaps, write_report
 
     request = ReportRequest(
         tuple(models),
@@ -76,9 +74,9 @@ def report(
     with output_folder(out):
         check_folder(out)
         with progress("done") as display:
-            found = collect(request, display)
-        files = write_report(found, out)
-    results = ReportResults.from_json(found)
-    for sentence in (gap for part in PART_NAMES for gap in gaps(results, part)):
-        typer.echo(f"not in the report: {sentence}", err=True)
+            measured = collect(request, display)
+        files = write_report(measured, out)
+    for part in PART_NAMES:
+        for sentence in gaps(measured["models"], part):
+            typer.echo(f"not in the report: {sentence}", err=True)
     typer.echo(json.dumps([str(file) for file in files]) if as_json else f"{files[0]}")
