@@ -13,14 +13,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loopformer.analysis.dynamics import Dynamics, Row
-from loopformer.plots import HeatMap, Line, Panel, ScheduleBar, line_figure, map_figure, schedule_figure, wide
+from loopformer.plots import HeatMap, Line, Panel, house_style, line_figure, map_figure, new_figure, wide
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _MAX_BANDS = 4  # lines with error bands; the bands of more hide one another
 _MAX_NAMED_MODELS = 3  # models with budgets beside their points; the labels of more overlap
 _DEPTH = {"0": 0.0, "¼": 0.25, "½": 0.5, "¾": 0.75, "1": 1.0}
+_MAX_NAMED_SCHEDULES = 60  # schedules that still have room for their names
+_MARKS = {  # marker, colour and size; the first is visible below the second
+    "best": ("o", "#0072B2", 9),
+    "uniform": ("D", "#D55E00", 6),
+    "worst": ("s", "#000000", 6),
+}
 _MEASURES = {"perplexity": "perplexity (lower is better)", "accuracy": "accuracy (higher is better)"}
 
 
@@ -93,18 +100,83 @@ def cka_figure(results: Sequence[Dynamics], debiased: bool = False) -> Figure:
 
 
 def search_figure(search: Mapping[str, Any]) -> Figure:
-    """Every schedule of a search as a bar with its steps, the best on top; best, uniform and worst are marked."""
+    """Every schedule of a search as a bar from time 0 to 1, a block for each step, the best on top.
+
+    Beside the bars each measure has a panel in which the best, the uniform and the worst schedule are marked.
+    """
+    schedules, loops = search["schedules"], search["loops"]
     count = f"all {search['measured']}" if search["method"] == "all" else f"{search['measured']} (beam search)"
-    bars = [
-        ScheduleBar(row["schedule"], row["steps"], {label: row.get(name) for name, label in _MEASURES.items()})
-        for row in search["schedules"]
-    ]
-    return schedule_figure(
-        f"Schedules of M = {search['budget']} steps, L = {search['loops']}: {count}, ranked by {search['by']}",
-        bars,
-        unit=search["loops"],
-        marks={name: search[name]["rank"] - 1 for name in ("best", "uniform", "worst")},
+    measures = [name for name in _MEASURES if schedules[0].get(name) is not None]
+    is_named = len(schedules) <= _MAX_NAMED_SCHEDULES
+    with house_style():
+        height = 1.7 + 0.17 * max(len(schedules), 6) if is_named else 7.0
+        figure = new_figure(4.2 + 2.2 * len(measures), height)
+        widths = [2.2, *[1.0] * len(measures)]
+        axes = figure.subplots(1, len(widths), sharey=True, squeeze=False, width_ratios=widths)[0]
+        _draw_schedules(axes[0], schedules, loops, is_named)
+        for axis, measure in zip(axes[1:], measures, strict=True):
+            _draw_measure(axis, search, measure)
+        figure.suptitle(
+            f"Schedules of M = {search['budget']} steps, L = {loops}: {count}, ranked by {search['by']}", fontsize=9
+        )
+    return figure
+
+
+def _draw_schedules(axis: Axes, schedules: Sequence[Row], loops: int, is_named: bool) -> None:
+    """One bar per schedule, coloured by step size: the darker the smaller."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import BoundaryNorm
+
+    rows, height = range(len(schedules)), 0.78 if is_named else 1.0
+    largest = max(1, round(max(max(schedule["steps"]) for schedule in schedules) * loops))
+    norm = BoundaryNorm([0.5 + i for i in range(largest + 1)], 256)
+    colours = colormaps["cividis"]  # the same order of lightness for every eye and in grey
+    for number in range(len(schedules[0]["steps"])):
+        starts = [sum(schedule["steps"][:number]) for schedule in schedules]
+        steps = [schedule["steps"][number] for schedule in schedules]
+        axis.barh(rows, steps, left=starts, height=height, color=[colours(norm(step * loops)) for step in steps])
+        if number:  # a white line between two steps
+            low, high = ([row + side * height / 2 for row in rows] for side in (-1, 1))
+            axis.vlines(starts, low, high, color="white", linewidth=1.0 if is_named else 0.6)
+    axis.set(xlim=(0, 1), ylim=(len(schedules) - 0.5, -0.5))
+    axis.set(xlabel="time t, one block per step", ylabel="schedule, best on top")
+    axis.grid(False)
+    if is_named:
+        axis.set_yticks(rows, [schedule["schedule"] for schedule in schedules])
+    else:
+        ranks = [1, *range(100, len(schedules), 100)]
+        axis.set_yticks([rank - 1 for rank in ranks], ranks)
+    colour_bar = axis.figure.colorbar(
+        ScalarMappable(norm, colours),
+        ax=list(axis.figure.axes),
+        ticks=range(1, largest + 1, 1 + largest // 10),
+        location="right",
+        aspect=30,
+        shrink=0.8,
+        pad=0.02,
     )
+    colour_bar.set_label(f"step size, in units of 1/{loops}")
+
+
+def _draw_measure(axis: Axes, search: Mapping[str, Any], measure: str) -> None:
+    """The value of each schedule on the row of its bar."""
+    values = [schedule.get(measure) for schedule in search["schedules"]]
+    points = [(value, row) for row, value in enumerate(values) if value is not None]
+    axis.plot(*zip(*points, strict=True), ".", color="#707070", markersize=4, zorder=2)
+    for name, (marker, colour, size) in _MARKS.items():
+        row = search[name]["rank"] - 1
+        value = values[row]
+        if value is not None:
+            label = f"{name} {value:.4g}"
+            axis.plot(value, row, marker, label=label, color=colour, markersize=size, clip_on=False, zorder=3)
+    axis.margins(x=0.12)
+    axis.set_xlabel(_MEASURES[measure])
+    axis.locator_params(axis="x", nbins=3)  # numbers of many digits need room
+    axis.ticklabel_format(axis="x", useOffset=False)
+    axis.grid(False, axis="y")
+    axis.tick_params(axis="y", length=0)
+    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), handlelength=1.0, frameon=False, borderaxespad=0.6)
 
 
 def perplexity_figure(rows: Sequence[Row], texts: Sequence[str]) -> Figure:
