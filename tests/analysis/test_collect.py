@@ -134,7 +134,7 @@ def test_too_few_prompts_are_a_sentence(folder: Path) -> None:
 
 
 def test_without_a_text_the_rest_remains(folder: Path) -> None:
-    (model,) = collect(request(folder, "elastic", texts={}))["models"]
+    (model,) = collect(request(folder, "elastic", texts=None))["models"]
     assert model["missing"].keys() == {"perplexity", "tasks", "search", "analysis"}
     assert "--text NAME=SOURCE" in model["missing"]["perplexity"]
     assert model["training"]

@@ -71,7 +71,7 @@ def test_the_lens_at_the_end_is_the_model(lm: LM, prompts: Prompts) -> None:
 
 def test_batches_do_not_matter(lm: LM, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = analyze(lm.model, prompts, "mine")
-    monkeypatch.setattr(dynamics, "_TOKENS", 24)  # two prompts at a time
+    monkeypatch.setattr(dynamics, "_BATCH_TOKENS", 24)  # two prompts at a time
     told: list[tuple[int, int]] = []
     parts = analyze(lm.model, prompts, "mine", progress=lambda done, total: told.append((done, total)))
     assert told == [(2, 7), (4, 7), (6, 7), (7, 7)]

@@ -47,9 +47,9 @@ def _images(figure: Any) -> list[Any]:
 
 def test_lines_show_the_numbers_and_are_told_apart(results: list[Dynamics]) -> None:
     figure = metrics_figure(results, REPRESENTATIONS)
-    for axis, panel in zip(figure.axes, REPRESENTATIONS, strict=True):
+    for axis, metric in zip(figure.axes, REPRESENTATIONS, strict=True):
         for line, result in zip(_lines(axis), results, strict=True):
-            series = result.metrics[panel.metric]
+            series = result.metrics[metric]
             assert line == list(zip(result.depth, series.mean, strict=True))
     lines = figure.axes[0].get_lines()
     assert len({(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}) == 3

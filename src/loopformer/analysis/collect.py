@@ -11,11 +11,10 @@ is not measured: FLOPs follow from the settings of a run, tokens per second are 
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -70,9 +69,7 @@ class ReportRequest:
     """Which models to measure, on what, and how."""
 
     models: tuple[str, ...]
-    texts: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # name → source; none: data of the first run that has any
+    texts: Mapping[str, str] | None = None  # name → source; None: the data of the first run that has any
     tasks: str | None = None  # names, separated by commas; `paper` for its ten
     data: Path | None = None  # a folder with the paper's tasks as files
     limit: int | None = None  # examples of a task
@@ -89,14 +86,14 @@ class ReportRequest:
 
     def __post_init__(self) -> None:
         require(len(self.models) > 0, "Name at least one run or model.")
-        require(self.prompts >= 1, f"--prompts must be 1 or more, got {self.prompts}.")
-        require(self.limit is None or self.limit >= 1, f"--limit must be 1 or more examples, got {self.limit}.")
-        require(
-            self.search is None or self.search >= 1, f"--search takes a budget of 1 or more, got {self.search}."
-        )
-        require(
-            self.max_tokens is None or self.max_tokens >= 1, f"--max-tokens must be 1 or more: {self.max_tokens}."
-        )
+        limits = {
+            "prompts": self.prompts,
+            "limit": self.limit,
+            "search": self.search,
+            "max-tokens": self.max_tokens,
+        }
+        for option, value in limits.items():
+            require(value is None or value >= 1, f"--{option} must be 1 or more, got {value}.")
         require(
             not self.search_tasks or (self.wanted_tasks is not None and not self.skip & {"tasks", "search"}),
             "--search-tasks needs tasks and a search; give --data or --tasks and skip neither.",
@@ -114,7 +111,7 @@ class ReportRequest:
 
     @cached_property
     def sources(self) -> Mapping[str, str]:
-        """The texts that are measured on."""
+        """The texts to measure on: name → source."""
         if self.texts:
             return self.texts
         held_out = next((text for model in self.models if (text := default_text(model))), None)
@@ -123,15 +120,11 @@ class ReportRequest:
     def check_depths(self, depths: Sequence[int]) -> None:
         """Refuse a budget that is above the loops of every model."""
         deepest = max(depths)
-        name = self.names[list(depths).index(deepest)]
-        deepest_of_several = ", the deepest model" if len(depths) > 1 else ""
-        budgets = [("--budgets", budget) for budget in self.budgets or ()] + [("--search", self.search or 1)]
-        for option, budget in budgets:
-            require(
-                budget <= deepest,
-                f"{option} {budget} is above the {deepest} loops of {name}{deepest_of_several}; "
-                f"choose 1 to {deepest}.",
-            )
+        name = self.names[list(depths).index(deepest)] + (", the deepest model" if len(depths) > 1 else "")
+        for option, budgets in (("--budgets", self.budgets or ()), ("--search", [self.search or 1])):
+            for budget in budgets:
+                above = f"{option} {budget} is above the {deepest} loops of {name}"
+                require(budget <= deepest, f"{above}; choose 1 to {deepest}.")
 
     def budgets_of(self, config: ModelConfig) -> list[int]:
         """The requested budgets that a model has, or its full depth if it has none of them."""
@@ -166,9 +159,7 @@ def read_texts(texts: Sequence[str]) -> dict[str, str]:
             name, source = Path(text).name if Path(text).exists() else text, text
         name = name.strip()
         require(bool(name and source), f"{text!r} is no text; write NAME=SOURCE, as in news=news.jsonl.")
-        require(
-            name not in sources, f"Two texts are named {name}; give each a name of its own, as in first={source}."
-        )
+        require(name not in sources, f"Two texts are named {name}; give each another name, as in first={source}.")
         sources[name] = source
     return sources
 
@@ -252,10 +243,9 @@ class _Collector:
     why_no_suite: str
     length: int  # tokens of a prompt
     report: ReportProgress | None
-    texts: dict[tuple[str, str], Text] = dataclasses.field(
-        default_factory=dict
-    )  # by name and hash of the tokenizer
-    prompts: dict[str, Prompts] = dataclasses.field(default_factory=dict)  # by hash of the tokenizer
+    # By the hash of a tokenizer, because models with the same tokenizer share texts and prompts.
+    texts: dict[tuple[str, str], Text] = field(default_factory=dict)
+    prompts: dict[str, Prompts] = field(default_factory=dict)
 
     def measure(self, source: str, name: str) -> Piece:
         """All parts of one model, and the reason for each part that is missing."""
@@ -270,31 +260,22 @@ class _Collector:
             "search": self._search,
             "analysis": self._analysis,
         }
-        parts: Piece = dict.fromkeys(PARTS)
+        parts: Piece = dict.fromkeys(measures)
         for part, measure in measures.items():
-            if part in self.request.skip:
-                missing[part] = f"Left out, as asked for with --skip {part}."
-            elif loaded.lm.tokenizer is None:
-                missing[part] = "This model came without a tokenizer; put its tokenizer.json beside its weights."
-            elif part == "tasks" and self.suite is None:
-                missing[part] = self.why_no_suite
-            elif part != "tasks" and not self.request.sources:
-                missing[part] = (
-                    "No text was given, and no run has prepared data that can be found; "
-                    "give one with --text NAME=SOURCE."
-                )
-            else:
-                try:
-                    parts[part] = measure(loaded, named)
-                except FileProblem:
+            if why := self._why_not(part, loaded):
+                missing[part] = why
+                continue
+            try:
+                parts[part] = measure(loaded, named)
+            except FileProblem:
+                raise
+            except LoopformerError as error:
+                # A text that cannot be used is the user's mistake; a model that cannot be measured leaves a gap.
+                if part == "perplexity" and not isinstance(error, RunFailed):
                     raise
-                except LoopformerError as error:
-                    # A text that cannot be used is an error. A model that cannot be measured leaves a gap.
-                    if part == "perplexity" and not isinstance(error, RunFailed):
-                        raise
-                    missing[part] = str(error)
-                    for text, path in self.request.sources.items():
-                        missing[part] = missing[part].replace(path, text)
+                missing[part] = str(error)
+                for text, path in self.request.sources.items():
+                    missing[part] = missing[part].replace(path, text)
         if parts["analysis"] is not None:
             parts["analysis"]["model"] = name
         return {
@@ -308,6 +289,20 @@ class _Collector:
             **parts,
             "missing": missing,
         }
+
+    def _why_not(self, part: str, loaded: LoadedModel) -> str:
+        """Why a part cannot be measured; empty if it can."""
+        if part in self.request.skip:
+            return f"Left out, as asked for with --skip {part}."
+        if loaded.lm.tokenizer is None:
+            return "This model came without a tokenizer; put its tokenizer.json beside its weights."
+        if part == "tasks":
+            return self.why_no_suite
+        if self.request.sources:
+            return ""
+        return (
+            "No text was given, and no run has prepared data that can be found; give one with --text NAME=SOURCE."
+        )
 
     def _perplexity(self, loaded: LoadedModel, report: ReportProgress | None) -> list[Piece]:
         context = loaded.model.config.context

@@ -1,14 +1,14 @@
-"""What the states of one model do along one trajectory, measured over prompts, and the files it is kept in.
+"""Measures the states of one model along one trajectory over prompts, and writes the results.
 
     prompts = read_prompts("data/demo", lm.tokenizer, count=64, length=128)     # of the validation split
     result = analyze(lm.model, prompts, "runs/demo", trajectory="4-2-1-1")
     result.metrics["curvature"].mean                    # [M + 1]: the embedding, then after each loop
     write_results([result], Path("analysis"))           # analysis.json, metrics.csv and cka.csv, and figures
 
-Prompts are windows of one length that lie inside documents and do not overlap. Every document gives its first one;
-only where there are too few documents do they give a second, a third, … So 64 prompts are 64 documents if the text
-has them. They run in batches, of which only numbers per prompt and the sums of CKA are kept, so memory does not
-grow with the text.
+Prompts are windows of one length that lie inside documents and do not overlap. Every document gives its first
+window. Only if there are too few documents do they give a second, a third, … So 64 prompts are 64 documents if the
+text has them. Prompts run in batches, and memory does not grow with the text: of each batch only numbers per prompt
+and the sums of CKA stay.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from loopformer.analysis.metrics import LinearCKA, anisotropy, curvature, lens, 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require, unreadable
 from loopformer.evaluation.store import weights_hash
-from loopformer.evaluation.text import Ids, Text, read_text
+from loopformer.evaluation.text import read_text
 from loopformer.files import json_bytes, write_together
 from loopformer.model import LoopedLM
 from loopformer.model.looped import TrajectoryLike
@@ -45,9 +45,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-States = Literal["before", "after"]
-STATES: tuple[States, ...] = get_args(States)
-MaybeNumber = float | None  # None where a value has no meaning
+MaybeNumber = float | None  # None: the value does not exist
 Row = Mapping[str, Any]  # of a table, by column
 
 DEFINITIONS = {
@@ -63,10 +61,9 @@ DEFINITIONS = {
 }
 
 SHORTEST = 4  # tokens; fewer have no curvature, and one prompt of fewer no debiased CKA
-FILE, METRICS, CKA = "analysis.json", "metrics.csv", "cka.csv"
 
-_FIRST_LOOK = 16  # how many times the tokens of all prompts are read at first; most documents are long enough
-_TOKENS = 2048  # in a batch: some hundred MB of states for the paper's models
+_FIRST_READ = 16  # times the tokens of all prompts, because documents are longer than one prompt
+_BATCH_TOKENS = 2048  # some hundred MB of states for the paper's models
 
 
 def model_names(models: Sequence[str]) -> tuple[str, ...]:
@@ -91,14 +88,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Dynamics:
-    """Everything measured for one model along one trajectory, and what it was measured on."""
+    """The measurements of one model along one trajectory, with their source."""
 
     model: str
     shape: str  # k⊗L
     weights: str  # hash of settings and weights
     trajectory: str
     depth: list[float]  # i / M
-    states: States  # geometry before or after the final norm; the lens always goes through it
+    states: str  # before or after the final norm, for geometry and CKA; the lens always goes through it
     text: str
     part: str  # of the text
     prompts: int
@@ -116,7 +113,7 @@ class Dynamics:
 
     @property
     def trajectory_name(self) -> str:
-        """The trajectory for people: M = 4, 2-1-1, or rounded steps where they have no short form."""
+        """A short name: M = 4, 2-1-1, or rounded steps if there is no short form."""
         if self.trajectory.isdigit():
             return f"M = {self.trajectory}"
         steps = Trajectory.parse(self.trajectory).steps
@@ -160,12 +157,12 @@ def _row_start(result: Dynamics) -> Row:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token ids, and where they come from."""
+    """Token ids and their source."""
 
     ids: Tensor  # [N, T] int64
     text: str  # the source as the user wrote it
-    part: str  # which part of it, in words
-    documents: int  # how many different ones the prompts come from
+    part: str  # of the text, in words
+    documents: int  # that the prompts come from
 
     @property
     def hash(self) -> str:
@@ -174,14 +171,18 @@ class Prompts:
 
 
 def read_prompts(source: str, tokenizer: Tokenizer, count: int, length: int, field: str = "text") -> Prompts:
-    """The first `count` windows of `length` tokens of anything that `prepare` reads; refused where it has fewer."""
+    """The first `count` windows of `length` tokens from anything that `prepare` reads."""
     require(count >= 1, f"The number of prompts must be 1 or more, got {count}.")
     require(length >= SHORTEST, f"A prompt must have {SHORTEST} tokens or more, got {length}.")
-    limit = _FIRST_LOOK * count * length
+    limit = _FIRST_READ * count * length
     while True:
         text = read_text(source, tokenizer, field, max_tokens=limit)
-        windows = _windows_by_document(text, count, length)
-        if len(windows) == count or text.tokens <= limit:  # enough documents, or that was all of it
+        by_document = (
+            [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+            for ids in text.documents
+        )
+        windows = list(itertools.islice(filter(None, by_document), count))
+        if len(windows) == count or text.tokens <= limit:  # enough documents, or the whole text was read
             break
         limit *= 8
     total = sum(map(len, windows))
@@ -196,14 +197,6 @@ def read_prompts(source: str, tokenizer: Tokenizer, count: int, length: int, fie
     return Prompts(torch.from_numpy(np.stack(chosen)), source, text.part, len(windows))
 
 
-def _windows_by_document(text: Text, count: int, length: int) -> list[list[Ids]]:
-    """The windows of each of the first `count` documents that have any."""
-    cut = (
-        [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)] for ids in text.documents
-    )
-    return list(itertools.islice(filter(None, cut), count))
-
-
 @torch.no_grad()
 def analyze(
     model: LoopedLM,
@@ -216,21 +209,21 @@ def analyze(
 ) -> Dynamics:
     """Run all prompts along a trajectory (None: the full one) and measure the state after each loop.
 
-    progress  is told how many prompts are done, and of how many
+    progress  called with the number of prompts that are done and of all
     """
-    kind = checked_states(states)
+    check_states(states)
     started = time.perf_counter()
     trajectory = model.resolve(trajectory)
     device = model.device
-    exact = torch.device("cpu") if device.type == "mps" else device  # where float64 exists
+    exact = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
     cka = LinearCKA(trajectory.budget + 1, model.config.width, exact)
     batches: list[dict[str, Tensor]] = []
     count, length = prompts.ids.shape
-    rows = max(1, _TOKENS // length)
+    rows = max(1, _BATCH_TOKENS // length)
     for start in range(0, count, rows):
         raw = _states(model, prompts.ids[start : start + rows].to(device), trajectory)  # [S, B, T, D]
-        measured = model.final_norm(raw) if kind == "after" else raw
-        through_lens = _lens(model, raw)  # first, because it refuses what is not finite
+        measured = model.final_norm(raw) if states == "after" else raw
+        through_lens = _lens(model, raw)  # first, because the geometry of infinite states may fail
         batches.append(_geometry(measured.to(exact)) | through_lens)
         cka.add(measured.flatten(1, 2))
         if progress:
@@ -241,7 +234,7 @@ def analyze(
         weights=weights_hash(model),
         trajectory=str(trajectory),
         depth=[i / trajectory.budget for i in range(trajectory.budget + 1)],
-        states=kind,
+        states=states,
         text=prompts.text,
         part=prompts.part,
         prompts=count,
@@ -259,12 +252,12 @@ def analyze(
     )
 
 
-def checked_states(states: str) -> States:
-    """`before` or `after` (the final norm); anything else is refused."""
-    for known in STATES:
-        if states == known:
-            return known
-    raise LoopformerError(f"States are taken before or after the final norm; choose one of them, not {states!r}.")
+def check_states(states: str) -> None:
+    """Refuse anything but `before` and `after` (the final norm)."""
+    if states not in ("before", "after"):
+        raise LoopformerError(
+            f"States are taken before or after the final norm; choose one of them, not {states!r}."
+        )
 
 
 def _states(model: LoopedLM, ids: Tensor, trajectory: TrajectoryLike) -> Tensor:
@@ -287,11 +280,11 @@ def _geometry(states: Tensor) -> dict[str, Tensor]:
 
 
 def _lens(model: LoopedLM, states: Tensor) -> dict[str, Tensor]:
-    """[S, B, T, D] before the final norm → both sides of the lens, means over the tokens of each prompt [S, B]."""
+    """[S, B, T, D] before the final norm → divergence and agreement of the lens, means over each prompt [S, B]."""
     divergence, agreement = (
         side.cpu().double().reshape(states.shape[:3]).mean(dim=-1) for side in lens(model, states.flatten(1, 2))
     )
-    if not divergence.isfinite().all():  # which shows whatever is wrong with states, final norm and head
+    if not divergence.isfinite().all():  # shows any fault in states, final norm or head
         raise RunFailed("This model gives no finite numbers; its weights are damaged or its training diverged.")
     return {"lens_divergence": divergence, "lens_agreement": agreement}
 
@@ -305,12 +298,12 @@ def _series(values: Tensor) -> Series:
 
 
 def _numbers(values: Tensor) -> list[MaybeNumber]:
-    """Plain numbers; JSON knows no nan."""
+    """Plain numbers, with None for nan, which JSON lacks."""
     return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
 def to_json(results: Sequence[Dynamics]) -> dict[str, Any]:
-    """Everything as plain data, with what each number means."""
+    """The content of analysis.json, with the definition of each metric."""
     return {
         "torch": torch.__version__,
         "definitions": DEFINITIONS,
@@ -321,11 +314,11 @@ def to_json(results: Sequence[Dynamics]) -> dict[str, Any]:
 def write_results(
     results: Sequence[Dynamics], folder: Path, figures: Mapping[str, Figure] | None = None
 ) -> list[Path]:
-    """Write everything, figures by name as .png and .svg; all files or, where something fails before, none."""
+    """Write all files, or none if one cannot be made; figures become .png and .svg files."""
     contents = {
-        FILE: json_bytes(to_json(results)),
-        METRICS: to_csv(metric_rows(results)),
-        CKA: to_csv(cka_rows(results)),
+        "analysis.json": json_bytes(to_json(results)),
+        "metrics.csv": to_csv(metric_rows(results)),
+        "cka.csv": to_csv(cka_rows(results)),
     }
     for name, figure in (figures or {}).items():
         contents |= {name + ending: rendered(figure, ending) for ending in (".png", ".svg")}

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from loopformer.analysis.dynamics import Dynamics, Row
 from loopformer.plots import HeatMap, Line, Panel, house_style, line_figure, map_figure, new_figure, wide
@@ -31,29 +32,19 @@ _MARKS = {  # marker, colour and size; the first is visible below the second
 _MEASURES = {"perplexity": "perplexity (lower is better)", "accuracy": "accuracy (higher is better)"}
 
 
-class MetricPanel(NamedTuple):
-    """How one metric is drawn over depth."""
-
-    metric: str
-    title: str
-    label: str
-    log: bool = False
-    percent: bool = False
-    note: str = ""
-
-
-REPRESENTATIONS = (
-    MetricPanel("curvature", "Curvature", "mean turning angle (rad)"),
-    MetricPanel("anisotropy", "Anisotropy", "mean cosine of two tokens"),
-    MetricPanel("prompt_entropy", "Prompt entropy", "entropy / log min(T, D)"),
-)
-CHANGES = (
-    MetricPanel("movement", "Movement per loop", "|h$_i$ − h$_{i-1}$| / |h$_{i-1}$|", log=True),
-    MetricPanel(
-        "lens_divergence", "Logit lens: distance", "KL(final ‖ after loop i) (nats)", log=True, note="0 at i = M"
+# One panel for each metric; the lines come from the results.
+REPRESENTATIONS = {
+    "curvature": Panel([], "Curvature", ylabel="mean turning angle (rad)"),
+    "anisotropy": Panel([], "Anisotropy", ylabel="mean cosine of two tokens"),
+    "prompt_entropy": Panel([], "Prompt entropy", ylabel="entropy / log min(T, D)"),
+}
+CHANGES = {
+    "movement": Panel([], "Movement per loop", ylabel="|h$_i$ − h$_{i-1}$| / |h$_{i-1}$|", log_y=True),
+    "lens_divergence": Panel(
+        [], "Logit lens: distance", ylabel="KL(final ‖ after loop i) (nats)", log_y=True, note="0 at i = M"
     ),
-    MetricPanel("lens_agreement", "Logit lens: agreement", "same top token as final (%)", percent=True),
-)
+    "lens_agreement": Panel([], "Logit lens: agreement", ylabel="same top token as final (%)"),
+}
 
 
 def state_figures(results: Sequence[Dynamics], debiased: bool = False) -> dict[str, Figure]:
@@ -65,25 +56,17 @@ def state_figures(results: Sequence[Dynamics], debiased: bool = False) -> dict[s
     }
 
 
-def metrics_figure(results: Sequence[Dynamics], metrics: Sequence[MetricPanel]) -> Figure:
+def metrics_figure(results: Sequence[Dynamics], panels: Mapping[str, Panel]) -> Figure:
     """Every result as a line over normalised depth, one panel per metric; bands are 2 standard errors."""
-    bands = len(results) <= _MAX_BANDS
-    panels = [
-        Panel(
-            _state_lines(results, metric, bands),
-            title=metric.title,
-            ylabel=metric.label,
-            log_y=metric.log,
-            note=metric.note,
-            ticks=_DEPTH,
-        )
-        for metric in metrics
-    ]
+    with_bands = len(results) <= _MAX_BANDS
     return line_figure(
-        panels,
+        [
+            replace(panel, lines=_state_lines(results, metric, with_bands), ticks=_DEPTH)
+            for metric, panel in panels.items()
+        ],
         height=2.45,
         xlabel="normalised depth i / M: 0 is the embedding, 1 the state after the last loop",
-        legend=", ".join(_measured_on(results)) + ("; bands: 2 standard errors" if bands else ""),
+        legend=", ".join(_measured_on(results)) + ("; bands: 2 standard errors" if with_bands else ""),
     )
 
 
@@ -240,14 +223,14 @@ def line_labels(results: Sequence[Dynamics]) -> list[str]:
     return [f"{result.model} ({result.shape}{'' if full else ', ' + result.trajectory_name})" for result in results]
 
 
-def _state_lines(results: Sequence[Dynamics], metric: MetricPanel, bands: bool) -> list[Line]:
+def _state_lines(results: Sequence[Dynamics], metric: str, with_bands: bool) -> list[Line]:
     """Colours tell models apart and dashes their trajectories; for one model colours tell trajectories apart."""
     models = list(dict.fromkeys(result.model for result in results))
     trajectories = list(dict.fromkeys(result.trajectory for result in results))
-    factor = 100 if metric.percent else 1
+    factor = 100 if metric == "lens_agreement" else 1  # percent
     lines = []
     for label, result in zip(line_labels(results), results, strict=True):
-        series = result.metrics[metric.metric]
+        series = result.metrics[metric]
         model, trajectory = models.index(result.model), trajectories.index(result.trajectory)
         errors = [2 * factor * (std or 0.0) / math.sqrt(result.prompts) for std in series.std]
         lines.append(
@@ -255,7 +238,7 @@ def _state_lines(results: Sequence[Dynamics], metric: MetricPanel, bands: bool) 
                 label,
                 result.depth,
                 [None if mean is None else factor * mean for mean in series.mean],
-                errors=errors if bands else (),
+                errors=errors if with_bands else (),
                 colour=model if len(models) > 1 else trajectory,
                 dash=trajectory,
             )
@@ -264,7 +247,7 @@ def _state_lines(results: Sequence[Dynamics], metric: MetricPanel, bands: bool) 
 
 
 def _measured_on(results: Sequence[Dynamics]) -> tuple[str, str]:
-    """What was measured on what; several texts are told apart in the table, not here."""
+    """The size of the prompts and the kind of states; the text is named in the table."""
     sizes = {(result.prompts, result.length) for result in results}
     ((prompts, length),) = sizes if len(sizes) == 1 else (("several", "several"),)
     states = " and ".join(sorted({result.states for result in results}, reverse=True))

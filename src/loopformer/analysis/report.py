@@ -20,6 +20,7 @@ import shlex
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 REPORT, FIGURES, TABLES = "report.json", "figures", "tables"
 PART_NAMES = PARTS | {"training": "Training"}
-NO_FIGURES = "No figure is drawn without matplotlib; `pip install 'loopformer[plot]'` brings it."
 TOLERANCE = 0.05  # between the costs of rows that are compared
 
 _CHOICES = {"copa": 2, "hellaswag": 4, "openbookqa": 4, "piqa": 2, "race": 4, "social_iqa": 3, "arc": 4, "sciq": 4}
@@ -56,13 +56,6 @@ _SHARES = ("acc", "exact_match")  # metrics that are shares of right answers
 _DPI = 170
 _DOTS_PER_REM = 20  # one scale for all figures, so that their text has one size
 _COMMAND_WIDTH = 70  # characters, after which a command continues on the next line
-_DEFINED = [name for name in DEFINITIONS if name != "cka_debiased"]
-_PACKAGES = {
-    "loopformer": "loopformer",
-    "torch": "PyTorch",
-    "lm_eval": "lm-evaluation-harness",
-    "matplotlib": "matplotlib",
-}
 
 
 # Numbers as text.
@@ -83,10 +76,6 @@ def counted(value: float) -> str:
 
 def percent(value: float) -> str:
     return f"{100 * value:.1f}"
-
-
-def percent_sign(value: float) -> str:
-    return f"{percent(value)}\u00a0%"
 
 
 def perplexity(value: float | None) -> str:
@@ -206,17 +195,12 @@ def _mean_error(errors: Sequence[Any]) -> float | None:
 def gaps(models: Sequence[Piece], part: str) -> list[str]:
     """Why a part is missing, once if the reason is the same for all models."""
     reasons = {model["name"]: model["missing"][part] for model in models if part in model["missing"]}
-    names_by_reason = _names_by_sentence(reasons)
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names_by_reason.setdefault(reason, []).append(name)
     if len(names_by_reason) == 1 and len(reasons) == len(models):
         return [f"{PART_NAMES[part]}: {reason}" for reason in names_by_reason]
     return [f"{PART_NAMES[part]} of {listed(names)}: {reason}" for reason, names in names_by_reason.items()]
-
-
-def _names_by_sentence(sentences: Mapping[str, str]) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
-    for name, sentence in sentences.items():
-        names.setdefault(sentence, []).append(name)
-    return names
 
 
 # The tables.
@@ -438,6 +422,7 @@ def render(layout: str, report: ReportData, pictures: Mapping[str, bytes]) -> st
         loader=PackageLoader("loopformer", "analysis"),
         autoescape=lambda name: name is not None and name.endswith(".html.j2"),
         undefined=StrictUndefined,
+        extensions=["jinja2.ext.do"],
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -452,20 +437,14 @@ def render(layout: str, report: ReportData, pictures: Mapping[str, bytes]) -> st
         "base64": lambda picture: b64encode(picture).decode(),
         "rem": lambda picture: f"{int.from_bytes(picture[16:20]) / _DOTS_PER_REM:.1f}",  # from the PNG's header
     }
-    for show in (gaps, listed, percent, percent_sign, perplexity, schedule_figure_name, short_hash):
-        templates.globals[show.__name__] = show
-    errors = [error for row in report.rows for key, error in row.items() if key.startswith("error:") and error]
+    for function in (counted, gaps, listed, percent, perplexity, schedule_figure_name, short_hash):
+        templates.globals[function.__name__] = function
     text = templates.get_template("report.j2").render(
         **vars(report),
-        **_curve_ends(report),
         layout=f"report.{layout}.j2",
         pictures=pictures,
-        no_figures=NO_FIGURES,
-        ratios=_training_ratios(report.models),
-        largest_error=max(errors, default=None),
-        short_names=[f"{score.label} is {score.name}" for score in report.scores if score.label != score.name],
-        definitions=[f"{name.replace('_', ' ')}: {DEFINITIONS[name]}." for name in _DEFINED],
-        versions=[f"{name} {report.made[key]}" for key, name in _PACKAGES.items() if report.made[key]],
+        ends=partial(_ends, report.rows),
+        definitions=DEFINITIONS,
         chance=CHANCE_AVERAGE,
         tolerance=TOLERANCE,
     )
@@ -485,47 +464,12 @@ def _escape_markdown(text: str) -> str:
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # inside a word it is a letter
 
 
-def _curve_ends(report: ReportData) -> dict[str, list[str]]:
-    """Each curve in words: its value at a model's largest budget and, if there are several, at its smallest."""
-
-    def ends(model: str, key: str, curve: str) -> list[str]:
-        rows = [row for row in report.rows if row["model"] == model and row.get(key) is not None]
-        show = percent_sign if key == "average" else perplexity
-        at = [f"{show(row[key])} at M = {row['budget']}" for row in rows]
-        return [f"{curve} {at[-1]}" + (f" ({at[0]})" if len(at) > 1 else "")] if at else []
-
-    summaries = {
-        name: [
-            *(end for text in report.texts for end in ends(name, f"ppl:{text}", f"perplexity on {text}")),
-            *ends(name, "average", "average accuracy"),
-        ]
-        for name in report.names
-    }
-    return {
-        "summaries": [f"{name}: {'; '.join(parts)}." for name, parts in summaries.items() if parts],
-        "perplexity_ends": [
-            end
-            for text in report.texts
-            for name in report.names
-            for end in ends(name, f"ppl:{text}", f"{name}, {text}:")
-        ],
-        "average_ends": [
-            end for name in report.names for end in ends(name, "average", f"{name}, average accuracy")
-        ],
-    }
-
-
-def _training_ratios(models: Sequence[Piece]) -> list[str]:
-    """The paper's ratio of elastic to fixed-depth training, with the costs that it follows from."""
-    ratios = {
-        model[
-            "name"
-        ]: f"C_io = {counted(model['io_flops'])}FLOP, C₁ = {counted(model['loop_flops'])}FLOP per token "
-        f"forward, L = {model['settings']['loops']}: ratio {model['training_overhead']:.3f}."
-        for model in models
-        if model["training_overhead"] is not None
-    }
-    return [f"{listed(names)}: {ratio}" for ratio, names in _names_by_sentence(ratios).items()]
+def _ends(rows: Sequence[Row], model: str, key: str) -> str:
+    """The value of a column at a model's largest budget and, if there are several, at its smallest."""
+    measured = [row for row in rows if row["model"] == model and row.get(key) is not None]
+    show = (lambda value: f"{percent(value)}\u00a0%") if key == "average" else perplexity
+    at = [f"{show(row[key])} at M = {row['budget']}" for row in measured]
+    return (f"{at[-1]} ({at[0]})" if len(at) > 1 else at[0]) if at else ""
 
 
 def _shell_lines(commands: str) -> str:

@@ -57,7 +57,7 @@ def analyze(
     Example: loopformer analyze --model runs/demo/elastic --model runs/demo/fixed --out analysis
     """
     from loopformer.analysis.dynamics import analyze as run
-    from loopformer.analysis.dynamics import checked_states, model_names, read_prompts, to_json, write_results
+    from loopformer.analysis.dynamics import check_states, model_names, read_prompts, to_json, write_results
     from loopformer.analysis.figures import state_figures
     from loopformer.device import choose_device
     from loopformer.errors import require
@@ -66,7 +66,7 @@ def analyze(
     from loopformer.plots import available
 
     model = model or [BOX]
-    checked_states(states)
+    check_states(states)
     require(prompts >= 1, f"--prompts must be 1 or more, got {prompts}.")
     names, configs = model_names(model), [find_config(path)[0] for path in model]
     followed = _trajectories(budgets, trajectory or [], dict(zip(names, configs, strict=True)))
