@@ -1,4 +1,4 @@
-"""`loopformer report`: every table and figure of one or several models in one folder."""
+"""`loopformer report`: every table and figure of several models in one folder."""
 
 import json
 from pathlib import Path
@@ -21,22 +21,22 @@ def report(
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"NAME=SOURCE, the name it has in the report and the text: {TEXT}; may be given several "
-            "times. A run's own data by default. Schedules and states are measured on the first one."
+            help=f"NAME=SOURCE, a name for the report and a text: {TEXT}; may be given several times. "
+            "By default the data of the first run. Schedules and states are measured on the first text."
         ),
     ] = None,
     data: TaskData = None,
     tasks: Annotated[
         str | None,
-        typer.Option(help="Benchmarks: paper (its ten), or names, as in piqa,arc_easy; paper if --data is given."),
+        typer.Option(help="Benchmarks: paper (its ten), or names such as piqa,arc_easy; paper if --data is given."),
     ] = None,
     limit: Examples = None,
     budgets: Budgets = None,
-    search: Annotated[int | None, typer.Option(help="The budget whose schedules are searched; L/2.")] = None,
+    search: Annotated[int | None, typer.Option(help="The budget to search schedules for; L/2 by default.")] = None,
     search_tasks: Annotated[
-        bool, typer.Option("--search-tasks", help="Score the schedules on the benchmarks, too, which takes long.")
+        bool, typer.Option("--search-tasks", help="Also score the schedules on the benchmarks, which takes long.")
     ] = False,
-    prompts: Annotated[int, typer.Option(help="Prompts for the analysis of the states.")] = 64,
+    prompts: Annotated[int, typer.Option(help="Number of prompts for the analysis of states.")] = 64,
     skip: Annotated[str | None, typer.Option(help="Parts to leave out: perplexity,tasks,search,analysis.")] = None,
     max_tokens: MaxTokens = None,
     field: Field = "text",
@@ -47,7 +47,7 @@ def report(
 ) -> None:
     """Write a report: perplexity, benchmarks, schedules, states and costs of all models, as a page, CSV and JSON.
 
-    What eval, search and an earlier report have measured is taken over; only what is missing is run.
+    Results of eval, search and earlier reports are reused; only what is missing is measured.
 
     Example: loopformer report runs/elastic runs/fixed --out report --text news=news.jsonl --data data/eval
     """
@@ -56,7 +56,7 @@ def report(
 
     request = ReportRequest(
         tuple(models),
-        texts=read_texts(text or []),
+        texts=read_texts(text) if text else None,
         tasks=tasks,
         data=data,
         limit=limit,
