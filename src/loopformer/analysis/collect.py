@@ -178,16 +178,16 @@ def read_skip(skip: str | None) -> frozenset[str]:
     return frozenset(parts)
 
 
-def collect(request: ReportRequest, report: ReportProgress | None = None) -> Piece:
+def collect(request: ReportRequest, progress: ReportProgress | None = None) -> Piece:
     """Measure whatever is missing of all models and put everything together."""
     require(request.dtype in DTYPES, f"There is no dtype {request.dtype!r}; choose one of {', '.join(DTYPES)}.")
     device = choose_device(request.device)
     configs = [find_config(model)[0] for model in request.models]
     request.check_depths([config.loops for config in configs])
-    suite, why_no_suite = _load_suite(request, report)
+    suite, why_no_suite = _load_suite(request, progress)
     # One length for all models, because the entropy of a prompt depends on it.
     length = min(_PROMPT_LENGTH, *(config.context for config in configs))
-    collector = _Collector(request, suite, why_no_suite, length, report)
+    collector = _Collector(request, suite, why_no_suite, length, progress)
     return {
         "format": REPORT_FORMAT,
         "version": VERSION,
@@ -205,7 +205,7 @@ def collect(request: ReportRequest, report: ReportProgress | None = None) -> Pie
     }
 
 
-def _load_suite(request: ReportRequest, report: ReportProgress | None) -> tuple[Suite | None, str]:
+def _load_suite(request: ReportRequest, progress: ReportProgress | None) -> tuple[Suite | None, str]:
     """The tasks, or the reason why there are none; a wrong name or a missing file is an error."""
     if request.wanted_tasks is None or "tasks" in request.skip:
         return None, (
@@ -222,7 +222,7 @@ def _load_suite(request: ReportRequest, report: ReportProgress | None) -> tuple[
         return None, str(error)
     names = [name.strip() for name in request.wanted_tasks.split(",") if name.strip()]
     try:
-        return Suite.load(names, request.data, None, request.limit, report), ""
+        return Suite.load(names, request.data, None, request.limit, progress), ""
     except RunFailed as error:  # the Hub cannot be reached
         return None, str(error)
 
@@ -242,15 +242,15 @@ class _Collector:
     suite: Suite | None
     why_no_suite: str
     length: int  # tokens of a prompt
-    report: ReportProgress | None
+    progress: ReportProgress | None
     # By the hash of a tokenizer, because models with the same tokenizer share texts and prompts.
     texts: dict[tuple[str, str], Text] = field(default_factory=dict)
     prompts: dict[str, Prompts] = field(default_factory=dict)
 
     def measure(self, source: str, name: str) -> Piece:
         """All parts of one model, and the reason for each part that is missing."""
-        loaded, report = LoadedModel.open(source, self.request.device, self.request.dtype), self.report
-        named = None if report is None else lambda doing, done, total: report(f"{name}: {doing}", done, total)
+        loaded, progress = LoadedModel.open(source, self.request.device, self.request.dtype), self.progress
+        named = None if progress is None else lambda doing, done, total: progress(f"{name}: {doing}", done, total)
         training, missing = training_facts(source), dict[str, str]()
         if training is None:
             missing["training"] = "A model without a run says nothing about its training."
@@ -304,27 +304,27 @@ class _Collector:
             "No text was given, and no run has prepared data that can be found; give one with --text NAME=SOURCE."
         )
 
-    def _perplexity(self, loaded: LoadedModel, report: ReportProgress | None) -> list[Piece]:
+    def _perplexity(self, loaded: LoadedModel, progress: ReportProgress | None) -> list[Piece]:
         context = loaded.model.config.context
         trajectories = [loaded.model.resolve(budget) for budget in self.request.budgets_of(loaded.model.config)]
         rows = []
         for name in self.request.sources:
-            text = self._text(name, loaded, report)
+            text = self._text(name, loaded, progress)
             tokens = min(text.tokens, self.request.max_tokens or text.tokens)
             require(
                 tokens >= context, f"{name} has {tokens} tokens, fewer than one window of {context}; give more."
             )
-            rows += perplexity(loaded.model, text, trajectories, **self._scoring(loaded, report))
+            rows += perplexity(loaded.model, text, trajectories, **self._scoring(loaded, progress))
         return rows
 
-    def _tasks(self, loaded: LoadedModel, report: ReportProgress | None) -> list[Piece]:
+    def _tasks(self, loaded: LoadedModel, progress: ReportProgress | None) -> list[Piece]:
         assert self.suite is not None
         trajectories = [loaded.model.resolve(budget) for budget in self.request.budgets_of(loaded.model.config)]
-        runs = ask(loaded, self.suite.queries, trajectories, self.request.batch_tokens, report)
+        runs = ask(loaded, self.suite.queries, trajectories, self.request.batch_tokens, progress)
         rows: list[Piece] = results(self.suite, model_facts(loaded, runs), runs)["runs"]
         return rows
 
-    def _search(self, loaded: LoadedModel, report: ReportProgress | None) -> Piece:
+    def _search(self, loaded: LoadedModel, progress: ReportProgress | None) -> Piece:
         loops = loaded.model.config.loops
         budget = self.request.search or max(1, loops // 2)
         require(budget <= loops, f"This model has {loops} loops, fewer than the {budget} of --search.")
@@ -336,13 +336,13 @@ class _Collector:
         return search(
             loaded.model,
             budget,
-            text=self._text(next(iter(self.request.sources)), loaded, report),
-            accuracy=None if suite is None else accuracy(loaded, suite, self.request.batch_tokens, report),
+            text=self._text(next(iter(self.request.sources)), loaded, progress),
+            accuracy=None if suite is None else accuracy(loaded, suite, self.request.batch_tokens, progress),
             tasks=None if suite is None else suite.facts,
-            **self._scoring(loaded, report),
+            **self._scoring(loaded, progress),
         )
 
-    def _analysis(self, loaded: LoadedModel, report: ReportProgress | None) -> Piece:
+    def _analysis(self, loaded: LoadedModel, progress: ReportProgress | None) -> Piece:
         """The dynamics of the states along the full trajectory, stored like the other parts."""
         (text, source), *_ = self.request.sources.items()
         tokenizer, model = loaded.lm.need_tokenizer(), loaded.model
@@ -361,27 +361,27 @@ class _Collector:
         }
         stored = loaded.store.get(key)
         if stored is None:
-            progress = None if report is None else lambda done, total: report("prompts", done, total)
-            dynamics = replace(analyze(model, prompts, "", progress=progress), weights=loaded.weights)
+            counted = None if progress is None else lambda done, total: progress("prompts", done, total)
+            dynamics = replace(analyze(model, prompts, "", progress=counted), weights=loaded.weights)
             stored = loaded.store.put(key, dynamics.to_json())
         return {**stored, "text": prompts.text, "part": prompts.part, "documents": prompts.documents}
 
-    def _text(self, name: str, loaded: LoadedModel, report: ReportProgress | None) -> Text:
+    def _text(self, name: str, loaded: LoadedModel, progress: ReportProgress | None) -> Text:
         tokenizer, request = loaded.lm.need_tokenizer(), self.request
         key = (name, tokenizer.hash)
         if key not in self.texts:
-            text = read_text(request.sources[name], tokenizer, request.field, request.max_tokens, report)
+            text = read_text(request.sources[name], tokenizer, request.field, request.max_tokens, progress)
             self.texts[key] = replace(text, name=name)
         return self.texts[key]
 
-    def _scoring(self, loaded: LoadedModel, report: ReportProgress | None) -> Piece:
+    def _scoring(self, loaded: LoadedModel, progress: ReportProgress | None) -> Piece:
         """What every measurement on a text needs besides the model and the text."""
         return {
             "protocol": Protocol(max_tokens=self.request.max_tokens),
             "weights": loaded.weights,
             "store": loaded.store,
             "batch_tokens": self.request.batch_tokens,
-            "report": report,
+            "report": progress,
         }
 
 

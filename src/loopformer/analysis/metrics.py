@@ -10,7 +10,7 @@
 
     divergence, agreement = lens(model, states) # states [S, n, D] before the final norm, the final state last
 
-Geometry is computed in float64, with one number per prompt. A zero vector has no direction and is left out of means.
+Geometry is computed in float64, with one number per prompt. Means leave out zero vectors, which have no direction.
 A mean over nothing is nan. docs/analysis.md has the formulas.
 """
 

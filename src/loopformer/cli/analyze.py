@@ -124,8 +124,8 @@ def _trajectories(
                 errors.append(error)
         if errors and not resolved:
             raise LoopformerError(f"{name}: {errors[0]}") from errors[0]
-        for error in errors:
-            typer.echo(f"{name}: {error} Left out.", err=True)
+        for reason in errors:
+            typer.echo(f"{name}: {reason} Left out.", err=True)
         by_model[name] = resolved or [None]
     return by_model
 
