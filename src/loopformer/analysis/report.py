@@ -432,7 +432,7 @@ def render(layout: str, report: ReportData, pictures: Mapping[str, bytes]) -> st
         "flow": lambda text: re.sub(r"[ \n]+", " ", str(text)).strip(" "),
         "code": lambda text: Markup("").join(_with_code(text, escape, Markup("<code>{}</code>").format)),
         "markdown": lambda text: "".join(_with_code(text, _escape_markdown, "`{}`".format)),
-        "quote": lambda value: shlex.quote(str(value)),
+        "quote": lambda value: shlex.quote(str(value).replace("\n", " ")),  # a command is one line
         "shell_lines": _shell_lines,
         "base64": lambda picture: b64encode(picture).decode(),
         "rem": lambda picture: f"{int.from_bytes(picture[16:20]) / _DOTS_PER_REM:.1f}",  # from the PNG's header
@@ -475,7 +475,7 @@ def _ends(rows: Sequence[Row], model: str, key: str) -> str:
 def _shell_lines(commands: str) -> str:
     """Commands, one in each line, broken before an option where they are long."""
     broken = []
-    for command in filter(str.strip, commands.splitlines()):
+    for command in filter(str.strip, commands.split("\n")):
         lines: list[list[str]] = [[]]
         for word in shlex.split(command):
             if word.startswith("--") and len(shlex.join(lines[-1])) > _COMMAND_WIDTH:
