@@ -68,15 +68,13 @@ def prompt_entropy(states: Tensor, *, centre: bool = True, unit_rows: bool = Tru
     require(z.shape[-1] > 1, "Prompt entropy needs states of 2 dimensions or more.")
     if centre:
         z = z - z.mean(dim=-2, keepdim=True)
-        differs = _lengths(z) > _ROUNDING_ERROR * _lengths(
-            states.double()
-        )  # a token equal to the mean differs by rounding
+        # A token that equals the mean differs from it by rounding, which has no direction.
+        differs = _lengths(z) > _ROUNDING_ERROR * _lengths(states.double())
         z = torch.where(differs[..., None], z, 0.0)
     if unit_rows:
         z = _unit_rows(z)
-    gram = (
-        z @ z.mT if z.shape[-2] <= z.shape[-1] else z.mT @ z
-    )  # both have the same spectrum; the smaller one is faster
+    # Both products have the same spectrum. The smaller one is faster.
+    gram = z @ z.mT if z.shape[-2] <= z.shape[-1] else z.mT @ z
     values = torch.linalg.eigvalsh(gram).clamp_min(0)
     shares = values / values.sum(dim=-1, keepdim=True).clamp_min(_TINY)
     entropy: Tensor = torch.special.entr(shares).sum(dim=-1)

@@ -89,7 +89,7 @@ def short_hash(value: str) -> str:
     return f"`{value[:16]}`"
 
 
-FORMATS: dict[str, Callable[[Any], str]] = {  # that report_tables.yaml names, besides Python's own
+FORMATS: dict[str, Callable[[Any], str]] = {  # report_tables.yaml uses these names and Python formats
     "words": str,
     "counted": counted,
     "percent": percent,
@@ -280,8 +280,10 @@ def build_tables(report: ReportData) -> dict[str, Table]:
             }
             for model in report.models
         ],
+        # Models share texts, so a text has one row, not one for each model.
         "texts": list({tuple(row[key] for key in text_keys): row for row in texts}.values()),
         "perplexity": texts,
+        # The data of a task is the same for all models. Its metric and its cut requests are those of the first run.
         "tasks": [
             {
                 "source": task["data"].get("file") or task["data"].get("dataset"),
@@ -370,10 +372,9 @@ def training_rows(models: Sequence[Piece]) -> list[Row]:
 
 
 def slowdown(elastic: Piece, others: Mapping[str, Piece | None]) -> tuple[float | None, str]:
-    """How many times slower an elastic run was than a fixed-depth one, and its name; or None, and why not known.
+    """How many times slower an elastic run was than a fixed-depth one, and the name of that; or None and the reason.
 
-    The cost of elastic training in time is the ratio of tokens per second of two runs that differ in the objective
-    alone.
+    Only runs that differ in the objective alone are compared, because other settings change the speed, too.
     """
     fixed = {name: facts for name, facts in others.items() if facts is not None and not facts["elastic"]}
     if not fixed:
