@@ -372,9 +372,9 @@ def training_rows(models: Sequence[Piece]) -> list[Row]:
 
 
 def slowdown(elastic: Piece, others: Mapping[str, Piece | None]) -> tuple[float | None, str]:
-    """How many times slower an elastic run was than a fixed-depth one, and the name of that; or None and the reason.
+    """How many times slower an elastic run was than a fixed-depth run, and its name; or None and the reason.
 
-    Only runs that differ in the objective alone are compared, because other settings change the speed, too.
+    Only runs that differ in the objective alone are compared, because other settings change the speed too.
     """
     fixed = {name: facts for name, facts in others.items() if facts is not None and not facts["elastic"]}
     if not fixed:
