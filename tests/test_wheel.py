@@ -20,12 +20,14 @@ def test_a_wheel_works_on_its_own(tmp_path: Path) -> None:
     target = tmp_path / "installed"
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)], check=True)
     code = (
-        "import json, loopformer as l, loopformer.config as c, loopformer.analysis.report.page as p;"
-        "page = p.Page('All of it', 'One sentence.', []);"
-        "print(json.dumps([l.__file__, c.preset_names(), p.to_html(page, {}), p.to_markdown(page)]))"
+        "import json, pathlib, sys, loopformer as l, loopformer.config as c, loopformer.analysis.report as r;"
+        "measured = json.loads(pathlib.Path(sys.argv[1]).read_text());"
+        "html, markdown, *_ = r.write_report(measured, pathlib.Path('report'));"
+        "print(json.dumps([l.__file__, c.preset_names(), html.read_text(), markdown.read_text()]))"
     )
+    stored = ROOT / "tests" / "fixtures" / "v1" / "report" / "report.json"
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, str(stored)],
         env={"PYTHONPATH": str(target)},
         cwd=tmp_path,
         capture_output=True,
@@ -39,5 +41,5 @@ def test_a_wheel_works_on_its_own(tmp_path: Path) -> None:
             file.name: file.stat().st_size for file in (target / folder).iterdir() if file.is_file()
         }
     assert {"demo", "paper/loopformer-3x8", "small/tmlt"} <= set(presets)
-    assert "<h1>All of it</h1>" in html
-    assert markdown.startswith("# All of it\n\nOne sentence.\n")
+    assert "<h1>Report: run</h1>" in html
+    assert markdown.startswith("# Report: run\n\n")

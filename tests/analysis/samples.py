@@ -4,7 +4,8 @@ from dataclasses import asdict
 from typing import Any
 
 from loopformer import ModelConfig
-from loopformer.analysis.results import DEFINITIONS, ReportResults
+from loopformer.analysis.dynamics import DEFINITIONS
+from loopformer.analysis.report import ReportData
 from loopformer.evaluation.tasks import TASKS
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory
@@ -45,9 +46,9 @@ def make_report(*models: Piece, tasks: Piece | None = None) -> Piece:
     }
 
 
-def make_results(*models: Piece) -> ReportResults:
-    """The same, typed."""
-    return ReportResults.from_json(make_report(*models))
+def make_data(*models: Piece) -> ReportData:
+    """The same, as tables and pages are made of it."""
+    return ReportData(make_report(*models))
 
 
 def make_model(name: str, blocks: int = 1, loops: int = 4, level: float = 40.0, **parts: Any) -> Piece:

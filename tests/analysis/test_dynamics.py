@@ -12,9 +12,16 @@ from torch import nn
 
 from loopformer import LM, LoopedLM, LoopformerError
 from loopformer.analysis import dynamics
-from loopformer.analysis.dynamics import Prompts, analyze, read_prompts, read_results, write_results
+from loopformer.analysis.dynamics import (
+    Dynamics,
+    Prompts,
+    analyze,
+    model_names,
+    read_prompts,
+    read_results,
+    write_results,
+)
 from loopformer.analysis.metrics import LinearCKA, anisotropy, curvature, lens, movement, prompt_entropy
-from loopformer.analysis.results import Dynamics
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData
 from loopformer.errors import FileProblem, RunFailed
@@ -64,7 +71,7 @@ def test_the_lens_at_the_end_is_the_model(lm: LM, prompts: Prompts) -> None:
 
 def test_batches_do_not_matter(lm: LM, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = analyze(lm.model, prompts, "mine")
-    monkeypatch.setattr(dynamics, "_TOKENS", 24)  # two prompts at a time
+    monkeypatch.setattr(dynamics, "_BATCH_TOKENS", 24)  # two prompts at a time
     told: list[tuple[int, int]] = []
     parts = analyze(lm.model, prompts, "mine", progress=lambda done, total: told.append((done, total)))
     assert told == [(2, 7), (4, 7), (6, 7), (7, 7)]
@@ -197,3 +204,11 @@ def test_gpu_follows_cpu(lm: LM, prompts: Prompts) -> None:
     for name, series in expected.metrics.items():
         assert found.metrics[name].mean == pytest.approx(series.mean, abs=1e-3)
     assert torch.tensor(found.cka) == pytest.approx(torch.tensor(expected.cka), abs=1e-3)
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    assert model_names(["runs/a/elastic", "runs/b/elastic"]) == ("a/elastic", "b/elastic")
+    assert model_names(["runs/a/elastic", "runs/a/fixed"]) == ("elastic", "fixed")
+    (tmp_path / "one").mkdir()
+    with pytest.raises(LoopformerError, match="given twice"):
+        model_names([str(tmp_path / "one"), f"{tmp_path}/one/../one"])

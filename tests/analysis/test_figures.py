@@ -4,24 +4,29 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from loopformer import LM, LoopedLM, LoopformerError
-from loopformer.analysis.dynamics import Prompts, analyze, write_results
+from loopformer.analysis.dynamics import Dynamics, Prompts, analyze, write_results
 from loopformer.analysis.figures import (
     CHANGES,
     REPRESENTATIONS,
+    accuracy_figure,
     cka_figure,
     line_labels,
     metrics_figure,
+    perplexity_figure,
     search_figure,
     state_figures,
 )
-from loopformer.analysis.results import Dynamics, SearchResults
+from loopformer.analysis.report import CHANCE_AVERAGE
 from loopformer.evaluation.schedules import describe
 from loopformer.plots import save
 from loopformer.trajectory import Trajectory
+
+from .samples import make_data, make_model
 
 pytest.importorskip("matplotlib")
 
@@ -42,9 +47,9 @@ def _images(figure: Any) -> list[Any]:
 
 def test_lines_show_the_numbers_and_are_told_apart(results: list[Dynamics]) -> None:
     figure = metrics_figure(results, REPRESENTATIONS)
-    for axis, panel in zip(figure.axes, REPRESENTATIONS, strict=True):
+    for axis, metric in zip(figure.axes, REPRESENTATIONS, strict=True):
         for line, result in zip(_lines(axis), results, strict=True):
-            series = result.metrics[panel.metric]
+            series = result.metrics[metric]
             assert line == list(zip(result.depth, series.mean, strict=True))
     lines = figure.axes[0].get_lines()
     assert len({(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}) == 3
@@ -102,7 +107,7 @@ def test_a_model_that_does_not_move_can_be_drawn(lm: LM, tmp_path: Path) -> None
     assert len(write_results([found], tmp_path, state_figures([found]))) == 9
 
 
-def searched(loops: int, budget: int, accuracy: bool = False) -> SearchResults:
+def searched(loops: int, budget: int, accuracy: bool = False) -> dict[str, Any]:
     measured: dict[Trajectory, dict[str, float]] = {}
     uniform = Trajectory.uniform(budget)
     for trajectory in [*Trajectory.enumerate(loops, budget), uniform]:
@@ -110,7 +115,7 @@ def searched(loops: int, budget: int, accuracy: bool = False) -> SearchResults:
         if accuracy:
             measured[trajectory]["accuracy"] = float(trajectory.steps[0]) / 2
     facts = {"budget": budget, "loops": loops, "method": "all", "by": "perplexity"}
-    return SearchResults.from_json({**facts, **describe(measured, uniform, "perplexity", loops)})
+    return {**facts, **describe(measured, uniform, "perplexity", loops)}
 
 
 def test_bars_are_the_steps_in_order_of_quality() -> None:
@@ -118,11 +123,11 @@ def test_bars_are_the_steps_in_order_of_quality() -> None:
     axes: list[Any] = search_figure(result).axes
     bars = axes[0].patches
     assert len(bars) == 35 * 4
-    for number, row in enumerate(result.schedules):
+    for number, row in enumerate(result["schedules"]):
         own = sorted(
             (bar for bar in bars if bar.get_y() < number < bar.get_y() + bar.get_height()), key=lambda b: b.get_x()
         )
-        assert [bar.get_width() for bar in own] == pytest.approx(row.steps)
+        assert [bar.get_width() for bar in own] == pytest.approx(row["steps"])
     assert axes[0].get_yticklabels()[0].get_text() == "5-1-1-1"
     shown = [label.get_text() for label in axes[1].get_legend().get_texts()]
     assert shown == ["best 19.38", "uniform 19.75", "worst 19.88"]
@@ -140,3 +145,18 @@ def test_many_schedules_and_wrong_endings(tmp_path: Path) -> None:
     assert save(many, tmp_path / "s.png").stat().st_size > 1000
     with pytest.raises(LoopformerError, match=r"end the name with \.png, \.pdf or \.svg"):
         save(many, tmp_path / "s.doc")
+
+
+def test_curves_have_a_point_for_each_budget_and_a_line_for_each_model() -> None:
+    unmeasured = make_model("none", perplexity=None, tasks=None)
+    found = make_data(make_model("one"), make_model("two", loops=8, level=90.0), unmeasured)
+    figure = perplexity_figure(found.rows, found.texts)
+    assert [axis.get_title() for axis in figure.axes] == ["news", "a | b"]
+    lines = figure.axes[0].get_lines()
+    assert [line.get_label() for line in lines] == ["one (1⊗4)", "two (1⊗8)"]
+    assert np.asarray(lines[1].get_ydata()).tolist() == [89.0, 82.0]
+    assert "FLOP per token" in figure.axes[0].get_xlabel()
+    (axis,) = accuracy_figure(found.rows, CHANCE_AVERAGE).axes
+    points = np.concatenate([np.asarray(line.get_ydata(), float) for line in axis.get_lines()]).round(6).tolist()
+    assert {31.0, 34.0, 38.0} <= set(points)
+    assert any(text.get_text() == "guessing" for text in axis.texts)

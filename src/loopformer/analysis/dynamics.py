@@ -1,14 +1,14 @@
-"""What the states of one model do along one trajectory, measured over prompts, and the files it is kept in.
+"""Measures the states of one model along one trajectory over prompts, and writes the results.
 
     prompts = read_prompts("data/demo", lm.tokenizer, count=64, length=128)     # of the validation split
     result = analyze(lm.model, prompts, "runs/demo", trajectory="4-2-1-1")
     result.metrics["curvature"].mean                    # [M + 1]: the embedding, then after each loop
     write_results([result], Path("analysis"))           # analysis.json, metrics.csv and cka.csv, and figures
 
-Prompts are windows of one length that lie inside documents and do not overlap. Every document gives its first one;
-only where there are too few documents do they give a second, a third, … So 64 prompts are 64 documents if the text
-has them. They run in batches, of which only numbers per prompt and the sums of CKA are kept, so memory does not
-grow with the text.
+Prompts are windows of one length that lie inside documents and do not overlap. Every document gives its first
+window. Only if there are too few documents do they give a second, a third, … So 64 prompts are 64 documents if the
+text has them. Prompts run in batches, and memory does not grow with the text: of each batch only numbers per prompt
+and the sums of CKA stay.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,45 +31,138 @@ import torch
 from torch import Tensor
 
 from loopformer.analysis.metrics import LinearCKA, anisotropy, curvature, lens, movement, prompt_entropy
-from loopformer.analysis.results import (
-    DEFINITIONS,
-    STATES,
-    Cells,
-    Dynamics,
-    MaybeNumber,
-    Series,
-    States,
-    cka_rows,
-    metric_rows,
-)
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require, unreadable
 from loopformer.evaluation.store import weights_hash
-from loopformer.evaluation.text import Ids, Text, read_text
+from loopformer.evaluation.text import read_text
 from loopformer.files import json_bytes, write_together
 from loopformer.model import LoopedLM
 from loopformer.model.looped import TrajectoryLike
 from loopformer.plots import rendered
+from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-SHORTEST = 4  # tokens; fewer have no curvature, and one prompt of fewer no debiased CKA
-FILE, METRICS, CKA = "analysis.json", "metrics.csv", "cka.csv"
+MaybeNumber = float | None  # None: the value does not exist
+Row = Mapping[str, Any]  # of a table, by column
 
-_FIRST_LOOK = 16  # how many times the tokens of all prompts are read at first; most documents are long enough
-_TOKENS = 2048  # in a batch: some hundred MB of states for the paper's models
+DEFINITIONS = {
+    "curvature": "mean angle between successive differences of token states, radians (Hosseini & Fedorenko 2023)",
+    "anisotropy": "mean cosine between two different tokens of a prompt, states not centred (Godey et al. 2024)",
+    "prompt_entropy": "entropy of the spectrum of the tokens' Gram matrix over log min(T, D), alpha = 1; "
+    "tokens centred over their prompt, then of unit length (Skean et al. 2025)",
+    "movement": "|h_i - h_(i-1)| / |h_(i-1)|, mean over tokens",
+    "lens_divergence": "KL(final || after loop i) through final norm and head, nats per token",
+    "lens_agreement": "share of tokens whose most likely next token is already the final one",
+    "cka": "linear CKA between states, all tokens of all prompts pooled, float64 (Kornblith et al. 2019)",
+    "cka_debiased": "the same with Song's unbiased HSIC",
+}
+
+SHORTEST = 4  # tokens; fewer have no curvature, and one prompt of fewer no debiased CKA
+
+_FIRST_READ = 16  # times the tokens of all prompts, because documents are longer than one prompt
+_BATCH_TOKENS = 2048  # some hundred MB of states for the paper's models
+
+
+def model_names(models: Sequence[str]) -> tuple[str, ...]:
+    """The shortest ends of the paths that tell the models apart."""
+    paths = [Path(model).resolve() if Path(model).exists() else Path(model) for model in models]
+    if len(set(paths)) < len(paths):
+        raise LoopformerError("A model is given twice; give each one once.")
+    for depth in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return tuple(names)
+    return tuple(map(str, paths))
+
+
+@dataclass(frozen=True)
+class Series:
+    """A metric at the embedding and after each loop: mean and standard deviation over prompts."""
+
+    mean: list[MaybeNumber]  # [M + 1]
+    std: list[MaybeNumber]
+
+
+@dataclass(frozen=True)
+class Dynamics:
+    """The measurements of one model along one trajectory, with their source."""
+
+    model: str
+    shape: str  # k⊗L
+    weights: str  # hash of settings and weights
+    trajectory: str
+    depth: list[float]  # i / M
+    states: str  # before or after the final norm, for geometry and CKA; the lens always goes through it
+    text: str
+    part: str  # of the text
+    prompts: int
+    documents: int
+    length: int
+    tokens: int
+    tokens_sha256: str  # of the prompts' ids as little-endian int32
+    seed: None  # nothing is drawn
+    device: str
+    dtype: str
+    seconds: float
+    metrics: dict[str, Series]
+    cka: list[list[MaybeNumber]]  # [M + 1, M + 1]
+    cka_debiased: list[list[MaybeNumber]]
+
+    @property
+    def trajectory_name(self) -> str:
+        """A short name: M = 4, 2-1-1, or rounded steps if there is no short form."""
+        if self.trajectory.isdigit():
+            return f"M = {self.trajectory}"
+        steps = Trajectory.parse(self.trajectory).steps
+        if len(self.trajectory) <= 3 * len(steps):
+            return self.trajectory
+        return " ".join(f"{float(step):.2f}" for step in steps)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Dynamics:
+        metrics = {name: Series(**series) for name, series in plain["metrics"].items()}
+        return cls(**{**plain, "metrics": metrics})
+
+
+def metric_rows(results: Sequence[Dynamics]) -> list[Row]:
+    """One row for each result, metric and loop."""
+    return [
+        {**_row_start(result), "loop": loop, "depth": depth, "metric": metric, "mean": mean, "std": std}
+        for result in results
+        for metric, series in result.metrics.items()
+        for loop, (depth, mean, std) in enumerate(zip(result.depth, series.mean, series.std, strict=True))
+    ]
+
+
+def cka_rows(results: Sequence[Dynamics]) -> list[Row]:
+    """One row for each result and pair of its states."""
+    return [
+        {**_row_start(result), "loop_i": i, "loop_j": j, "cka": plain, "cka_debiased": debiased}
+        for result in results
+        for i, rows in enumerate(zip(result.cka, result.cka_debiased, strict=True))
+        for j, (plain, debiased) in enumerate(zip(*rows, strict=True))
+    ]
+
+
+def _row_start(result: Dynamics) -> Row:
+    """The columns that say which states a row is about."""
+    return {name: getattr(result, name) for name in ("model", "shape", "trajectory", "states")}
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token ids, and where they come from."""
+    """Token ids and their source."""
 
     ids: Tensor  # [N, T] int64
     text: str  # the source as the user wrote it
-    part: str  # which part of it, in words
-    documents: int  # how many different ones the prompts come from
+    part: str  # of the text, in words
+    documents: int  # that the prompts come from
 
     @property
     def hash(self) -> str:
@@ -78,14 +171,18 @@ class Prompts:
 
 
 def read_prompts(source: str, tokenizer: Tokenizer, count: int, length: int, field: str = "text") -> Prompts:
-    """The first `count` windows of `length` tokens of anything that `prepare` reads; refused where it has fewer."""
+    """The first `count` windows of `length` tokens from anything that `prepare` reads."""
     require(count >= 1, f"The number of prompts must be 1 or more, got {count}.")
     require(length >= SHORTEST, f"A prompt must have {SHORTEST} tokens or more, got {length}.")
-    limit = _FIRST_LOOK * count * length
+    limit = _FIRST_READ * count * length
     while True:
         text = read_text(source, tokenizer, field, max_tokens=limit)
-        windows = _windows_by_document(text, count, length)
-        if len(windows) == count or text.tokens <= limit:  # enough documents, or that was all of it
+        by_document = (
+            [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+            for ids in text.documents
+        )
+        windows = list(itertools.islice(filter(None, by_document), count))
+        if len(windows) == count or text.tokens <= limit:  # enough documents, or the whole text was read
             break
         limit *= 8
     total = sum(map(len, windows))
@@ -100,14 +197,6 @@ def read_prompts(source: str, tokenizer: Tokenizer, count: int, length: int, fie
     return Prompts(torch.from_numpy(np.stack(chosen)), source, text.part, len(windows))
 
 
-def _windows_by_document(text: Text, count: int, length: int) -> list[list[Ids]]:
-    """The windows of each of the first `count` documents that have any."""
-    cut = (
-        [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)] for ids in text.documents
-    )
-    return list(itertools.islice(filter(None, cut), count))
-
-
 @torch.no_grad()
 def analyze(
     model: LoopedLM,
@@ -120,21 +209,21 @@ def analyze(
 ) -> Dynamics:
     """Run all prompts along a trajectory (None: the full one) and measure the state after each loop.
 
-    progress  is told how many prompts are done, and of how many
+    progress  called with the number of prompts that are done and of all
     """
-    kind = checked_states(states)
+    check_states(states)
     started = time.perf_counter()
     trajectory = model.resolve(trajectory)
     device = model.device
-    exact = torch.device("cpu") if device.type == "mps" else device  # where float64 exists
+    exact = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
     cka = LinearCKA(trajectory.budget + 1, model.config.width, exact)
     batches: list[dict[str, Tensor]] = []
     count, length = prompts.ids.shape
-    rows = max(1, _TOKENS // length)
+    rows = max(1, _BATCH_TOKENS // length)
     for start in range(0, count, rows):
         raw = _states(model, prompts.ids[start : start + rows].to(device), trajectory)  # [S, B, T, D]
-        measured = model.final_norm(raw) if kind == "after" else raw
-        through_lens = _lens(model, raw)  # first, because it refuses what is not finite
+        measured = model.final_norm(raw) if states == "after" else raw
+        through_lens = _lens(model, raw)  # first, because the geometry of infinite states may fail
         batches.append(_geometry(measured.to(exact)) | through_lens)
         cka.add(measured.flatten(1, 2))
         if progress:
@@ -145,7 +234,7 @@ def analyze(
         weights=weights_hash(model),
         trajectory=str(trajectory),
         depth=[i / trajectory.budget for i in range(trajectory.budget + 1)],
-        states=kind,
+        states=states,
         text=prompts.text,
         part=prompts.part,
         prompts=count,
@@ -163,12 +252,12 @@ def analyze(
     )
 
 
-def checked_states(states: str) -> States:
-    """`before` or `after` (the final norm); anything else is refused."""
-    for known in STATES:
-        if states == known:
-            return known
-    raise LoopformerError(f"States are taken before or after the final norm; choose one of them, not {states!r}.")
+def check_states(states: str) -> None:
+    """Refuse anything but `before` and `after` (the final norm)."""
+    if states not in ("before", "after"):
+        raise LoopformerError(
+            f"States are taken before or after the final norm; choose one of them, not {states!r}."
+        )
 
 
 def _states(model: LoopedLM, ids: Tensor, trajectory: TrajectoryLike) -> Tensor:
@@ -191,11 +280,11 @@ def _geometry(states: Tensor) -> dict[str, Tensor]:
 
 
 def _lens(model: LoopedLM, states: Tensor) -> dict[str, Tensor]:
-    """[S, B, T, D] before the final norm → both sides of the lens, means over the tokens of each prompt [S, B]."""
+    """[S, B, T, D] before the final norm → divergence and agreement of the lens, means over each prompt [S, B]."""
     divergence, agreement = (
         side.cpu().double().reshape(states.shape[:3]).mean(dim=-1) for side in lens(model, states.flatten(1, 2))
     )
-    if not divergence.isfinite().all():  # which shows whatever is wrong with states, final norm and head
+    if not divergence.isfinite().all():  # shows any fault in states, final norm or head
         raise RunFailed("This model gives no finite numbers; its weights are damaged or its training diverged.")
     return {"lens_divergence": divergence, "lens_agreement": agreement}
 
@@ -209,12 +298,12 @@ def _series(values: Tensor) -> Series:
 
 
 def _numbers(values: Tensor) -> list[MaybeNumber]:
-    """Plain numbers; JSON knows no nan."""
+    """Plain numbers, with None for nan, which JSON lacks."""
     return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
 def to_json(results: Sequence[Dynamics]) -> dict[str, Any]:
-    """Everything as plain data, with what each number means."""
+    """The content of analysis.json, with the definition of each metric."""
     return {
         "torch": torch.__version__,
         "definitions": DEFINITIONS,
@@ -225,11 +314,11 @@ def to_json(results: Sequence[Dynamics]) -> dict[str, Any]:
 def write_results(
     results: Sequence[Dynamics], folder: Path, figures: Mapping[str, Figure] | None = None
 ) -> list[Path]:
-    """Write everything, figures by name as .png and .svg; all files or, where something fails before, none."""
+    """Write all files, or none if one cannot be made; figures become .png and .svg files."""
     contents = {
-        FILE: json_bytes(to_json(results)),
-        METRICS: _csv(metric_rows(results)),
-        CKA: _csv(cka_rows(results)),
+        "analysis.json": json_bytes(to_json(results)),
+        "metrics.csv": to_csv(metric_rows(results)),
+        "cka.csv": to_csv(cka_rows(results)),
     }
     for name, figure in (figures or {}).items():
         contents |= {name + ending: rendered(figure, ending) for ending in (".png", ".svg")}
@@ -247,11 +336,11 @@ def read_results(path: Path) -> list[Dynamics]:
         raise FileProblem(f"{path} is no result of loopformer analyze; make it again.") from error
 
 
-def _csv(rows: Iterator[Cells]) -> bytes:
-    """An empty cell is a value that has no meaning."""
-    first = next(rows)
+def to_csv(rows: Sequence[Row], columns: Sequence[str] | None = None) -> bytes:
+    """A CSV file of the columns, by default those of the first row; a missing value is an empty cell."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(first), lineterminator="\n")
+    names = list(rows[0]) if columns is None else columns
+    writer = csv.DictWriter(text, names, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows([first, *rows])
+    writer.writerows(rows)
     return text.getvalue().encode()

@@ -1,4 +1,4 @@
-"""What is measured of token states: geometry of a prompt, similarity of two states (CKA), the logit lens.
+"""Metrics of token states: geometry of a prompt, similarity of two states (CKA) and the logit lens.
 
     states = torch.randn(8, 128, 192)           # 8 prompts of T = 128 tokens, D = 192
     curvature(states)                           # [8], radians; one number per prompt
@@ -8,10 +8,10 @@
     for batch in batches: cka.add(batch)        # [S, n, D], n tokens of any number of prompts
     cka.matrix(), cka.matrix(debiased=True)     # [S, S]
 
-    divergence, agreement = lens(model, states) # states [S, n, D] before the final norm; the last is the final
+    divergence, agreement = lens(model, states) # states [S, n, D] before the final norm, the final state last
 
-Geometry is computed in float64, one number per prompt. What has no direction (a zero vector) is left out of a mean;
-a mean over nothing is nan. docs/analysis.md has the formulas.
+Geometry is computed in float64, with one number per prompt. Means leave out zero vectors, which have no direction.
+A mean over nothing is nan. docs/analysis.md has the formulas.
 """
 
 import math
@@ -24,9 +24,9 @@ from loopformer.errors import require
 from loopformer.model import LoopedLM
 from loopformer.scoring import head_chunks
 
-_TINY = 1e-300  # instead of a division by zero
-_ROUNDING = 1e-14  # of float64, with some room
-_LOGITS = 1 << 22  # numbers in a chunk of logits: 16 MB in float32
+_TINY = 1e-300  # prevents a division by zero
+_ROUNDING_ERROR = 1e-14  # of float64, with a margin
+_MAX_LOGITS = 1 << 22  # numbers in a chunk: 16 MB in float32
 
 
 def curvature(states: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def curvature(states: Tensor) -> Tensor:
     lengths = _lengths(steps)
     units = steps / lengths.clamp_min(_TINY)[..., None]
     before, after = units[..., :-1, :], units[..., 1:, :]
-    # arccos of a dot product loses half of the digits near 0 and π; this form of the angle loses none.
+    # arccos of a dot product loses half of its digits near 0 and π. This form of the angle loses none.
     angles = 2 * torch.atan2(_lengths(after - before), _lengths(after + before))
     moves = lengths > 0
     return _mean(angles, moves[..., :-1] & moves[..., 1:])
@@ -53,26 +53,28 @@ def anisotropy(states: Tensor) -> Tensor:
     _need(states, 2, "Anisotropy")
     units = _unit_rows(states.double())
     count = (units != 0).any(dim=-1).sum(dim=-1)  # tokens that have a direction
-    # The sum over all pairs is |Σ u|², of which each token with itself is 1.
+    # The sum over all pairs is |Σ u|², and each token paired with itself adds 1.
     return (units.sum(dim=-2).square().sum(dim=-1) - count) / (count * (count - 1))
 
 
 def prompt_entropy(states: Tensor, *, centre: bool = True, unit_rows: bool = True) -> Tensor:
     """The entropy of the spectrum of K = Z Zᵀ / tr, over its largest value log min(T, D): 0 to 1 [...].
 
-    0 is one dimension for all tokens, 1 tokens spread evenly over as many as there can be. The defaults are those
-    of Skean et al. 2025: states centred over the tokens of their prompt, then each of length 1.
+    0 means that all tokens lie in one dimension, 1 that they spread evenly over all possible ones. The defaults are
+    those of Skean et al. 2025: states centred over the tokens of their prompt, then each of length 1.
     """
     _need(states, 2, "Prompt entropy")
     z = states.double()
     require(z.shape[-1] > 1, "Prompt entropy needs states of 2 dimensions or more.")
     if centre:
         z = z - z.mean(dim=-2, keepdim=True)
-        differs = _lengths(z) > _ROUNDING * _lengths(states.double())  # tokens equal to the mean do by rounding
+        # A token that equals the mean differs from it by rounding, which has no direction.
+        differs = _lengths(z) > _ROUNDING_ERROR * _lengths(states.double())
         z = torch.where(differs[..., None], z, 0.0)
     if unit_rows:
         z = _unit_rows(z)
-    gram = z @ z.mT if z.shape[-2] <= z.shape[-1] else z.mT @ z  # the same spectrum; the smaller is quicker
+    # Both products have the same spectrum. The smaller one is faster.
+    gram = z @ z.mT if z.shape[-2] <= z.shape[-1] else z.mT @ z
     values = torch.linalg.eigvalsh(gram).clamp_min(0)
     shares = values / values.sum(dim=-1, keepdim=True).clamp_min(_TINY)
     entropy: Tensor = torch.special.entr(shares).sum(dim=-1)
@@ -93,12 +95,12 @@ def _lengths(z: Tensor) -> Tensor:
 
 
 def _unit_rows(z: Tensor) -> Tensor:
-    """Each row of length 1; zero stays zero."""
+    """Rows scaled to length 1; a zero row stays zero."""
     return z / _lengths(z).clamp_min(_TINY)[..., None]
 
 
 def _mean(values: Tensor, counted: Tensor) -> Tensor:
-    """The mean of what counts over the last dimension; nan where nothing does."""
+    """The mean over the last dimension where `counted` is true; nan where it never is."""
     return torch.where(counted, values, 0.0).sum(dim=-1) / counted.sum(dim=-1)
 
 
@@ -113,8 +115,8 @@ class LinearCKA:
     """Linear CKA between all S states of width D, summed up over batches of tokens in bounded memory.
 
     Kornblith et al. 2019: 1 is the same geometry up to rotation and scale. With fewer tokens than dimensions the
-    plain estimate is far too high; the debiased one (Song et al. 2012) is not. Both follow exactly from sums over
-    tokens of D × D matrices, so nothing is kept per token: 4·S·(S+1)·D² bytes in float64, whatever the text.
+    plain estimate is far too high, but the debiased one (Song et al. 2012) is not. Both follow exactly from sums of
+    D × D matrices over tokens. So memory is 4·S·(S+1)·D² bytes in float64, whatever the number of tokens.
     """
 
     def __init__(self, states: int, width: int, device: str | torch.device = "cpu") -> None:
@@ -132,14 +134,14 @@ class LinearCKA:
         self._shift: Tensor | None = None
 
     def add(self, states: Tensor) -> None:
-        """Count tokens [S, n, D] in."""
+        """Add tokens [S, n, D] to the sums."""
         require(
             states.ndim == 3 and (states.shape[0], states.shape[2]) == self._shape and states.shape[1] > 0,
             f"CKA of {self._shape[0]} states of width {self._shape[1]} cannot take {list(states.shape)}.",
         )
         x = states.to(self._sums.device, torch.float64)
         if self._shift is None:
-            # CKA does not see a shift; near the mean the sums below lose nothing when they are centred.
+            # CKA ignores a shift. Without this one, centring the sums below would lose digits.
             self._shift = x.mean(dim=1, keepdim=True)
         x = x - self._shift
         norms = x.square().sum(dim=-1)  # [S, n]
@@ -179,14 +181,14 @@ class LinearCKA:
 
 @torch.no_grad()
 def lens(model: LoopedLM, states: Tensor, chunk: int | None = None) -> tuple[Tensor, Tensor]:
-    """What the model would say if it stopped after each loop, against what it says in the end.
+    """How far the prediction after each loop is from the final one.
 
     For states [S, n, D] before the final norm: KL(final ‖ state) in nats, and 1 where the most likely token is the
-    same, both [S, n]. Logits exist for one state and one chunk of tokens at a time, beside the final ones.
+    same, both [S, n]. Only the final logits and those of one state exist at a time, for one chunk of tokens.
 
     chunk  tokens at a time; by default as many as keep the logits of a chunk at 16 MB
     """
-    size = chunk or max(1, _LOGITS // model.config.vocab)
+    size = chunk or max(1, _MAX_LOGITS // model.config.vocab)
     divergence = torch.zeros(states.shape[:2], device=states.device)
     agreement = torch.ones_like(divergence)
     for part, final_logits in head_chunks(model, model.final_norm(states[-1]), size):
@@ -195,6 +197,6 @@ def lens(model: LoopedLM, states: Tensor, chunk: int | None = None) -> tuple[Ten
             ((_, logits),) = head_chunks(model, model.final_norm(state[part]), size)
             early = logits.log_softmax(dim=-1)
             each = F.kl_div(early, final, reduction="none", log_target=True).sum(dim=-1)
-            divergence[number, part] = each.clamp_min(0)  # below zero it can only be by rounding
+            divergence[number, part] = each.clamp_min(0)  # only rounding can make it negative
             agreement[number, part] = (early.argmax(dim=-1) == final.argmax(dim=-1)).float()
     return divergence, agreement

@@ -1,4 +1,4 @@
-"""`loopformer analyze`: what the states of one or several models do from loop to loop."""
+"""`loopformer analyze`: how the states of models change from loop to loop."""
 
 import json
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from loopformer.cli.output import number, output_folder, print_files, print_tabl
 from loopformer.config.model import BOX
 
 if TYPE_CHECKING:
-    from loopformer.analysis.results import Dynamics
+    from loopformer.analysis.dynamics import Dynamics
     from loopformer.config import ModelConfig
     from loopformer.trajectory import Trajectory
 
-_LENGTH = 128  # tokens; the same for most models, because entropy depends on it
+_PROMPT_LENGTH = 128  # tokens; the same for most models, because entropy depends on it
 
 
 @stoppable("an analysis is written when all is measured, the same command starts again")
@@ -35,16 +35,16 @@ def analyze(
         str | None,
         typer.Option(
             help="A prepared folder (its validation split) or anything `prepare` reads; "
-            "the first run's own held-out text by default, else stdlib.",
+            "by default the held-out text of the first run, else stdlib.",
             show_default=False,
         ),
     ] = None,
-    prompts: Annotated[int, typer.Option(help="How many prompts, one per document where there are enough.")] = 64,
+    prompts: Annotated[int, typer.Option(help="Number of prompts, one per document if there are enough.")] = 64,
     length: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt; 128, or a model's context if that is less.")
+        int | None, typer.Option(help="Tokens per prompt; 128, or a model's context if that is less.")
     ] = None,
     budgets: Annotated[
-        str | None, typer.Option("--budgets", "--budget", help="Loops: 4, or several: 1,2,4; L by default.")
+        str | None, typer.Option("--budgets", "--budget", help="Loops, such as 4 or 1,2,4; L by default.")
     ] = None,
     trajectory: Trajectories = None,
     states: Annotated[str, typer.Option(help="Measure states before or after the final norm.")] = "before",
@@ -59,32 +59,31 @@ def analyze(
     Example: loopformer analyze --model runs/demo/elastic --model runs/demo/fixed --out analysis
     """
     from loopformer.analysis.dynamics import analyze as run
-    from loopformer.analysis.dynamics import checked_states, read_prompts, to_json, write_results
+    from loopformer.analysis.dynamics import check_states, model_names, read_prompts, to_json, write_results
     from loopformer.analysis.figures import state_figures
-    from loopformer.analysis.results import model_names
     from loopformer.device import choose_device
     from loopformer.errors import require
     from loopformer.lm import load
     from loopformer.loading import find_config
     from loopformer.plots import available
 
-    model = model or [BOX]
-    checked_states(states)
+    sources = model or [BOX]
+    check_states(states)
     require(prompts >= 1, f"--prompts must be 1 or more, got {prompts}.")
-    names, configs = model_names(model), [find_config(path)[0] for path in model]
-    followed = _trajectories(budgets, trajectory or [], dict(zip(names, configs, strict=True)))
+    names, configs = model_names(sources), [find_config(path)[0] for path in sources]
+    trajectories = _trajectories(budgets, trajectory or [], dict(zip(names, configs, strict=True)))
     context = min(config.context for config in configs)
-    tokens = min(_LENGTH, context) if length is None else length
+    tokens = min(_PROMPT_LENGTH, context) if length is None else length
     require(tokens <= context, f"--length {tokens} is above the context of {context} tokens; shorten it.")
-    place, source = choose_device(device), text or _own_text(model)
+    target, source = choose_device(device), text or _default_text(sources)
     results: list[Dynamics] = []
     with output_folder(out), progress("prompts") as report:
-        for path, name in zip(model, names, strict=True):
-            lm = load(path).to(place)
-            read = read_prompts(source, lm.need_tokenizer(), prompts, tokens, field)
-            for along in followed[name]:
-                doing = name if along is None else f"{name} along {along}"
-                results.append(run(lm.model, read, name, along, states=states, progress=partial(report, doing)))
+        for path, name in zip(sources, names, strict=True):
+            lm = load(path).to(target)
+            windows = read_prompts(source, lm.need_tokenizer(), prompts, tokens, field)
+            for along in trajectories[name]:
+                label = name if along is None else f"{name} along {along}"
+                results.append(run(lm.model, windows, name, along, states=states, progress=partial(report, label)))
         files = write_results(results, out, state_figures(results, debiased) if available() else None)
     if not available():
         typer.echo("No figures are drawn without matplotlib; pip install 'loopformer[plot]'.", err=True)
@@ -95,8 +94,8 @@ def analyze(
         print_files(files)
 
 
-def _own_text(models: Sequence[str]) -> str:
-    """What is held out for the first model that has such text; for none of them stdlib, and that is said."""
+def _default_text(models: Sequence[str]) -> str:
+    """The held-out text of the first model that has one; otherwise stdlib, with a message that says so."""
     from loopformer.loading.folder import run_of
 
     first = next((model for model in models if model == BOX or run_of(model) is not None), None)
@@ -109,39 +108,39 @@ def _own_text(models: Sequence[str]) -> str:
 def _trajectories(
     budgets: str | None, schedules: Sequence[str], models: "dict[str, ModelConfig]"
 ) -> "dict[str, list[Trajectory | None]]":
-    """What each model is to follow; None is its full trajectory. What one has too few loops for is left out."""
+    """The trajectories of each model, None for its full one, without those that it has too few loops for."""
     from loopformer.config import whole_numbers
     from loopformer.errors import LoopformerError
     from loopformer.trajectory import Trajectory, resolve
 
     numbers = [] if budgets is None else whole_numbers(budgets, "--budgets")
     wanted = list(dict.fromkeys([*map(Trajectory.uniform, numbers), *map(Trajectory.parse, schedules)]))
-    followed: dict[str, list[Trajectory | None]] = {}
+    by_model: dict[str, list[Trajectory | None]] = {}
     for name, config in models.items():
-        mine: list[Trajectory | None] = []
-        lacks: list[LoopformerError] = []
+        resolved: list[Trajectory | None] = []
+        errors: list[LoopformerError] = []
         for trajectory in wanted:
             try:
-                mine.append(resolve(trajectory, config.loops))
+                resolved.append(resolve(trajectory, config.loops))
             except LoopformerError as error:
-                lacks.append(error)
-        if lacks and not mine:
-            raise LoopformerError(f"{name}: {lacks[0]}") from lacks[0]
-        for lack in lacks:
-            typer.echo(f"{name}: {lack} Left out.", err=True)
-        followed[name] = mine or [None]
-    return followed
+                errors.append(error)
+        if errors and not resolved:
+            raise LoopformerError(f"{name}: {errors[0]}") from errors[0]
+        for reason in errors:
+            typer.echo(f"{name}: {reason} Left out.", err=True)
+        by_model[name] = resolved or [None]
+    return by_model
 
 
 def _show(results: "Sequence[Dynamics]") -> None:
-    """A table for each model and trajectory, a row for each loop."""
+    """Print a table for each model and trajectory, with a row for each loop."""
     first = results[0]
     typer.echo(
         f"{first.prompts} prompts of {first.length} tokens from {first.documents} documents of {first.text} "
         f"({first.part}), states {first.states} the final norm"
     )
     if len({result.tokens_sha256 for result in results}) > 1:
-        typer.echo("The models have different tokenizers, so the prompts are not the same for all.", err=True)
+        typer.echo("The models have different tokenizers, so their prompts differ.", err=True)
     short = {"prompt_entropy": "entropy", "lens_divergence": "lens KL", "lens_agreement": "lens top-1"}
     columns = ["loop", *(short.get(name, name) for name in first.metrics), "CKA to last"]
     for result in results:

@@ -1,4 +1,4 @@
-"""`loopformer report`: every table and figure of one or several models in one folder."""
+"""`loopformer report`: every table and figure of several models in one folder."""
 
 import json
 from pathlib import Path
@@ -35,22 +35,22 @@ def report(
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"NAME=SOURCE, the name it has in the report and the text: {TEXT}; may be given several "
-            "times. A run's own data by default. Schedules and states are measured on the first one."
+            help=f"NAME=SOURCE, a name for the report and a text: {TEXT}; may be given several times. "
+            "By default the data of the first run. Schedules and states are measured on the first text."
         ),
     ] = None,
     data: TaskData = None,
     tasks: Annotated[
         str | None,
-        typer.Option(help="Benchmarks: paper (its ten), or names, as in piqa,arc_easy; paper if --data is given."),
+        typer.Option(help="Benchmarks: paper (its ten), or names such as piqa,arc_easy; paper if --data is given."),
     ] = None,
     limit: Examples = None,
     budgets: Budgets = None,
-    search: Annotated[int | None, typer.Option(help="The budget whose schedules are searched; L/2.")] = None,
+    search: Annotated[int | None, typer.Option(help="The budget to search schedules for; L/2 by default.")] = None,
     search_tasks: Annotated[
-        bool, typer.Option("--search-tasks", help="Score the schedules on the benchmarks, too, which takes long.")
+        bool, typer.Option("--search-tasks", help="Also score the schedules on the benchmarks, which takes long.")
     ] = False,
-    prompts: Annotated[int, typer.Option(help="Prompts for the analysis of the states.")] = 64,
+    prompts: Annotated[int, typer.Option(help="Number of prompts for the analysis of states.")] = 64,
     skip: Annotated[str | None, typer.Option(help="Parts to leave out: perplexity,tasks,search,analysis.")] = None,
     max_tokens: MaxTokens = None,
     field: Field = "text",
@@ -61,21 +61,19 @@ def report(
 ) -> None:
     """Write a report: perplexity, benchmarks, schedules, states and costs of all models, as a page, CSV and JSON.
 
-    What eval, search and an earlier report have measured is taken over; only what is missing is run.
+    Results of eval, search and earlier reports are reused; only what is missing is measured.
 
     Example: loopformer report runs/elastic runs/fixed --out report --text news=news.jsonl --data data/eval
     """
-    from loopformer.analysis.report.collect import ReportRequest, collect, read_budgets, read_skip, read_texts
-    from loopformer.analysis.report.content import PART_NAMES, gaps
-    from loopformer.analysis.report.page import check_folder, write_report
-    from loopformer.analysis.results import ReportResults
+    from loopformer.analysis.collect import ReportRequest, collect, read_budgets, read_skip, read_texts
+    from loopformer.analysis.report import PART_NAMES, check_folder, gaps, write_report
     from loopformer.errors import require
 
     paths = (*(models or []), *(models_option or []))
     require(bool(paths), "There is nothing to report on; name a run or a model.")
     request = ReportRequest(
         paths,
-        texts=read_texts(text or []),
+        texts=read_texts(text) if text else None,
         tasks=tasks,
         data=data,
         limit=limit,
@@ -93,9 +91,9 @@ def report(
     with output_folder(out):
         check_folder(out)
         with progress("done") as display:
-            found = collect(request, display)
-        files = write_report(found, out)
-    results = ReportResults.from_json(found)
-    for sentence in (gap for part in PART_NAMES for gap in gaps(results, part)):
-        typer.echo(f"not in the report: {sentence}", err=True)
+            measured = collect(request, display)
+        files = write_report(measured, out)
+    for part in PART_NAMES:
+        for sentence in gaps(measured["models"], part):
+            typer.echo(f"not in the report: {sentence}", err=True)
     typer.echo(json.dumps([str(file) for file in files]) if as_json else f"{files[0]}")

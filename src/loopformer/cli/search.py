@@ -61,7 +61,6 @@ def search(
     Example: loopformer search --model runs/mine --budget 4 --text news.jsonl --figure schedules.png
     """
     from loopformer.analysis.figures import search_figure
-    from loopformer.analysis.results import SearchResults
     from loopformer.errors import require
     from loopformer.evaluation.schedules import can_save, save_best
     from loopformer.evaluation.schedules import search as run
@@ -107,7 +106,7 @@ def search(
                 f"best schedule not saved, as {model} cannot be written to; use it with --trajectory", err=True
             )
         if figure is not None:
-            typer.echo(f"drawn: {save(search_figure(SearchResults.from_json(ranking)), figure)}", err=True)
+            typer.echo(f"drawn: {save(search_figure(ranking), figure)}", err=True)
 
 
 def _show(ranking: dict[str, Any]) -> None:

@@ -10,15 +10,15 @@ import torch
 from cli.models import seal
 
 from loopformer import LoopedLM, LoopformerError, ModelConfig
-from loopformer.analysis.report.collect import (
+from loopformer.analysis.collect import (
     ReportRequest,
     collect,
     read_budgets,
     read_skip,
     read_texts,
+    short_path,
     training_facts,
 )
-from loopformer.analysis.results import TextSource
 from loopformer.config import DataConfig, ObjectiveConfig, RunConfig, TrainingConfig, run_to_yaml
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
@@ -70,7 +70,7 @@ def _run(folder: Path, config: ModelConfig, weight: float, tokenizer: Tokenizer)
 
 def request(folder: Path, *names: str, **changes: Any) -> ReportRequest:
     models = tuple(str(folder / name) for name in names)
-    settings: Piece = {"texts": (TextSource("mine", str(folder / "text.txt")),), "prompts": 4, "device": "cpu"}
+    settings: Piece = {"texts": {"mine": str(folder / "text.txt")}, "prompts": 4, "device": "cpu"}
     return ReportRequest(models, **{**settings, **changes})
 
 
@@ -134,7 +134,7 @@ def test_too_few_prompts_are_a_sentence(folder: Path) -> None:
 
 
 def test_without_a_text_the_rest_remains(folder: Path) -> None:
-    (model,) = collect(request(folder, "elastic", texts=()))["models"]
+    (model,) = collect(request(folder, "elastic", texts=None))["models"]
     assert model["missing"].keys() == {"perplexity", "tasks", "search", "analysis"}
     assert "--text NAME=SOURCE" in model["missing"]["perplexity"]
     assert model["training"]
@@ -143,7 +143,7 @@ def test_without_a_text_the_rest_remains(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "said"),
     [
-        ({"texts": (TextSource("x", "none.txt"),)}, FileProblem, "none.txt"),
+        ({"texts": {"x": "none.txt"}}, FileProblem, "none.txt"),
         ({"max_tokens": 10}, LoopformerError, "mine has 10 tokens, fewer than one window of 24"),
         ({"data": Path("nowhere")}, FileProblem, "no folder nowhere"),
         ({"budgets": (1, 5)}, LoopformerError, "above the 4 loops of elastic"),
@@ -166,14 +166,14 @@ def test_training_is_read_from_the_run(folder: Path) -> None:
     facts, fixed = training_facts(folder / "elastic"), training_facts(folder / "fixed")
     assert facts is not None
     assert fixed is not None
-    cost = Cost(ModelConfig(**facts.model))
-    assert facts.tokens == 10 * 4 * 24
-    assert facts.tokens_per_second == 105.0  # the median of 101, 105 and 109
-    assert facts.seed == 7
-    assert facts.fixed_flops_per_token == fixed.flops_per_token == cost.training_flops()
+    cost = Cost(ModelConfig(**facts["model"]))
+    assert facts["tokens"] == 10 * 4 * 24
+    assert facts["tokens_per_second"] == 105.0  # the median of 101, 105 and 109
+    assert facts["seed"] == 7
+    assert facts["fixed_flops_per_token"] == fixed["flops_per_token"] == cost.training_flops()
     both = cost.training_flops(budgets=[cost.config.loops, 2])
-    assert facts.flops_per_token == pytest.approx((cost.training_flops() + both) / 2)  # half of the rows
-    assert facts.same == fixed.same
+    assert facts["flops_per_token"] == pytest.approx((cost.training_flops() + both) / 2)  # half of the rows
+    assert facts["same"] == fixed["same"]
     assert training_facts(folder / "bare") is None
 
 
@@ -222,11 +222,11 @@ def test_benchmarks_come_from_the_harness(folder: Path) -> None:
 def test_texts_have_the_names_they_are_given(tmp_path: Path) -> None:
     file = tmp_path / "news=today.txt"
     file.write_text("x")
-    assert read_texts(["my news=/far/news.txt", "stdlib", str(file)]) == (
-        TextSource("my news", "/far/news.txt"),
-        TextSource("stdlib", "stdlib"),
-        TextSource("news=today.txt", str(file)),
-    )
+    assert read_texts(["my news=/far/news.txt", "stdlib", str(file)]) == {
+        "my news": "/far/news.txt",
+        "stdlib": "stdlib",
+        "news=today.txt": str(file),
+    }
 
 
 @pytest.mark.parametrize(
@@ -288,3 +288,10 @@ def test_the_data_alone_asks_for_the_papers_tasks() -> None:
     assert ReportRequest(("a",)).wanted_tasks is None
     assert ReportRequest(("a",), data=Path("eval")).wanted_tasks == "paper"
     assert ReportRequest(("a",), data=Path("eval"), tasks="piqa").wanted_tasks == "piqa"
+
+
+def test_paths_are_shown_without_their_place() -> None:
+    assert short_path("/home/me/news.jsonl") == "news.jsonl"
+    assert short_path("../news.jsonl") == "news.jsonl"
+    assert short_path("runs/mine") == "runs/mine"
+    assert short_path("hf:owner/texts") == "hf:owner/texts"

@@ -1,9 +1,10 @@
-"""The page as a reader's programs see it, and its folder: all files, an earlier report replaced, others refused."""
+"""The page as a reader's programs see it, its tables and rows, and its folder: all files, other folders refused."""
 
 import csv
 import io
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,36 +12,34 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from loopformer.analysis.report import page as page_module
-from loopformer.analysis.report.content import (
-    NO_FIGURES,
+from loopformer import ModelConfig
+from loopformer.analysis import report as report_module
+from loopformer.analysis.report import (
+    CHANCE_AVERAGE,
     PART_NAMES,
-    Items,
-    Page,
-    Picture,
-    Section,
-    compose,
-    gaps,
-    schedule_name,
-)
-from loopformer.analysis.report.page import (
-    accuracy_figure,
+    TOLERANCE,
+    ReportData,
     check_folder,
-    perplexity_figure,
-    to_html,
-    to_markdown,
+    counted,
+    gaps,
+    listed,
+    matched,
+    render,
+    schedule_figure_name,
+    slowdown,
     write_report,
 )
-from loopformer.analysis.report.tables import Column, RowGroup, Table
-from loopformer.analysis.results import ReportResults
 from loopformer.errors import FileProblem
+from loopformer.model.cost import Cost
 from loopformer.plots import available
 
-from .samples import make_model, make_report, make_results
+from .samples import make_data, make_model, make_report, make_run, make_training
 
+STORED = Path(__file__).parent.parent / "fixtures" / "v1" / "report" / "report.json"
 FIGURES = ("perplexity", "accuracy", "representations", "changes", "cka", "schedules-1-one", "schedules-2-two")
 drawn = pytest.mark.skipif(not available(), reason="needs matplotlib")
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (1190).to_bytes(4) + (500).to_bytes(4)
@@ -72,15 +71,14 @@ class Parsed(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def two() -> ReportResults:
+def two() -> ReportData:
     second = make_model("two", level=50.0)
     second["training"] = {**second["training"], "elastic": False, "tokens_per_second": 1300.0}
-    return make_results(make_model("one"), second)
+    return make_data(make_model("one"), second)
 
 
 def test_the_page_needs_nothing_beside_it_and_says_what_everything_is() -> None:
-    document = compose(two(), FIGURES)
-    text = to_html(document, dict.fromkeys(FIGURES, PNG))
+    text = render("html", two(), dict.fromkeys(FIGURES, PNG))
     page = Parsed(text)
     assert "http" not in text
     assert "<script" not in text
@@ -98,7 +96,7 @@ def test_the_page_needs_nothing_beside_it_and_says_what_everything_is() -> None:
 
 
 def test_every_part_of_the_report_is_there() -> None:
-    text = to_markdown(compose(two(), FIGURES))
+    text = render("md", two(), dict.fromkeys(FIGURES, PNG))
     for wanted in (
         "| one (1⊗4) | 1 | 1x / 1x |",
         "perplexity: news",
@@ -114,11 +112,11 @@ def test_every_part_of_the_report_is_there() -> None:
     ):
         assert wanted in text, wanted
     assert text.count("![") == len(FIGURES)
-    assert NO_FIGURES not in text
+    assert "No figure is drawn" not in text
 
 
 def test_rows_of_markdown_tables_are_as_long_as_their_heads() -> None:
-    text = to_markdown(compose(two(), FIGURES))
+    text = render("md", two(), dict.fromkeys(FIGURES, PNG))
     width = 0
     for line in text.splitlines():
         if not line.startswith("|"):
@@ -131,26 +129,28 @@ def test_rows_of_markdown_tables_are_as_long_as_their_heads() -> None:
 
 def test_a_csv_file_has_the_numbers_themselves() -> None:
     found = two()
-    (table,) = (table for table in compose(found, ()).tables if table.name == "main")
-    rows = list(csv.DictReader(io.StringIO(table.to_csv())))
+    rows = list(csv.DictReader(io.StringIO(found.tables["main"].to_csv().decode())))
     assert [row["ppl:a | b"] for row in rows] == ["39.0", "36.0", "49.0", "46.0"]
-    assert float(rows[0]["flops_per_token"]) == found.models[0].flops_per_token[1]
-    names = [table.name for table in compose(found, ()).tables]
-    assert len(set(names)) == len(names)
-    assert {"main", "scores", "metrics", "cka", "schedules", "training", "texts", "tasks"} <= set(names)
+    assert float(rows[0]["flops_per_token"]) == found.models[0]["flops_per_token"]["1"]
+    assert {"main", "scores", "metrics", "cka", "schedules", "training", "texts", "tasks"} <= found.tables.keys()
 
 
 def test_names_are_only_text() -> None:
-    name = "<b>*x*</b> | [y](z) `"
-    table = Table("t", "c", [Column("a", "a", text=True), Column("b", "b")], [RowGroup([{"a": name, "b": None}])])
-    document = Page(name, name, [Section("s", name, [name, table, Items([name]), Picture("f", name, name)])])
-    page = Parsed(to_html(document, {"f": PNG}))
+    name = "<b>*x*</b> | [y](z)"
+    model = make_model(name, perplexity=[{**row, "text": name} for row in make_model("one")["perplexity"][:1]])
+    data = make_data({**model, "missing": {"search": name}, "search": None})
+    page = Parsed(render("html", data, dict.fromkeys(FIGURES, PNG)))
     assert not page.all("b")
-    assert page.text.count(name) == 9
-    text = to_markdown(document)
-    assert "<b>" not in text.replace("\\<b\\>", "")
+    assert page.text.count(name) == 23
+    assert name in str(page.all("img")[0]["alt"])
+    text = render("md", data, dict.fromkeys(FIGURES, PNG))
+    before_commands, _, after_commands = text.split("```")
+    assert "<b>" not in (before_commands + after_commands).replace("\\<b\\>", "")
     assert "\\| \\[y\\]" in text
     assert "| – |" in text
+    odd = make_data(make_model("a ` b"))  # a lone backtick does not begin code
+    assert "# Report: a \\` b" in render("md", odd, {})
+    assert "Report: a ` b" in Parsed(render("html", odd, {})).text
 
 
 def test_what_is_missing_is_said_once_in_its_place() -> None:
@@ -158,31 +158,31 @@ def test_what_is_missing_is_said_once_in_its_place() -> None:
     nothing: dict[str, Any] = dict.fromkeys(PART_NAMES)
     alone = make_report(make_model("one", **nothing, missing=why))
     alone["tasks"] = None
-    text = to_markdown(compose(ReportResults.from_json(alone), ()))
+    text = render("md", ReportData(alone), {})
     for what in PART_NAMES.values():
         assert text.count(f"{what}: It rained.") == 1
     assert "One model alone" in text
     assert "No perplexity and no benchmark was measured" in text
-    some = make_results(make_model("one"), make_model("two", search=None, missing={"search": "It rained."}))
-    assert gaps(some, "search") == ["Schedules of two: It rained."]
+    some = make_data(make_model("one"), make_model("two", search=None, missing={"search": "It rained."}))
+    assert gaps(some.models, "search") == ["Schedules of two: It rained."]
 
 
 def test_without_matplotlib_the_tables_remain() -> None:
-    text = to_markdown(compose(two(), ()))
+    text = render("md", two(), {})
     assert "![" not in text
-    assert text.count(NO_FIGURES) == len(FIGURES)
+    assert text.count("No figure is drawn without matplotlib") == len(FIGURES)
     assert "| one (1⊗4) |" in text
 
 
 def test_a_model_that_computes_no_numbers_is_named() -> None:
     broken = make_model("broken")
     broken["perplexity"] = [{**row, "perplexity": None, "bits_per_byte": None} for row in broken["perplexity"]]
-    text = to_markdown(compose(make_results(broken), ()))
+    text = render("md", make_data(broken), {})
     assert "broken gives no finite numbers" in text
 
 
 def test_a_run_without_a_twin_says_so() -> None:
-    text = to_markdown(compose(make_results(make_model("one")), ()))
+    text = render("md", make_data(make_model("one")), {})
     assert "The overhead of one in wall-clock time is not known: there is no fixed-depth run beside it." in text
 
 
@@ -256,7 +256,7 @@ def test_a_report_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
 def test_a_report_that_is_stopped_while_written_is_the_old_one_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(page_module, "available", lambda: False)
+    monkeypatch.setattr(report_module, "available", lambda: False)
     old, new = (make_report(make_model(name)) for name in ("old", "new"))
     for stop in (1, 2, 7, 10):
         out = tmp_path / str(stop)
@@ -298,21 +298,129 @@ def _stopped(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> Iterato
         yield
 
 
-@drawn
-def test_curves_have_a_point_for_each_budget_and_a_line_for_each_model() -> None:
-    unmeasured = make_model("none", perplexity=None, tasks=None)
-    found = make_results(make_model("one"), make_model("two", loops=8, level=90.0), unmeasured)
-    figure = perplexity_figure(found)
-    assert [axis.get_title() for axis in figure.axes] == ["news", "a | b"]
-    lines = figure.axes[0].get_lines()
-    assert [line.get_label() for line in lines] == ["one (1⊗4)", "two (1⊗8)"]
-    assert np.asarray(lines[1].get_ydata()).tolist() == [89.0, 82.0]
-    assert "FLOP per token" in figure.axes[0].get_xlabel()
-    (axis,) = accuracy_figure(found).axes
-    points = np.concatenate([np.asarray(line.get_ydata(), float) for line in axis.get_lines()]).round(6).tolist()
-    assert {31.0, 34.0, 38.0} <= set(points)
-    assert any(text.get_text() == "guessing" for text in axis.texts)
-
-
 def test_names_of_figures_are_names_of_files() -> None:
-    assert schedule_name(2, "a/b c") == "schedules-2-a-b-c"
+    assert schedule_figure_name(2, "a/b c") == "schedules-2-a-b-c"
+
+
+def test_a_model_without_measurements_still_shows_what_it_costs() -> None:
+    found = make_data(make_model("one", loops=8, perplexity=None, tasks=None))
+    assert [row["budget"] for row in found.rows] == [1, 2, 4, 8]
+    assert "scores" not in found.tables
+    assert [column.heading for column in found.tables["main"].shown][-1] == "FLOP per token"
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.floats(1, 1e12)), max_size=20),
+    st.floats(0, 0.5),
+)
+def test_matched_rows_differ_by_the_tolerance_at_most(rows: list[tuple[str, float]], tolerance: float) -> None:
+    groups = matched([{"model": model, "cost": cost} for model, cost in rows], "cost", tolerance)
+    for group in groups:
+        costs = [row["cost"] for row in group]
+        assert max(costs) <= min(costs) * (1 + tolerance)
+        assert len({row["model"] for row in group}) > 1
+    least = [min(row["cost"] for row in group) for group in groups]
+    assert least == sorted(least)
+    assert len({id(row) for group in groups for row in group}) == sum(map(len, groups))
+
+
+def test_models_of_the_same_stack_or_compute_stand_together() -> None:
+    base = make_model("base", blocks=4, loops=1, level=35)
+    found = make_data(make_model("loop", blocks=2, loops=2), base, make_model("other", blocks=2, loops=4))
+    size, compute = found.tables["parameters_matched"], found.tables["flops_matched"]
+    assert [{row["model"] for row in rows} for _, rows in size.groups] == [{"loop", "other"}]
+    alike = [{(row["model"], row["budget"]) for row in rows} for _, rows in compute.groups]
+    assert alike == [{("loop", 1), ("other", 1)}, {("loop", 2), ("base", 1)}]  # 2·1 blocks, then 2·2 and 4·1
+    best = [cells[4] for cells in compute.cells(*compute.groups[1])]
+    assert best == [("38.00", False), ("34.00", True)]
+    assert TOLERANCE == 0.05
+    assert "within 5 % of one another" in render("md", found, {})
+
+
+def test_nothing_is_matched_where_nothing_matches() -> None:
+    found = make_data(make_model("one", blocks=1, loops=1), make_model("two", blocks=7, loops=1))
+    assert not {"parameters_matched", "flops_matched"} & found.tables.keys()
+
+
+def test_slowdown_compares_runs_that_differ_in_the_objective_alone() -> None:
+    config = ModelConfig()
+    elastic, fixed = (make_training(config, elastic=kind) for kind in (True, False))
+    assert slowdown(elastic, {"fixed": fixed}) == (1.3, "fixed")
+    other = {**fixed, "same": {"batch": 8, "threads": 2}}
+    assert slowdown(elastic, {"far": other, "fixed": fixed})[1] == "fixed"
+    assert slowdown(elastic, {"far": other}) == (None, "far differs in batch and threads")
+    wider = {**fixed, "model": {**fixed["model"], "width": 1}}
+    assert slowdown(elastic, {"wide": wider}) == (None, "wide differs in model.width")
+    assert slowdown(elastic, {"other": elastic, "none": None})[1] == "there is no fixed-depth run beside it"
+    assert slowdown(elastic, {"fixed": {**fixed, "tokens_per_second": None}})[0] is None
+
+
+def test_training_shows_the_ratio_as_trained_and_by_the_formula() -> None:
+    fixed = make_model("fixed")
+    fixed["training"] = make_training(ModelConfig(), elastic=False, model=fixed["training"]["model"])
+    rows = make_data(make_model("elastic"), fixed).tables["training"].rows
+    assert (rows[0]["overhead"], rows[1]["overhead"]) == (1.5, 1.0)
+    assert rows[0]["slowdown"] == 1.3
+    assert rows[0]["compared_with"] == "fixed"
+    formula = rows[0]["formula"]
+    assert 1.5 < formula < 2
+    assert "training" not in make_data(make_model("one", training=None)).tables
+
+
+def test_numbers_are_written_for_people() -> None:
+    assert [counted(value) for value in (12, 1234, 3_244_032, 2e9)] == ["12", "1.234 k", "3.244 M", "2 G"]
+    assert listed(["a"]) == "a"
+    assert listed(["a", "b", "c"]) == "a, b and c"
+
+
+def test_a_stored_report_can_be_written_whatever_else_it_holds(tmp_path: Path) -> None:
+    stored = json.loads(STORED.read_text(encoding="utf-8"))
+    report = ReportData({**stored, "more": 1})
+    (plain,) = stored["models"]
+    assert [row["perplexity"] for row in report.tables["perplexity"].rows] == [
+        row["perplexity"] for row in plain["perplexity"]
+    ]
+    assert f"the best is {plain['search']['best']['schedule']} with" in render("md", report, {})
+    assert report.dynamics[0].to_json() == plain["analysis"]
+    assert report.rows[-1]["flops_per_token"] == plain["flops_per_token"]["4"]
+    assert write_report(stored, tmp_path)[0].is_file()
+    damaged = make_report(make_model("one"))
+    del damaged["models"][0]["perplexity"][0]["window"]
+    with pytest.raises(KeyError, match="window"):
+        ReportData(damaged)
+
+
+def test_a_row_for_each_model_and_budget_holds_cost_and_quality() -> None:
+    found = make_data(make_model("one", blocks=2, loops=4), make_model("two", loops=2, level=50))
+    rows = found.rows
+    assert [(row["model"], row["budget"]) for row in rows] == [("one", 1), ("one", 4), ("two", 1), ("two", 2)]
+    cost = Cost(ModelConfig(blocks=2, loops=4, width=32, heads=4, ffn=80, context=32, vocab=96))
+    assert rows[1]["paper_cost"] == "2x / 8x"
+    assert rows[1]["flops_per_token"] == cost.forward_flops(4)
+    assert rows[1]["parameters"] == cost.parameters.total
+    assert rows[1]["ppl:news"] == 36.0
+    assert found.texts == ["news", "a | b"]
+
+
+def test_the_average_is_over_ten_with_arc_as_one() -> None:
+    row = make_data(make_model("one")).rows[0]
+    assert row["score:arc"] == pytest.approx(0.31)
+    assert row["average"] == pytest.approx(0.31)
+    error = 0.05
+    assert row["error:arc"] == pytest.approx(error / math.sqrt(2))
+    assert row["average_error"] == pytest.approx(math.sqrt(9 * error**2 + error**2 / 2) / 10)
+    assert pytest.approx((3 / 2 + 5 / 4 + 1 / 3) / 10) == CHANCE_AVERAGE  # 3 of two choices, 5 of four, 1 of three
+
+
+def test_other_tasks_have_their_own_names_and_a_mean_only_of_shares() -> None:
+    run = make_run(1, 0.5)
+    run |= {"paper": None, "tasks": {name: run["tasks"][name] for name in ("piqa", "copa")}}
+    found = make_data(make_model("one", tasks=[run]))
+    assert [score.label for score in found.scores] == ["piqa", "copa"]
+    assert found.rows[0]["average"] == 0.5
+    run["tasks"]["copa"]["metric"] = "perplexity"
+    found = make_data(make_model("one", tasks=[run]))
+    assert found.rows[0]["average"] is None
+    assert "average" not in [column.key for column in found.tables["main"].columns]
+    table = found.tables["scores"]
+    assert [cells[2][0] for cells in table.cells(*table.groups[0])] == ["50.0"]

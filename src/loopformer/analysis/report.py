@@ -1,0 +1,539 @@
+"""A report on disk: report.html, report.md, report.json, tables/*.csv and figures/*.png, *.svg.
+
+    check_folder(out)                    # before measuring: the folder is free or holds an earlier report
+    files = write_report(measured, out)  # measured: what collect.collect returned
+
+Numbers stay the plain JSON that was measured; ReportData adds one row for each model and budget. report_tables.yaml
+has the columns of the tables, report.j2 the words of the page, report.html.j2 and report.md.j2 its two layouts.
+
+For the paper's tasks a report has their ten scores and the average. For other tasks it has their own metrics, and
+their mean if all of them are shares of right answers. The standard error of a mean assumes independent tasks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from loopformer.analysis.collect import PARTS, REPORT_FORMAT
+from loopformer.analysis.dynamics import DEFINITIONS, Dynamics, Row, cka_rows, metric_rows, to_csv
+from loopformer.analysis.figures import accuracy_figure, perplexity_figure, search_figure, state_figures
+from loopformer.config.run import validation_budgets
+from loopformer.errors import FileProblem
+from loopformer.evaluation.store import Piece
+from loopformer.evaluation.tasks import PAPER
+from loopformer.files import json_bytes, read_yaml, write_together
+from loopformer.plots import available, rendered
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+REPORT, FIGURES, TABLES = "report.json", "figures", "tables"
+PART_NAMES = PARTS | {"training": "Training"}
+TOLERANCE = 0.05  # between the costs of rows that are compared
+
+_CHOICES = {"copa": 2, "hellaswag": 4, "openbookqa": 4, "piqa": 2, "race": 4, "social_iqa": 3, "arc": 4, "sciq": 4}
+_CHOICES |= {"winogrande": 2}
+# The score of guessing. LAMBADA asks for a word.
+CHANCE = {"lambada": 0.0} | {name: 1 / count for name, count in _CHOICES.items()}
+CHANCE_AVERAGE = sum(CHANCE.values()) / len(CHANCE)
+
+_SHORT = {"hellaswag": "HS", "lambada": "LB", "openbookqa": "OBQA", "social_iqa": "SIQA", "winogrande": "WG"}
+_SHARES = ("acc", "exact_match")  # metrics that are shares of right answers
+_DPI = 170
+_DOTS_PER_REM = 20  # one scale for all figures, so that their text has one size
+_COMMAND_WIDTH = 70  # characters, after which a command continues on the next line
+
+
+# Numbers as text.
+
+
+def listed(words: Sequence[str]) -> str:
+    """Words in a sentence: a, b and c."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def counted(value: float) -> str:
+    """A count with four digits and its thousands as a letter: 3.244 M."""
+    for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.4g} {letter}"
+    return f"{value:.4g}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def perplexity(value: float | None) -> str:
+    if value is None:
+        return "not a number"
+    return f"{value:.2f}" if value < 1000 else f"{value:.4g}"
+
+
+def short_hash(value: str) -> str:
+    """The first 16 digits; the CSV file has all."""
+    return f"`{value[:16]}`"
+
+
+FORMATS: dict[str, Callable[[Any], str]] = {  # report_tables.yaml uses these names and Python formats
+    "words": str,
+    "counted": counted,
+    "percent": percent,
+    "perplexity": perplexity,
+    "hash": short_hash,
+}
+
+
+# What is shown.
+
+
+class ScoreColumn(NamedTuple):
+    """A benchmark, and the tasks that its score is the mean of."""
+
+    key: str
+    label: str  # short, for a heading
+    name: str
+    is_share: bool  # of right answers, shown in percent
+    tasks: tuple[str, ...]
+
+
+class ReportData:
+    """The measured numbers of a report, and one row of cost and quality for each model and budget."""
+
+    def __init__(self, measured: Mapping[str, Any]) -> None:
+        self.made, self.asked, self.suite = measured["made"], measured["asked"], measured["tasks"]
+        self.models: list[Piece] = [
+            {**model, "perplexity": model["perplexity"] or [], "tasks": model["tasks"] or []}
+            for model in measured["models"]
+        ]
+        self.names = [model["name"] for model in self.models]
+        self.labels = [f"{model['name']} ({model['shape']})" for model in self.models]
+        self.texts = list(dict.fromkeys(row["text"] for model in self.models for row in model["perplexity"]))
+        self.task_runs = [run for model in self.models for run in model["tasks"]]
+        self.is_paper = bool(self.task_runs) and all(run["paper"] for run in self.task_runs)
+        self.scores = self._score_columns()
+        self.has_average = bool(self.task_runs) and all(score.is_share for score in self.scores)
+        self.dynamics = [Dynamics.from_json(model["analysis"]) for model in self.models if model["analysis"]]
+        self.rows = [row for model in self.models for row in self._rows(model)]
+        self.tables = build_tables(self)
+
+    def _score_columns(self) -> list[ScoreColumn]:
+        if self.is_paper:
+            return [
+                ScoreColumn(key, _SHORT.get(key, benchmark.label), benchmark.label, True, benchmark.tasks)
+                for key, benchmark in PAPER.items()
+            ]
+        metrics = {name: task["metric"] for run in self.task_runs[:1] for name, task in run["tasks"].items()}
+        return [
+            ScoreColumn(name, name, f"{name} ({metric})", metric.startswith(_SHARES), (name,))
+            for name, metric in metrics.items()
+        ]
+
+    def _rows(self, model: Piece) -> list[Row]:
+        """By the keys of columns, the deepest budget last; a model without measurements still shows its costs."""
+        blocks, runs = model["settings"]["blocks"], {run["budget"]: run for run in model["tasks"]}
+        measured = {row["budget"] for row in model["perplexity"]} | runs.keys()
+        rows: list[Row] = []
+        for budget in sorted(measured) or validation_budgets(model["settings"]["loops"]):
+            row = {
+                "label": f"{model['name']} ({model['shape']})",
+                "model": model["name"],
+                "shape": model["shape"],
+                "budget": budget,
+                "paper_cost": f"{blocks}x / {blocks * budget}x",
+                "parameters": model["parameters"]["total"],
+                "stack": model["parameters"]["stack"],
+                "flops_per_token": model["flops_per_token"][str(budget)],
+                "training_flops": model["training"]["flops"] if model["training"] else None,
+                "average": None,
+                "average_error": None,
+                "is_scored": budget in runs and bool(self.scores),
+            }
+            for text in model["perplexity"]:
+                if text["budget"] == budget:
+                    row[f"ppl:{text['text']}"] = text["perplexity"]
+                    row[f"bpb:{text['text']}"] = text["bits_per_byte"]
+            if budget in runs:
+                row |= self._score_cells(runs[budget]["tasks"])
+            rows.append(row)
+        return rows
+
+    def _score_cells(self, tasks: Piece) -> Piece:
+        scores, errors = {}, {}
+        for score in self.scores:
+            scores[f"score:{score.key}"] = _mean([tasks[name]["value"] for name in score.tasks])
+            errors[f"error:{score.key}"] = _mean_error([tasks[name]["stderr"] for name in score.tasks])
+        if not self.has_average:
+            return {**scores, **errors}
+        average, error = _mean(list(scores.values())), _mean_error(list(errors.values()))
+        return {**scores, **errors, "average": average, "average_error": error}
+
+
+def _mean(values: Sequence[Any]) -> float | None:
+    return None if not values or None in values else sum(values) / len(values)
+
+
+def _mean_error(errors: Sequence[Any]) -> float | None:
+    """The standard error of a mean of independent values."""
+    return None if not errors or None in errors else math.hypot(*errors) / len(errors)
+
+
+def gaps(models: Sequence[Piece], part: str) -> list[str]:
+    """Why a part is missing, once if the reason is the same for all models."""
+    reasons = {model["name"]: model["missing"][part] for model in models if part in model["missing"]}
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names_by_reason.setdefault(reason, []).append(name)
+    if len(names_by_reason) == 1 and len(reasons) == len(models):
+        return [f"{PART_NAMES[part]}: {reason}" for reason in names_by_reason]
+    return [f"{PART_NAMES[part]} of {listed(names)}: {reason}" for reason, names in names_by_reason.items()]
+
+
+# The tables.
+
+
+class Column(NamedTuple):
+    """A column of a table: its key in a row and in the CSV file, and how the page shows it."""
+
+    key: str
+    heading: str = ""  # a column without a heading is only in the CSV file
+    format: str = "{}"  # of FORMATS, or Python's
+    best: str = ""  # min or max: which value of a group is set in bold
+
+    def show(self, value: Any) -> str:
+        return FORMATS[self.format](value) if self.format in FORMATS else self.format.format(value)
+
+    @property
+    def is_text(self) -> bool:
+        return self.format in ("words", "hash")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Groups of rows by title; a table of one group has no title. The first column names what a row is about."""
+
+    columns: Sequence[Column]
+    groups: Sequence[tuple[str, Sequence[Row]]]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for _, rows in self.groups for row in rows]
+
+    @property
+    def shown(self) -> list[Column]:
+        return [column for column in self.columns if column.heading]
+
+    def cells(self, title: str, rows: Sequence[Row]) -> Iterator[list[tuple[str, bool]]]:
+        """The cells of each row of a group as text, and whether they are the best of their column."""
+        best: dict[str, Any] = {}
+        for key, _, _, rule in self.shown:
+            values = [row[key] for row in rows if row.get(key) is not None]
+            if title and rule and len(values) > 1:
+                best[key] = min(values) if rule == "min" else max(values)
+        for row in rows:
+            values = [(column, row.get(column.key)) for column in self.shown]
+            yield [
+                ("–", False) if value is None else (column.show(value), value == best.get(column.key))
+                for column, value in values
+            ]
+
+    def to_csv(self) -> bytes:
+        """All columns with their raw values."""
+        titled = any(title for title, _ in self.groups)
+        rows = [{"group": title, **row} for title, rows in self.groups for row in rows]
+        return to_csv(rows, [*(["group"] if titled else []), *(column.key for column in self.columns)])
+
+
+def build_tables(report: ReportData) -> dict[str, Table]:
+    """The tables that have rows, by name, in the order of the page."""
+    columns = read_yaml(files("loopformer.analysis") / "report_tables.yaml")
+    texts = [{**row, "model": model["name"]} for model in report.models for row in model["perplexity"]]
+    text_keys = [key for key, *_ in columns["texts"]]
+    scored = [row for row in report.rows if row["is_scored"]]
+    guessing = {"label": "guessing", **{f"score:{name}": share for name, share in CHANCE.items()}}
+    guessing["average"] = CHANCE_AVERAGE
+    rows: dict[str, Sequence[Row]] = {
+        "main": report.rows,
+        "scores": [*scored, guessing] if report.is_paper else scored,
+        "training": training_rows(report.models),
+        "models": [
+            {
+                **model["parameters"],
+                **model["settings"],  # whose conditioning is the method, not the parameters
+                **model,
+                "conditioning_parameters": model["parameters"]["conditioning"],
+                "step": model["training"]["step"] if model["training"] else None,
+            }
+            for model in report.models
+        ],
+        # Models share texts, so a text has one row, not one for each model.
+        "texts": list({tuple(row[key] for key in text_keys): row for row in texts}.values()),
+        "perplexity": texts,
+        # The data of a task is the same for all models. Its metric and its cut requests are those of the first run.
+        "tasks": [
+            {
+                "source": task["data"].get("file") or task["data"].get("dataset"),
+                "sha256": task["data"].get("sha256"),
+                **score,
+                **task,
+                "task": name,
+            }
+            for run in report.task_runs[:1]
+            for name, score in run["tasks"].items()
+            for task in [report.suite["tasks"][name]]
+        ],
+        "metrics": metric_rows(report.dynamics),
+        "cka": cka_rows(report.dynamics),
+        "schedules": [
+            {"model": model["name"], "budget": model["search"]["budget"], **row}
+            for model in report.models
+            if model["search"]
+            for row in model["search"]["schedules"]
+        ],
+    }
+    groups: dict[str, Sequence[tuple[str, Sequence[Row]]]] = {name: [("", rows[name])] for name in rows}
+    for name, cost, unit in (
+        ("parameters_matched", "stack", " parameters in the stack"),
+        ("flops_matched", "flops_per_token", "FLOP per token"),
+    ):
+        alike = matched(report.rows, cost)
+        groups[name] = [(f"about {counted(group[0][cost])}{unit}", group) for group in alike]
+    tables = {name: Table(_expand(columns[name], report), groups[name]) for name in columns}
+    return {name: table for name, table in tables.items() if table.rows}
+
+
+def _expand(columns: Sequence[Sequence[str]], report: ReportData) -> list[Column]:
+    """The columns of a table, with one for each text or benchmark in place of a pattern."""
+    expanded = []
+    for column in (Column(*values) for values in columns):
+        if "{text}" in column.key:
+            for text in report.texts:
+                key, heading = column.key.format(text=text), column.heading.format(text=text)
+                expanded.append(column._replace(key=key, heading=heading))
+        elif "{score}" in column.key:
+            for score in report.scores:
+                key, heading = column.key.format(score=score.key), column.heading.format(score=score.label)
+                expanded.append(Column(key, heading, "percent" if score.is_share else "{:.4g}"))
+        elif report.has_average or not column.key.startswith("average"):
+            expanded.append(column)
+    return expanded
+
+
+def matched(rows: Sequence[Row], cost: str, tolerance: float = TOLERANCE) -> list[list[Row]]:
+    """Groups of rows of different models that cost the same within the tolerance, the cheapest group first."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(rows)), key=lambda i: rows[i][cost]):
+        # A group starts with its smallest value, so no two of its rows differ by more than the tolerance.
+        if groups and rows[i][cost] <= rows[groups[-1][0]][cost] * (1 + tolerance):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    sorted_groups = [[rows[i] for i in sorted(group)] for group in groups]
+    return [group for group in sorted_groups if len({row["model"] for row in group}) > 1]
+
+
+def training_rows(models: Sequence[Piece]) -> list[Row]:
+    """What training each model took, and how much slower elastic training was than a fixed-depth run like it."""
+    rows: list[Row] = []
+    for model in models:
+        facts = model["training"]
+        if facts is None:
+            continue
+        times, compared_with = None, None
+        if facts["elastic"]:
+            others = {other["name"]: other["training"] for other in models if other is not model}
+            times, compared_with = slowdown(facts, others)
+        rows.append(
+            {
+                **facts,
+                "model": model["name"],
+                "objective": "elastic" if facts["elastic"] else "fixed depth",
+                "overhead": facts["flops_per_token"] / facts["fixed_flops_per_token"],
+                "formula": model["training_overhead"] if facts["elastic"] else None,
+                "slowdown": times,
+                "compared_with": compared_with,
+            }
+        )
+    return rows
+
+
+def slowdown(elastic: Piece, others: Mapping[str, Piece | None]) -> tuple[float | None, str]:
+    """How many times slower an elastic run was than a fixed-depth run, and its name; or None and the reason.
+
+    Only runs that differ in the objective alone are compared, because other settings change the speed too.
+    """
+    fixed = {name: facts for name, facts in others.items() if facts is not None and not facts["elastic"]}
+    if not fixed:
+        return None, "there is no fixed-depth run beside it"
+    differences = {
+        name: [
+            *(f"model.{key}" for key, value in elastic["model"].items() if facts["model"].get(key) != value),
+            *(key for key, value in elastic["same"].items() if facts["same"].get(key) != value),
+        ]
+        for name, facts in fixed.items()
+    }
+    name = min(differences, key=lambda name: len(differences[name]))
+    if differences[name]:
+        return None, f"{name} differs in {listed(differences[name])}"
+    if not (elastic["tokens_per_second"] and fixed[name]["tokens_per_second"]):
+        return None, "no speed was recorded"
+    return fixed[name]["tokens_per_second"] / elastic["tokens_per_second"], name
+
+
+# The page.
+
+
+def draw_figures(report: ReportData) -> dict[str, Figure]:
+    """Every figure there are numbers for, by name."""
+    figures = {}
+    if report.texts:
+        figures["perplexity"] = perplexity_figure(report.rows, report.texts)
+    if any(row["average"] is not None for row in report.rows):
+        figures["accuracy"] = accuracy_figure(report.rows, CHANCE_AVERAGE if report.is_paper else None)
+    if report.dynamics:
+        figures |= state_figures(report.dynamics)
+    for number, model in enumerate(report.models, 1):
+        if model["search"]:
+            figures[schedule_figure_name(number, model["name"])] = search_figure(model["search"])
+    return figures
+
+
+def schedule_figure_name(number: int, model: str) -> str:
+    """The name of the figure of a model's schedules, which is also the name of its file."""
+    return f"schedules-{number}-" + re.sub(r"[^A-Za-z0-9.-]+", "-", model).strip("-.")
+
+
+def render(layout: str, report: ReportData, pictures: Mapping[str, bytes]) -> str:
+    """The page as "html" or "md"; `pictures` are the PNG files of the figures by name."""
+    templates = Environment(
+        loader=PackageLoader("loopformer", "analysis"),
+        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+        undefined=StrictUndefined,
+        extensions=["jinja2.ext.do"],
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters |= {
+        # Lines of a template become one line; str() so that what comes from a macro is escaped like other text.
+        "flow": lambda text: re.sub(r"[ \n]+", " ", str(text)).strip(" "),
+        "code": lambda text: Markup("").join(_with_code(text, escape, Markup("<code>{}</code>").format)),
+        "markdown": lambda text: "".join(_with_code(text, _escape_markdown, "`{}`".format)),
+        "quote": lambda value: shlex.quote(str(value).replace("\n", " ")),  # a command is one line
+        "shell_lines": _shell_lines,
+        "base64": lambda picture: b64encode(picture).decode(),
+        "rem": lambda picture: f"{int.from_bytes(picture[16:20]) / _DOTS_PER_REM:.1f}",  # from the PNG's header
+    }
+    for function in (counted, gaps, listed, percent, perplexity, schedule_figure_name, short_hash):
+        templates.globals[function.__name__] = function
+    text = templates.get_template("report.j2").render(
+        **vars(report),
+        layout=f"report.{layout}.j2",
+        pictures=pictures,
+        ends=partial(_ends, report.rows),
+        definitions=DEFINITIONS,
+        chance=CHANCE_AVERAGE,
+        tolerance=TOLERANCE,
+    )
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
+
+
+def _with_code(text: str, plain: Callable[[str], str], code: Callable[[str], str]) -> list[str]:
+    """Text with the parts between backticks as code; an odd number of backticks is plain text."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:
+        return [plain(text)]
+    return [code(part) if i % 2 else plain(part) for i, part in enumerate(parts)]
+
+
+def _escape_markdown(text: str) -> str:
+    text = re.sub(r"([\\`*<>|\[\]~])", r"\\\1", text)
+    return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # inside a word it is a letter
+
+
+def _ends(rows: Sequence[Row], model: str, key: str) -> str:
+    """The value of a column at a model's largest budget and, if there are several, at its smallest."""
+    measured = [row for row in rows if row["model"] == model and row.get(key) is not None]
+    show = (lambda value: f"{percent(value)}\u00a0%") if key == "average" else perplexity
+    at = [f"{show(row[key])} at M = {row['budget']}" for row in measured]
+    return (f"{at[-1]} ({at[0]})" if len(at) > 1 else at[0]) if at else ""
+
+
+def _shell_lines(commands: str) -> str:
+    """Commands, one in each line, broken before an option where they are long."""
+    broken = []
+    for command in filter(str.strip, commands.split("\n")):
+        lines: list[list[str]] = [[]]
+        for word in shlex.split(command):
+            if word.startswith("--") and len(shlex.join(lines[-1])) > _COMMAND_WIDTH:
+                lines.append([])
+            lines[-1].append(word)
+        broken.append(" \\\n    ".join(map(shlex.join, lines)))
+    return "\n".join(broken)
+
+
+# The folder.
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a folder with other files in it or without write access; it is made when there is a report."""
+    existing = next(path for path in (out, *out.parents) if path.exists())
+    if not existing.is_dir():
+        raise FileProblem(f"{existing} is a file; give a folder with --out.")
+    if not os.access(existing, os.W_OK):
+        raise FileProblem(f"The folder {out} cannot be written to; choose another with --out.")
+    # Temporary files may be left of a process that was killed.
+    files = [path for path in out.iterdir() if path.suffix != ".tmp"] if out.is_dir() else []
+    if files and _earlier_files(out) is None:
+        raise FileProblem(f"The folder {out} is not empty and holds no report of ours; choose another with --out.")
+
+
+def write_report(measured: Mapping[str, Any], out: Path) -> list[Path]:
+    """Draw the figures and write everything; returns the files, report.html first.
+
+    All content exists before the first file is written. Of an earlier report only files that it lists are removed.
+    """
+    check_folder(out)
+    earlier = _earlier_files(out) or []
+    report = ReportData(measured)
+    figures = draw_figures(report) if available() else {}
+    pictures = {name: rendered(figure, ".png", _DPI) for name, figure in figures.items()}
+    contents = {f"report.{layout}": render(layout, report, pictures).encode() for layout in ("html", "md")}
+    contents |= {f"{TABLES}/{name}.csv": table.to_csv() for name, table in report.tables.items()}
+    for name, figure in figures.items():
+        contents |= {f"{FIGURES}/{name}.png": pictures[name], f"{FIGURES}/{name}.svg": rendered(figure, ".svg")}
+    stored = json_bytes({**measured, "files": list(contents)})
+    # report.json comes first: by its list a later report knows the files that it may replace.
+    write_together(out, {REPORT: stored, **contents})
+    for name in earlier:
+        path = PurePosixPath(str(name))
+        # The list may have been edited, so nothing outside the two folders of a report is removed.
+        inside = len(path.parts) == 2 and path.parts[0] in (FIGURES, TABLES) and path.parts[1] != ".."
+        if inside and name not in contents:
+            (out / path).unlink(missing_ok=True)
+    html, markdown, *others = contents
+    return [out / name for name in (html, markdown, REPORT, *others)]
+
+
+def _earlier_files(out: Path) -> list[Any] | None:
+    """The files of the report in a folder; None if there is no report."""
+    try:
+        stored = json.loads((out / REPORT).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_report = isinstance(stored, dict) and stored.get("format") == REPORT_FORMAT
+    return list(stored.get("files", [])) if is_report else None
