@@ -15,7 +15,7 @@ import httpx
 from cli.models import save_small, seal
 
 from loopformer.loading.folder import FOLDER, SETTINGS
-from loopformer.serving.server import ServerSettings, bound, serve
+from loopformer.serving.server import ServerSettings, bind, serve
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the engine's process, beside other tests
 LONG: dict[str, Any] = {"prompt": "every pass is told", "max_tokens": 4000, "temperature": 0}  # some seconds
@@ -72,7 +72,7 @@ class RunningServer:
 
 @contextmanager
 def running_server(settings: ServerSettings, key: str | None = None) -> Iterator[RunningServer]:
-    listener = bound("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     said: list[str] = []
     failures: list[BaseException] = []
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []

@@ -41,7 +41,7 @@ def test_one_that_hangs_or_has_another_model_is_given_up_and_stopping_ends_all(
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
     monkeypatch.setattr(engine_process, "run_worker", lambda *given: targets[started() - 1](*given))
     monkeypatch.setattr(engine_process, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(engine_process, "SLOWER", 20)
+    monkeypatch.setattr(engine_process, "MAX_LOAD_FACTOR", 20)
     before, begun = set(multiprocessing.active_children()), fork.Value("i", 0)
 
     def started() -> int:

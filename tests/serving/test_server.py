@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 
 from loopformer import LM, LoopformerError
 from loopformer.cli import app
-from loopformer.serving.page import PAGE_FILES
-from loopformer.serving.server import ServerSettings, bound, serve
-from loopformer.serving.service import ServiceSettings
+from loopformer.serving.app import PAGE_FILES
+from loopformer.serving.server import ServerSettings, bind, serve
 from loopformer.serving.worker import WorkerSettings
 
 from .servers import LONG, RunningServer, add_checkpoint, running_server
@@ -72,8 +71,7 @@ def small(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runni
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("sesame\n")
     worker = WorkerSettings(str(run), rows=1, device="cpu", step_seconds=STEP_SECONDS)
-    service = ServiceSettings(timeout=2.5 * STEP_SECONDS)
-    settings = ServerSettings(worker, queue=4, api_keys=keys, degrade=True, service=service)
+    settings = ServerSettings(worker, queue=4, api_keys=keys, degrade=True, timeout=2.5 * STEP_SECONDS)
     with running_server(settings, key="sesame") as running:
         yield running
 
@@ -257,7 +255,7 @@ def is_alive(process: int) -> bool:
 
 def start(settings: WorkerSettings) -> str:
     """Why a server does not start, in one sentence."""
-    with bound("127.0.0.1", 0) as listener, pytest.raises(LoopformerError) as refused:
+    with bind("127.0.0.1", 0) as listener, pytest.raises(LoopformerError) as refused:
         asyncio.run(serve(ServerSettings(settings), listener, print))
     assert "\n" not in str(refused.value)
     return str(refused.value)
@@ -266,10 +264,10 @@ def start(settings: WorkerSettings) -> str:
 def test_what_is_wrong_at_the_start_is_one_sentence(launched: Launched, tmp_path: Path) -> None:
     assert "nowhere" in start(WorkerSettings(str(tmp_path / "nowhere"), device="cpu"))
     assert "hold no row" in launched.refused.result()
-    with bound("127.0.0.1", 0) as taken:
+    with bind("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(LoopformerError, match="choose another --port"):
-            bound("127.0.0.1", taken.getsockname()[1])
+            bind("127.0.0.1", taken.getsockname()[1])
 
 
 def test_without_the_extra_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

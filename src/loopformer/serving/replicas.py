@@ -35,7 +35,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.serving.engine_process import EngineProcess
-from loopformer.serving.server import IDLE_SECONDS, ServerSettings, bound, greeting, inspect_model, started_app
+from loopformer.serving.server import IDLE_SECONDS, ServerSettings, bind, greeting, inspect_model, started_app
 from loopformer.serving.worker import EngineReady, log_as_json
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Replica:
         except LoopformerError as error:
             logger.error("A replica cannot be started: %s", error)
             raise
-        self._app = PatientApp(app, self._service.engine, settings.service.timeout)
+        self._app = PatientApp(app, self._service.engine, settings.timeout)
         self._service.metrics_text = self._all_metrics
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -117,7 +117,7 @@ class Replica:
 
     async def drain(self) -> int:
         """Take nothing new; how many texts are still under way."""
-        self._service.draining = True
+        self._service.is_draining = True
         return self._service.admission.in_flight
 
     async def drop(self) -> None:
@@ -127,7 +127,7 @@ class Replica:
     async def metrics(self) -> tuple[str, list[Metric]]:
         from ray import serve
 
-        return serve.get_replica_context().replica_id.unique_id, list(self._service.counted().collect())
+        return serve.get_replica_context().replica_id.unique_id, list(self._service.metrics.registry.collect())
 
     async def _all_metrics(self) -> bytes:
         """Those of all replicas, whichever is asked."""
@@ -164,7 +164,7 @@ def run_replicas(settings: ServerSettings, count: ReplicaCount, say: Callable[[s
     require(":" not in device, f"With --ray every replica has a GPU of its own; say --device cuda, not {device}.")
     if Path(model).exists():
         settings = replace(settings, worker=replace(settings.worker, model=str(Path(model).resolve())))
-    with bound(settings.host, settings.port) as listener:
+    with bind(settings.host, settings.port) as listener:
         address = listener.getsockname()  # Ray binds it anew: whether it is free and which one it is, is known now
     with _StopSignals() as signals, _ray(count):
         signals.listen()  # again: Ray has listened to SIGTERM since, and would abort
