@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from loopformer.serving import server
 from loopformer.serving.server import DrainingServer, bind
 
+MAX_WAIT = 240  # seconds, for a busy machine
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 
 
@@ -34,7 +35,7 @@ def serve(talk: Callable[[DrainingServer, tuple[str, int]], Awaitable[None]], dr
         service.engine = SimpleNamespace(stop=stop)
         draining = DrainingServer(app, service, drain_seconds)
         with bind("127.0.0.1", 0) as listener:
-            async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            async with asyncio.timeout(MAX_WAIT), asyncio.TaskGroup() as tasks:
                 tasks.create_task(draining.serve(sockets=[listener]))
                 while not draining.started:
                     await asyncio.sleep(0.01)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 
@@ -36,31 +37,33 @@ def hangs(settings: WorkerSettings, connection: Connection) -> None:
 def test_one_that_hangs_or_has_another_model_is_given_up_and_stopping_ends_all(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    targets = [loads, hangs, loads_another, hangs]
+    targets = [loads, hangs, loads_another, hangs]  # by phase: what a process does that starts in it
     fork = multiprocessing.get_context("fork")  # which imports nothing
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
-    monkeypatch.setattr(engine_process, "run_worker", lambda *given: targets[started() - 1](*given))
+    monkeypatch.setattr(engine_process, "run_worker", lambda *given: start_in(phase.value, *given))
     monkeypatch.setattr(engine_process, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(engine_process, "MAX_LOAD_FACTOR", 20)
-    before, begun = set(multiprocessing.active_children()), fork.Value("i", 0)
+    before, phase, last_phase = set(multiprocessing.active_children()), fork.Value("i", 0), fork.Value("i", -1)
 
-    def started() -> int:
-        with begun:
-            begun.value += 1
-            return int(begun.value)
+    def start_in(number: int, *given: Any) -> None:
+        last_phase.value = number
+        targets[number](*given)
 
-    async def until(so: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not so():
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(240):
+            while not condition():
                 await asyncio.sleep(0.01)
 
     async def live() -> None:
         engine = EngineProcess(WorkerSettings("mine", step_seconds=0.5))
         ready = await engine.start()
+        phase.value = 1
         os.kill(ready.process, signal.SIGKILL)
         await until(lambda: "did not load the model within" in caplog.text)
+        phase.value = 2
         await until(lambda: "holds another model" in caplog.text)
-        await until(lambda: begun.value == len(targets))
+        phase.value = 3
+        await until(lambda: last_phase.value == 3)
         await engine.stop()
         await until(lambda: set(multiprocessing.active_children()) <= before)
 

@@ -237,7 +237,7 @@ class Service:
         engine.on_load, engine.on_loss = self.metrics.set_load, self.metrics.restarts.inc
         self.is_draining = False
         self.metrics_text: Callable[[], Awaitable[bytes]] = self._metrics_text  # replicas give those of all
-        self._timeout, self._log_prompts = timeout, log_prompts
+        self.timeout, self._log_prompts = timeout, log_prompts
 
     async def _metrics_text(self) -> bytes:
         return generate_latest(self.metrics.registry)
@@ -315,10 +315,10 @@ class Service:
     async def read(self, call: Call, began: float) -> list[tuple[int, EngineOutput]]:
         """The next outputs of a request that began then, if they come before its timeout."""
         try:
-            async with asyncio.timeout(max(0.0, began + self._timeout - time.monotonic())):
+            async with asyncio.timeout(max(0.0, began + self.timeout - time.monotonic())):
                 return await call.read()
         except TimeoutError:
-            raise ApiError(f"The request took longer than {self._timeout:g} s.", 504, "timeout") from None
+            raise ApiError(f"The request took longer than {self.timeout:g} s.", 504, "timeout") from None
 
 
 class ServerMetrics:
