@@ -37,13 +37,14 @@ def hangs(settings: WorkerSettings, connection: Connection) -> None:
 def test_one_that_hangs_or_has_another_model_is_given_up_and_stopping_ends_all(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    before = set(multiprocessing.active_children())
     targets = [loads, hangs, loads_another, hangs]  # by phase: what a process does that starts in it
     fork = multiprocessing.get_context("fork")  # which imports nothing
+    phase, last_phase = fork.Value("i", 0), fork.Value("i", -1)
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
     monkeypatch.setattr(engine_process, "run_worker", lambda *given: start_in(phase.value, *given))
     monkeypatch.setattr(engine_process, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(engine_process, "MAX_LOAD_FACTOR", 20)
-    before, phase, last_phase = set(multiprocessing.active_children()), fork.Value("i", 0), fork.Value("i", -1)
 
     def start_in(number: int, *given: Any) -> None:
         last_phase.value = number

@@ -83,7 +83,8 @@ def ask(pieces: list[bytes], headers: dict[str, str] | None = None, **options: A
 
         raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         refused: list[int] = []
-        gate = Gate(app, lambda status: SimpleNamespace(inc=lambda: refused.append(status)), **options)
+        refusals: Any = lambda status: SimpleNamespace(inc=lambda: refused.append(status))  # noqa: E731
+        gate = Gate(app, refusals, **options)
         await gate({"type": "http", "path": "/", "headers": raw}, receive, send)
         assert refused == [message["status"] for message in sent[:1] if message["status"] != 200]
         return sent

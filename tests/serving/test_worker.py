@@ -139,7 +139,7 @@ def test_scoring_leaves_half_of_the_time_to_texts(lm: LM, monkeypatch: pytest.Mo
 def test_tokens_that_come_fast_are_sent_together(
     lm: LM, monkeypatch: pytest.MonkeyPatch, stream: bool, pieces_per_second: float, expected: int
 ) -> None:
-    monkeypatch.setattr(worker, "PIECES", pieces_per_second)
+    monkeypatch.setattr(worker, "MAX_OUTPUTS", pieces_per_second)
     monkeypatch.setattr(worker, "WHOLE_SECONDS", 1000)
     (request,) = lm.requests([PROMPT], budget=2, max_tokens=12)
     alone = lm.generate(PROMPT, budget=2, max_tokens=12)

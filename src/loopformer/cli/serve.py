@@ -22,37 +22,30 @@ def serve(
         int | None, typer.Option(min=1, help="Bytes for keys and values; by default enough for all rows.")
     ] = None,
     degrade: Annotated[
-        bool, typer.Option("--degrade", help="Grant smaller budgets while the queue fills, never below min_budget.")
+        bool, typer.Option("--degrade", help="Grant smaller budgets, down to min_budget, as the queue fills.")
     ] = False,
     api_keys: Annotated[
         Path | None, typer.Option(help="A file of API keys, one per line; clients must send one of them.")
     ] = None,
     cors: Annotated[
-        list[str] | None, typer.Option(help="An origin whose web pages may use the server; repeat for several.")
+        list[str] | None, typer.Option(help="An origin whose web pages may use the server; repeatable.")
     ] = None,
-    max_prompt: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of a prompt; the context by default.")
-    ] = None,
-    max_output: Annotated[
-        int | None, typer.Option(min=1, help="Maximum new tokens; the context by default.")
-    ] = None,
-    max_body: Annotated[int, typer.Option(min=1, help="Maximum bytes of a request; beyond this, HTTP 413.")] = 1
-    << 20,
-    timeout: Annotated[
-        float, typer.Option(help="Maximum seconds of a request, with its time in the queue.")
-    ] = 600.0,
+    max_prompt: Annotated[int | None, typer.Option(min=1, help="Maximum prompt tokens; the context.")] = None,
+    max_output: Annotated[int | None, typer.Option(min=1, help="Maximum new tokens; the context.")] = None,
+    max_body: Annotated[int, typer.Option(min=1, help="Maximum bytes of a body; beyond this, HTTP 413.")] = 1 << 20,
+    timeout: Annotated[float, typer.Option(help="Maximum seconds per request, waiting included.")] = 600.0,
     step_seconds: Annotated[float, typer.Option(help="Restart the engine after this many silent seconds.")] = 120.0,
     drain_seconds: Annotated[
-        float, typer.Option(help="Maximum seconds to finish running requests after SIGTERM or Ctrl-C.")
+        float, typer.Option(help="Maximum seconds to finish requests after SIGTERM or Ctrl-C.")
     ] = 30.0,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Include prompts in the log.")] = False,
     ray: Annotated[
         bool,
-        typer.Option("--ray", help="Run several replicas behind Ray's proxy, each with all of the options above."),
+        typer.Option("--ray", help="Run replicas, each with the options above, behind Ray's proxy."),
     ] = False,
     replicas: Annotated[
         str | None,
-        typer.Option(help="With --ray: how many, such as 2; or a range such as 1-4, scaled with the load."),
+        typer.Option(help="With --ray: how many, such as 2, or 1-4 by load."),
     ] = None,
     fast: FastOption = None,
     device: Device = "auto",

@@ -21,9 +21,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from dataclasses import replace
 from typing import Any, Literal
 
 from loopformer.errors import RunFailed
@@ -74,26 +72,38 @@ class Call:
         return outputs
 
 
-@dataclass(eq=False)
 class _Link:
-    """One process and the pipe to it."""
+    """One process and the pipe to it. Threads read and write, since a pipe blocks."""
 
-    process: BaseProcess
-    connection: Connection
-    outbox: queue.SimpleQueue[Any]
-    was_heard: bool = True  # since the last check
+    def __init__(self, settings: WorkerSettings) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self.process = context.Process(target=run_worker, args=(settings, theirs), daemon=True)
+        self.process.start()
+        theirs.close()  # else the end of the process would not close the pipe
+        self.inbox: asyncio.Queue[Any] = asyncio.Queue()  # ends with None, when the process has ended
+        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._read, args=(asyncio.get_running_loop(),), daemon=True).start()
+        threading.Thread(target=self._write, daemon=True).start()
 
-    def write(self) -> None:
-        """Send what is in the outbox, until `end`. Runs in a thread, since a full pipe blocks."""
-        with contextlib.suppress(OSError):  # a broken pipe also ends the reader, which reports it
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            try:
+                while True:
+                    loop.call_soon_threadsafe(self.inbox.put_nowait, self._connection.recv())
+            except (EOFError, OSError):
+                loop.call_soon_threadsafe(self.inbox.put_nowait, None)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the reader notices, too
             while (messages := self.outbox.get()) is not None:
-                self.connection.send(messages)
+                self._connection.send(messages)
 
     def end(self) -> None:
         self.outbox.put(None)
         self.process.kill()
         self.process.join(MAX_PAUSE)  # a driver may hold on to it for a while
-        self.connection.close()
+        self._connection.close()
 
 
 class EngineProcess:
@@ -109,29 +119,44 @@ class EngineProcess:
         self._calls: dict[int, Call] = {}  # by the number of a request that has not ended
         self._next_number = 0
         self._load_seconds: float | None = None  # of the last process
-        self._restarting: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineReady:
-        """Load the model in a new process. Raises one sentence if it cannot be loaded.
+        """Load the model in a process of its own, and from now on replace a process that is lost."""
+        link, ready = await self._start_process()
+        self._supervisor = asyncio.create_task(self._supervise(link))
+        return ready
+
+    async def stop(self) -> None:
+        """End the process. Requests that still run fail."""
+        self.state = "stopped"
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+        self._fail_all()
+        if self._link is not None:
+            link, self._link = self._link, None
+            await asyncio.to_thread(link.end)
+
+    async def _start_process(self) -> tuple[_Link, EngineReady]:
+        """A process that has loaded the model. Raises one sentence if it cannot be loaded.
 
         Clients were told what the first process loaded, so a later one must load the very same model. It has a time
         limit; the first has none, as somebody is waiting for it.
         """
-        self._loop, began = asyncio.get_running_loop(), time.monotonic()
-        seconds = None
+        began, seconds = time.monotonic(), None
         if self._load_seconds is not None:
             seconds = max(self.settings.step_seconds, MAX_LOAD_FACTOR * self._load_seconds)
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=run_worker, args=(self.settings, theirs), daemon=True)
-        process.start()
-        theirs.close()  # else the end of the process would not close the pipe
-        link = _Link(process, ours, queue.SimpleQueue())
+        link = _Link(self.settings)
         try:
-            answer = await asyncio.to_thread(_first_answer, ours, seconds)
+            async with asyncio.timeout(seconds):
+                answer: EngineReady | str | None = await link.inbox.get()
+        except TimeoutError:
+            answer = f"The engine's process did not load the model within {seconds:.0f} s."
         except BaseException:
-            process.kill()
+            link.process.kill()
             raise
+        if answer is None:
+            answer = "The engine's process died while it loaded the model; is there enough memory?"
         if isinstance(answer, EngineReady) and self.ready is not None and answer.config != self.ready.config:
             answer = f"{answer.model} holds another model than when the server started; start the server again."
         if not isinstance(answer, EngineReady):
@@ -140,20 +165,54 @@ class EngineProcess:
         self.settings = replace(self.settings, model=answer.model)
         self._link, self.ready, self.state = link, answer, "ready"
         self._load_seconds = time.monotonic() - began
-        self._check_silence(link)
-        threading.Thread(target=link.write, daemon=True).start()
-        threading.Thread(target=self._read, args=(link,), daemon=True).start()
-        return answer
+        return link, answer
 
-    async def stop(self) -> None:
-        """End the process. Requests that still run fail."""
-        self.state = "stopped"
-        if self._restarting is not None:
-            self._restarting.cancel()
-        self._fail_all()
-        if self._link is not None:
-            link, self._link = self._link, None
+    async def _supervise(self, link: _Link) -> None:
+        """Hand out what a process sends until it is lost, then start another one."""
+        while True:
+            self.state = await self._receive(link)
+            self._link = None
+            self._fail_all()
+            self.on_loss()
+            self.on_load(EngineLoad())
             await asyncio.to_thread(link.end)
+            logger.error("The engine's process is %s (exit code %s).", self.state, link.process.exitcode)
+            link = await self._restart()
+
+    async def _receive(self, link: _Link) -> Literal["lost", "hung"]:
+        """Hand out what a process sends, until it is lost or was silent for `step_seconds`."""
+        silences = 0
+        while silences < 2:
+            try:
+                async with asyncio.timeout(self.settings.step_seconds / 2):
+                    message = await link.inbox.get()
+            except TimeoutError:
+                # Once is no proof: where both processes were paused, the time is over before the other one speaks.
+                silences += 1
+                continue
+            if message is None:
+                return "lost"
+            silences = 0
+            outputs, load = message
+            for output in outputs:
+                # A request that was cancelled meanwhile has no call any more.
+                call = self._calls.pop(output.number, None) if output.is_last else self._calls.get(output.number)
+                if call is not None:
+                    call.put(output)
+            self.on_load(load)
+        return "hung"
+
+    async def _restart(self) -> _Link:
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                link, ready = await self._start_process()
+                logger.info("The engine runs again (engine process %d).", ready.process)
+                return link
+            except Exception as error:
+                logger.error("The engine could not be started again: %s", error)
+                await asyncio.sleep(pause)
+                pause = min(MAX_PAUSE, 2 * pause)
 
     def submit(self, requests: Sequence[Request], priority: int, stream: bool) -> Call:
         """Generate texts for one client. With `stream` their tokens come more often."""
@@ -186,60 +245,6 @@ class EngineProcess:
         if self._link is not None:
             self._link.outbox.put(messages)
 
-    def _read(self, link: _Link) -> None:
-        """Hand over messages to the event loop, in a thread. The pipe ends when the process does."""
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            try:
-                while True:
-                    outputs, load = link.connection.recv()
-                    self._loop.call_soon_threadsafe(self._receive, link, outputs, load)
-            except (EOFError, OSError):
-                self._loop.call_soon_threadsafe(self._lose, link, "lost")
-
-    def _receive(self, link: _Link, outputs: Sequence[EngineOutput], load: EngineLoad) -> None:
-        if self._link is not link:
-            return  # its requests have failed already
-        link.was_heard = True
-        for output in outputs:
-            # A request that was cancelled meanwhile has no call any more.
-            call = self._calls.pop(output.number, None) if output.is_last else self._calls.get(output.number)
-            if call is not None:
-                call.put(output)
-        self.on_load(load)
-
-    def _check_silence(self, link: _Link) -> None:
-        """Give up a process that was silent since the last check. The worker speaks four times as often."""
-        if self._link is not link:
-            return
-        if not link.was_heard:
-            self._lose(link, "hung")
-            return
-        link.was_heard = False
-        self._loop.call_later(self.settings.step_seconds, self._check_silence, link)
-
-    def _lose(self, link: _Link, state: Literal["lost", "hung"]) -> None:
-        if self._link is not link:
-            return  # it was stopped, or is known to hang
-        self._link, self.state = None, state
-        self._fail_all()
-        self.on_loss()
-        self.on_load(EngineLoad())
-        self._restarting = asyncio.create_task(self._restart(link))
-
-    async def _restart(self, link: _Link) -> None:
-        await asyncio.to_thread(link.end)
-        logger.error("The engine's process is %s (exit code %s).", self.state, link.process.exitcode)
-        pause = FIRST_PAUSE
-        while True:
-            try:
-                ready = await self.start()
-                logger.info("The engine runs again (engine process %d).", ready.process)
-                return
-            except Exception as error:
-                logger.error("The engine could not be started again: %s", error)
-                await asyncio.sleep(pause)
-                pause = min(MAX_PAUSE, 2 * pause)
-
     def _fail_all(self) -> None:
         for number, call in self._calls.items():
             call.put(EngineOutput(number, error=self._unavailable()))
@@ -253,13 +258,3 @@ class EngineProcess:
         sentence = f"The engine {what} and is started again; try again in a few seconds."
         seconds = math.ceil(min(MAX_PAUSE, self._load_seconds or FIRST_PAUSE))
         return ApiError(sentence, 503, code, **{"retry-after": str(seconds)})
-
-
-def _first_answer(connection: Connection, seconds: float | None) -> EngineReady | str:
-    try:
-        if not connection.poll(seconds):
-            return f"The engine's process did not load the model within {seconds:.0f} s."
-        answer: EngineReady | str = connection.recv()
-        return answer
-    except (EOFError, OSError):
-        return "The engine's process died while it loaded the model; is there enough memory?"

@@ -67,7 +67,7 @@ class ServerSettings:
     queue: int = 64
     degrade: bool = False
     api_keys: Path | None = None
-    cors: tuple[str, ...] = ()  # origins whose pages may ask
+    cors: tuple[str, ...] = ()  # origins of web pages that may use the server
     max_prompt: int | None = None  # tokens; the context by default
     max_output: int | None = None
     max_body: int = 1 << 20
@@ -279,10 +279,10 @@ def greeting(
 # The gate.
 
 
-def read_keys(path: str | Path) -> tuple[bytes, ...]:
-    """The hashes of the keys in a file, one a line; blank lines and those that begin with # do not count."""
+def read_keys(path: Path) -> tuple[bytes, ...]:
+    """The hashes of the keys in a file, one per line. Blank lines and comments (#) do not count."""
     try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise FileProblem(
             f"The file of API keys {path} cannot be read; give a text file, one key a line."
@@ -294,7 +294,7 @@ def read_keys(path: str | Path) -> tuple[bytes, ...]:
 
 
 def is_key(header: str, keys: tuple[bytes, ...]) -> bool:
-    """Whether an Authorization header has one of the keys; it takes as long whichever it is, or none."""
+    """Whether an Authorization header has one of the keys. The time it takes does not tell which."""
     scheme, _, given = header.partition(" ")
     digest = hashlib.sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
     matches = [hmac.compare_digest(digest, key) for key in keys]

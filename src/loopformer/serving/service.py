@@ -27,7 +27,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -39,6 +39,7 @@ from loopformer.serving.worker import Alternatives, EngineLoad, EngineOutput
 from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
+M = TypeVar("M", Counter, Gauge, Histogram)
 
 SHARES = (Fraction(1), Fraction(3, 4), Fraction(1, 2), Fraction(1, 4))  # of the requested budget, by level
 ENTER_LOADS = (0.25, 0.5, 0.75)  # at which levels 1, 2 and 3 are entered
@@ -328,41 +329,38 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._engine, self._load = engine, EngineLoad()
 
-        def gauge(name: str, help: str) -> Gauge:
-            return Gauge(f"loopformer:{name}", help, ["model_name"], registry=self.registry).labels(model)
+        def new(kind: Callable[..., M], name: str, help: str, *labels: str, **options: Any) -> Callable[..., M]:
+            metric: Any = kind(
+                f"loopformer:{name}", help, ["model_name", *labels], registry=self.registry, **options
+            )
+            return partial(metric.labels, model)
 
-        def counter(name: str, help: str, *labels: str) -> Callable[..., Counter]:
-            names = ["model_name", *labels]
-            return partial(Counter(f"loopformer:{name}", help, names, registry=self.registry).labels, model)
-
-        def histogram(name: str, help: str, buckets: Sequence[float]) -> Callable[[int], Histogram]:
-            names = ["model_name", "budget"]
-            histogram = Histogram(f"loopformer:{name}", help, names, registry=self.registry, buckets=buckets)
-            return partial(histogram.labels, model)
-
-        self.running = gauge("num_requests_running", "Texts that have a slot.")
-        self.waiting = gauge("num_requests_waiting", "Texts that wait for a slot, or requests to be scored.")
-        self.memory_usage = gauge("kv_cache_usage_perc", "Share of the memory for keys and values; 1 is all.")
-        level = gauge("degradation_level", "0 grants the requested budget; 1, 2 and 3 grant less.")
+        self.running = new(Gauge, "num_requests_running", "Texts that have a slot.")()
+        self.waiting = new(Gauge, "num_requests_waiting", "Texts that wait for a slot, or requests to be scored.")()
+        self.memory_usage = new(
+            Gauge, "kv_cache_usage_perc", "Share of the memory for keys and values; 1 is all."
+        )()
+        level = new(Gauge, "degradation_level", "0 grants the requested budget; 1, 2 and 3 grant less.")()
         level.set_function(lambda: admission.level)
-        up = gauge("engine_up", "1 while the engine's process runs.")
+        up = new(Gauge, "engine_up", "1 while the engine's process runs.")()
         up.set_function(lambda: engine.state == "ready")
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", "budget")
-        self.generation_tokens = counter("generation_tokens", "New tokens.", "budget")
-        self.prefix_queries = counter("prefix_cache_queries", "Tokens of prompts that were looked up.")()
-        self.prefix_hits = counter("prefix_cache_hits", "Those of them that were computed for another prompt.")()
-        self.success = counter(
-            "request_success", "Texts by how they ended: stop, length or abort.", "budget", "finished_reason"
-        )
-        self.refused = counter("requests_refused", "Requests that were refused, by status.", "status")
-        self.degraded = counter(
-            "requests_degraded", "Requests that were granted less than requested.", "asked", "budget"
-        )
-        self.restarts = counter("engine_restarts", "Processes of the engine that were lost.")()
+        self.prompt_tokens = new(Counter, "prompt_tokens", "Tokens of prompts.", "budget")
+        self.generation_tokens = new(Counter, "generation_tokens", "New tokens.", "budget")
+        self.prefix_queries = new(Counter, "prefix_cache_queries", "Tokens of prompts that were looked up.")()
+        self.prefix_hits = new(Counter, "prefix_cache_hits", "Those that were computed for another prompt.")()
+        ended = "Texts by how they ended: stop, length or abort."
+        self.success = new(Counter, "request_success", ended, "budget", "finished_reason")
+        self.refused = new(Counter, "requests_refused", "Requests that were refused, by status.", "status")
+        less = "Requests that were granted less than requested."
+        self.degraded = new(Counter, "requests_degraded", less, "asked", "budget")
+        self.restarts = new(Counter, "engine_restarts", "Processes of the engine that were lost.")()
+
+        def histogram(name: str, help: str, buckets: Sequence[float]) -> Callable[..., Histogram]:
+            return new(Histogram, name, help, "budget", buckets=buckets)
+
         self.time_to_first_token = histogram("time_to_first_token_seconds", "From request to first token.", _FIRST)
-        self.time_per_token = histogram(
-            "request_time_per_output_token_seconds", "Between tokens after the first, the mean of a text.", _EACH
-        )
+        mean = "Between tokens after the first, the mean of a text."
+        self.time_per_token = histogram("request_time_per_output_token_seconds", mean, _EACH)
         self.latency = histogram("e2e_request_latency_seconds", "From request to last token.", _TOTAL)
         self.queue_time = histogram("request_queue_time_seconds", "From request to slot.", _TOTAL)
 

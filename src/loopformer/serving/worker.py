@@ -1,19 +1,19 @@
-"""The process that the engine runs in: what goes down its pipe and comes up, and its loop.
+"""The process that the engine runs in: the messages of its pipe, and its loop.
 
     process = context.Process(target=run_worker, args=(WorkerSettings("runs/mine", rows=16), connection))
     connection.recv()                                   # EngineReady, or one sentence that says what is wrong
-    connection.send([Submit(0, request, priority=0, stream=True)])     # or Look, Cancel
-    connection.recv()                                   # a NewsBatch: Started, TextPiece, Looked, Refused
+    connection.send([Submit(0, request, priority=0, stream=True)])     # or ScoreRequest, Cancel
+    outputs, load = connection.recv()                   # a list of EngineOutput, an EngineLoad
 
-It takes what is in the pipe, gives free slots to whoever waits (lower priority numbers first), steps the engine,
-and sends what came of it in one message; with nothing to say it says now and then that it lives. It ends with its
-parent. The other end of the pipe is engine_process.py.
+The loop reads messages, gives free slots to queued requests (lower priority numbers first), steps the engine, and
+sends the outputs in one message. An idle process sends a sign of life now and then. It ends with its parent. The
+other end of the pipe is engine_process.py.
 
-A piece of text costs the server far more than a token costs the engine, most of it in the kernel. So where many
-texts stream fast, a piece is several tokens: all streams together get at most PIECES a second, 64 of them one each
-16 ms, one alone every token. The first token of a text and its last go with the next message. Of an answer that is
-sent whole nobody reads pieces; some come all the same, for the metrics. A message costs the engine a third of a
-millisecond, so with 64 requests there is one each 4 ms at most, with one after every step.
+An output costs the server far more than a token costs the engine, most of it in the kernel. So where many texts
+stream fast, an output has several tokens: all streams together get at most MAX_OUTPUTS a second, 64 of them one
+each 16 ms, one alone every token. The first token of a text and its last are in the next message. Nobody reads the
+parts of an answer that is sent whole, but some outputs come for the metrics. A message costs the engine a third of
+a millisecond, so with 64 requests there is one each 4 ms at most, with one after every step.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 5  # in a row; then the process ends and another one is started
-PIECES = 4000  # of streams a second, all together
-MESSAGES = 16_000  # divided by the requests that run: how many a second at most
-WHOLE_SECONDS = 0.25  # from one piece to the next of an answer that is sent whole
+MAX_OUTPUTS = 4000  # a second, of all streams together
+MAX_MESSAGES = 16_000  # a second, divided by the number of running requests
+WHOLE_SECONDS = 0.25  # between the outputs of an answer that is sent whole
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What the process loads, and how much it runs at once."""
+    """The model that the process loads, and how much it runs at once."""
 
     model: str
     rows: int = 16
@@ -67,29 +67,24 @@ class WorkerSettings:
     device: str = "auto"
     dtype: str | None = None
     fast: Fast = "auto"
-    step_seconds: float = 120.0  # without a word of the process, after which it counts as hung
-
-    @property
-    def beat_seconds(self) -> float:
-        """How often the process says that it lives while it has nothing to do."""
-        return self.step_seconds / 4
+    step_seconds: float = 120.0  # after which a silent process counts as hung
 
 
 class EngineReady(NamedTuple):
     """What was loaded."""
 
-    model: str  # of a run the checkpoint
+    model: str  # the checkpoint, where a run was given
     config: ModelConfig
     default: Trajectory
     rows: int
-    memory: int  # bytes of keys and values that there is room for
+    memory: int  # bytes for keys and values
     value_bytes: int
     device: str
     process: int
 
 
 class EngineLoad(NamedTuple):
-    """How busy the engine is, and what it has done so far."""
+    """How busy the engine is, and its counts since it started."""
 
     running: int = 0
     waiting: int = 0
@@ -159,10 +154,10 @@ class EngineOutput(NamedTuple):
 
 
 def run_worker(settings: WorkerSettings, connection: Connection) -> None:
-    """Load the model, say so, and serve what comes down the pipe until it is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # which may go to all processes of a group; the parent drains
+    """Load the model, report it, and handle messages until the pipe is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to the whole group; the parent drains
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     log_as_json()
     try:
         lm, source = load_served(settings)
@@ -190,11 +185,11 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
         )
     )
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        _Worker(lm, engine, connection, settings.beat_seconds).run()
+        _Worker(lm, engine, connection, settings.step_seconds / 4).run()
 
 
 def load_served(settings: WorkerSettings) -> tuple[LM, str]:
-    """The model where it is to run, and where it came from; what ends an answer in a chat ends every text."""
+    """The model on its device, and its path. The end token of the chat template ends completions, too."""
     model = settings.model
     if is_run_folder(model):
         lm, source = from_model_folder(model, lambda checkpoint: (load(checkpoint), str(checkpoint)))
@@ -205,10 +200,10 @@ def load_served(settings: WorkerSettings) -> tuple[LM, str]:
     return lm, source
 
 
-def _leave_with_parent() -> None:
+def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    wait([parent.sentinel])
+    wait([parent.sentinel])  # a closed pipe would go unnoticed in a step that hangs
     os._exit(1)
 
 
@@ -271,7 +266,7 @@ class _Worker:
                 if failures == MAX_FAILED_STEPS:
                     raise
             has_changed = bool(self._outputs) or not self._is_load_sent
-            pause = len(self._running) / MESSAGES if has_changed else self._beat_seconds
+            pause = len(self._running) / MAX_MESSAGES if has_changed else self._beat_seconds
             if time.monotonic() >= self._sent_at + pause:
                 self._send()
 
@@ -329,7 +324,7 @@ class _Worker:
                 del self._running[ticket]
             elif now >= running.due:
                 self._outputs.append(running.take_output(None))
-                running.due = now + (len(self._running) / PIECES if running.stream else WHOLE_SECONDS)
+                running.due = now + (len(self._running) / MAX_OUTPUTS if running.stream else WHOLE_SECONDS)
 
     def _send(self) -> None:
         engine, counts, warm_up_counts = self._engine, self._engine.counts, self._warm_up_counts
@@ -352,7 +347,7 @@ def _client_error(error: Exception) -> LoopformerError:
     return RunFailed("The request could not be run.")
 
 
-# What a model says of given tokens; both run them once, without a cache.
+# Scoring given tokens, in one pass without a cache.
 
 
 @torch.no_grad()
@@ -365,7 +360,7 @@ def lens(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) 
 
 @torch.no_grad()
 def ranked(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) -> list[Ranked]:
-    """Every token as the model found it, beside the `top` most likely."""
+    """The log-probability of every token, and those of the `top` most likely ones there."""
     if len(ids) < 2:
         return [Ranked(None, ()) for _ in ids]
     hidden = model(_batch(model, ids[:-1]), trajectory, logits=False).hidden[0]  # [T - 1, D]
@@ -373,8 +368,8 @@ def ranked(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int
     rows = [Ranked(None, ())]
     for part, logits in head_chunks(model, hidden):
         logprobs = logits.log_softmax(-1)
-        own = logprobs.gather(1, targets[part, None])[:, 0].tolist()
-        rows += map(Ranked, own, _alternatives(logprobs, top))
+        chosen = logprobs.gather(1, targets[part, None])[:, 0].tolist()
+        rows += map(Ranked, chosen, _alternatives(logprobs, top))
     return rows
 
 
@@ -389,11 +384,11 @@ def _alternatives(logprobs: Tensor, top: int) -> list[Alternatives]:
     ]
 
 
-# The log, of this process and of the server's.
+# The log of this process and of the server's.
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line; a message that is one already gets the time and the level."""
+    """One JSON object per line. A message that is one already is extended by the time and the level."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
@@ -405,7 +400,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def log_as_json() -> None:
-    """The log of this process goes to stderr, one JSON object a line."""
+    """Write the log of this process to stderr, one JSON object per line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter())
     for name in ("loopformer", "uvicorn"):
