@@ -327,7 +327,6 @@ class ServerMetrics:
 
     def __init__(self, model: str, engine: EngineProcess, admission: Admission) -> None:
         self.registry = CollectorRegistry()
-        self._engine, self._load = engine, EngineLoad()
 
         def new(kind: Callable[..., M], name: str, help: str, *labels: str, **options: Any) -> Callable[..., M]:
             metric: Any = kind(
@@ -365,12 +364,9 @@ class ServerMetrics:
         self.queue_time = histogram("request_queue_time_seconds", "From request to slot.", _TOTAL)
 
     def set_load(self, load: EngineLoad) -> None:
-        """Update what the engine's process reports. Its counts start again with a new process."""
-        before = self._load if load.prompt_tokens >= self._load.prompt_tokens else EngineLoad()
-        shared = max(0, load.shared_tokens - before.shared_tokens)
-        self.prefix_hits.inc(shared)
-        self.prefix_queries.inc(shared + load.prompt_tokens - before.prompt_tokens)
-        self._load = load
+        """Show what the engine's process reports."""
+        self.prefix_hits.inc(load.shared_tokens)
+        self.prefix_queries.inc(load.shared_tokens + load.prompt_tokens)
         self.running.set(load.running)
         self.waiting.set(load.waiting)
-        self.memory_usage.set(load.used_bytes / (1 if self._engine.ready is None else self._engine.ready.memory))
+        self.memory_usage.set(load.memory_usage)

@@ -84,11 +84,11 @@ class EngineReady(NamedTuple):
 
 
 class EngineLoad(NamedTuple):
-    """How busy the engine is, and its counts since it started."""
+    """How busy the engine is, and what it has done since its last message."""
 
     running: int = 0
     waiting: int = 0
-    used_bytes: int = 0
+    memory_usage: float = 0.0
     prompt_tokens: int = 0
     shared_tokens: int = 0
 
@@ -235,7 +235,7 @@ class _Worker:
 
     def __init__(self, lm: LM, engine: Engine, connection: Connection, beat_seconds: float) -> None:
         self._lm, self._engine, self._pipe, self._beat_seconds = lm, engine, connection, beat_seconds
-        self._warm_up_counts = engine.counts
+        self._counts = engine.counts  # that were sent; those of the warm-up are not
         self._queue: list[tuple[int, Submit]] = []  # a heap: by priority, then in order of arrival
         self._score_queue: list[ScoreRequest] = []
         self._next_score_at = 0.0  # while texts are under way
@@ -327,16 +327,16 @@ class _Worker:
                 running.due = now + (len(self._running) / MAX_OUTPUTS if running.stream else WHOLE_SECONDS)
 
     def _send(self) -> None:
-        engine, counts, warm_up_counts = self._engine, self._engine.counts, self._warm_up_counts
+        engine, counts, before = self._engine, self._engine.counts, self._counts
         load = EngineLoad(
             engine.running,
             len(self._queue) + len(self._score_queue) + engine.waiting,
-            engine.used_bytes,
-            counts.prompt_tokens - warm_up_counts.prompt_tokens,
-            counts.shared_tokens - warm_up_counts.shared_tokens,
+            engine.used_bytes / engine.memory_bytes,
+            counts.prompt_tokens - before.prompt_tokens,
+            counts.shared_tokens - before.shared_tokens,
         )
         self._pipe.send((self._outputs, load))
-        self._outputs, self._is_load_sent, self._sent_at = [], True, time.monotonic()
+        self._counts, self._outputs, self._is_load_sent, self._sent_at = counts, [], True, time.monotonic()
 
 
 def _client_error(error: Exception) -> LoopformerError:
