@@ -140,7 +140,7 @@ def test_tokens_that_come_fast_are_sent_together(
     lm: LM, monkeypatch: pytest.MonkeyPatch, stream: bool, pieces_per_second: float, expected: int
 ) -> None:
     monkeypatch.setattr(worker, "MAX_OUTPUTS", pieces_per_second)
-    monkeypatch.setattr(worker, "WHOLE_SECONDS", 1000)
+    monkeypatch.setattr(worker, "UNSTREAMED_SECONDS", 1000)
     (request,) = lm.requests([PROMPT], budget=2, max_tokens=12)
     alone = lm.generate(PROMPT, budget=2, max_tokens=12)
     ours, theirs = multiprocessing.Pipe()

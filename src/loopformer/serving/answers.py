@@ -1,7 +1,7 @@
-"""Answers in the forms of OpenAI's API with a few fields added, whole or in chunks.
+"""Answers in the forms of OpenAI's API with a few fields added, complete or in chunks.
 
     writer = CompletionWriter(served, job, granted_trajectory)
-    writer.whole(texts, usage).to_json()          # or writer.chunk(…), the content of a server-sent event
+    writer.complete(texts, usage).to_json()          # or writer.chunk(…), the content of a server-sent event
 
 The models say which fields there are. A field that is not set is left out of the JSON; null is set on purpose.
 """
@@ -76,7 +76,7 @@ class ChatLogprobs(AnswerBody):
 
 
 class ChatMessage(AnswerBody):
-    """A message, or what it has grown by."""
+    """A message, or its growth in a chunk."""
 
     role: str | None = None
     content: str | None = None
@@ -94,7 +94,7 @@ class ChatChoice(AnswerBody):
 
 
 class GenerationAnswer(AnswerBody):
-    """A whole answer or a chunk, which has neither usage nor depth but in the first and the last one."""
+    """A complete answer, or a chunk. Only the first and the last chunk have a depth or usage."""
 
     id: str
     object: str
@@ -112,7 +112,7 @@ class LensToken(AnswerBody):
 
 
 class LensLoop(AnswerBody):
-    """The most likely next tokens after a loop, and its time on the way from 0 to 1."""
+    """The most likely next tokens after a loop, and the time from 0 to 1 that the trajectory has reached."""
 
     loop: int
     time: float
@@ -135,7 +135,7 @@ def lens_answer(served: Served, trajectory: Trajectory, rows: Sequence[Alternati
 
 @dataclass
 class GeneratedText:
-    """One text as it grows, or what it has grown by."""
+    """One text as it grows, or its growth in a chunk."""
 
     prompt: tuple[int, ...]
     text: str = ""
@@ -170,7 +170,7 @@ def count_usage(cost: Cost, texts: Sequence[GeneratedText], n: int, budget: int)
 
 
 class AnswerWriter(ABC):
-    """Writes the answer to a generation, whole or in chunks."""
+    """Writes the answer to a generation, complete or in chunks."""
 
     prefix: ClassVar[str]
     kind: ClassVar[str]
@@ -186,7 +186,7 @@ class AnswerWriter(ABC):
             depth["asked_budget"] = job.trajectory.budget
         self._depth = GrantedDepth.model_validate(depth)
 
-    def whole(self, texts: Sequence[GeneratedText], usage: Usage) -> GenerationAnswer:
+    def complete(self, texts: Sequence[GeneratedText], usage: Usage) -> GenerationAnswer:
         choices = [self._choice(index, text, self._content(text)) for index, text in enumerate(texts)]
         return self._answer(self.kind, choices, usage=usage, loopformer=self._depth)
 
@@ -196,7 +196,7 @@ class AnswerWriter(ABC):
         return self._answer(self.chunk_kind, choices, loopformer=self._depth)
 
     def chunk(self, index: int, part: GeneratedText) -> GenerationAnswer:
-        """What a text has grown by."""
+        """The growth of a text."""
         return self._answer(self.chunk_kind, [self._choice(index, part, self._delta(part))])
 
     def closing(self, usage: Usage) -> GenerationAnswer:
@@ -215,7 +215,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def _content(self, text: GeneratedText) -> dict[str, Any]:
-        """The text in a whole answer."""
+        """The text in a complete answer."""
 
     @abstractmethod
     def _delta(self, part: GeneratedText) -> dict[str, Any]:

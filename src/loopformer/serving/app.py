@@ -111,19 +111,21 @@ async def _generate(
     else:
         job = await asyncio.to_thread(body.job, service.served)
     if not body.stream:
-        return await _unless_gone(http, _whole(service, http.url.path, job, writer_type))
+        return await _unless_gone(http, _complete(service, http.url.path, job, writer_type))
     events = _events(service, http.url.path, job, writer_type, body.stream_options.include_usage)
     # The response begins with the first token, so that what fails before has a status of its own.
     return EventStream(await _unless_gone(http, anext(events)), events)
 
 
-async def _whole(service: Service, path: str, job: Job, writer_type: type[AnswerWriter]) -> Response:
+async def _complete(service: Service, path: str, job: Job, writer_type: type[AnswerWriter]) -> Response:
     async with service.generate(job, path, stream=False) as generation:
         async for _ in generation.parts():
             pass
         await generation.score()
         usage = count_usage(service.served.cost, generation.texts, job.n, generation.budget)
-        return writer_type(service.served, job, generation.trajectory).whole(generation.texts, usage).to_response()
+        return (
+            writer_type(service.served, job, generation.trajectory).complete(generation.texts, usage).to_response()
+        )
 
 
 async def _events(

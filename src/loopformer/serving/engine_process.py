@@ -122,7 +122,7 @@ class EngineProcess:
         self._supervisor: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineReady:
-        """Load the model in a process of its own, and from now on replace a process that is lost."""
+        """Load the model in another process. From then on a process that is lost is replaced."""
         link, ready = await self._start_process()
         self._supervisor = asyncio.create_task(self._supervise(link))
         return ready
@@ -168,7 +168,7 @@ class EngineProcess:
         return link, answer
 
     async def _supervise(self, link: _Link) -> None:
-        """Hand out what a process sends until it is lost, then start another one."""
+        """Hand out the outputs of a process until it is lost, then start another one."""
         while True:
             self.state = await self._receive(link)
             self._link = None
@@ -180,7 +180,7 @@ class EngineProcess:
             link = await self._restart()
 
     async def _receive(self, link: _Link) -> Literal["lost", "hung"]:
-        """Hand out what a process sends, until it is lost or was silent for `step_seconds`."""
+        """Hand out the outputs of a process until it dies or was silent for `step_seconds`."""
         silences = 0
         while silences < 2:
             try:
@@ -254,7 +254,7 @@ class EngineProcess:
         """Why there is no engine, and when there may be one again."""
         if self.state == "stopped":
             return shutting_down()
-        code, what = ("engine_hung", "did not go on") if self.state == "hung" else ("engine_lost", "was lost")
-        sentence = f"The engine {what} and is started again; try again in a few seconds."
+        code, event = ("engine_hung", "did not go on") if self.state == "hung" else ("engine_lost", "was lost")
+        sentence = f"The engine {event} and is started again; try again in a few seconds."
         seconds = math.ceil(min(MAX_PAUSE, self._load_seconds or FIRST_PAUSE))
         return ApiError(sentence, 503, code, **{"retry-after": str(seconds)})

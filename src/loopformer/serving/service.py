@@ -2,7 +2,7 @@
 
     service = Service(engine, served, Admission(rows=16, queue=64, memory=2**30), timeout=600)
     async with service.generate(job, "/v1/completions", stream=True) as generation:
-        async for parts in generation.parts(): ...     # what its texts have grown by since the last time
+        async for parts in generation.parts(): ...     # the growth of its texts since the last iteration
 
 Requests in flight are those that run, at most `rows`, and those that wait, at most `queue`. Their keys and values
 are bounded in the same proportion: the queue may hold as many bytes as its requests' share of the memory.
@@ -121,7 +121,7 @@ class Admission:
         size = bytes_of(trajectory)
         max_bytes = self._memory * (self.rows + self.queue) / self.rows
         is_full = self.in_flight + count > self.rows + self.queue or self._bytes + size > max_bytes
-        # A request that could never fit comes in where it is alone: the engine refuses it in better words.
+        # A request that could never fit is admitted while nothing else runs: the engine says better why not.
         if is_full and self.in_flight > 0:
             seconds = FIRST_REQUEST_SECONDS if self._seconds is None else self._seconds
             wait = seconds_to_wait(max(0, self.in_flight - self.rows), self.rows, seconds)
@@ -157,7 +157,7 @@ class Generation:
         self.call: Call | None = None
 
     async def parts(self) -> AsyncIterator[list[tuple[int, GeneratedText]]]:
-        """What the texts have grown by since the last time, with their indices."""
+        """The growth of the texts since the last iteration, with their indices."""
         while self.call is not None and any(text.reason is None for text in self.texts):
             parts: dict[int, GeneratedText] = {}
             error: LoopformerError | None = None
@@ -172,7 +172,7 @@ class Generation:
                         text.add(output)
             if parts:
                 yield list(parts.items())
-            if error is not None:  # after the tokens that came before it
+            if error is not None:  # the tokens before it were yielded
                 raise error
 
     def _count(self, index: int, output: EngineOutput) -> None:
@@ -237,7 +237,9 @@ class Service:
         self.metrics = ServerMetrics(served.name, engine, admission)
         engine.on_load, engine.on_loss = self.metrics.set_load, self.metrics.restarts.inc
         self.is_draining = False
-        self.metrics_text: Callable[[], Awaitable[bytes]] = self._metrics_text  # replicas give those of all
+        self.metrics_text: Callable[[], Awaitable[bytes]] = (
+            self._metrics_text
+        )  # a replica gives the metrics of all replicas
         self.timeout, self._log_prompts = timeout, log_prompts
 
     async def _metrics_text(self) -> bytes:
@@ -245,7 +247,7 @@ class Service:
 
     @asynccontextmanager
     async def generate(self, job: Job, path: str, stream: bool) -> AsyncIterator[Generation]:
-        """A generation under way. Leaving the context frees what it holds."""
+        """A running generation. Leaving the context frees its slots."""
         bytes_of = partial(job.kv_bytes, self.served)
         with self._admit(path, job.count, bytes_of, job.trajectory, job.min_budget) as (granted, log_fields):
             if granted != job.trajectory:
@@ -364,7 +366,7 @@ class ServerMetrics:
         self.queue_time = histogram("request_queue_time_seconds", "From request to slot.", _TOTAL)
 
     def set_load(self, load: EngineLoad) -> None:
-        """Show what the engine's process reports."""
+        """Add what the engine's process reports."""
         self.prefix_hits.inc(load.shared_tokens)
         self.prefix_queries.inc(load.shared_tokens + load.prompt_tokens)
         self.running.set(load.running)

@@ -12,7 +12,7 @@ other end of the pipe is engine_process.py.
 An output costs the server far more than a token costs the engine, most of it in the kernel. So where many texts
 stream fast, an output has several tokens: all streams together get at most MAX_OUTPUTS a second, 64 of them one
 each 16 ms, one alone every token. The first token of a text and its last are in the next message. Nobody reads the
-parts of an answer that is sent whole, but some outputs come for the metrics. A message costs the engine a third of
+parts of an answer that is not streamed, but some outputs come for the metrics. A message costs the engine a third of
 a millisecond, so with 64 requests there is one each 4 ms at most, with one after every step.
 """
 
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 5  # in a row; then the process ends and another one is started
 MAX_OUTPUTS = 4000  # a second, of all streams together
 MAX_MESSAGES = 16_000  # a second, divided by the number of running requests
-WHOLE_SECONDS = 0.25  # between the outputs of an answer that is sent whole
+UNSTREAMED_SECONDS = 0.25  # between the outputs of an answer that is not streamed
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class _Worker:
 
     def __init__(self, lm: LM, engine: Engine, connection: Connection, beat_seconds: float) -> None:
         self._lm, self._engine, self._pipe, self._beat_seconds = lm, engine, connection, beat_seconds
-        self._counts = engine.counts  # that were sent; those of the warm-up are not
+        self._counts = engine.counts  # up to the last message; those of the warm-up are never sent
         self._queue: list[tuple[int, Submit]] = []  # a heap: by priority, then in order of arrival
         self._score_queue: list[ScoreRequest] = []
         self._next_score_at = 0.0  # while texts are under way
@@ -324,7 +324,7 @@ class _Worker:
                 del self._running[ticket]
             elif now >= running.due:
                 self._outputs.append(running.take_output(None))
-                running.due = now + (len(self._running) / MAX_OUTPUTS if running.stream else WHOLE_SECONDS)
+                running.due = now + (len(self._running) / MAX_OUTPUTS if running.stream else UNSTREAMED_SECONDS)
 
     def _send(self) -> None:
         engine, counts, before = self._engine, self._engine.counts, self._counts
@@ -360,7 +360,7 @@ def lens(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) 
 
 @torch.no_grad()
 def ranked(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) -> list[Ranked]:
-    """The log-probability of every token, and those of the `top` most likely ones there."""
+    """The log-probability of every token, and those of the `top` most likely tokens at its position."""
     if len(ids) < 2:
         return [Ranked(None, ()) for _ in ids]
     hidden = model(_batch(model, ids[:-1]), trajectory, logits=False).hidden[0]  # [T - 1, D]
