@@ -12,8 +12,8 @@ other end of the pipe is engine_process.py.
 An output costs the server far more than a token costs the engine, most of it in the kernel. So where many texts
 stream fast, an output has several tokens: all streams together get at most MAX_OUTPUTS a second, 64 of them one
 each 16 ms, one alone every token. The first token of a text and its last are in the next message. Nobody reads the
-parts of an answer that is not streamed, but some outputs come for the metrics. A message costs the engine a third of
-a millisecond, so with 64 requests there is one each 4 ms at most, with one after every step.
+parts of an answer that is not streamed, but some outputs come for the metrics. A message costs the engine a third
+of a millisecond, so with 64 requests there is one each 4 ms at most, with one after every step.
 """
 
 from __future__ import annotations
