@@ -1,4 +1,4 @@
-"""The engine's process when it is started again: it hangs, finds another model, or is not wanted any more."""
+"""The engine's process when it is lost or hangs, and when another one is started."""
 
 import asyncio
 import multiprocessing
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from loopformer import ModelConfig, Trajectory
 from loopformer.serving import engine_process
 from loopformer.serving.engine_process import EngineProcess
-from loopformer.serving.worker import EngineReady, WorkerSettings
+from loopformer.serving.worker import EngineLoad, EngineReady, WorkerSettings
 
 READY = EngineReady("mine", ModelConfig(), Trajectory.uniform(2), 1, 1, 4, "cpu", 0)
 
@@ -69,3 +70,25 @@ def test_one_that_hangs_or_has_another_model_is_given_up_and_stopping_ends_all(
         await until(lambda: set(multiprocessing.active_children()) <= before)
 
     asyncio.run(live())
+
+
+def test_a_silence_counts_as_hung_only_if_another_one_follows() -> None:
+    """As both processes may have been paused."""
+    silent = TimeoutError()
+    message: Any = ([], EngineLoad())
+    items: list[Any] = [silent, message, silent, message, message, silent, silent, message]
+
+    async def get() -> Any:
+        item = items.pop(0)
+        if item is silent:
+            raise silent
+        return item
+
+    engine = EngineProcess(WorkerSettings("mine"))
+    loads: list[EngineLoad] = []
+    engine.on_load = loads.append
+    link: Any = SimpleNamespace(inbox=SimpleNamespace(get=get))
+    assert asyncio.run(engine._receive(link)) == "hung"
+    assert len(loads) == 3
+    items[:] = [message, None]
+    assert asyncio.run(engine._receive(link)) == "lost"

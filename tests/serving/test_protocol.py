@@ -1,5 +1,6 @@
 """Bodies: what is taken, what is refused by name, what becomes of it."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -7,10 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from loopformer import LM, LoopformerError, Trajectory
+from loopformer.errors import RunFailed
 from loopformer.inference.chat import ChatTemplate
-from loopformer.serving.answers import GeneratedText, count_usage
-from loopformer.serving.protocol import ApiError, ChatBody, CompletionBody, Served, TokenizeBody
-from loopformer.serving.worker import Ranked
+from loopformer.serving.protocol import CLIENT_GONE, ApiError, ChatBody, CompletionBody, Served, TokenizeBody
 
 MESSAGES = [{"role": "user", "content": "its time"}]
 
@@ -177,16 +177,17 @@ def test_what_ends_a_chat_ends_its_answer(served: Served) -> None:
     assert completion(stop="x").job(served).stops == ("x",)
 
 
-def test_usage_counts_passes_and_flops(served: Served) -> None:
-    texts = [GeneratedText((1, 2, 3), "", [4, 5, 6], [0.0] * 3, "length") for _ in range(2)]
-    used = count_usage(served.cost, texts, n=2, budget=2)
-    assert used.prompt_tokens == 3
-    assert used.completion_tokens == 6
-    assert used.total_tokens == 9
-    assert used.loops == 2 * 2 * (3 + 2)
-    seen = [replace(text, ranked=[Ranked(0.0, ())] * 6) for text in texts]  # and looked at: five tokens run again
-    assert count_usage(served.cost, seen, n=2, budget=2).loops == 2 * 2 * (3 + 2 + 5)
-    prompt = GeneratedText((1, 2, 3), ranked=[Ranked(0.0, ())] * 3)  # nothing new
-    assert count_usage(served.cost, [prompt], n=1, budget=2).loops == 2 * 2
-    decoded = sum(served.cost.forward_flops(2, context, causal=False) for context in (4, 5))
-    assert used.flops == pytest.approx(2 * (served.cost.prefill_flops(3, 2) + decoded))
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (ApiError("Busy.", 429, "server_busy"), 429, "Busy."),
+        (LoopformerError("No such budget."), 400, "No such budget."),
+        (RunFailed("The text could not be generated."), 500, "The text could not be generated."),
+        (asyncio.CancelledError(), CLIENT_GONE, "The client has gone."),
+        (RuntimeError("CUDA"), 500, "The server could not do this."),
+    ],
+    ids=repr,
+)
+def test_errors_have_a_status_and_no_internals(error: BaseException, status: int, message: str) -> None:
+    api_error = ApiError.of(error)
+    assert (api_error.status, str(api_error)) == (status, message)
