@@ -151,7 +151,7 @@ def test_tokens_that_come_fast_are_sent_together(
 
     thread = threading.Thread(target=work)
     thread.start()
-    ours.send([Submit(7, request, 0, stream)])
+    ours.send([Submit(0, 7, request, stream)])
     pieces: list[EngineOutput] = []
     while not pieces or pieces[-1].reason is None:
         outputs, _ = ours.recv()

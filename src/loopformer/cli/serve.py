@@ -40,13 +40,9 @@ def serve(
     ] = 30.0,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Include prompts in the log.")] = False,
     ray: Annotated[
-        bool,
-        typer.Option("--ray", help="Run replicas, each with the options above, behind Ray's proxy."),
+        bool, typer.Option("--ray", help="Run replicas, each with the options above, behind Ray's proxy.")
     ] = False,
-    replicas: Annotated[
-        str | None,
-        typer.Option(help="With --ray: how many, such as 2, or 1-4 by load."),
-    ] = None,
+    replicas: Annotated[str | None, typer.Option(help="With --ray: how many, such as 2, or 1-4 by load.")] = None,
     fast: FastOption = None,
     device: Device = "auto",
     dtype: DecodeDtype = None,

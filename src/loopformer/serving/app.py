@@ -28,7 +28,6 @@ from loopformer.serving.answers import (
     CompletionWriter,
     GenerationAnswer,
     LensAnswer,
-    count_usage,
     lens_answer,
 )
 from loopformer.serving.protocol import (
@@ -122,10 +121,8 @@ async def _complete(service: Service, path: str, job: Job, writer_type: type[Ans
         async for _ in generation.parts():
             pass
         await generation.score()
-        usage = count_usage(service.served.cost, generation.texts, job.n, generation.budget)
-        return (
-            writer_type(service.served, job, generation.trajectory).complete(generation.texts, usage).to_response()
-        )
+        writer = writer_type(service.served, job, generation.trajectory)
+        return writer.complete(generation.texts, generation.usage()).to_response()
 
 
 async def _events(
@@ -142,8 +139,8 @@ async def _events(
                 has_logprobs = job.alternatives is not None
                 shown = [entry for entry in parts if has_logprobs or entry[1].text or entry[1].reason]
                 yield opening + b"".join(_event(writer.chunk(*entry)) for entry in shown)
-            usage = count_usage(service.served.cost, generation.texts, job.n, generation.budget)
-            yield (_event(writer.closing(usage)) if include_usage else b"") + b"data: [DONE]\n\n"
+            closing = _event(writer.closing(generation.usage())) if include_usage else b""
+            yield closing + b"data: [DONE]\n\n"
     except LoopformerError as error:
         if not has_begun:
             raise

@@ -99,9 +99,12 @@ class _Link:
             while (messages := self.outbox.get()) is not None:
                 self._connection.send(messages)
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self.outbox.put(None)
         self.process.kill()
+
+    def end(self) -> None:
+        self.kill()
         self.process.join(MAX_PAUSE)  # a driver may hold on to it for a while
         self._connection.close()
 
@@ -153,7 +156,7 @@ class EngineProcess:
         except TimeoutError:
             answer = f"The engine's process did not load the model within {seconds:.0f} s."
         except BaseException:
-            link.process.kill()
+            link.kill()
             raise
         if answer is None:
             answer = "The engine's process died while it loaded the model; is there enough memory?"
@@ -218,7 +221,7 @@ class EngineProcess:
         """Generate texts for one client. With `stream` their tokens come more often."""
         call = self._begin_call(len(requests))
         numbered = zip(call.numbers, requests, strict=True)
-        self._post([Submit(number, request, priority, stream) for number, request in numbered])
+        self._post([Submit(priority, number, request, stream) for number, request in numbered])
         return call
 
     def score(self, ids: Sequence[int], trajectory: Trajectory, top: int, by_loop: bool) -> Call:

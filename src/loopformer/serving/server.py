@@ -129,30 +129,20 @@ async def started_app(
 ) -> AsyncIterator[tuple[ASGIApp, Service, EngineReady]]:
     """The app behind its gate, while the engine runs. Leaving ends the engine."""
     config, chat = inspect_model(settings.worker.model)
+    max_prompt = min(config.context, settings.max_prompt or config.context)
+    max_output = min(config.context, settings.max_output or config.context)
     engine = EngineProcess(settings.worker)
     try:
         ready = await engine.start()
-        served = Served(
-            _name(settings.worker.model),
-            chat,
-            ready.config,
-            ready.default,
-            ready.value_bytes,
-            min(config.context, settings.max_prompt or config.context),
-            min(config.context, settings.max_output or config.context),
-        )
+        name, value_bytes = _name(settings.worker.model), ready.value_bytes
+        served = Served(name, chat, ready.config, ready.default, value_bytes, max_prompt, max_output)
         admission = Admission(ready.rows, settings.queue, ready.memory, settings.degrade)
         service = Service(engine, served, admission, settings.timeout, settings.log_prompts)
         hosts = LOOPBACK | {settings.host} if _is_loopback(settings.host) else None
         app: ASGIApp = Gate(create_app(service), service.metrics.refused, keys, hosts, settings.max_body)
         if settings.cors:
-            app = CORSMiddleware(
-                app,
-                settings.cors,
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-                expose_headers=["Retry-After"],
-            )
+            methods = ["GET", "POST"]
+            app = CORSMiddleware(app, settings.cors, methods, allow_headers=["*"], expose_headers=["Retry-After"])
         yield app, service, ready
     finally:
         await engine.stop()

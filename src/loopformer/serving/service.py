@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from loopformer.errors import LoopformerError, require
-from loopformer.serving.answers import FINISH, GeneratedText
+from loopformer.serving.answers import FINISH, GeneratedText, Usage, count_usage
 from loopformer.serving.engine_process import Call, EngineProcess, shutting_down
 from loopformer.serving.protocol import CLIENT_GONE, ApiError, Job, Served
 from loopformer.serving.worker import Alternatives, EngineLoad, EngineOutput
@@ -208,6 +208,9 @@ class Generation:
                 metrics.success(self.budget, FINISH[text.reason]).inc()
                 metrics.latency(self.budget).observe(time.monotonic() - self.began)
 
+    def usage(self) -> Usage:
+        return count_usage(self._service.served.cost, self.texts, self.job.n, self.budget)
+
     def log_fields(self) -> dict[str, Any]:
         return {
             "texts": self.job.count,
@@ -281,12 +284,7 @@ class Service:
 
     @contextmanager
     def _admit(
-        self,
-        path: str,
-        count: int,
-        bytes_of: Callable[[Trajectory], int],
-        requested: Trajectory,
-        min_budget: int,
+        self, path: str, count: int, bytes_of: Callable[[Trajectory], int], requested: Trajectory, min_budget: int
     ) -> Iterator[tuple[Trajectory, dict[str, Any]]]:
         """The granted trajectory, and fields of the request's line in the log, which is written at the end."""
         if self.is_draining:

@@ -2,7 +2,7 @@
 
     process = context.Process(target=run_worker, args=(WorkerSettings("runs/mine", rows=16), connection))
     connection.recv()                                   # EngineReady, or one sentence that says what is wrong
-    connection.send([Submit(0, request, priority=0, stream=True)])     # or ScoreRequest, Cancel
+    connection.send([Submit(priority=0, number=0, request=request, stream=True)])     # or ScoreRequest, Cancel
     outputs, load = connection.recv()                   # a list of EngineOutput, an EngineLoad
 
 The loop reads messages, gives free slots to queued requests (lower priority numbers first), steps the engine, and
@@ -97,11 +97,11 @@ class EngineLoad(NamedTuple):
 
 
 class Submit(NamedTuple):
-    """Generate a text."""
+    """Generate a text. Messages sort by priority, then by number, which is unique."""
 
+    priority: int
     number: int
     request: Request
-    priority: int
     stream: bool
 
 
@@ -236,7 +236,7 @@ class _Worker:
     def __init__(self, lm: LM, engine: Engine, connection: Connection, beat_seconds: float) -> None:
         self._lm, self._engine, self._pipe, self._beat_seconds = lm, engine, connection, beat_seconds
         self._counts = engine.counts  # up to the last message; those of the warm-up are never sent
-        self._queue: list[tuple[int, Submit]] = []  # a heap: by priority, then in order of arrival
+        self._queue: list[Submit] = []  # a heap: by priority, then in order of arrival
         self._score_queue: list[ScoreRequest] = []
         self._next_score_at = 0.0  # while texts are under way
         self._running: dict[int, _RunningRequest] = {}  # by the engine's ticket
@@ -272,14 +272,13 @@ class _Worker:
 
     def _receive(self, message: Submit | ScoreRequest | Cancel) -> None:
         if isinstance(message, Submit):
-            # Numbers grow, so the heap never compares requests.
-            heapq.heappush(self._queue, (message.priority, message))
+            heapq.heappush(self._queue, message)
         elif isinstance(message, ScoreRequest):
             self._score_queue.append(message)
         else:
             number = message.number
             self._score_queue = [waiting for waiting in self._score_queue if waiting.number != number]
-            self._queue = [entry for entry in self._queue if entry[1].number != number]
+            self._queue = [waiting for waiting in self._queue if waiting.number != number]
             heapq.heapify(self._queue)
             for ticket in [ticket for ticket, running in self._running.items() if running.number == number]:
                 self._engine.cancel(ticket)
@@ -288,7 +287,7 @@ class _Worker:
     def _fill_slots(self) -> None:
         """Give the engine as many requests as it has free slots. The rest wait here, where priority counts."""
         while self._queue and self._engine.running + self._engine.waiting < self._engine.rows:
-            _, (number, request, _, stream) = heapq.heappop(self._queue)
+            _, number, request, stream = heapq.heappop(self._queue)
             try:
                 ticket = self._engine.submit(request)
             except Exception as error:
