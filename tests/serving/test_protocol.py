@@ -184,7 +184,7 @@ def test_what_ends_a_chat_ends_its_answer(served: Served) -> None:
         (LoopformerError("No such budget."), 400, "No such budget."),
         (RunFailed("The text could not be generated."), 500, "The text could not be generated."),
         (asyncio.CancelledError(), CLIENT_GONE, "The client has gone."),
-        (RuntimeError("CUDA"), 500, "The server could not do this."),
+        (RuntimeError("CUDA"), 500, "The server failed to answer this request."),
     ],
     ids=repr,
 )

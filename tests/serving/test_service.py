@@ -53,12 +53,12 @@ def test_a_lowered_schedule_is_uniform_and_an_untouched_one_itself() -> None:
 
 def test_a_full_queue_says_when_to_try_again() -> None:
     admission, full = Admission(rows=2, queue=3, memory=100), Trajectory.uniform(4)
-    places = [admission.enter(1, lambda _: 1, full) for _ in range(5)]
+    admitted = [admission.enter(1, lambda _: 1, full) for _ in range(5)]
     with pytest.raises(ApiError) as refused:
         admission.enter(1, lambda _: 1, full)
     assert 1 <= int(refused.value.headers["retry-after"]) <= 60
     assert (refused.value.status, refused.value.code) == (429, "server_busy")
-    admission.leave(places[0], 3.0)
+    admission.leave(admitted[0], 3.0)
     assert admission.enter(1, lambda _: 1, full).trajectory == full
     with pytest.raises(LoopformerError, match="more than the 5"):
         admission.enter(6, lambda _: 1, full)
@@ -72,9 +72,9 @@ def test_the_wait_follows_what_requests_take() -> None:
             admission.enter(1, lambda _: 1, full)
         return int(refused.value.headers["retry-after"])
 
-    places = [admission.enter(1, lambda _: 1, full) for _ in range(2)]
+    admitted = [admission.enter(1, lambda _: 1, full) for _ in range(2)]
     assert wait() == 3  # a guess
-    admission.leave(places[0], 10.0)
+    admission.leave(admitted[0], 10.0)
     admission.enter(1, lambda _: 1, full)
     assert wait() == 5  # two at a time, ten seconds each
 
@@ -91,13 +91,13 @@ def test_bytes_fill_the_queue_too() -> None:
 
 def test_a_fuller_queue_grants_less_and_an_empty_one_all_again() -> None:
     admission, full = Admission(rows=2, queue=8, memory=1000, degrade=True), Trajectory.uniform(4)
-    places = [admission.enter(1, lambda _: 1, full, min_budget=2) for _ in range(10)]
-    budgets = [place.trajectory.budget for place in places]
+    admitted = [admission.enter(1, lambda _: 1, full, min_budget=2) for _ in range(10)]
+    budgets = [each.trajectory.budget for each in admitted]
     assert budgets == [4, 4, 4, 4, 3, 3, 2, 2, 2, 2]
-    assert places[-1].trajectory != full
-    assert places[0].trajectory == full
-    for place in places:
-        admission.leave(place, 1.0)
+    assert admitted[-1].trajectory != full
+    assert admitted[0].trajectory == full
+    for each in admitted:
+        admission.leave(each, 1.0)
     assert admission.level == 0
     assert admission.enter(1, lambda _: 1, full).trajectory == full
 

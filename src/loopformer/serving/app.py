@@ -198,7 +198,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def no_route(http: Request, error: HTTPException) -> Response:
-        messages = {404: "There is no such address here.", 405: "This address takes another method."}
+        messages = {404: "There is no such address.", 405: "This address needs another method."}
         message = messages.get(error.status_code, "The request cannot be read.")
         return ApiError(message, error.status_code, **error.headers or {}).to_response()
 

@@ -122,7 +122,7 @@ class ApiError(LoopformerError):
             return ApiError(str(error), 500 if isinstance(error, RunFailed) else 400)
         if isinstance(error, asyncio.CancelledError | GeneratorExit | ConnectionError):
             return ApiError("The client has gone.", CLIENT_GONE)
-        return ApiError("The server could not do this.", 500)
+        return ApiError("The server failed to answer this request.", 500)
 
     def answer(self) -> ErrorAnswer:
         kind = _ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
@@ -259,12 +259,11 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
 
     def job(self, served: Served) -> Job:
+        streamed = self.stream and bool(self.logprobs)
+        need(not streamed, "logprobs", "A stream has log-probabilities of chosen tokens only; set 'logprobs' to 0.")
         need(
-            not self.stream or not self.logprobs,
-            "logprobs",
-            "'logprobs' of more than the chosen token go without 'stream'; ask for 0, or do not stream.",
+            not (self.echo and self.stream), "echo", "'echo' is not possible with 'stream'; leave out one of them."
         )
-        need(not (self.echo and self.stream), "echo", "'echo' goes without 'stream'.")
         default = min(DEFAULT_MAX_TOKENS, served.max_output)
         max_tokens = default if self.max_tokens is None else self.max_tokens
         need(max_tokens >= 1 or self.echo, "max_tokens", "'max_tokens' is 1 or more, or 0 with 'echo'.")
@@ -309,9 +308,10 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
 
     def job(self, served: Served) -> Job:
-        goes_with_logprobs = self.top_logprobs is None or self.logprobs
-        need(goes_with_logprobs, "top_logprobs", "'top_logprobs' goes with 'logprobs', which is to be true.")
-        need(not (self.stream and self.top_logprobs), "top_logprobs", "'top_logprobs' goes without 'stream'.")
+        has_logprobs = self.top_logprobs is None or self.logprobs
+        need(has_logprobs, "top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
+        streamed = self.stream and bool(self.top_logprobs)
+        need(not streamed, "top_logprobs", "A stream has no 'top_logprobs'; leave out one of them.")
         require(
             self.max_tokens is None or self.max_completion_tokens is None,
             "Give 'max_completion_tokens' or 'max_tokens', not both.",
@@ -404,13 +404,13 @@ class Served:
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         last = min(self.config.vocab, self.tokenizer.vocab_size) - 1
-        need(max(ids, default=0) <= last, field, f"Token ids lie in 0…{last}.")
+        need(max(ids, default=0) <= last, field, f"Token ids must lie in 0…{last}.")
 
     def check_prompt(self, ids: Sequence[int], field: str) -> None:
         need(len(ids) > 0, field, "The prompt is empty; give at least one character.")
         self.check_ids(ids, field)
         if len(ids) > self.max_prompt:
-            sentence = f"The prompt has {len(ids)} tokens; at most {self.max_prompt} are taken here."
+            sentence = f"The prompt has {len(ids)} tokens; this server accepts at most {self.max_prompt}."
             raise ApiError(sentence, 400, "context_length_exceeded", field)
 
     def token_text(self, token: int) -> str:

@@ -347,7 +347,7 @@ class Gate:
 
     def _check(self, path: str, headers: dict[bytes, str]) -> None:
         if self._hosts is not None and not is_host(headers.get(b"host", ""), self._hosts):
-            raise ApiError("This server listens on loopback and takes no other Host.", 403, "host_not_allowed")
+            raise ApiError("This server listens on loopback and accepts no other Host.", 403, "host_not_allowed")
         if self._keys and path not in OPEN_PATHS and not is_key(headers.get(b"authorization", ""), self._keys):
             sentence = "Give a valid API key as 'Authorization: Bearer KEY'."
             raise ApiError(sentence, 401, "invalid_api_key", **{"www-authenticate": "Bearer"})

@@ -114,7 +114,7 @@ class Admission:
         """Admit texts together or not at all; `bytes_of` gives their keys and values along a trajectory."""
         require(
             count <= self.rows + self.queue,
-            f"{count} texts at once are more than the {self.rows + self.queue} that this server takes in.",
+            f"{count} texts at once are more than the {self.rows + self.queue} that this server accepts.",
         )
         self._update_level()
         trajectory = grant_trajectory(requested, min_budget, self.level)
