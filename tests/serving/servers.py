@@ -3,21 +3,26 @@
 import asyncio
 import os
 import shutil
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 from cli.models import save_small, seal
 
 from loopformer.loading.folder import FOLDER, SETTINGS
-from loopformer.serving.server import ServerSettings, bound, serve
+from loopformer.serving import server
+from loopformer.serving.server import ServerSettings, bind, serve
+from loopformer.serving.service import Service
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the engine's process, beside other tests
+MAX_WAIT = 240.0  # seconds for anything that happens sooner or later; a busy machine is many times as slow
 LONG: dict[str, Any] = {"prompt": "every pass is told", "max_tokens": 4000, "temperature": 0}  # some seconds
 
 
@@ -34,11 +39,19 @@ def add_checkpoint(run: Path, step: int, std: float) -> Path:
     return seal(checkpoint)
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + MAX_WAIT
+    while not condition():
+        assert time.monotonic() < until, "it takes too long"
+        time.sleep(0.02)
+
+
 @dataclass
 class RunningServer:
     url: str
     said: list[str]
     client: httpx.Client
+    service: Service | None = None  # where it runs in this process
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -63,8 +76,20 @@ class RunningServer:
                 total += float(value)
         return total
 
-    def wait_for(self, name: str, value: float, seconds: float = 10.0) -> None:
-        until = time.monotonic() + seconds
+    @contextmanager
+    def stopped_engine(self) -> Iterator[None]:
+        """The engine's process does nothing meanwhile."""
+        assert self.service is not None
+        assert self.service.engine.ready is not None
+        process = self.service.engine.ready.process
+        os.kill(process, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(process, signal.SIGCONT)
+
+    def wait_for(self, name: str, value: float) -> None:
+        until = time.monotonic() + MAX_WAIT
         while self.metric(name) != value:
             assert time.monotonic() < until, f"{name} is {self.metric(name)}, not {value}"
             time.sleep(0.03)
@@ -72,10 +97,15 @@ class RunningServer:
 
 @contextmanager
 def running_server(settings: ServerSettings, key: str | None = None) -> Iterator[RunningServer]:
-    listener = bound("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     said: list[str] = []
     failures: list[BaseException] = []
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+    services: list[Service] = []
+
+    def record(*given: Any) -> Service:
+        services.append(Service(*given))
+        return services[-1]
 
     async def main() -> None:
         stop = asyncio.Event()
@@ -89,21 +119,26 @@ def running_server(settings: ServerSettings, key: str | None = None) -> Iterator
             failures.append(error)
 
     thread = threading.Thread(target=run)
+    patch = mock.patch.object(server, "Service", record)
+    patch.start()
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    client = httpx.Client(base_url=url, headers=headers, timeout=30, verify=False)  # reading certificates is slow
+    # Reading certificates is slow.
+    client = httpx.Client(base_url=url, headers=headers, timeout=MAX_WAIT, verify=False)
     try:
-        while not said:
-            assert not failures, failures
-            time.sleep(0.03)
-        yield RunningServer(url, said, client)
+        try:
+            wait_until(lambda: bool(said or failures))
+        finally:
+            patch.stop()
+        assert not failures, failures
+        yield RunningServer(url, said, client, services[-1])
     finally:
         client.close()
         for loop, stop in loops:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(stop.set)
-        thread.join(30)
+        thread.join(MAX_WAIT)
         listener.close()
         assert not thread.is_alive()
         assert not failures, failures

@@ -216,13 +216,15 @@ def test_what_is_counted_is_told(server: RunningServer) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_slots(server: RunningServer, stream: bool) -> None:
     server.wait_for("num_requests_running", 0)
+    aborted = server.metric("request_success_total", finished_reason="abort")
     content = json.dumps({**LONG, "n": 3, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
         connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
         server.wait_for("num_requests_running", 3)
-    server.wait_for("num_requests_running", 0, seconds=2)
+    server.wait_for("num_requests_running", 0)
     server.wait_for("kv_cache_usage_perc", 0)
+    assert server.metric("request_success_total", finished_reason="abort") == aborted + 3
 
 
 def test_a_slow_reader_holds_nobody_up(server: RunningServer) -> None:

@@ -11,8 +11,9 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from loopformer.serving import server
-from loopformer.serving.server import DrainingServer, bound
+from loopformer.serving.server import DrainingServer, bind
 
+MAX_WAIT = 240  # seconds, for a busy machine
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 
 
@@ -30,11 +31,11 @@ def serve(talk: Callable[[DrainingServer, tuple[str, int]], Awaitable[None]], dr
         await send({"type": "http.response.body", "body": b"dropped"})
 
     async def run() -> None:
-        service: Any = SimpleNamespace(draining=False, admission=SimpleNamespace(in_flight=1))
+        service: Any = SimpleNamespace(is_draining=False, admission=SimpleNamespace(in_flight=1))
         service.engine = SimpleNamespace(stop=stop)
         draining = DrainingServer(app, service, drain_seconds)
-        with bound("127.0.0.1", 0) as listener:
-            async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        with bind("127.0.0.1", 0) as listener:
+            async with asyncio.timeout(MAX_WAIT), asyncio.TaskGroup() as tasks:
                 tasks.create_task(draining.serve(sockets=[listener]))
                 while not draining.started:
                     await asyncio.sleep(0.01)

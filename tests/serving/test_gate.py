@@ -2,16 +2,17 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import Counter
 from starlette.types import Message, Receive, Scope, Send
 
 from loopformer import LoopformerError
 from loopformer.serving.server import (
     LOOPBACK,
     Gate,
-    GateSettings,
     ServerSettings,
     is_host,
     is_key,
@@ -59,7 +60,7 @@ def test_what_no_browser_sends_is_no_origin(origin: str) -> None:
         ServerSettings(worker, cors=(origin,))
 
 
-def ask(settings: GateSettings, pieces: list[bytes], headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+def ask(pieces: list[bytes], headers: dict[str, str] | None = None, **options: Any) -> tuple[int, bytes]:
     """The status and body of what a gate answers before an app that gives back what it gets."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,7 +83,8 @@ def ask(settings: GateSettings, pieces: list[bytes], headers: dict[str, str] | N
 
         raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         refused: list[int] = []
-        gate = Gate(app, settings, refused.append)
+        refusals: Any = lambda status: SimpleNamespace(inc=lambda: refused.append(status))  # noqa: E731
+        gate = Gate(app, refusals, **options)
         await gate({"type": "http", "path": "/", "headers": raw}, receive, send)
         assert refused == [message["status"] for message in sent[:1] if message["status"] != 200]
         return sent
@@ -92,18 +94,18 @@ def ask(settings: GateSettings, pieces: list[bytes], headers: dict[str, str] | N
 
 
 def test_a_body_comes_whole() -> None:
-    assert ask(GateSettings(), [b"one ", b"two"]) == (200, b"one two")
+    assert ask([b"one ", b"two"]) == (200, b"one two")
 
 
 @pytest.mark.parametrize("headers", [{}, {"content-length": "99"}, {"content-length": "9" * 4000}])
 def test_a_large_body_is_refused_with_and_without_a_length(headers: dict[str, str]) -> None:
-    status, body = ask(GateSettings(max_body=8), [b"12345", b"67890"], headers)
+    status, body = ask([b"12345", b"67890"], headers, max_body=8)
     assert status == 413
     assert b"more than 8 bytes" in body
 
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    assert ask(GateSettings(body_seconds=0.05), [b"..."])[0] == 408
+    assert ask([b"..."], body_seconds=0.05)[0] == 408
 
 
 def test_a_client_that_does_not_read_is_let_go() -> None:
@@ -118,8 +120,7 @@ def test_a_client_that_does_not_read_is_let_go() -> None:
         async def send(message: Any) -> None:
             await asyncio.sleep(60)
 
-        await Gate(app, GateSettings(send_seconds=0.05))(
-            {"type": "http", "path": "/", "headers": []}, receive, send
-        )
+        gate = Gate(app, lambda status: Counter("refusals", "None come."), send_seconds=0.05)
+        await gate({"type": "http", "path": "/", "headers": []}, receive, send)
 
     asyncio.run(talk())

@@ -2,17 +2,14 @@
 
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
-from loopformer.serving import page
-from loopformer.serving.page import PAGE_FILES, POLICY
+from loopformer.serving.app import PAGE_FILES, PAGE_FOLDER, PAGE_POLICY
 
 from .servers import RunningServer
 
-FOLDER = Path(page.__file__).parent
-TEXTS = {name: (FOLDER / name).read_text(encoding="utf-8") for name, _ in PAGE_FILES.values()}
+TEXTS = {name: (PAGE_FOLDER / name).read_text(encoding="utf-8") for name, _ in PAGE_FILES.values()}
 
 
 class Elements(HTMLParser):
@@ -37,7 +34,7 @@ def test_every_file_is_served_once_and_then_kept(server: RunningServer, path: st
     assert answer.status_code == 200
     assert answer.text == TEXTS[name]
     assert answer.headers["content-type"] == kind
-    assert answer.headers["content-security-policy"] == POLICY
+    assert answer.headers["content-security-policy"] == PAGE_POLICY
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["cache-control"] == "no-cache"
     again = server.get(path, **{"if-none-match": answer.headers["etag"]})
@@ -48,7 +45,7 @@ def test_every_file_is_served_once_and_then_kept(server: RunningServer, path: st
 
 
 def test_nothing_is_inline_and_nothing_comes_from_elsewhere() -> None:
-    assert "unsafe" not in POLICY
+    assert "unsafe" not in PAGE_POLICY
     for name, text in TEXTS.items():
         addresses = set(re.findall(r"(?:https?:)?//\w[\w/.]*", text))  # a comment has a space there
         assert addresses <= {"http://www.w3.org/2000/svg"}, name  # a name, which nobody fetches

@@ -1,5 +1,6 @@
 """Bodies: what is taken, what is refused by name, what becomes of it."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -7,10 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from loopformer import LM, LoopformerError, Trajectory
+from loopformer.errors import RunFailed
 from loopformer.inference.chat import ChatTemplate
-from loopformer.serving.answers import TextSoFar, usage
-from loopformer.serving.protocol import ChatBody, CompletionBody, Served, TokenizeBody, TooLong, WrongField
-from loopformer.serving.worker import Ranked
+from loopformer.serving.protocol import CLIENT_GONE, ApiError, ChatBody, CompletionBody, Served, TokenizeBody
 
 MESSAGES = [{"role": "user", "content": "its time"}]
 
@@ -123,9 +123,9 @@ def test_what_this_model_cannot_do_is_one_sentence(served: Served, fields: dict[
     ],
 )
 def test_the_field_that_is_wrong_is_named(served: Served, field: str, value: Any) -> None:
-    with pytest.raises(WrongField) as refused:
+    with pytest.raises(ApiError) as refused:
         completion(**{field: value}).job(served)
-    assert refused.value.field == field
+    assert refused.value.param == field
 
 
 def test_what_is_not_said_is_within_what_the_server_gives(served: Served) -> None:
@@ -141,20 +141,21 @@ def test_a_name_in_a_message_is_refused_by_name() -> None:
 
 
 def test_a_prompt_that_is_too_long_is_said_to_be(served: Served) -> None:
-    with pytest.raises(TooLong, match="at most 64"):
+    with pytest.raises(ApiError, match="at most 64") as refused:
         completion(prompt=[1] * 65).job(served)
+    assert refused.value.code == "context_length_exceeded"
 
 
 def test_a_job_is_what_the_engine_runs(served: Served) -> None:
     job = completion(prompt=["its", "time"], n=2, seed=7, stop="x", max_tokens=5, trajectory="2-1-1").job(served)
     requests = job.requests(job.trajectory)
     assert [request.sampling.seed for request in requests] == [7, 8, 7, 8]
-    assert [request.prompt for request in requests] == [job.prompt_of(place) for place in range(job.count)]
+    assert [request.prompt for request in requests] == [prompt for prompt in job.prompts for _ in range(job.n)]
     assert {request.stops for request in requests} == {("x",)}
     assert job.trajectory == Trajectory.parse("2-1-1")
-    assert job.least == 3  # a schedule that is named stays, unless its owner allows less
-    assert completion(budget=3).job(served).least == 1
-    assert completion(trajectory="2-1-1", min_budget=2).job(served).least == 2
+    assert job.min_budget == 3  # a schedule that is named stays, unless its owner allows less
+    assert completion(budget=3).job(served).min_budget == 1
+    assert completion(trajectory="2-1-1", min_budget=2).job(served).min_budget == 2
 
 
 def test_all_forms_of_a_prompt_are_the_same(served: Served) -> None:
@@ -176,16 +177,17 @@ def test_what_ends_a_chat_ends_its_answer(served: Served) -> None:
     assert completion(stop="x").job(served).stops == ("x",)
 
 
-def test_usage_counts_passes_and_flops(served: Served) -> None:
-    texts = [TextSoFar((1, 2, 3), "", [4, 5, 6], [0.0] * 3, "length") for _ in range(2)]
-    used = usage(served.cost, texts, n=2, budget=2)
-    assert used["prompt_tokens"] == 3
-    assert used["completion_tokens"] == 6
-    assert used["total_tokens"] == 9
-    assert used["loops"] == 2 * 2 * (3 + 2)
-    seen = [replace(text, ranked=[Ranked(0.0, ())] * 6) for text in texts]  # and looked at: five tokens run again
-    assert usage(served.cost, seen, n=2, budget=2)["loops"] == 2 * 2 * (3 + 2 + 5)
-    prompt = TextSoFar((1, 2, 3), ranked=[Ranked(0.0, ())] * 3)  # nothing new
-    assert usage(served.cost, [prompt], n=1, budget=2)["loops"] == 2 * 2
-    decoded = sum(served.cost.forward_flops(2, context, causal=False) for context in (4, 5))
-    assert used["flops"] == pytest.approx(2 * (served.cost.prefill_flops(3, 2) + decoded))
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (ApiError("Busy.", 429, "server_busy"), 429, "Busy."),
+        (LoopformerError("No such budget."), 400, "No such budget."),
+        (RunFailed("The text could not be generated."), 500, "The text could not be generated."),
+        (asyncio.CancelledError(), CLIENT_GONE, "The client has gone."),
+        (RuntimeError("CUDA"), 500, "The server failed to answer this request."),
+    ],
+    ids=repr,
+)
+def test_errors_have_a_status_and_no_internals(error: BaseException, status: int, message: str) -> None:
+    api_error = ApiError.of(error)
+    assert (api_error.status, str(api_error)) == (status, message)

@@ -15,15 +15,14 @@ from loopformer import LM, LoopformerError, Trajectory
 from loopformer.errors import RunFailed
 from loopformer.inference.engine import warm_up
 from loopformer.serving import worker
-from loopformer.serving.service import error_of, form_of
+from loopformer.serving.protocol import ApiError
 from loopformer.serving.worker import (
     EngineLoad,
-    Look,
-    Started,
+    EngineOutput,
+    ScoreRequest,
     Submit,
-    TextPiece,
     WorkerSettings,
-    _refusal,
+    _client_error,
     _Worker,
     lens,
     load_served,
@@ -73,13 +72,13 @@ def test_of_a_run_the_checkpoint_that_was_loaded_is_named(tmp_path: Path) -> Non
 
 
 def test_a_fault_of_ours_is_told_from_a_request_that_is_wrong() -> None:
-    refused = _refusal(1, LoopformerError("No such budget."))
-    assert refused.sentence == "No such budget."
-    assert form_of(error_of(refused)).status == 400
+    refused = _client_error(LoopformerError("No such budget."))
+    assert str(refused) == "No such budget."
+    assert ApiError.of(refused).status == 400
     for error in (RuntimeError("CUDA"), RunFailed("no memory")):
-        refused = _refusal(1, error)
-        assert form_of(error_of(refused)).status == 500
-        assert str(error) not in refused.sentence
+        refused = _client_error(error)
+        assert ApiError.of(refused).status == 500
+        assert str(error) not in str(refused)
 
 
 def test_the_end_of_an_answer_is_the_chat_templates(lm: LM, tmp_path: Path) -> None:
@@ -104,14 +103,14 @@ def test_what_warms_up_leaves_nothing_behind(lm: LM) -> None:
     assert engine.counts.new_tokens > 5
     ours, theirs = multiprocessing.Pipe()
     _Worker(lm, engine, theirs, beat_seconds=1)._send()
-    assert ours.recv().load == EngineLoad()
+    assert ours.recv() == ([], EngineLoad())
     engine.submit(*lm.requests([PROMPT], budget=2, max_tokens=12))
     *_, last = engine.run()
     assert last.result is not None
     assert last.result.ids == lm.generate(PROMPT, budget=2, max_tokens=12).ids
 
 
-def test_looks_leave_half_of_the_time_to_texts(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scoring_leaves_half_of_the_time_to_texts(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     def slow(*args: object) -> list[object]:
@@ -124,14 +123,14 @@ def test_looks_leave_half_of_the_time_to_texts(lm: LM, monkeypatch: pytest.Monke
     engine = lm.engine(rows=2, fast=False)
     working = _Worker(lm, engine, multiprocessing.Pipe()[1], beat_seconds=1)
     for number in range(4):
-        working._take(Look(number, (1, 2), Trajectory.uniform(1), 1, by_loop=True))
+        working._receive(ScoreRequest(number, (1, 2), Trajectory.uniform(1), 1, by_loop=True))
     for _ in range(2):  # nobody waits for a text
-        working._look()
+        working._score()
     engine.submit(*lm.requests([PROMPT], max_tokens=4))
     for after, left in ((0.0, 2), (1.9, 2), (0.2, 1), (1.0, 1), (1.1, 0)):
         now += after
-        working._look()
-        assert len(working._looks) == left
+        working._score()
+        assert len(working._score_queue) == left
 
 
 @pytest.mark.parametrize(
@@ -140,8 +139,8 @@ def test_looks_leave_half_of_the_time_to_texts(lm: LM, monkeypatch: pytest.Monke
 def test_tokens_that_come_fast_are_sent_together(
     lm: LM, monkeypatch: pytest.MonkeyPatch, stream: bool, pieces_per_second: float, expected: int
 ) -> None:
-    monkeypatch.setattr(worker, "PIECES", pieces_per_second)
-    monkeypatch.setattr(worker, "WHOLE_SECONDS", 1000)
+    monkeypatch.setattr(worker, "MAX_OUTPUTS", pieces_per_second)
+    monkeypatch.setattr(worker, "UNSTREAMED_SECONDS", 1000)
     (request,) = lm.requests([PROMPT], budget=2, max_tokens=12)
     alone = lm.generate(PROMPT, budget=2, max_tokens=12)
     ours, theirs = multiprocessing.Pipe()
@@ -152,17 +151,18 @@ def test_tokens_that_come_fast_are_sent_together(
 
     thread = threading.Thread(target=work)
     thread.start()
-    ours.send([Submit(7, request, 0, stream)])
-    pieces: list[TextPiece] = []
+    ours.send([Submit(0, 7, request, stream)])
+    pieces: list[EngineOutput] = []
     while not pieces or pieces[-1].reason is None:
-        for news in ours.recv().news:
-            assert news.number == 7
-            if isinstance(news, TextPiece):
-                pieces.append(news)
-            else:
-                assert isinstance(news, Started)
+        outputs, _ = ours.recv()
+        for output in outputs:
+            assert output.number == 7
+            assert output.error is None
+            if output.started_at is None:
+                pieces.append(output)
     ours.close()
-    thread.join(30)
+    thread.join(240)
+    assert not thread.is_alive()
     assert len(pieces) == expected
     assert len(pieces[0].tokens) == 1  # the first does not wait
     assert "".join(piece.text for piece in pieces) == alone.text

@@ -14,44 +14,39 @@ def serve(
     model: ModelArgument = None,
     model_option: ModelOption = None,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for other machines.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
-    rows: Annotated[int, typer.Option(min=1, help="Texts that are generated at once.")] = 16,
-    queue: Annotated[int, typer.Option(min=1, help="Texts that may wait; the next get 429.")] = 64,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 chooses a free one.")] = 8000,
+    rows: Annotated[int, typer.Option(min=1, help="Texts generated at once.")] = 16,
+    queue: Annotated[int, typer.Option(min=1, help="Maximum queued requests; beyond this, HTTP 429.")] = 64,
     memory: Annotated[
-        int | None, typer.Option(min=1, help="Bytes for keys and values; by default what all rows may need.")
+        int | None, typer.Option(min=1, help="Bytes for keys and values; by default enough for all rows.")
     ] = None,
     degrade: Annotated[
-        bool, typer.Option("--degrade", help="Grant smaller budgets while many wait, min_budget or more.")
+        bool, typer.Option("--degrade", help="Grant smaller budgets, down to min_budget, as the queue fills.")
     ] = False,
     api_keys: Annotated[
-        Path | None, typer.Option(help="A file of keys, one a line, that clients must have.")
+        Path | None, typer.Option(help="A file of API keys, one per line; clients must send one of them.")
     ] = None,
     cors: Annotated[
-        list[str] | None, typer.Option(help="An origin whose pages may ask; may be given several times.")
+        list[str] | None, typer.Option(help="An origin whose web pages may use the server; repeatable.")
     ] = None,
-    max_prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt at most; the context.")] = None,
-    max_output: Annotated[int | None, typer.Option(min=1, help="New tokens at most; the context.")] = None,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request at most; more get 413.")] = 1 << 20,
-    timeout: Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")] = 600.0,
-    step_seconds: Annotated[
-        float, typer.Option(help="Seconds without a word of the engine, after which it is started again.")
-    ] = 120.0,
+    max_prompt: Annotated[int | None, typer.Option(min=1, help="Maximum prompt tokens; the context.")] = None,
+    max_output: Annotated[int | None, typer.Option(min=1, help="Maximum new tokens; the context.")] = None,
+    max_body: Annotated[int, typer.Option(min=1, help="Maximum bytes of a body; beyond this, HTTP 413.")] = 1 << 20,
+    timeout: Annotated[float, typer.Option(help="Maximum seconds per request, waiting included.")] = 600.0,
+    step_seconds: Annotated[float, typer.Option(help="Restart the engine after this many silent seconds.")] = 120.0,
     drain_seconds: Annotated[
-        float, typer.Option(help="Seconds to finish what runs after SIGTERM or Ctrl-C.")
+        float, typer.Option(help="Maximum seconds to finish requests after SIGTERM or Ctrl-C.")
     ] = 30.0,
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log, too.")] = False,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Include prompts in the log.")] = False,
     ray: Annotated[
-        bool,
-        typer.Option("--ray", help="Serve by several replicas, each with all of the above, behind Ray's proxy."),
+        bool, typer.Option("--ray", help="Run replicas, each with the options above, behind Ray's proxy.")
     ] = False,
-    replicas: Annotated[
-        str | None, typer.Option(help="With --ray: how many, such as 2; or 1-4, more of them the longer they wait.")
-    ] = None,
+    replicas: Annotated[str | None, typer.Option(help="With --ray: how many, such as 2, or 1-4 by load.")] = None,
     fast: FastOption = None,
     device: Device = "auto",
     dtype: DecodeDtype = None,
 ) -> None:
-    """Serve a model over HTTP as OpenAI does; `budget` or `trajectory` in a request say how deep to go.
+    """Serve a model over HTTP with OpenAI's API; each request chooses its `budget` or `trajectory`.
 
     Examples: loopformer serve
 
@@ -65,7 +60,6 @@ def serve(
     try:
         from loopformer.serving.replicas import ReplicaCount, run_replicas
         from loopformer.serving.server import ServerSettings, run_server
-        from loopformer.serving.service import ServiceSettings
         from loopformer.serving.worker import WorkerSettings
     except ModuleNotFoundError as error:
         raise LoopformerError(
@@ -87,7 +81,8 @@ def serve(
         max_output,
         max_body,
         drain_seconds,
-        ServiceSettings(timeout, log_prompts),
+        timeout,
+        log_prompts,
     )
     if ray:
         run_replicas(settings, ReplicaCount.parse(replicas or "1"), typer.echo)

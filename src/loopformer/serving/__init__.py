@@ -1,4 +1,4 @@
-"""Serving over HTTP: server.py (start, drain, stop; keys, hosts, bodies) · app.py (routes) · page/ (what `/` shows)
-· protocol.py (OpenAI's words and ours) · service.py (a generation from admission to the log, metrics) ·
-admission.py (who may come in, at which budget) · engine_process.py (the pipe to the engine) · worker.py (the
-engine's process)."""
+"""Serving over HTTP: server.py (start, drain, stop; keys, hosts, bodies) · app.py (routes, the page in page/) ·
+protocol.py (bodies of requests, errors) · answers.py (bodies of answers) · service.py (admission, generations,
+metrics) · engine_process.py (the pipe to the engine) · worker.py (the engine's process) · replicas.py (several
+servers behind one address, by Ray)."""

@@ -1,6 +1,9 @@
-"""What OpenAI's requests are answered with, and what ours says beside it: whole, in chunks, or an error.
+"""Answers in the forms of OpenAI's API with a few fields added, complete or in chunks.
 
-CompletionAnswer(served, job, place).whole(texts, usage)     # or .chunk(…), one server-sent event
+    writer = CompletionWriter(served, job, granted_trajectory)
+    writer.complete(texts, usage).to_json()          # or writer.chunk(…), the content of a server-sent event
+
+The models say which fields there are. A field that is not set is left out of the JSON; null is set on purpose.
 """
 
 from __future__ import annotations
@@ -10,236 +13,294 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator
 
 from loopformer.inference.request import BROKEN, Reason
 from loopformer.model.cost import Cost
-from loopformer.serving.admission import Admitted
-from loopformer.serving.protocol import Job, Served, encodable
-from loopformer.serving.worker import Alternatives, Ranked
+from loopformer.serving.protocol import AnswerBody, Job, Served
+from loopformer.serving.worker import Alternatives, EngineOutput, Ranked
 from loopformer.trajectory import Trajectory
 
-LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM says this
 FINISH: dict[Reason, str] = {"stop": "stop", "end": "stop", "length": "length", "context": "length"}
+MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM writes this, too
+Logprob = Annotated[float, AfterValidator(lambda value: max(MIN_LOGPROB, value))]
+
+
+class Usage(AnswerBody):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    loops: int  # passes through the stack
+    flops: float  # as if no prompt had shared its beginning
+
+
+class GrantedDepth(AnswerBody):
+    """The trajectory that was granted; with the requested budget where that is another."""
+
+    budget: int
+    trajectory: str
+    degraded: bool
+    asked_budget: int | None = None
+
+
+class CompletionLogprobs(AnswerBody):
+    tokens: list[str]
+    token_ids: list[int]
+    token_logprobs: list[Logprob | None]
+    top_logprobs: list[dict[str, Logprob] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(AnswerBody):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class AlternativeToken(AnswerBody):
+    token: str
+    logprob: Logprob
+    bytes: list[int]
+
+
+class ChosenToken(AlternativeToken):
+    top_logprobs: list[AlternativeToken]
+
+
+class ChatLogprobs(AnswerBody):
+    content: list[ChosenToken]
+    refusal: None
+
+
+class ChatMessage(AnswerBody):
+    """A message, or its growth in a chunk."""
+
+    role: str | None = None
+    content: str | None = None
+    refusal: None = None
+
+
+class ChatChoice(AnswerBody):
+    """Whole answers have a message, chunks a delta."""
+
+    index: int
+    message: ChatMessage | None = None
+    delta: ChatMessage | None = None
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class GenerationAnswer(AnswerBody):
+    """A complete answer, or a chunk. Only the first and the last chunk have a depth or usage."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice] | list[ChatChoice]
+    usage: Usage | None = None
+    loopformer: GrantedDepth | None = None
+
+
+class LensToken(AnswerBody):
+    id: int
+    token: str
+    logprob: Logprob
+
+
+class LensLoop(AnswerBody):
+    """The most likely next tokens after a loop, and the time from 0 to 1 that the trajectory has reached."""
+
+    loop: int
+    time: float
+    top: list[LensToken]
+
+
+class LensAnswer(AnswerBody):
+    model: str
+    trajectory: str
+    loops: list[LensLoop]
+
+
+def lens_answer(served: Served, trajectory: Trajectory, rows: Sequence[Alternatives]) -> LensAnswer:
+    loops = []
+    for number, (row, start, step) in enumerate(zip(rows, trajectory.times, trajectory.steps, strict=True), 1):
+        top = [LensToken(id=token, token=served.token_text(token), logprob=logprob) for token, logprob in row]
+        loops.append(LensLoop(loop=number, time=float(start + step), top=top))
+    return LensAnswer(model=served.name, trajectory=str(trajectory), loops=loops)
 
 
 @dataclass
-class TextSoFar:
-    """One text as it comes."""
+class GeneratedText:
+    """One text as it grows, or its growth in a chunk."""
 
     prompt: tuple[int, ...]
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     reason: Reason | None = None
-    ranked: list[Ranked] = field(default_factory=list)  # of prompt and new tokens, where they were looked at
+    ranked: list[Ranked] = field(default_factory=list)  # prompt and new tokens, where they were scored
 
-    def add(self, text: str, tokens: Sequence[int], logprobs: Sequence[float], reason: Reason | None) -> None:
-        self.text += text
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.reason = reason
+    def add(self, output: EngineOutput) -> None:
+        self.text += output.text
+        self.tokens += output.tokens
+        self.logprobs += output.logprobs
+        self.reason = output.reason
 
 
-def usage(cost: Cost, texts: Sequence[TextSoFar], n: int, budget: int) -> dict[str, float]:
-    """Tokens, and what they took: passes through the stack, and FLOPs as if no prompt had shared its beginning."""
+def count_usage(cost: Cost, texts: Sequence[GeneratedText], n: int, budget: int) -> Usage:
+    """Tokens, and what computing them cost."""
     prompt, new = sum(len(text.prompt) for text in texts) // n, sum(len(text.tokens) for text in texts)
     loops, flops = 0, 0.0
     for text in texts:
-        first, later = len(text.prompt), max(0, len(text.tokens) - 1)  # the prompt's own pass gives the first token
+        first, later = len(text.prompt), max(0, len(text.tokens) - 1)  # the prefill yields the first token
         if text.tokens:
             loops += budget * (first + later)
             flops += cost.prefill_flops(first, budget)
+            # A token's FLOPs grow linearly with its context, so the mean of the first and the last is that of all.
             ends = (cost.forward_flops(budget, context, causal=False) for context in (first + 1, first + later))
-            flops += later * sum(ends) / 2  # which grow evenly
-        if seen := max(0, len(text.ranked) - 1):  # and once more to be looked at, all but the last token
-            loops += budget * seen
-            flops += cost.prefill_flops(seen, budget)
-    total = prompt + new
-    counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": total}
-    return {**counts, "loops": loops, "flops": flops}
+            flops += later * sum(ends) / 2
+        if scored := max(0, len(text.ranked) - 1):  # once more, all but the last token
+            loops += budget * scored
+            flops += cost.prefill_flops(scored, budget)
+    return Usage(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new, loops=loops, flops=flops)
 
 
-class AnswerForm(ABC):
-    """How an answer is written; one for completions and one for chats."""
+class AnswerWriter(ABC):
+    """Writes the answer to a generation, complete or in chunks."""
 
-    prefix: str
-    kind: str
-    chunk_kind: str
-    _empty: ClassVar[dict[str, Any]]  # a choice of a chunk without text
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    choice_type: ClassVar[type[CompletionChoice] | type[ChatChoice]]
+    empty_delta: ClassVar[dict[str, Any]]
 
-    def __init__(self, served: Served, job: Job, place: Admitted) -> None:
-        self._served, self._job, self._place = served, job, place
-        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
-        self._created = int(time.time())
+    def __init__(self, served: Served, job: Job, granted: Trajectory) -> None:
+        self._served, self._job = served, job
+        self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
+        depth = {"budget": granted.budget, "trajectory": str(granted), "degraded": granted != job.trajectory}
+        if granted != job.trajectory:
+            depth["asked_budget"] = job.trajectory.budget
+        self._depth = GrantedDepth.model_validate(depth)
 
-    @cached_property
-    def followed(self) -> dict[str, Any]:
-        """Which trajectory was followed, and whether less was granted than asked for."""
-        granted, asked = self._place.trajectory, self._place.asked
-        return {
-            "budget": granted.budget,
-            "trajectory": str(granted),
-            "degraded": self._place.degraded,
-            **({"asked_budget": asked.budget} if self._place.degraded else {}),
-        }
+    def complete(self, texts: Sequence[GeneratedText], usage: Usage) -> GenerationAnswer:
+        choices = [self._choice(index, text, self._content(text)) for index, text in enumerate(texts)]
+        return self._answer(self.kind, choices, usage=usage, loopformer=self._depth)
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._served.name}
+    def opening(self) -> GenerationAnswer:
+        """The chunk before any text. It has all choices, as clients look at the first choice of every chunk."""
+        choices = [self._choice(index, GeneratedText(()), self.empty_delta) for index in range(self._job.count)]
+        return self._answer(self.chunk_kind, choices, loopformer=self._depth)
 
-    def whole(self, texts: Sequence[TextSoFar], used: dict[str, float]) -> dict[str, Any]:
-        choices = [
-            {
-                "index": index,
-                **self._content(text),
-                "logprobs": self._logprobs(index, text),
-                "finish_reason": FINISH[text.reason or "length"],
-            }
-            for index, text in enumerate(texts)
-        ]
-        return {**self._head(self.kind), "choices": choices, "usage": used, "loopformer": self.followed}
+    def chunk(self, index: int, part: GeneratedText) -> GenerationAnswer:
+        """The growth of a text."""
+        return self._answer(self.chunk_kind, [self._choice(index, part, self._delta(part))])
 
-    def opening(self) -> dict[str, Any]:
-        """The chunk that comes before any text; clients look at the first choice of every chunk."""
-        choices = [
-            {"index": index, **self._empty, "logprobs": self._logprobs(index, TextSoFar(())), "finish_reason": None}
-            for index in range(self._job.count)
-        ]
-        return {**self._head(self.chunk_kind), "choices": choices, "loopformer": self.followed}
+    def closing(self, usage: Usage) -> GenerationAnswer:
+        """The chunk with the usage, for requests that include it."""
+        return self._answer(self.chunk_kind, [], usage=usage, loopformer=self._depth)
 
-    def chunk(self, index: int, part: TextSoFar) -> dict[str, Any]:
-        """What has come of one text since the last chunk."""
-        finish = None if part.reason is None else FINISH[part.reason]
-        logprobs = self._logprobs(index, part)
-        choice = {"index": index, **self._delta(part), "logprobs": logprobs, "finish_reason": finish}
-        return {**self._head(self.chunk_kind), "choices": [choice]}
+    def _answer(self, kind: str, choices: list[Any], **fields: Any) -> GenerationAnswer:
+        return GenerationAnswer(
+            id=self._id, object=kind, created=self._created, model=self._served.name, choices=choices, **fields
+        )
 
-    def closing(self, used: dict[str, float]) -> dict[str, Any]:
-        """The chunk with the usage, where it was asked for."""
-        return {**self._head(self.chunk_kind), "choices": [], "usage": used, "loopformer": self.followed}
+    def _choice(self, index: int, text: GeneratedText, content: dict[str, Any]) -> CompletionChoice | ChatChoice:
+        reason = None if text.reason is None else FINISH[text.reason]
+        logprobs = None if self._job.alternatives is None else self._logprobs(index, text)
+        return self.choice_type(index=index, **content, logprobs=logprobs, finish_reason=reason)
 
     @abstractmethod
-    def _content(self, text: TextSoFar) -> dict[str, Any]:
-        """The text in a whole answer."""
+    def _content(self, text: GeneratedText) -> dict[str, Any]:
+        """The text in a complete answer."""
 
     @abstractmethod
-    def _delta(self, part: TextSoFar) -> dict[str, Any]:
+    def _delta(self, part: GeneratedText) -> dict[str, Any]:
         """The text in a chunk."""
 
     @abstractmethod
-    def _logprobs(self, index: int, text: TextSoFar) -> dict[str, Any] | None:
-        """The tokens of a text, or of its next part, with their log-probabilities, where they were asked for."""
+    def _logprobs(self, index: int, text: GeneratedText) -> Any:
+        """The tokens and their log-probabilities."""
 
 
-class CompletionAnswer(AnswerForm):
+class CompletionWriter(AnswerWriter):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    choice_type, empty_delta = CompletionChoice, {"text": ""}
 
-    _empty: ClassVar[dict[str, Any]] = {"text": ""}
+    def __init__(self, served: Served, job: Job, granted: Trajectory) -> None:
+        super().__init__(served, job, granted)
+        # By text: the number of its complete characters so far, and the tokens of an incomplete one.
+        self._offset_states: dict[int, tuple[int, list[int]]] = {}
 
-    def __init__(self, served: Served, job: Job, place: Admitted) -> None:
-        super().__init__(served, job, place)
-        # Of each text its whole characters so far, and the tokens of the one that is not whole yet.
-        self._read: dict[int, tuple[int, list[int]]] = {}
-
-    def _content(self, text: TextSoFar) -> dict[str, Any]:
+    def _content(self, text: GeneratedText) -> dict[str, Any]:
         prompt = self._served.tokenizer.decode(text.prompt) if self._job.echo else ""
         return {"text": prompt + text.text}
 
-    def _delta(self, part: TextSoFar) -> dict[str, Any]:
+    def _delta(self, part: GeneratedText) -> dict[str, Any]:
         return {"text": part.text}
 
-    def _logprobs(self, index: int, text: TextSoFar) -> dict[str, Any] | None:
-        if self._job.alternatives is None:
-            return None
+    def _logprobs(self, index: int, text: GeneratedText) -> CompletionLogprobs:
         ids: list[int] = [*text.tokens]
         values: list[float | None] = [*text.logprobs]
-        named = [row.alternatives for row in text.ranked[len(text.prompt) :]]
+        rows = text.ranked[len(text.prompt) :]
         if self._job.echo:
             ids = [*text.prompt, *ids]
             values = [*(row.logprob for row in text.ranked[: len(text.prompt)]), *values]
-            named = [row.alternatives for row in text.ranked]
-        return {
-            "tokens": [self._served.token_text(token) for token in ids],
-            "token_ids": ids,
-            "token_logprobs": [None if value is None else _finite(value) for value in values],
-            "top_logprobs": [self._named(row) for row in named] if self._job.alternatives else None,
-            "text_offset": self._offsets(index, ids),
-        }
+            rows = text.ranked
+        return CompletionLogprobs(
+            tokens=[self._served.token_text(token) for token in ids],
+            token_ids=ids,
+            token_logprobs=values,
+            top_logprobs=[self._by_text(row.alternatives) for row in rows] if self._job.alternatives else None,
+            text_offset=self._offsets(index, ids),
+        )
 
     def _offsets(self, index: int, ids: Sequence[int]) -> list[int]:
-        """Where each token begins in its text; one that goes on with a character begins where that does."""
-        place, waiting = self._read.get(index, (0, []))
+        """Where each token begins in its text. A token that continues a character begins where that does."""
+        end, incomplete = self._offset_states.get(index, (0, []))
         offsets = []
         for token in ids:
-            waiting.append(token)
-            text, own = (self._served.tokenizer.decode(some) for some in (waiting, [token]))
-            goes_on = own.startswith(BROKEN) or not text.endswith(own)
-            offsets.append(place if goes_on else place + len(text) - len(own))
+            incomplete.append(token)
+            text, alone = (self._served.tokenizer.decode(tokens) for tokens in (incomplete, [token]))
+            continues = alone.startswith(BROKEN) or not text.endswith(alone)
+            offsets.append(end if continues else end + len(text) - len(alone))
             if not text.endswith(BROKEN):
-                place += len(text)
-                waiting = []
-        self._read[index] = place, waiting
+                end += len(text)
+                incomplete = []
+        self._offset_states[index] = end, incomplete
         return offsets
 
-    def _named(self, alternatives: Alternatives) -> dict[str, float] | None:
-        best = {self._served.token_text(token): _finite(value) for token, value in reversed(alternatives)}
+    def _by_text(self, alternatives: Alternatives) -> dict[str, float] | None:
+        # Reversed twice: of tokens with the same text the most likely one counts, and comes first.
+        best = {self._served.token_text(token): value for token, value in reversed(alternatives)}
         return dict(reversed(best.items())) or None
 
 
-class ChatAnswer(AnswerForm):
+class ChatWriter(AnswerWriter):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    choice_type, empty_delta = ChatChoice, {"delta": ChatMessage(role="assistant", content="")}
 
-    _empty: ClassVar[dict[str, Any]] = {"delta": {"role": "assistant", "content": ""}}
+    def _content(self, text: GeneratedText) -> dict[str, Any]:
+        return {"message": ChatMessage(role="assistant", content=text.text, refusal=None)}
 
-    def _content(self, text: TextSoFar) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text.text, "refusal": None}}
+    def _delta(self, part: GeneratedText) -> dict[str, Any]:
+        return {"delta": ChatMessage(content=part.text) if part.text or part.reason is None else ChatMessage()}
 
-    def _delta(self, part: TextSoFar) -> dict[str, Any]:
-        return {"delta": {"content": part.text} if part.text or part.reason is None else {}}
-
-    def _logprobs(self, index: int, text: TextSoFar) -> dict[str, Any] | None:
-        if self._job.alternatives is None:
-            return None
-        named = [row.alternatives for row in text.ranked[len(text.prompt) :]] or [()] * len(text.tokens)
-        rows = zip(text.tokens, text.logprobs, named, strict=True)
-        return {
-            "content": [
-                {**self._token(token, value), "top_logprobs": [self._token(*other) for other in others]}
-                for token, value, others in rows
-            ],
-            "refusal": None,
-        }
+    def _logprobs(self, index: int, text: GeneratedText) -> ChatLogprobs:
+        alternatives = [row.alternatives for row in text.ranked[len(text.prompt) :]] or [()] * len(text.tokens)
+        rows = zip(text.tokens, text.logprobs, alternatives, strict=True)
+        content = [
+            ChosenToken(
+                **self._token(token, value),
+                top_logprobs=[AlternativeToken(**self._token(*alternative)) for alternative in likely],
+            )
+            for token, value, likely in rows
+        ]
+        return ChatLogprobs(content=content, refusal=None)
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._served.token_text(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
-
-
-def _finite(logprob: float) -> float:
-    return max(LEAST_LOGPROB, logprob)
-
-
-def lens_answer(served: Served, trajectory: Trajectory, rows: Sequence[Alternatives]) -> dict[str, Any]:
-    """After each loop its time on the way from 0 to 1, and the most likely next tokens."""
-    times = [float(time + step) for time, step in zip(trajectory.times, trajectory.steps, strict=True)]
-    loops = [
-        {
-            "loop": number,
-            "time": time,
-            "top": [
-                {"id": token, "token": served.token_text(token), "logprob": _finite(logprob)}
-                for token, logprob in row
-            ],
-        }
-        for number, (time, row) in enumerate(zip(times, rows, strict=True), 1)
-    ]
-    return {"model": served.name, "trajectory": str(trajectory), "loops": loops}
-
-
-def error_answer(
-    message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """An error in OpenAI's form."""
-    texts = {"message": message, "type": kind, "param": param, "code": code}
-    return {"error": {key: text and encodable(text) for key, text in texts.items()}}
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

@@ -1,13 +1,17 @@
-"""The app: OpenAI's routes and ours, answers whole or as server-sent events, errors in OpenAI's form.
+"""The ASGI app: routes as OpenAI has them and a few more, errors in OpenAI's form, and the page at `/`.
 
-app = create_app(service)                  # ASGI; server.py puts it behind a socket
+    app = create_app(service)                  # server.py puts it behind a socket
+
+The page is the files in page/, served as they are. Nothing is built and nothing comes from another host, which the
+Content-Security-Policy has browsers enforce. Browsers cache the files and ask each time whether they have changed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -19,126 +23,138 @@ from starlette.types import Receive, Scope, Send
 import loopformer
 from loopformer.errors import LoopformerError
 from loopformer.serving.answers import (
-    AnswerForm,
-    ChatAnswer,
-    CompletionAnswer,
-    error_answer,
+    AnswerWriter,
+    ChatWriter,
+    CompletionWriter,
+    GenerationAnswer,
+    LensAnswer,
     lens_answer,
-    usage,
 )
-from loopformer.serving.page import page_router
 from loopformer.serving.protocol import (
+    CLIENT_GONE,
+    AnswerBody,
+    ApiError,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     Job,
     LensBody,
     TokenizeBody,
-    WrongField,
 )
-from loopformer.serving.service import CLIENT_GONE, ClientGone, Service, form_of
+from loopformer.serving.service import Service
 
-LONG_TEXT = 4096  # bytes of a body whose tokens are made beside the event loop
-FORMS = {  # fields that take several, of which a sentence about one would mislead
+LONG_BODY = 4096  # bytes, from which on tokenizing would hold up the event loop
+FIELD_FORMS = {  # of fields with several types, where pydantic's sentence about one type would mislead
     "prompt": "It is a text, a list of texts, a list of token ids, or a list of such lists; ids are 0 or more.",
     "stop": "It is a text, or a list of at most 16, each of 1 to 256 characters.",
     "messages": "Each has a role (system, user or assistant) and a content: a text, or a list of text parts.",
 }
+PAGE_FOLDER = Path(__file__).with_name("page")
+PAGE_FILES = {  # by path: the file and its type
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 T = TypeVar("T")
 
 
-# Errors, without internals.
-
-
-def _error_content(error: BaseException) -> dict[str, Any]:
-    message = str(error) if isinstance(error, LoopformerError) else "The server could not do this."
-    form, param = form_of(error), error.field if isinstance(error, WrongField) else None
-    return error_answer(message, form.type, param, form.code)
-
-
-def _error_response(service: Service, error: BaseException) -> Response:
-    status, seconds = form_of(error).status, getattr(error, "retry_after", None)
-    service.metrics.refused(status)
-    headers = {} if seconds is None else {"retry-after": str(seconds)}
-    return JSONResponse(_error_content(error), status, headers)
-
-
-def _validation_content(error: RequestValidationError) -> dict[str, Any]:
-    """What is wrong with a body: the first thing, and the field it is about."""
+def _invalid_body(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body, and its field."""
     first = error.errors()[0]
     context = first.get("ctx", {})
     names = [str(part) for part in first["loc"] if part != "body"]
     param = str(context.get("field") or (names[0] if names else "")) or None
-    code = first["type"] if first["type"] in ("unsupported_parameter", "unknown_parameter") else None
-    if code is not None:
-        return error_answer(first["msg"], param=param, code=code)
+    if first["type"] in ("unsupported_parameter", "unknown_parameter"):
+        return ApiError(first["msg"], code=first["type"], param=param)
     if first["type"] == "json_invalid":
-        return error_answer("The body is not JSON.")
+        return ApiError("The body is not JSON.")
     if not names:
-        return error_answer("The body is a JSON object, sent with 'Content-Type: application/json'.")
-    if len(names) > 1 and names[0] in FORMS:
-        return error_answer(f"{names[0]}: {FORMS[names[0]]}", param=param)
-    return error_answer(f"{'.'.join(names)}: {first['msg']}"[:300], param=param)
-
-
-async def _unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await something while the client is there; when it goes away, the work is cancelled."""
-
-    async def gone() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.create_task(work), asyncio.create_task(gone())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        for each in (task, watch):
-            each.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+        return ApiError("The body is a JSON object, sent with 'Content-Type: application/json'.")
+    if len(names) > 1 and names[0] in FIELD_FORMS:
+        return ApiError(f"{names[0]}: {FIELD_FORMS[names[0]]}", param=param)
+    return ApiError(f"{'.'.join(names)}: {first['msg']}"[:300], param=param)
 
 
 # Generating.
 
 
+async def _unless_gone(http: Request, work: Awaitable[T]) -> T:
+    """The result of some work, which is cancelled if the client goes away."""
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError("The client has gone.", CLIENT_GONE)
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
 async def _generate(
-    service: Service, http: Request, body: CompletionBody | ChatBody, form: type[AnswerForm]
+    service: Service, http: Request, body: CompletionBody | ChatBody, writer_type: type[AnswerWriter]
 ) -> Response:
-    text_bytes = int(http.headers.get("content-length", LONG_TEXT))
-    if text_bytes < LONG_TEXT:
+    if int(http.headers.get("content-length", LONG_BODY)) < LONG_BODY:
         job = body.job(service.served)
     else:
         job = await asyncio.to_thread(body.job, service.served)
-    if body.stream:
-        return await _streamed(service, http, job, form, body.stream_options.include_usage)
-    return await _unless_gone(http, _whole(service, http.url.path, job, form))
+    if not body.stream:
+        return await _unless_gone(http, _complete(service, http.url.path, job, writer_type))
+    events = _events(service, http.url.path, job, writer_type, body.stream_options.include_usage)
+    # The response begins with the first token, so that what fails before has a status of its own.
+    return EventStream(await _unless_gone(http, anext(events)), events)
 
 
-async def _whole(service: Service, path: str, job: Job, form: type[AnswerForm]) -> Response:
-    async with service.run(job, path, stream=False) as run:
-        async for _ in run.parts():
+async def _complete(service: Service, path: str, job: Job, writer_type: type[AnswerWriter]) -> Response:
+    async with service.generate(job, path, stream=False) as generation:
+        async for _ in generation.parts():
             pass
-        await run.look()
-        used = usage(service.served.cost, run.texts, job.n, run.place.trajectory.budget)
-        return JSONResponse(form(service.served, job, run.place).whole(run.texts, used))
+        await generation.score()
+        writer = writer_type(service.served, job, generation.trajectory)
+        return writer.complete(generation.texts, generation.usage()).to_response()
 
 
-async def _streamed(
-    service: Service, http: Request, job: Job, form: type[AnswerForm], include_usage: bool
-) -> Response:
-    """Server-sent events. The answer begins with the first token, so that what fails before has its own status."""
-    events = _events(service, http.url.path, job, form, include_usage)
+async def _events(
+    service: Service, path: str, job: Job, writer_type: type[AnswerWriter], include_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    has_begun = False
+    try:
+        async with service.generate(job, path, stream=True) as generation:
+            writer = writer_type(service.served, job, generation.trajectory)
+            async for parts in generation.parts():
+                opening = b"" if has_begun else _event(writer.opening())
+                has_begun = True
+                # A token that ends inside of a character has no text yet. Its log-probability is sent anyway.
+                has_logprobs = job.alternatives is not None
+                shown = [entry for entry in parts if has_logprobs or entry[1].text or entry[1].reason]
+                yield opening + b"".join(_event(writer.chunk(*entry)) for entry in shown)
+            closing = _event(writer.closing(generation.usage())) if include_usage else b""
+            yield closing + b"data: [DONE]\n\n"
+    except LoopformerError as error:
+        if not has_begun:
+            raise
+        api_error = ApiError.of(error)
+        service.metrics.refused(api_error.status).inc()
+        yield _event(api_error.answer())
 
-    async def begin() -> bytes:
-        return await anext(events)
 
-    return EventStream(await _unless_gone(http, begin()), events)
+def _event(answer: AnswerBody) -> bytes:
+    return f"data: {answer.to_json()}\n\n".encode()
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, of which the first is there already; whatever ends the response ends what makes them."""
+    """Server-sent events, with the first one at hand. However the response ends, their generator is closed."""
 
     def __init__(self, first: bytes, others: AsyncGenerator[bytes, None]) -> None:
         self._others = others
@@ -157,37 +173,11 @@ class EventStream(StreamingResponse):
             await self._others.aclose()
 
 
-async def _events(
-    service: Service, path: str, job: Job, form: type[AnswerForm], include_usage: bool
-) -> AsyncGenerator[bytes, None]:
-    begun = False
-    try:
-        async with service.run(job, path, stream=True) as run:
-            answer = form(service.served, job, run.place)
-            async for parts in run.parts():
-                chunks = [] if begun else [answer.opening()]
-                shown = [each for each in parts if each[1].text or each[1].reason or job.alternatives is not None]
-                chunks += [answer.chunk(number, part) for number, part in shown]
-                begun = True
-                yield b"".join(map(_event, chunks))
-            used = usage(service.served.cost, run.texts, job.n, run.place.trajectory.budget)
-            yield (_event(answer.closing(used)) if include_usage else b"") + b"data: [DONE]\n\n"
-    except LoopformerError as error:
-        if not begun:
-            raise
-        service.metrics.refused(form_of(error).status)
-        yield _event(_error_content(error))
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
 # The routes.
 
 
 def create_app(service: Service) -> FastAPI:
-    """The ASGI app; it starts and stops nothing."""
+    """The ASGI app. It starts and stops nothing."""
     served = service.served
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"description": "What is wrong with the request, or 429 with Retry-After while the server is busy."},
@@ -198,35 +188,27 @@ def create_app(service: Service) -> FastAPI:
     )
 
     @app.exception_handler(LoopformerError)
-    async def wrong(http: Request, error: LoopformerError) -> Response:
-        return _error_response(service, error)
-
-    @app.exception_handler(ClientGone)
-    async def gone(http: Request, error: ClientGone) -> Response:
-        return Response(status_code=CLIENT_GONE.status)
-
     @app.exception_handler(RequestValidationError)
-    async def invalid(http: Request, error: RequestValidationError) -> Response:
-        service.metrics.refused(400)
-        return JSONResponse(_validation_content(error), 400)
+    @app.exception_handler(Exception)
+    async def failed(http: Request, error: Exception) -> Response:
+        api_error = _invalid_body(error) if isinstance(error, RequestValidationError) else ApiError.of(error)
+        if api_error.status != CLIENT_GONE:
+            service.metrics.refused(api_error.status).inc()
+        return api_error.to_response()
 
     @app.exception_handler(HTTPException)
     async def no_route(http: Request, error: HTTPException) -> Response:
-        known = {404: "There is no such address here.", 405: "This address takes another method."}
-        message = known.get(error.status_code, "The request cannot be read.")
-        return JSONResponse(error_answer(message), error.status_code, error.headers)
+        messages = {404: "There is no such address.", 405: "This address needs another method."}
+        message = messages.get(error.status_code, "The request cannot be read.")
+        return ApiError(message, error.status_code, **error.headers or {}).to_response()
 
-    @app.exception_handler(Exception)
-    async def failed(http: Request, error: Exception) -> Response:
-        return _error_response(service, error)
-
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", response_model=GenerationAnswer)
     async def completions(body: CompletionBody, http: Request) -> Response:
-        return await _generate(service, http, body, CompletionAnswer)
+        return await _generate(service, http, body, CompletionWriter)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", response_model=GenerationAnswer)
     async def chat_completions(body: ChatBody, http: Request) -> Response:
-        return await _generate(service, http, body, ChatAnswer)
+        return await _generate(service, http, body, ChatWriter)
 
     card = {
         "id": served.name,
@@ -258,8 +240,8 @@ def create_app(service: Service) -> FastAPI:
         return {"prompt": await asyncio.to_thread(body.text, served)}
 
     @app.post("/lens")
-    async def lens(body: LensBody, http: Request) -> dict[str, Any]:
-        trajectory, ids = body.followed(served), tuple(await asyncio.to_thread(body.ids, served))
+    async def lens(body: LensBody, http: Request) -> LensAnswer:
+        trajectory, ids = body.requested(served), tuple(await asyncio.to_thread(body.ids, served))
         rows = await _unless_gone(http, service.lens(http.url.path, ids, trajectory, body.top))
         return lens_answer(served, trajectory, rows)
 
@@ -267,13 +249,13 @@ def create_app(service: Service) -> FastAPI:
     @app.get("/health")
     async def health() -> Response:
         state = service.engine.state
-        return JSONResponse({"status": "ok" if state == "ready" else f"engine {state}"}, _up(state == "ready"))
+        return JSONResponse({"status": "ok" if state == "ready" else f"engine {state}"}, _probe_status(state))
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
-        state = "draining" if service.draining else service.engine.state
-        return JSONResponse({"status": state}, _up(state == "ready"))
+        state = "draining" if service.is_draining else service.engine.state
+        return JSONResponse({"status": state}, _probe_status(state))
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -283,9 +265,29 @@ def create_app(service: Service) -> FastAPI:
     async def metrics() -> Response:
         return Response(await service.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    app.include_router(page_router())
+    for path, (name, kind) in PAGE_FILES.items():
+        route = _page_route(PAGE_FOLDER.joinpath(name).read_bytes(), kind)
+        app.add_api_route(path, route, methods=["GET", "HEAD"], include_in_schema=False)
     return app
 
 
-def _up(is_up: bool) -> int:
-    return 200 if is_up else 503
+def _probe_status(state: str) -> int:
+    return 200 if state == "ready" else 503
+
+
+def _page_route(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {
+        "content-security-policy": PAGE_POLICY,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+        "etag": etag,
+    }
+
+    async def send(http: Request) -> Response:
+        if etag in http.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers, media_type=kind)
+
+    return send

@@ -1,34 +1,36 @@
-"""OpenAI's requests, and ours beside them; answers.py has what they are answered with.
+"""The bodies of requests, in the forms of OpenAI's API with a few fields added, and its errors.
 
     body = CompletionBody.model_validate({"prompt": "Once upon", "budget": 2})
-    job = body.job(served)                       # prompts, sampling, trajectory: what the engine runs
+    job = body.job(served)                       # prompts, sampling, trajectory: what the engine generates
 
-Ours: `budget`, `trajectory`, `min_budget`, `priority`, and `top_k`, `min_p` and `repetition_penalty` as vLLM has
-them. A field of OpenAI's that is not supported here is refused by its name, unless it says what would be so without
-it (null, `"frequency_penalty": 0`); nothing is ignored.
+Added are `budget`, `trajectory`, `min_budget`, `priority`, and vLLM's `top_k`, `min_p` and `repetition_penalty`. A
+field of OpenAI's that is not supported is refused by its name, unless its value changes nothing (null,
+`"frequency_penalty": 0`). No field is ignored.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
+from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import LoopformerError, nearest, require
+from loopformer.errors import LoopformerError, RunFailed, nearest, require
 from loopformer.inference.chat import ChatTemplate, Message
 from loopformer.inference.request import Request
 from loopformer.inference.sampling import Sampling
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory, resolve
 
-NeutralValues = dict[str, tuple[Any, ...]]  # by field: the values that change nothing; nor does null
+NeutralValues = dict[str, tuple[Any, ...]]  # by field: the values that change nothing, besides null
 
 _COMMON_UNSUPPORTED: NeutralValues = {
     "frequency_penalty": (0,),
@@ -68,28 +70,98 @@ _MESSAGE_UNSUPPORTED: NeutralValues = {
     "tool_call_id": (),
     "tool_calls": ([],),
 }
-_FAMILY = re.compile(r"\s*[a-z-]+\s*:\s*(\d+)\s*")
-MOST_ALTERNATIVES = 20
-NEW_TOKENS = 16  # of a completion that does not say how many it wants
+_SCHEDULE_FAMILY = re.compile(r"\s*[a-z-]+\s*:\s*(\d+)\s*")
+_ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
+MAX_ALTERNATIVES = 20
+DEFAULT_MAX_TOKENS = 16  # of a completion
+CLIENT_GONE = 499  # nginx's status of a request that nobody waits for any more
 
 Id = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
+# Errors.
+
+
+class AnswerBody(BaseModel):
+    """The body of an answer. A field that is not set is left out of its JSON."""
+
+    def to_json(self) -> str:
+        return self.model_dump_json(exclude_unset=True)
+
+    def to_response(self, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+        return Response(self.to_json(), status, headers, "application/json")
+
+
+class ErrorDetail(AnswerBody):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(AnswerBody):
+    error: ErrorDetail
+
+
+class ApiError(LoopformerError):
+    """An error with a status, a code, the field that is wrong, or headers of its answer."""
+
+    def __init__(
+        self, message: str, status: int = 400, code: str | None = None, param: str | None = None, **headers: str
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, headers
+
+    @staticmethod
+    def of(error: BaseException) -> ApiError:
+        """Any error as clients may see it, without internals."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, LoopformerError):
+            return ApiError(str(error), 500 if isinstance(error, RunFailed) else 400)
+        if isinstance(error, asyncio.CancelledError | GeneratorExit | ConnectionError):
+            return ApiError("The client has gone.", CLIENT_GONE)
+        return ApiError("The server failed to answer this request.", 500)
+
+    def answer(self) -> ErrorAnswer:
+        kind = _ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        param = None if self.param is None else encodable(self.param)
+        detail = ErrorDetail(message=encodable(str(self)), type=kind, param=param, code=self.code)
+        return ErrorAnswer(error=detail)
+
+    def to_response(self) -> Response:
+        return self.answer().to_response(self.status, self.headers)
+
+
+def need(holds: bool, field: str, sentence: str) -> None:
+    """Refuse a body for one of its fields."""
+    if not holds:
+        raise ApiError(sentence, param=field)
+
+
+def encodable(text: str) -> str:
+    """The text with an escape for half a surrogate pair, which a client may send and UTF-8 cannot encode."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+# Requests.
+
+
 class Body(BaseModel):
-    """What every body has in common: types are as written, and every field is known."""
+    """What every body has in common: values are not converted, and every field is known."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    unsupported: ClassVar[NeutralValues] = {}  # OpenAI's fields that are refused, unless they change nothing
+    unsupported: ClassVar[NeutralValues] = {}  # OpenAI's fields that are refused with any other value
 
     @model_validator(mode="before")
     @classmethod
-    def _only_known_fields(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        kept = {}
-        for name, value in given.items():
+    def _refuse_unknown_fields(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        fields = {}
+        for name, value in body.items():
             neutral = cls.unsupported.get(name)
             if value is None or (neutral is not None and value in neutral):
                 continue
@@ -101,26 +173,27 @@ class Body(BaseModel):
                 sentence = "'{field}' is no field of this request; {hint}"
                 context = {"field": encodable(str(name)[:64]), "hint": encodable(hint)}
                 raise PydanticCustomError("unknown_parameter", sentence, context)
-            kept[name] = value
-        return kept
+            fields[name] = value
+        return fields
 
 
 class DepthBody(Body):
-    """How deep to go."""
+    """How many loops to run, and in which steps."""
 
     model: str | None = None
     budget: int | None = Field(None, ge=1, description="Loops per token; the model's default without it.")
     trajectory: str | None = Field(None, max_length=256, description="A schedule, such as 4-2-1-1.")
 
-    def followed(self, served: Served) -> Trajectory:
-        """The trajectory that is asked for; the model must be the one that is served."""
+    def requested(self, served: Served) -> Trajectory:
+        """The requested trajectory of the served model; another model is an error."""
         served.check_name(self.model)
         require(self.budget is None or self.trajectory is None, "Give a budget or a trajectory, not both.")
         if self.trajectory is None:
-            return served.default if self.budget is None else served.resolved("budget", self.budget)
-        if family := _FAMILY.fullmatch(self.trajectory):  # before so many steps are made
-            served.resolved("trajectory", int(family[1]))
-        return served.resolved("trajectory", self.trajectory)
+            return served.default if self.budget is None else served.resolve("budget", self.budget)
+        # "cosine:99999999999" is refused by its number, before it is resolved to that many steps.
+        if family := _SCHEDULE_FAMILY.fullmatch(self.trajectory):
+            served.resolve("trajectory", int(family[1]))
+        return served.resolve("trajectory", self.trajectory)
 
 
 class StreamOptionsBody(Body):
@@ -148,23 +221,31 @@ class GenerationBody(DepthBody):
     def _job(
         self, served: Served, prompts: list[list[int]], field: str, max_tokens: int, alternatives: int | None
     ) -> Job:
-        """What is asked for, where the prompts are of this field."""
-        trajectory = self.followed(served)
-        least = self.min_budget or (1 if self.trajectory is None else trajectory.budget)
-        served.resolved("min_budget", least)
+        """The job, with prompts that this field gave."""
+        trajectory = self.requested(served)
+        min_budget = self.min_budget or (1 if self.trajectory is None else trajectory.budget)
+        served.resolve("min_budget", min_budget)
         need(
-            least <= trajectory.budget,
+            min_budget <= trajectory.budget,
             "min_budget",
-            f"'min_budget' is {least}, more than the {trajectory.budget} loops that are asked for; lower it.",
+            f"'min_budget' is {min_budget}, more than the {trajectory.budget} loops that are asked for; lower it.",
         )
         for prompt in prompts:
             served.check_prompt(prompt, field)
-        served.check_output(max_tokens)
+        limit = served.max_output
+        need(max_tokens <= limit, "max_tokens", f"'max_tokens' is at most {limit} here, got {max_tokens}.")
         top_k = self.top_k if self.top_k > 0 else None
-        sampling = Sampling(self.temperature, top_k, self.top_p, self.min_p, self.repetition_penalty, self.seed)
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        prompt_ids = tuple(tuple(prompt) for prompt in prompts)
-        return Job(prompt_ids, self.n, sampling, max_tokens, stops, trajectory, least, self.priority, alternatives)
+        return Job(
+            tuple(tuple(prompt) for prompt in prompts),
+            self.n,
+            Sampling(self.temperature, top_k, self.top_p, self.min_p, self.repetition_penalty, self.seed),
+            max_tokens,
+            (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            trajectory,
+            min_budget,
+            self.priority,
+            alternatives,
+        )
 
 
 class CompletionBody(GenerationBody):
@@ -173,23 +254,22 @@ class CompletionBody(GenerationBody):
     unsupported: ClassVar[NeutralValues] = _COMPLETION_UNSUPPORTED
 
     prompt: str | list[str] | list[Id] | list[list[Id]]
-    max_tokens: int | None = Field(None, ge=0, description=f"{NEW_TOKENS} without it.")
+    max_tokens: int | None = Field(None, ge=0, description=f"{DEFAULT_MAX_TOKENS} without it.")
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
 
     def job(self, served: Served) -> Job:
+        streamed = self.stream and bool(self.logprobs)
+        need(not streamed, "logprobs", "A stream has log-probabilities of chosen tokens only; set 'logprobs' to 0.")
         need(
-            not self.stream or not self.logprobs,
-            "logprobs",
-            "'logprobs' of more than the chosen token go without 'stream'; ask for 0, or do not stream.",
+            not (self.echo and self.stream), "echo", "'echo' is not possible with 'stream'; leave out one of them."
         )
-        need(not (self.echo and self.stream), "echo", "'echo' goes without 'stream'.")
-        most = min(NEW_TOKENS, served.max_output) if self.max_tokens is None else self.max_tokens
-        need(most >= 1 or self.echo, "max_tokens", "'max_tokens' is 1 or more, or 0 with 'echo'.")
+        default = min(DEFAULT_MAX_TOKENS, served.max_output)
+        max_tokens = default if self.max_tokens is None else self.max_tokens
+        need(max_tokens >= 1 or self.echo, "max_tokens", "'max_tokens' is 1 or more, or 0 with 'echo'.")
         prompts = self._prompts(served.tokenizer)
         need(0 < len(prompts) <= 128, "prompt", "'prompt' is a text or a list of 1 to 128 of them.")
-        job = self._job(served, prompts, "prompt", most, self.logprobs)
-        return replace(job, echo=self.echo)
+        return replace(self._job(served, prompts, "prompt", max_tokens, self.logprobs), echo=self.echo)
 
     def _prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
         if isinstance(self.prompt, str):
@@ -211,7 +291,7 @@ class MessageBody(Body):
     role: Literal["system", "user", "assistant"]
     content: str | list[TextPart]
 
-    def plain(self) -> Message:
+    def to_message(self) -> Message:
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": text}
 
@@ -225,27 +305,29 @@ class ChatBody(GenerationBody):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
 
     def job(self, served: Served) -> Job:
-        alone = self.top_logprobs is not None and not self.logprobs
-        need(not alone, "top_logprobs", "'top_logprobs' goes with 'logprobs', which is to be true.")
+        has_logprobs = self.top_logprobs is None or self.logprobs
+        need(has_logprobs, "top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
         streamed = self.stream and bool(self.top_logprobs)
-        need(not streamed, "top_logprobs", "'top_logprobs' goes without 'stream'.")
+        need(not streamed, "top_logprobs", "A stream has no 'top_logprobs'; leave out one of them.")
         require(
             self.max_tokens is None or self.max_completion_tokens is None,
             "Give 'max_completion_tokens' or 'max_tokens', not both.",
         )
-        prompt = served.chat.encode([message.plain() for message in self.messages])
-        most = self.max_completion_tokens or self.max_tokens or served.most_output(len(prompt))
-        job = self._job(served, [prompt], "messages", most, (self.top_logprobs or 0) if self.logprobs else None)
+        prompt = served.chat.encode([message.to_message() for message in self.messages])
+        room = max(1, min(served.max_output, served.config.context + 1 - len(prompt)))
+        max_tokens = self.max_completion_tokens or self.max_tokens or room
+        alternatives = (self.top_logprobs or 0) if self.logprobs else None
+        job = self._job(served, [prompt], "messages", max_tokens, alternatives)
         return replace(job, stops=(*job.stops, *served.chat.stops))
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or a chat as the model is given it."""
+    """POST /tokenize: a text, or a chat as the model reads it."""
 
-    # vLLM's; there are no special tokens to add
+    # Of vLLM. There are no special tokens to add, so both values change nothing.
     unsupported: ClassVar[NeutralValues] = {"add_special_tokens": (True, False), "return_token_strs": (False,)}
 
     model: str | None = None
@@ -257,7 +339,7 @@ class TokenizeBody(Body):
         require((self.prompt is None) != (self.messages is None), "Give a 'prompt' or 'messages'.")
         if self.prompt is not None:
             return served.tokenizer.encode(self.prompt)
-        return served.chat.encode([message.plain() for message in self.messages or ()])
+        return served.chat.encode([message.to_message() for message in self.messages or ()])
 
 
 class DetokenizeBody(Body):
@@ -284,29 +366,7 @@ class LensBody(DepthBody):
         return ids
 
 
-# What is served, and what it is asked to do.
-
-
-class WrongField(LoopformerError):
-    """What is wrong with one field of a body."""
-
-    def __init__(self, field: str, sentence: str) -> None:
-        super().__init__(sentence)
-        self.field = field
-
-
-def need(holds: bool, field: str, sentence: str) -> None:
-    """Refuse a body for a field of it."""
-    if not holds:
-        raise WrongField(field, sentence)
-
-
-class UnknownModel(WrongField):
-    """Another model than the one that is served."""
-
-
-class TooLong(WrongField):
-    """A prompt that does not fit."""
+# What is served, and what a request becomes.
 
 
 @dataclass(frozen=True)
@@ -332,35 +392,26 @@ class Served:
 
     def check_name(self, name: str | None) -> None:
         if name is not None and name != self.name:
-            raise UnknownModel("model", f"The model '{name[:64]}' is not served here; '{self.name}' is.")
+            sentence = f"The model '{name[:64]}' is not served here; '{self.name}' is."
+            raise ApiError(sentence, 404, "model_not_found", "model")
 
-    def resolved(self, field: str, asked: int | str) -> Trajectory:
-        """The trajectory that a field of a body asks for."""
+    def resolve(self, field: str, value: int | str) -> Trajectory:
+        """The trajectory that a field of a body names."""
         try:
-            return resolve(asked, self.config.loops)
+            return resolve(value, self.config.loops)
         except LoopformerError as error:
-            raise WrongField(field, str(error)) from None
+            raise ApiError(str(error), param=field) from None
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         last = min(self.config.vocab, self.tokenizer.vocab_size) - 1
-        need(max(ids, default=0) <= last, field, f"Token ids lie in 0…{last}.")
+        need(max(ids, default=0) <= last, field, f"Token ids must lie in 0…{last}.")
 
     def check_prompt(self, ids: Sequence[int], field: str) -> None:
         need(len(ids) > 0, field, "The prompt is empty; give at least one character.")
         self.check_ids(ids, field)
         if len(ids) > self.max_prompt:
-            raise TooLong(field, f"The prompt has {len(ids)} tokens; at most {self.max_prompt} are taken here.")
-
-    def check_output(self, tokens: int) -> None:
-        need(
-            tokens <= self.max_output,
-            "max_tokens",
-            f"'max_tokens' is at most {self.max_output} here, got {tokens}.",
-        )
-
-    def most_output(self, prompt: int) -> int:
-        """As many tokens as there is room for after a prompt."""
-        return max(1, min(self.max_output, self.config.context + 1 - prompt))
+            sentence = f"The prompt has {len(ids)} tokens; this server accepts at most {self.max_prompt}."
+            raise ApiError(sentence, 400, "context_length_exceeded", field)
 
     def token_text(self, token: int) -> str:
         return self.tokenizer.decode([token], special=True)
@@ -368,7 +419,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Job:
-    """What a client asks for, in the engine's words: `n` texts for each prompt."""
+    """The texts that a request asks for: `n` for each prompt."""
 
     prompts: tuple[tuple[int, ...], ...]
     n: int
@@ -376,7 +427,7 @@ class Job:
     max_tokens: int
     stops: tuple[str, ...]
     trajectory: Trajectory
-    least: int  # the smallest budget that may be granted instead
+    min_budget: int  # that may be granted instead
     priority: int
     alternatives: int | None  # likely tokens to name beside each; None: no log-probabilities at all
     echo: bool = False
@@ -385,24 +436,16 @@ class Job:
     def count(self) -> int:
         return len(self.prompts) * self.n
 
-    def prompt_of(self, place: int) -> tuple[int, ...]:
-        return self.prompts[place // self.n]
-
     def kv_bytes(self, served: Served, trajectory: Trajectory) -> int:
-        """Keys and values that the texts may come to."""
+        """The keys and values that the texts may need."""
         tokens = sum(min(served.config.context, len(prompt) + self.max_tokens) for prompt in self.prompts)
         return self.n * tokens * served.cost.kv_bytes(trajectory.budget, served.value_bytes)
 
     def requests(self, trajectory: Trajectory) -> list[Request]:
-        """For the engine; texts of one prompt draw with seeds that follow each other."""
-        seeds = [None if self.sampling.seed is None else self.sampling.seed + place for place in range(self.n)]
+        """The engine's requests. The i-th text of a prompt draws with `seed + i`."""
+        seeds = [None if self.sampling.seed is None else self.sampling.seed + index for index in range(self.n)]
         return [
             Request(prompt, trajectory, replace(self.sampling, seed=seed), self.max_tokens, self.stops)
             for prompt in self.prompts
             for seed in seeds
         ]
-
-
-def encodable(text: str) -> str:
-    """The text with an escape for half a surrogate pair, which a client may send and nobody can write."""
-    return text.encode(errors="backslashreplace").decode()

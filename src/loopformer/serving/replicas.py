@@ -2,12 +2,12 @@
 
     run_replicas(ServerSettings(WorkerSettings("runs/mine")), ReplicaCount(2, 2), print)   # until SIGTERM or Ctrl-C
 
-A replica is the whole server but for its socket: gate, app, admission, an engine in a process of its own. Ray's
-proxy has the socket and gives each request to the less busy of two replicas. Whoever must wait waits inside a
-replica, and whoever is refused is refused there, since Ray's own back-pressure answers 503 without `Retry-After`.
+A replica is a complete server without a socket: gate, app, admission, an engine in a process of its own. Ray's
+proxy has the socket and gives each request to the less busy of two replicas. Requests wait and are refused inside a
+replica, since Ray's own back-pressure answers 503 without `Retry-After`.
 
-Ray is started on this machine, for those alone who know a token; with `RAY_ADDRESS` set it is joined where it
-runs. It is imported here only, once it has been told not to call home.
+Ray is started on this machine with a random token, or joined where it runs if `RAY_ADDRESS` is set. It is imported
+in functions only, after the environment variables that keep it from reporting usage are set.
 """
 
 from __future__ import annotations
@@ -35,37 +35,40 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.serving.engine_process import EngineProcess
-from loopformer.serving.server import IDLE_SECONDS, ServerSettings, bound, greeting, inspect_model, started_app
+from loopformer.serving.server import IDLE_SECONDS, ServerSettings, bind, greeting, inspect_model, started_app
 from loopformer.serving.worker import EngineReady, log_as_json
 
 logger = logging.getLogger(__name__)
-APP = "loopformer"  # what Ray calls the application, and the one deployment in it
-SPARE = 1000  # requests that a replica takes beside those it admits: to refuse them, to say how it is
-HEALTH_SECONDS = 5.0  # between looks at a replica
-ASK_SECONDS = 10.0  # for all replicas to answer what is asked of them
-QUIET = {"log_level": "CRITICAL", "enable_access_log": False}  # the replicas' own log says it shorter
+APP = "loopformer"  # the name of the application in Ray, and of its only deployment
+MAX_UNADMITTED = 1000  # requests that a replica may hold besides the admitted ones: probes, and those it refuses
+HEALTH_SECONDS = 5.0  # between health checks of a replica
+BROADCAST_SECONDS = 10.0  # for all replicas to answer a broadcast
+QUIET_LOGGING = {"log_level": "CRITICAL", "enable_access_log": False}  # as replicas log requests themselves
 
 
 @dataclass(frozen=True)
 class ReplicaCount:
-    """How many replicas there are: always as many, or more the longer the queues."""
+    """How many replicas there are: a fixed number, or a range in which the queues decide."""
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
 
     @staticmethod
     def parse(text: str) -> ReplicaCount:
         """`2`, or `1-4`."""
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
         count = ReplicaCount(int(match[1]), int(match[2] or match[1])) if match else ReplicaCount(0, 0)
-        require(1 <= count.least <= count.most, f"--replicas is a number or a range such as 1-4, not {text!r}.")
+        require(
+            1 <= count.minimum <= count.maximum, f"--replicas is a number or a range such as 1-4, not {text!r}."
+        )
         return count
 
     def options(self, rows: int) -> dict[str, Any]:
-        """In Ray's words; beyond so many requests each, some of them wait."""
-        if self.least == self.most:
-            return {"num_replicas": self.least}
-        scaling = {"min_replicas": self.least, "max_replicas": self.most, "target_ongoing_requests": rows}
+        """The options of a Ray deployment. Replicas with more than `rows` requests each get another one."""
+        low, high = self.minimum, self.maximum
+        if low == high:
+            return {"num_replicas": low}
+        scaling = {"min_replicas": low, "max_replicas": high, "target_ongoing_requests": rows}
         return {"autoscaling_config": scaling}
 
 
@@ -74,9 +77,9 @@ def is_lost(engine: EngineProcess) -> bool:
 
 
 class PatientApp:
-    """The app, but what comes while there is no engine waits for the next one.
+    """The app, but a POST that comes while there is no engine waits for the next engine.
 
-    A replica that refused it would be done at once, and so be given all that comes as the least busy.
+    A replica that refused it at once would count as the least busy one, and so get all of the requests.
     """
 
     def __init__(self, app: ASGIApp, engine: EngineProcess, seconds: float) -> None:
@@ -90,7 +93,7 @@ class PatientApp:
 
 
 class Replica:
-    """What Ray runs: the app, and what is asked of all replicas at once. Its engine ends with its process."""
+    """The actor that Ray runs: the app, and methods for broadcasts. Its engine ends with its process."""
 
     async def __init__(self, settings: ServerSettings, keys: tuple[bytes, ...]) -> None:  # type: ignore[misc]
         log_as_json()
@@ -101,14 +104,14 @@ class Replica:
         except LoopformerError as error:
             logger.error("A replica cannot be started: %s", error)
             raise
-        self._app = PatientApp(app, self._service.engine, settings.service.timeout)
+        self._app = PatientApp(app, self._service.engine, settings.timeout)
         self._service.metrics_text = self._all_metrics
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app
 
     def check_health(self) -> None:
-        """Ray gives nothing more to a replica that fails three times in a row, and starts another."""
+        """Raises while there is no engine. After three times in a row Ray replaces the replica."""
         if is_lost(self._service.engine):
             raise RunFailed("The engine is started again.")
 
@@ -116,30 +119,30 @@ class Replica:
         return self._ready
 
     async def drain(self) -> int:
-        """Take nothing new; how many texts are still under way."""
-        self._service.draining = True
+        """Accept nothing new. Returns the number of texts still in flight."""
+        self._service.is_draining = True
         return self._service.admission.in_flight
 
     async def drop(self) -> None:
-        """End what is under way with an error."""
+        """End the requests that still run with an error."""
         await self._service.engine.stop()
 
     async def metrics(self) -> tuple[str, list[Metric]]:
         from ray import serve
 
-        return serve.get_replica_context().replica_id.unique_id, list(self._service.counted().collect())
+        return serve.get_replica_context().replica_id.unique_id, list(self._service.metrics.registry.collect())
 
     async def _all_metrics(self) -> bytes:
-        """Those of all replicas, whichever is asked."""
+        """The metrics of all replicas, which is what any of them serves."""
         from ray import serve
 
         replies = serve.get_deployment_handle(APP, APP).broadcast("metrics")
-        answers = await replies.results_async(timeout_s=ASK_SECONDS, return_exceptions=True)
+        answers = await replies.results_async(timeout_s=BROADCAST_SECONDS, return_exceptions=True)
         return generate_latest(ByReplica(each for each in answers if not isinstance(each, BaseException)))
 
 
 class ByReplica(Collector):
-    """What several replicas count, by their names."""
+    """The metrics of several replicas, with their names as labels."""
 
     def __init__(self, replicas: Iterable[tuple[str, list[Metric]]]) -> None:
         self._families: dict[str, Metric] = {}
@@ -157,19 +160,19 @@ class ByReplica(Collector):
 
 
 def run_replicas(settings: ServerSettings, count: ReplicaCount, say: Callable[[str], object]) -> None:
-    """Serve until told to stop."""
+    """Serve until a signal stops it."""
     keys = settings.read_keys()
     model, device = settings.worker.model, settings.worker.device
-    inspect_model(model)  # what is wrong with it is said before anything starts
+    inspect_model(model)  # a wrong model fails here, before Ray starts
     require(":" not in device, f"With --ray every replica has a GPU of its own; say --device cuda, not {device}.")
     if Path(model).exists():
         settings = replace(settings, worker=replace(settings.worker, model=str(Path(model).resolve())))
-    with bound(settings.host, settings.port) as listener:
-        address = listener.getsockname()  # Ray binds it anew: whether it is free and which one it is, is known now
+    with bind(settings.host, settings.port) as listener:
+        address = listener.getsockname()  # Ray binds it anew; now it is known to be free, and --port 0 is chosen
     with _StopSignals() as signals, _ray(count):
-        signals.listen()  # again: Ray has listened to SIGTERM since, and would abort
+        signals.listen()  # again: Ray has replaced the handler of SIGTERM by one that aborts
         handle = _deploy(settings, keys, count, address)
-        while len(engines := _ask_all(handle, "ready")) < count.least:
+        while len(engines := _broadcast(handle, "ready")) < count.minimum:
             time.sleep(0.1)
         signals.armed = True
         for sentence in greeting(settings, engines, address, bool(keys)):
@@ -179,7 +182,7 @@ def run_replicas(settings: ServerSettings, count: ReplicaCount, say: Callable[[s
 
 
 class _StopSignals:
-    """SIGTERM and Ctrl-C: the first one is an event once all runs; any other interrupts, which ends all at once."""
+    """SIGTERM and Ctrl-C. Once armed, the first one sets the event. Any other one ends everything at once."""
 
     def __init__(self) -> None:
         self.event, self.armed = threading.Event(), False
@@ -201,20 +204,20 @@ class _StopSignals:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
         for number, handler in self._before:
             signal.signal(number, handler)
-        return kind is KeyboardInterrupt and self.event.is_set()  # a second signal is no failure
+        return kind is KeyboardInterrupt and self.event.is_set()  # a second signal is no error
 
 
 @contextlib.contextmanager
 def _ray(count: ReplicaCount) -> Iterator[None]:
-    """Ray, started here or joined; what was started ends."""
+    """Ray, started here or joined. It is stopped only if it was started here."""
     address = os.environ.get("RAY_ADDRESS", "local")
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0", RAY_COLOR_PREFIX="0")
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # or a thread of it that ends late starts it anew
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # else one of its threads that ends late starts it again
     options: dict[str, Any] = {}
     if address == "local":
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # which on Linux, too, keeps it on loopback
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux, too, this keeps it on loopback
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count.most)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count.maximum)))
         options["include_dashboard"] = False
     try:
         import ray
@@ -243,31 +246,31 @@ def _ray(count: ReplicaCount) -> Iterator[None]:
 def _deploy(
     settings: ServerSettings, keys: tuple[bytes, ...], count: ReplicaCount, address: tuple[Any, ...]
 ) -> Any:
-    """Start the proxy and the replicas; what reaches them all."""
+    """Start the proxy and the replicas. Returns the handle that reaches all of them."""
     import ray
     from ray import serve
 
     device = settings.worker.device
     has_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     for name in ("CPU", "GPU") if has_gpu else ("CPU",):
-        there = ray.cluster_resources().get(name, 0)
-        words = f"{count.least} replicas need a {name} each, and Ray has {there:g}; choose fewer --replicas."
-        require(count.least <= there, words)
+        available, needed = ray.cluster_resources().get(name, 0), count.minimum
+        sentence = f"{needed} replicas need a {name} each, and Ray has {available:g}; choose fewer --replicas."
+        require(needed <= available, sentence)
     admitted = settings.worker.rows + settings.queue
     deployment = serve.deployment(
         serve.ingress()(Replica),
         name=APP,
         ray_actor_options={"num_cpus": 1, "num_gpus": int(has_gpu)},
-        max_ongoing_requests=admitted + SPARE,
+        max_ongoing_requests=admitted + MAX_UNADMITTED,
         max_constructor_retry_count=1,
         health_check_period_s=HEALTH_SECONDS,
         graceful_shutdown_timeout_s=settings.drain_seconds,
         graceful_shutdown_wait_loop_s=0.1,
-        logging_config=QUIET,
+        logging_config=QUIET_LOGGING,
         **count.options(settings.worker.rows),
     )
     http = {"host": address[0], "port": address[1], "keep_alive_timeout_s": IDLE_SECONDS}
-    serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
+    serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET_LOGGING)
     try:
         return serve.run(deployment.bind(settings, keys), name=APP)
     except RuntimeError as error:
@@ -275,25 +278,25 @@ def _deploy(
         raise RunFailed(why[-1] if why else str(error)) from error
 
 
-def _ask_all(handle: Any, what: str) -> list[Any]:
-    """What the replicas answer, those that can."""
+def _broadcast(handle: Any, method: str) -> list[Any]:
+    """The answers of those replicas that can answer."""
     from ray.serve.exceptions import DeploymentUnavailableError
 
     try:
-        answers = handle.broadcast(what).results(timeout_s=ASK_SECONDS, return_exceptions=True)
+        answers = handle.broadcast(method).results(timeout_s=BROADCAST_SECONDS, return_exceptions=True)
     except (DeploymentUnavailableError, TimeoutError):
         return []
     return [each for each in answers if not isinstance(each, BaseException)]
 
 
 def _drain(handle: Any, seconds: float) -> None:
-    """Until nothing is in flight, or the time is over."""
+    """Wait until nothing is in flight or the time is over, then remove the app."""
     from ray import serve
     from ray.exceptions import RayActorError
 
     until = time.monotonic() + seconds
-    while sum(_ask_all(handle, "drain")) and time.monotonic() < until:
+    while sum(_broadcast(handle, "drain")) and time.monotonic() < until:
         time.sleep(0.1)
-    _ask_all(handle, "drop")
+    _broadcast(handle, "drop")
     with contextlib.suppress(RayActorError):  # Serve itself is gone
         serve.delete(APP)

@@ -1,12 +1,18 @@
-"""What lies between a route and the engine: admission, the process, metrics, one line in the log.
+"""A request from its admission to its line in the log, and the metrics.
 
-    service = Service(engine, served, admission, ServiceSettings(timeout=600))
-    async with service.run(job, "/v1/completions", stream=True) as run:
-        async for parts in run.parts(): ...     # what has come of its texts since the last time
+    service = Service(engine, served, Admission(rows=16, queue=64, memory=2**30), timeout=600)
+    async with service.generate(job, "/v1/completions", stream=True) as generation:
+        async for parts in generation.parts(): ...     # the growth of its texts since the last iteration
 
-Whatever ends a generation (the last token, a client that goes away, the timeout, an engine that dies) leaves
-through the same door, which frees its slots. Prometheus is told by the names that people know from vLLM, under
-`loopformer:`; latencies and tokens are by budget, the number of loops that a request was granted.
+Requests in flight are those that run, at most `rows`, and those that wait, at most `queue`. Their keys and values
+are bounded in the same proportion: the queue may hold as many bytes as its requests' share of the memory.
+
+With `degrade` a fuller queue grants smaller budgets. The load is how full the queue is. A level is entered at a
+higher load than it is left at (hysteresis), so that budgets do not flicker. A running request keeps its budget, as
+its cache is bound to its trajectory.
+
+However a generation ends (last token, client gone, timeout, engine lost), leaving its context frees its slots.
+Metrics have vLLM's names under `loopformer:`; latencies and tokens are by budget, the loops that were granted.
 """
 
 from __future__ import annotations
@@ -14,361 +20,353 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from loopformer.errors import LoopformerError, RunFailed
-from loopformer.inference.request import Reason
-from loopformer.serving.admission import Admission, Admitted, Overloaded
-from loopformer.serving.answers import FINISH, TextSoFar
-from loopformer.serving.engine_process import Call, EngineHung, EngineLost, EngineProcess, ShuttingDown
-from loopformer.serving.protocol import Job, Served, TooLong, UnknownModel
-from loopformer.serving.worker import Alternatives, EngineLoad, Looked, Refused, Started, TextPiece
+from loopformer.errors import LoopformerError, require
+from loopformer.serving.answers import FINISH, GeneratedText, Usage, count_usage
+from loopformer.serving.engine_process import Call, EngineProcess, shutting_down
+from loopformer.serving.protocol import CLIENT_GONE, ApiError, Job, Served
+from loopformer.serving.worker import Alternatives, EngineLoad, EngineOutput
 from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
+M = TypeVar("M", Counter, Gauge, Histogram)
+
+SHARES = (Fraction(1), Fraction(3, 4), Fraction(1, 2), Fraction(1, 4))  # of the requested budget, by level
+ENTER_LOADS = (0.25, 0.5, 0.75)  # at which levels 1, 2 and 3 are entered
+LEAVE_LOADS = (0.1, 0.3, 0.55)  # below which they are left
+MAX_RETRY_AFTER = 60  # seconds
+FIRST_REQUEST_SECONDS = 5.0  # the duration of a request, as long as none has ended
 
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-_WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
+_TOTAL = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 
 
-class TimedOut(LoopformerError):
-    """A request that took longer than it may."""
+# Admission.
 
 
-class ClientGone(Exception):
-    """Nobody is left to answer."""
+def next_level(level: int, load: float) -> int:
+    """The level of degradation at a new load."""
+    while level < len(ENTER_LOADS) and load >= ENTER_LOADS[level]:
+        level += 1
+    while level > 0 and load < LEAVE_LOADS[level - 1]:
+        level -= 1
+    return level
 
 
-class ErrorForm(NamedTuple):
-    """What an error is answered with, in OpenAI's words."""
+def grant_trajectory(requested: Trajectory, min_budget: int, level: int) -> Trajectory:
+    """The trajectory that is granted at a level.
 
-    status: int
-    type: str = "server_error"
-    code: str | None = None
-
-
-CLIENT_GONE = ErrorForm(499)  # as nginx logs it; nobody is there to read it
-FORMS: tuple[tuple[type[BaseException], ErrorForm], ...] = (  # the first that fits counts
-    (Overloaded, ErrorForm(429, "rate_limit_error", "server_busy")),
-    (ShuttingDown, ErrorForm(503, code="shutting_down")),
-    (EngineHung, ErrorForm(503, code="engine_hung")),
-    (EngineLost, ErrorForm(503, code="engine_lost")),
-    (TimedOut, ErrorForm(504, "timeout_error", "timeout")),
-    (UnknownModel, ErrorForm(404, "invalid_request_error", "model_not_found")),
-    (TooLong, ErrorForm(400, "invalid_request_error", "context_length_exceeded")),
-    (RunFailed, ErrorForm(500)),
-    (LoopformerError, ErrorForm(400, "invalid_request_error")),
-    (ClientGone, CLIENT_GONE),
-    (asyncio.CancelledError, CLIENT_GONE),
-    (GeneratorExit, CLIENT_GONE),
-    (ConnectionError, CLIENT_GONE),
-    (BaseException, ErrorForm(500)),
-)
+    Its budget is a share of the requested one, rounded up, and no less than `min_budget`. Where that is less than
+    requested, its steps are equal.
+    """
+    budget = max(math.ceil(requested.budget * SHARES[level]), min(min_budget, requested.budget))
+    return requested if budget == requested.budget else Trajectory.uniform(budget)
 
 
-def form_of(error: BaseException) -> ErrorForm:
-    return next(form for kind, form in FORMS if isinstance(error, kind))
+def seconds_to_wait(waiting: int, rows: int, seconds: float) -> int:
+    """When half the queue, or one request of it, may be gone, if a request takes so long on average with waiting.
 
-
-def error_of(refused: Refused) -> LoopformerError:
-    """What a client is told: that the request is wrong, or that we failed."""
-    return (RunFailed if refused.ours else LoopformerError)(refused.sentence)
+    By Little's law as many requests leave in these seconds as are in flight.
+    """
+    return min(MAX_RETRY_AFTER, max(1, math.ceil(seconds * max(1.0, waiting / 2) / (rows + waiting))))
 
 
 @dataclass(frozen=True)
-class ServiceSettings:
-    """How the service treats its clients."""
+class Admitted:
+    """Texts of one client that were admitted together."""
 
-    timeout: float = 600.0  # seconds that a request may take, waiting included
-    log_prompts: bool = False
+    count: int
+    bytes: int
+    trajectory: Trajectory  # that was granted
 
 
-class Run:
-    """A generation under way: its texts as they come, and its times."""
+class Admission:
+    """Counts the texts in flight, and decides which requests come in and at which budget."""
 
-    def __init__(self, service: Service, job: Job, place: Admitted) -> None:
-        self.job, self.place, self._service = job, place, service
-        self.texts = [TextSoFar(job.prompt_of(number)) for number in range(job.count)]
-        self.began = time.monotonic()
-        self.queue_seconds: float | None = None  # until the first of its texts got a slot
-        self._first_tokens: dict[int, float] = {}  # seconds until each text began
-        self._call: Call | None = None
-
-    def start(self, stream: bool) -> None:
-        if self.job.max_tokens:  # else there is only a prompt to look at
-            requests = self.job.requests(self.place.trajectory)
-            self._call = self._service.engine.submit(requests, self.job.priority, stream)
+    def __init__(self, rows: int, queue: int, memory: int, degrade: bool = False) -> None:
+        require(queue >= 1, f"The queue must hold 1 request or more, got {queue}.")
+        self.rows, self.queue, self.degrade = rows, queue, degrade
+        self.in_flight = self.level = 0
+        self._memory, self._bytes = memory, 0
+        self._seconds: float | None = None  # the moving average of a request's duration
 
     @property
-    def first_token_seconds(self) -> float:
-        """Until the first of its texts began."""
-        return min(self._first_tokens.values(), default=0.0)
+    def load(self) -> float:
+        """How full the queue is, by requests or by bytes; 0 while nobody has to wait."""
+        by_count = (self.in_flight - self.rows) / self.queue
+        by_bytes = (self._bytes / self._memory - 1) * self.rows / self.queue
+        return max(0.0, by_count, by_bytes)
 
-    async def parts(self) -> AsyncIterator[list[tuple[int, TextSoFar]]]:
-        """What has come of the texts since the last time, those that have come further."""
-        while self._call is not None and any(text.reason is None for text in self.texts):
-            parts: dict[int, TextSoFar] = {}
-            for number, news in await self._service.within(self._call.take(), self.began):
-                if isinstance(news, Started):
-                    queued = max(0.0, news.at - self.began)
-                    self.queue_seconds = queued if self.queue_seconds is None else self.queue_seconds
-                    self._service.metrics.queued(self.place.trajectory.budget, queued)
-                elif isinstance(news, Refused):
-                    raise error_of(news)
-                elif isinstance(news, TextPiece):
-                    if news.error is not None:
-                        logger.error("A request failed: %s", news.error)
-                        raise RunFailed("The text could not be generated.")
-                    self._count(number, news)
-                    part = parts.setdefault(number, TextSoFar(()))
-                    for text in (self.texts[number], part):
-                        text.add(news.text, news.tokens, news.logprobs, news.reason)
+    def enter(
+        self, count: int, bytes_of: Callable[[Trajectory], int], requested: Trajectory, min_budget: int = 1
+    ) -> Admitted:
+        """Admit texts together or not at all; `bytes_of` gives their keys and values along a trajectory."""
+        require(
+            count <= self.rows + self.queue,
+            f"{count} texts at once are more than the {self.rows + self.queue} that this server accepts.",
+        )
+        self._update_level()
+        trajectory = grant_trajectory(requested, min_budget, self.level)
+        size = bytes_of(trajectory)
+        max_bytes = self._memory * (self.rows + self.queue) / self.rows
+        is_full = self.in_flight + count > self.rows + self.queue or self._bytes + size > max_bytes
+        # A request that could never fit is admitted while nothing else runs: the engine says better why not.
+        if is_full and self.in_flight > 0:
+            seconds = FIRST_REQUEST_SECONDS if self._seconds is None else self._seconds
+            wait = seconds_to_wait(max(0, self.in_flight - self.rows), self.rows, seconds)
+            sentence = f"The server is busy; try again in {wait} s."
+            raise ApiError(sentence, 429, "server_busy", **{"retry-after": str(wait)})
+        self.in_flight += count
+        self._bytes += size
+        return Admitted(count, size, trajectory)
+
+    def leave(self, admitted: Admitted, seconds: float) -> None:
+        """Count texts out that were in flight for so many seconds."""
+        self.in_flight -= admitted.count
+        self._bytes -= admitted.bytes
+        self._seconds = seconds if self._seconds is None else self._seconds + (seconds - self._seconds) / 4
+        self._update_level()
+
+    def _update_level(self) -> None:
+        self.level = next_level(self.level, self.load) if self.degrade else 0
+
+
+# Generations.
+
+
+class Generation:
+    """The texts of one request as they grow, and their times."""
+
+    def __init__(self, service: Service, job: Job, trajectory: Trajectory) -> None:
+        self.job, self.trajectory, self.budget, self._service = job, trajectory, trajectory.budget, service
+        self.texts = [GeneratedText(job.prompts[index // job.n]) for index in range(job.count)]
+        self.began = time.monotonic()
+        self.queue_seconds: float | None = None  # until the first text got a slot
+        self._first_tokens: dict[int, float] = {}  # seconds until the first token of each text
+        self.call: Call | None = None
+
+    async def parts(self) -> AsyncIterator[list[tuple[int, GeneratedText]]]:
+        """The growth of the texts since the last iteration, with their indices."""
+        while self.call is not None and any(text.reason is None for text in self.texts):
+            parts: dict[int, GeneratedText] = {}
+            error: LoopformerError | None = None
+            for index, output in await self._service.read(self.call, self.began):
+                if output.error is not None:
+                    error = output.error
+                    break
+                self._count(index, output)
+                if output.started_at is None:
+                    part = parts.setdefault(index, GeneratedText(()))
+                    for text in (self.texts[index], part):
+                        text.add(output)
             if parts:
                 yield list(parts.items())
+            if error is not None:  # the tokens before it were yielded
+                raise error
 
-    def _count(self, number: int, news: TextPiece) -> None:
-        metrics, budget = self._service.metrics, self.place.trajectory.budget
-        seconds = time.monotonic() - self.began
-        text = self.texts[number]
-        if number not in self._first_tokens:
-            self._first_tokens[number] = seconds
-            metrics.first_token(budget, seconds)
-            metrics.prompt_tokens(budget, len(text.prompt))
-        metrics.new_tokens(budget, len(news.tokens))
-        if news.reason is not None:
-            new = len(text.tokens) + len(news.tokens)
-            metrics.finished(budget, news.reason, new, self._first_tokens[number], seconds)
+    def _count(self, index: int, output: EngineOutput) -> None:
+        metrics, seconds, text = self._service.metrics, time.monotonic() - self.began, self.texts[index]
+        if output.started_at is not None:
+            queued = max(0.0, output.started_at - self.began)
+            self.queue_seconds = queued if self.queue_seconds is None else self.queue_seconds
+            metrics.queue_time(self.budget).observe(queued)
+            return
+        if index not in self._first_tokens:
+            self._first_tokens[index] = seconds
+            metrics.time_to_first_token(self.budget).observe(seconds)
+            metrics.prompt_tokens(self.budget).inc(len(text.prompt))
+        metrics.generation_tokens(self.budget).inc(len(output.tokens))
+        if output.reason is not None:
+            metrics.success(self.budget, FINISH[output.reason]).inc()
+            metrics.latency(self.budget).observe(seconds)
+            later = len(text.tokens) + len(output.tokens) - 1
+            if later > 0:
+                metrics.time_per_token(self.budget).observe((seconds - self._first_tokens[index]) / later)
 
-    async def look(self) -> None:
-        """Have the finished texts looked at token by token, where more is asked for than the tokens themselves."""
-        job, along, metrics = self.job, self.place.trajectory, self._service.metrics
+    async def score(self) -> None:
+        """Score the finished texts, where more is requested than their tokens and log-probabilities."""
+        job, metrics = self.job, self._service.metrics
         for text in self.texts:
             if job.alternatives is not None and (job.alternatives or job.echo):
                 ids = (*text.prompt, *text.tokens)
-                text.ranked = await self._service.look(ids, along, job.alternatives, False, self.began)
-            if text.reason is None:  # a prompt and nothing more
+                call = self._service.engine.score(ids, self.trajectory, job.alternatives, by_loop=False)
+                text.ranked = await self._service.scores(call, self.began)
+            if text.reason is None:  # a prompt without new tokens
                 text.reason = "length"
-                metrics.prompt_tokens(along.budget, len(text.prompt))
-                metrics.finished(along.budget, "length", 0, 0.0, time.monotonic() - self.began)
+                metrics.prompt_tokens(self.budget).inc(len(text.prompt))
+                metrics.success(self.budget, FINISH[text.reason]).inc()
+                metrics.latency(self.budget).observe(time.monotonic() - self.began)
 
-    def cancel(self) -> None:
-        if self._call is not None:
-            self._call.cancel()
+    def usage(self) -> Usage:
+        return count_usage(self._service.served.cost, self.texts, self.job.n, self.budget)
+
+    def log_fields(self) -> dict[str, Any]:
+        return {
+            "texts": self.job.count,
+            "asked": str(self.job.trajectory),
+            "trajectory": str(self.trajectory),
+            "prompt_tokens": sum(map(len, self.job.prompts)),
+            "new_tokens": sum(len(text.tokens) for text in self.texts),
+            "finish": sorted({text.reason for text in self.texts if text.reason is not None}),
+            "queue_seconds": round(self.queue_seconds or 0.0, 4),
+            "first_token_seconds": round(min(self._first_tokens.values(), default=0.0), 4),
+        }
 
 
 class Service:
-    """What the routes share: the engine, who may come in, what is counted."""
+    """What the routes share: the engine, the admission, the metrics."""
 
     def __init__(
-        self, engine: EngineProcess, served: Served, admission: Admission, settings: ServiceSettings
+        self,
+        engine: EngineProcess,
+        served: Served,
+        admission: Admission,
+        timeout: float = 600.0,
+        log_prompts: bool = False,
     ) -> None:
-        self.engine, self.served, self.admission, self.settings = engine, served, admission, settings
-        self.metrics = ServerMetrics(served.name)
-        self.draining = False
-        self.metrics_text: Callable[[], Awaitable[bytes]] = self._own_metrics  # replicas give those of all
-        engine.on_load = self._on_load
+        """`timeout` is how many seconds a request may take, waiting included."""
+        self.engine, self.served, self.admission = engine, served, admission
+        self.metrics = ServerMetrics(served.name, engine, admission)
+        engine.on_load, engine.on_loss = self.metrics.set_load, self.metrics.restarts.inc
+        self.is_draining = False
+        self.metrics_text: Callable[[], Awaitable[bytes]] = (
+            self._metrics_text
+        )  # a replica gives the metrics of all replicas
+        self.timeout, self._log_prompts = timeout, log_prompts
 
-    def _on_load(self, load: EngineLoad) -> None:
-        """The engine says how busy it is."""
-        ready = self.engine.ready
-        self.metrics.load(load, 1 if ready is None else ready.memory)
-        self.metrics.level(self.admission.level)
-
-    def counted(self) -> CollectorRegistry:
-        """All that is counted, as it stands now."""
-        self.metrics.engine(self.engine.state == "ready", self.engine.losses)
-        return self.metrics.registry
-
-    async def _own_metrics(self) -> bytes:
-        return generate_latest(self.counted())
-
-    @contextmanager
-    def _admitted(
-        self, count: int, bytes_of: Callable[[Trajectory], int], asked: Trajectory, least: int
-    ) -> Iterator[Admitted]:
-        """A place for requests of one client, which leaving frees."""
-        if self.draining:
-            raise ShuttingDown
-        place, began = self.admission.enter(count, bytes_of, asked, least), time.monotonic()
-        try:
-            yield place
-        finally:
-            self.admission.leave(place, time.monotonic() - began)
+    async def _metrics_text(self) -> bytes:
+        return generate_latest(self.metrics.registry)
 
     @asynccontextmanager
-    async def run(self, job: Job, path: str, stream: bool) -> AsyncIterator[Run]:
-        """A generation, from admission to the line in the log; leaving frees what it holds."""
+    async def generate(self, job: Job, path: str, stream: bool) -> AsyncIterator[Generation]:
+        """A running generation. Leaving the context frees its slots."""
         bytes_of = partial(job.kv_bytes, self.served)
-        with self._admitted(job.count, bytes_of, job.trajectory, job.least) as place:
-            if place.degraded:
-                self.metrics.degraded(place.asked.budget, place.trajectory.budget)
-            run, status = Run(self, job, place), 200
+        with self._admit(path, job.count, bytes_of, job.trajectory, job.min_budget) as (granted, log_fields):
+            if granted != job.trajectory:
+                self.metrics.degraded(job.trajectory.budget, granted.budget).inc()
+            generation = Generation(self, job, granted)
             try:
-                run.start(stream)
-                yield run
+                if job.max_tokens:  # else there is only a prompt to score
+                    requests = job.requests(granted)
+                    generation.call = self.engine.submit(requests, job.priority, stream)
+                yield generation
             except BaseException as error:
-                status = form_of(error).status
+                if ApiError.of(error).status == CLIENT_GONE:
+                    unfinished = sum(text.reason is None for text in generation.texts)
+                    self.metrics.success(generation.budget, "abort").inc(unfinished)
                 raise
             finally:
-                run.cancel()
-                if status == CLIENT_GONE.status:
-                    self.metrics.aborted(place.trajectory.budget, sum(text.reason is None for text in run.texts))
-                self._log(path, run, status)
+                if generation.call is not None:
+                    self.engine.cancel(generation.call)
+                log_fields |= generation.log_fields()
+                if self._log_prompts:
+                    decode = self.served.tokenizer.decode
+                    log_fields["prompts"] = [decode(prompt, special=True) for prompt in job.prompts]
 
     async def lens(self, path: str, ids: tuple[int, ...], trajectory: Trajectory, top: int) -> list[Alternatives]:
         """The most likely next tokens after each loop."""
-        with self._admitted(1, lambda _: 0, trajectory, trajectory.budget):
-            began, status = time.monotonic(), 200
-            try:
-                rows: list[Alternatives] = await self.look(ids, trajectory, top, True, began)
-            except BaseException as error:
-                status = form_of(error).status
-                raise
-            finally:
-                seconds = round(time.monotonic() - began, 4)
-                line = {"trajectory": str(trajectory), "prompt_tokens": len(ids), "seconds": seconds}
-                logger.info(json.dumps({"event": "request", "path": path, "status": status, **line}))
+        with self._admit(path, 1, lambda _: 0, trajectory, trajectory.budget) as (_, log_fields):
+            log_fields |= {"trajectory": str(trajectory), "prompt_tokens": len(ids)}
+            call = self.engine.score(ids, trajectory, top, by_loop=True)
+            rows: list[Alternatives] = await self.scores(call, time.monotonic())
             return rows
 
-    async def look(
-        self, ids: tuple[int, ...], trajectory: Trajectory, top: int, by_loop: bool, began: float
-    ) -> Any:
-        """Have the engine's process look at tokens, for a request that began then."""
-        call = self.engine.look(ids, trajectory, top, by_loop)
+    @contextmanager
+    def _admit(
+        self, path: str, count: int, bytes_of: Callable[[Trajectory], int], requested: Trajectory, min_budget: int
+    ) -> Iterator[tuple[Trajectory, dict[str, Any]]]:
+        """The granted trajectory, and fields of the request's line in the log, which is written at the end."""
+        if self.is_draining:
+            raise shutting_down()
+        admitted, began = self.admission.enter(count, bytes_of, requested, min_budget), time.monotonic()
+        status = 200
+        fields: dict[str, Any] = {}
         try:
-            ((_, news),) = await self.within(call.take(), began)
+            yield admitted.trajectory, fields
+        except BaseException as error:
+            status = ApiError.of(error).status
+            raise
         finally:
-            call.cancel()
-        if isinstance(news, Refused):
-            raise error_of(news)
-        assert isinstance(news, Looked)
-        return news.value
+            seconds = time.monotonic() - began
+            self.admission.leave(admitted, seconds)
+            line = {"event": "request", "path": path, "status": status, **fields, "seconds": round(seconds, 4)}
+            logger.info(json.dumps(line, ensure_ascii=False))
 
-    async def within(self, work: Awaitable[T], began: float) -> T:
-        """Await something for as long as a request that began then may still take."""
+    async def scores(self, call: Call, began: float) -> Any:
+        """What came of a call that scores tokens."""
         try:
-            async with asyncio.timeout(max(0.0, began + self.settings.timeout - time.monotonic())):
-                return await work
-        except TimeoutError:
-            raise TimedOut(f"The request took longer than {self.settings.timeout:g} s.") from None
+            ((_, output),) = await self.read(call, began)
+        finally:
+            self.engine.cancel(call)
+        if output.error is not None:
+            raise output.error
+        return output.scores
 
-    def _log(self, path: str, run: Run, status: int) -> None:
-        job, place = run.job, run.place
-        line: dict[str, Any] = {
-            "event": "request",
-            "path": path,
-            "status": status,
-            "texts": job.count,
-            "asked": str(place.asked),
-            "trajectory": str(place.trajectory),
-            "prompt_tokens": sum(map(len, job.prompts)),
-            "new_tokens": sum(len(text.tokens) for text in run.texts),
-            "finish": sorted({text.reason for text in run.texts if text.reason is not None}),
-            "queue_seconds": round(run.queue_seconds or 0.0, 4),
-            "first_token_seconds": round(run.first_token_seconds, 4),
-            "seconds": round(time.monotonic() - run.began, 4),
-        }
-        if self.settings.log_prompts:
-            line["prompts"] = [self.served.tokenizer.decode(prompt, special=True) for prompt in job.prompts]
-        logger.info(json.dumps(line, ensure_ascii=False))
+    async def read(self, call: Call, began: float) -> list[tuple[int, EngineOutput]]:
+        """The next outputs of a request that began then, if they come before its timeout."""
+        try:
+            async with asyncio.timeout(max(0.0, began + self.timeout - time.monotonic())):
+                return await call.read()
+        except TimeoutError:
+            raise ApiError(f"The request took longer than {self.timeout:g} s.", 504, "timeout") from None
 
 
 class ServerMetrics:
-    """All that is counted, in a registry of its own."""
+    """All metrics, in a registry of their own. Those with a budget or status take it as argument."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, engine: EngineProcess, admission: Admission) -> None:
         self.registry = CollectorRegistry()
-        self._model = model
-        self._before, self._losses = EngineLoad(), 0
 
-        def gauge(name: str, what: str) -> Gauge:
-            return Gauge(f"loopformer:{name}", what, ["model_name"], registry=self.registry)
+        def new(kind: Callable[..., M], name: str, help: str, *labels: str, **options: Any) -> Callable[..., M]:
+            metric: Any = kind(
+                f"loopformer:{name}", help, ["model_name", *labels], registry=self.registry, **options
+            )
+            return partial(metric.labels, model)
 
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"loopformer:{name}", what, ["model_name", *labels], registry=self.registry)
+        self.running = new(Gauge, "num_requests_running", "Texts that have a slot.")()
+        self.waiting = new(Gauge, "num_requests_waiting", "Texts that wait for a slot, or requests to be scored.")()
+        self.memory_usage = new(
+            Gauge, "kv_cache_usage_perc", "Share of the memory for keys and values; 1 is all."
+        )()
+        level = new(Gauge, "degradation_level", "0 grants the requested budget; 1, 2 and 3 grant less.")()
+        level.set_function(lambda: admission.level)
+        up = new(Gauge, "engine_up", "1 while the engine's process runs.")()
+        up.set_function(lambda: engine.state == "ready")
+        self.prompt_tokens = new(Counter, "prompt_tokens", "Tokens of prompts.", "budget")
+        self.generation_tokens = new(Counter, "generation_tokens", "New tokens.", "budget")
+        self.prefix_queries = new(Counter, "prefix_cache_queries", "Tokens of prompts that were looked up.")()
+        self.prefix_hits = new(Counter, "prefix_cache_hits", "Those that were computed for another prompt.")()
+        ended = "Texts by how they ended: stop, length or abort."
+        self.success = new(Counter, "request_success", ended, "budget", "finished_reason")
+        self.refused = new(Counter, "requests_refused", "Requests that were refused, by status.", "status")
+        less = "Requests that were granted less than requested."
+        self.degraded = new(Counter, "requests_degraded", less, "asked", "budget")
+        self.restarts = new(Counter, "engine_restarts", "Processes of the engine that were lost.")()
 
-        def histogram(name: str, what: str, buckets: Sequence[float]) -> Histogram:
-            names = ["model_name", "budget"]
-            return Histogram(f"loopformer:{name}", what, names, registry=self.registry, buckets=buckets)
+        def histogram(name: str, help: str, buckets: Sequence[float]) -> Callable[..., Histogram]:
+            return new(Histogram, name, help, "budget", buckets=buckets)
 
-        self._running = gauge("num_requests_running", "Requests that have a slot.")
-        self._waiting = gauge("num_requests_waiting", "Requests that wait for one, or to be looked at.")
-        self._usage = gauge("kv_cache_usage_perc", "Share of the memory for keys and values in use; 1 is all.")
-        self._level = gauge("degradation_level", "0 grants what is asked for; 1, 2 and 3 grant less.")
-        self._up = gauge("engine_up", "1 while the engine's process runs.")
-        self._prompt = counter("prompt_tokens", "Tokens of prompts.", "budget")
-        self._new = counter("generation_tokens", "New tokens.", "budget")
-        self._queries = counter("prefix_cache_queries", "Tokens of prompts that were looked up.")
-        self._hits = counter("prefix_cache_hits", "Those of them that another prompt had run.")
-        self._success = counter(
-            "request_success", "Texts by how they ended: stop, length or abort.", "budget", "finished_reason"
-        )
-        self._refused = counter("requests_refused", "Requests that were not run, by status.", "status")
-        self._degraded = counter("requests_degraded", "Requests granted less than they asked.", "asked", "budget")
-        self._restarts = counter("engine_restarts", "Processes of the engine that died.")
-        self._first = histogram("time_to_first_token_seconds", "From request to first token.", _FIRST)
-        self._each = histogram(
-            "request_time_per_output_token_seconds", "Between tokens after the first, the mean of a text.", _EACH
-        )
-        self._end = histogram("e2e_request_latency_seconds", "From request to last token.", _WHOLE)
-        self._queue = histogram("request_queue_time_seconds", "From request to slot.", _WHOLE)
-        for counted in (self._queries, self._hits, self._restarts):
-            counted.labels(model)
+        self.time_to_first_token = histogram("time_to_first_token_seconds", "From request to first token.", _FIRST)
+        mean = "Between tokens after the first, the mean of a text."
+        self.time_per_token = histogram("request_time_per_output_token_seconds", mean, _EACH)
+        self.latency = histogram("e2e_request_latency_seconds", "From request to last token.", _TOTAL)
+        self.queue_time = histogram("request_queue_time_seconds", "From request to slot.", _TOTAL)
 
-    def load(self, load: EngineLoad, memory: int) -> None:
-        """How busy the engine says it is; its counts begin again with a new process."""
-        before = self._before if load.prompt_tokens >= self._before.prompt_tokens else EngineLoad()
-        shared = max(0, load.shared_tokens - before.shared_tokens)
-        self._hits.labels(self._model).inc(shared)
-        self._queries.labels(self._model).inc(shared + load.prompt_tokens - before.prompt_tokens)
-        self._before = load
-        self._running.labels(self._model).set(load.running)
-        self._waiting.labels(self._model).set(load.waiting)
-        self._usage.labels(self._model).set(load.used_bytes / memory)
-
-    def engine(self, up: bool, losses: int) -> None:
-        """Whether the engine's process runs, and how many have died."""
-        self._up.labels(self._model).set(up)
-        self._restarts.labels(self._model).inc(losses - self._losses)
-        self._losses = losses
-
-    def level(self, level: int) -> None:
-        self._level.labels(self._model).set(level)
-
-    def refused(self, status: int) -> None:
-        self._refused.labels(self._model, status).inc()
-
-    def degraded(self, asked: int, budget: int) -> None:
-        self._degraded.labels(self._model, asked, budget).inc()
-
-    def queued(self, budget: int, seconds: float) -> None:
-        self._queue.labels(self._model, budget).observe(seconds)
-
-    def prompt_tokens(self, budget: int, count: int) -> None:
-        self._prompt.labels(self._model, budget).inc(count)
-
-    def new_tokens(self, budget: int, count: int) -> None:
-        self._new.labels(self._model, budget).inc(count)
-
-    def first_token(self, budget: int, seconds: float) -> None:
-        self._first.labels(self._model, budget).observe(seconds)
-
-    def aborted(self, budget: int, count: int) -> None:
-        """Texts whose client has gone away."""
-        self._success.labels(self._model, budget, "abort").inc(count)
-
-    def finished(self, budget: int, reason: Reason, new: int, first: float, whole: float) -> None:
-        """A text has ended: its tokens, and the seconds from the request to the first and to the last of them."""
-        self._success.labels(self._model, budget, FINISH[reason]).inc()
-        self._end.labels(self._model, budget).observe(whole)
-        if new > 1:
-            self._each.labels(self._model, budget).observe((whole - first) / (new - 1))
+    def set_load(self, load: EngineLoad) -> None:
+        """Add what the engine's process reports."""
+        self.prefix_hits.inc(load.shared_tokens)
+        self.prefix_queries.inc(load.shared_tokens + load.prompt_tokens)
+        self.running.set(load.running)
+        self.waiting.set(load.waiting)
+        self.memory_usage.set(load.memory_usage)

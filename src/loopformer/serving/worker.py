@@ -1,19 +1,19 @@
-"""The process that the engine runs in: what goes down its pipe and comes up, and its loop.
+"""The process that the engine runs in: the messages of its pipe, and its loop.
 
     process = context.Process(target=run_worker, args=(WorkerSettings("runs/mine", rows=16), connection))
     connection.recv()                                   # EngineReady, or one sentence that says what is wrong
-    connection.send([Submit(0, request, priority=0, stream=True)])     # or Look, Cancel
-    connection.recv()                                   # a NewsBatch: Started, TextPiece, Looked, Refused
+    connection.send([Submit(priority=0, number=0, request=request, stream=True)])     # or ScoreRequest, Cancel
+    outputs, load = connection.recv()                   # a list of EngineOutput, an EngineLoad
 
-It takes what is in the pipe, gives free slots to whoever waits (lower priority numbers first), steps the engine,
-and sends what came of it in one message; with nothing to say it says now and then that it lives. It ends with its
-parent. The other end of the pipe is engine_process.py.
+The loop reads messages, gives free slots to queued requests (lower priority numbers first), steps the engine, and
+sends the outputs in one message. An idle process sends a sign of life now and then. It ends with its parent. The
+other end of the pipe is engine_process.py.
 
-A piece of text costs the server far more than a token costs the engine, most of it in the kernel. So where many
-texts stream fast, a piece is several tokens: all streams together get at most PIECES a second, 64 of them one each
-16 ms, one alone every token. The first token of a text and its last go with the next message. Of an answer that is
-sent whole nobody reads pieces; some come all the same, for the metrics. A message costs the engine a third of a
-millisecond, so with 64 requests there is one each 4 ms at most, with one after every step.
+An output costs the server far more than a token costs the engine, most of it in the kernel. So where many texts
+stream fast, an output has several tokens: all streams together get at most MAX_OUTPUTS a second, 64 of them one
+each 16 ms, one alone every token. The first token of a text and its last are in the next message. Nobody reads the
+parts of an answer that is not streamed, but some outputs come for the metrics. A message costs the engine a third
+of a millisecond, so with 64 requests there is one each 4 ms at most, with one after every step.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from loopformer.scoring import head_chunks
 from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
-MOST_FAILURES = 5  # of steps in a row, after which the process gives up and another is started
-PIECES = 4000  # of streams a second, all together
-MESSAGES = 16_000  # divided by the requests that run: how many a second at most
-WHOLE_SECONDS = 0.25  # from one piece to the next of an answer that is sent whole
+MAX_FAILED_STEPS = 5  # in a row; then the process ends and another one is started
+MAX_OUTPUTS = 4000  # a second, of all streams together
+MAX_MESSAGES = 16_000  # a second, divided by the number of running requests
+UNSTREAMED_SECONDS = 0.25  # between the outputs of an answer that is not streamed
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What the process loads, and how much it runs at once."""
+    """The model that the process loads, and how much it runs at once."""
 
     model: str
     rows: int = 16
@@ -67,49 +67,46 @@ class WorkerSettings:
     device: str = "auto"
     dtype: str | None = None
     fast: Fast = "auto"
-    step_seconds: float = 120.0  # without a word of the process, after which it counts as hung
-
-    @property
-    def beat_seconds(self) -> float:
-        """How often the process says that it lives while it has nothing to do."""
-        return self.step_seconds / 4
+    step_seconds: float = 120.0  # after which a silent process counts as hung
 
 
 class EngineReady(NamedTuple):
     """What was loaded."""
 
-    model: str  # of a run the checkpoint
+    model: str  # the checkpoint, where a run was given
     config: ModelConfig
     default: Trajectory
     rows: int
-    memory: int  # bytes of keys and values that there is room for
+    memory: int  # bytes for keys and values
     value_bytes: int
     device: str
     process: int
 
 
 class EngineLoad(NamedTuple):
-    """How busy the engine is, and what it has done so far."""
+    """How busy the engine is, and what it has done since its last message."""
 
     running: int = 0
     waiting: int = 0
-    used_bytes: int = 0
+    memory_usage: float = 0.0
     prompt_tokens: int = 0
     shared_tokens: int = 0
 
 
-# What goes down the pipe.
+# Messages to the process.
 
 
 class Submit(NamedTuple):
+    """Generate a text. Messages sort by priority, then by number, which is unique."""
+
+    priority: int
     number: int
     request: Request
-    priority: int
     stream: bool
 
 
-class Look(NamedTuple):
-    """Have tokens looked at: after each loop (`lens`), or else token by token (`ranked`)."""
+class ScoreRequest(NamedTuple):
+    """Score tokens: the next one after each loop (`lens`), or each given its predecessors (`ranked`)."""
 
     number: int
     ids: tuple[int, ...]
@@ -119,10 +116,12 @@ class Look(NamedTuple):
 
 
 class Cancel(NamedTuple):
+    """Drop a request, waiting or running."""
+
     number: int
 
 
-# What comes up.
+# Messages from it: a list of outputs and the engine's load.
 
 Alternatives = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the most likely first
 
@@ -134,57 +133,31 @@ class Ranked(NamedTuple):
     alternatives: Alternatives
 
 
-class Started(NamedTuple):
-    """A request has got its slot, at a time of the clock that all processes share (`time.monotonic`)."""
+class EngineOutput(NamedTuple):
+    """What has become of a request since its last output."""
 
     number: int
-    at: float
-
-
-class TextPiece(NamedTuple):
-    """Text that came of a request, its tokens and their log-probabilities; the last one has a reason."""
-
-    number: int
-    text: str
+    started_at: float | None = None  # when it got its slot, by `time.monotonic`, which all processes share
+    text: str = ""
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    reason: Reason | None = None
-    error: str | None = None
+    reason: Reason | None = None  # why the text has ended
+    scores: Any = None  # of a ScoreRequest, all at once
+    error: LoopformerError | None = None  # why it cannot be run, or failed
 
-
-class Looked(NamedTuple):
-    """What came of a `Look`."""
-
-    number: int
-    value: Any
-
-
-class Refused(NamedTuple):
-    """A request that cannot be run, in one sentence; by a fault of its own, or of ours."""
-
-    number: int
-    sentence: str
-    ours: bool = False
-
-
-News = Started | TextPiece | Looked | Refused
-
-
-class NewsBatch(NamedTuple):
-    """What came of a step."""
-
-    news: list[News]
-    load: EngineLoad
+    @property
+    def is_last(self) -> bool:
+        return self.reason is not None or self.scores is not None or self.error is not None
 
 
 # The process.
 
 
 def run_worker(settings: WorkerSettings, connection: Connection) -> None:
-    """Load the model, say so, and serve what comes down the pipe until it is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # which may go to all processes of a group; the parent drains
+    """Load the model, report it, and handle messages until the pipe is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to the whole group; the parent drains
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     log_as_json()
     try:
         lm, source = load_served(settings)
@@ -212,11 +185,11 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
         )
     )
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        _Worker(lm, engine, connection, settings.beat_seconds).run()
+        _Worker(lm, engine, connection, settings.step_seconds / 4).run()
 
 
 def load_served(settings: WorkerSettings) -> tuple[LM, str]:
-    """The model where it is to run, and where it came from; what ends an answer in a chat ends every text."""
+    """The model on its device, and its path. The end token of the chat template ends completions, too."""
     model = settings.model
     if is_run_folder(model):
         lm, source = from_model_folder(model, lambda checkpoint: (load(checkpoint), str(checkpoint)))
@@ -227,114 +200,115 @@ def load_served(settings: WorkerSettings) -> tuple[LM, str]:
     return lm, source
 
 
-def _leave_with_parent() -> None:
+def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    wait([parent.sentinel])
+    wait([parent.sentinel])  # a closed pipe would go unnoticed in a step that hangs
     os._exit(1)
 
 
 @dataclass
-class _Running:
-    """A request that the engine has, and what has come of it that was not sent yet."""
+class _RunningRequest:
+    """A request that the engine has, and its output that was not sent yet."""
 
     number: int
     stream: bool
     texts: list[str] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
-    due: float = 0.0  # when the next piece is to be sent
+    due: float = 0.0  # when the next output is to be sent
 
-    def piece(self, result: Result | None) -> TextPiece:
-        """All of it, to be sent; with what a request that has ended came to."""
+    def take_output(self, result: Result | None) -> EngineOutput:
+        """Everything since the last output; the result, if it has ended, says why."""
         tokens = tuple([choice.token for choice in self.choices])
         logprobs = tuple([choice.logprob for choice in self.choices])
         text, self.texts, self.choices = "".join(self.texts), [], []
-        reason, error = (None, None) if result is None else (result.reason, result.error)
-        return TextPiece(self.number, text, tokens, logprobs, reason, error)
+        error = None
+        if result is not None and result.error is not None:
+            logger.error("A request failed: %s", result.error)
+            error = RunFailed("The text could not be generated.")
+        reason = None if result is None else result.reason
+        return EngineOutput(self.number, None, text, tokens, logprobs, reason, error=error)
 
 
 class _Worker:
-    """The loop of the process: take, step, send."""
+    """The loop of the process: receive messages, step the engine, send outputs."""
 
     def __init__(self, lm: LM, engine: Engine, connection: Connection, beat_seconds: float) -> None:
         self._lm, self._engine, self._pipe, self._beat_seconds = lm, engine, connection, beat_seconds
-        self._before = engine.counts  # what was run to warm up
-        self._queue: list[tuple[int, Submit]] = []  # a heap: by priority, then as they came
-        self._looks: list[Look] = []
-        self._look_again = 0.0  # when the next may be answered while texts are under way
-        self._running: dict[int, _Running] = {}  # by ticket
-        self._news: list[News] = []
-        self._quiet = False  # whether nothing has changed that the server does not know
-        self._sent = 0.0  # when the server last heard
+        self._counts = engine.counts  # up to the last message; those of the warm-up are never sent
+        self._queue: list[Submit] = []  # a heap: by priority, then in order of arrival
+        self._score_queue: list[ScoreRequest] = []
+        self._next_score_at = 0.0  # while texts are under way
+        self._running: dict[int, _RunningRequest] = {}  # by the engine's ticket
+        self._outputs: list[EngineOutput] = []
+        self._is_load_sent = False
+        self._sent_at = 0.0
 
     def run(self) -> None:
         failures = 0
         while True:
-            if not (self._queue or self._looks) and self._engine.idle:
+            if not (self._queue or self._score_queue) and self._engine.idle:
                 while not self._pipe.poll(self._beat_seconds):
-                    self._send()
+                    self._send()  # an idle process shows that it is alive
             while self._pipe.poll():
-                self._quiet = False
+                self._is_load_sent = False
                 for message in self._pipe.recv():
-                    self._take(message)
-            self._fill()
-            self._look()
+                    self._receive(message)
+            self._fill_slots()
+            self._score()
             try:
                 self._step()
                 failures = 0
             except Exception:
+                # The engine's step is a transaction, so it is safe to repeat; it ends a request that fails twice.
                 failures += 1
                 logger.exception("A step of the engine failed.")
-                if failures == MOST_FAILURES:
+                if failures == MAX_FAILED_STEPS:
                     raise
-            changed = bool(self._news) or not self._quiet
-            pause = len(self._running) / MESSAGES if changed else self._beat_seconds
-            if time.monotonic() >= self._sent + pause:
+            has_changed = bool(self._outputs) or not self._is_load_sent
+            pause = len(self._running) / MAX_MESSAGES if has_changed else self._beat_seconds
+            if time.monotonic() >= self._sent_at + pause:
                 self._send()
 
-    def _take(self, message: Submit | Look | Cancel) -> None:
+    def _receive(self, message: Submit | ScoreRequest | Cancel) -> None:
         if isinstance(message, Submit):
-            # Numbers grow, so the heap never compares requests.
-            heapq.heappush(self._queue, (message.priority, message))
-        elif isinstance(message, Look):
-            self._looks.append(message)
+            heapq.heappush(self._queue, message)
+        elif isinstance(message, ScoreRequest):
+            self._score_queue.append(message)
         else:
-            self._cancel(message.number)
-
-    def _cancel(self, number: int) -> None:
-        self._looks = [look for look in self._looks if look.number != number]
-        self._queue = [entry for entry in self._queue if entry[1].number != number]
-        heapq.heapify(self._queue)
-        for ticket, running in self._running.items():
-            if running.number == number:
+            number = message.number
+            self._score_queue = [waiting for waiting in self._score_queue if waiting.number != number]
+            self._queue = [waiting for waiting in self._queue if waiting.number != number]
+            heapq.heapify(self._queue)
+            for ticket in [ticket for ticket, running in self._running.items() if running.number == number]:
                 self._engine.cancel(ticket)
                 del self._running[ticket]
-                return
 
-    def _fill(self) -> None:
-        """Give the engine as many requests as it has slots for."""
+    def _fill_slots(self) -> None:
+        """Give the engine as many requests as it has free slots. The rest wait here, where priority counts."""
         while self._queue and self._engine.running + self._engine.waiting < self._engine.rows:
-            _, (number, request, _, stream) = heapq.heappop(self._queue)
+            _, number, request, stream = heapq.heappop(self._queue)
             try:
                 ticket = self._engine.submit(request)
             except Exception as error:
-                self._news.append(_refusal(number, error))
+                self._outputs.append(EngineOutput(number, error=_client_error(error)))
             else:
-                self._running[ticket] = _Running(number, stream)
-                self._news.append(Started(number, time.monotonic()))
+                self._running[ticket] = _RunningRequest(number, stream)
+                self._outputs.append(EngineOutput(number, started_at=time.monotonic()))
 
-    def _look(self) -> None:
-        """Answer one that looks at tokens; then texts have as much time as it took, if there are any."""
+    def _score(self) -> None:
+        """Answer one ScoreRequest. Then texts that are under way get as much time as it took."""
         began = time.monotonic()
-        if not self._looks or (began < self._look_again and not self._engine.idle):
+        if not self._score_queue or (began < self._next_score_at and not self._engine.idle):
             return
-        look, model = self._looks.pop(0), self._lm.model
+        request, model = self._score_queue.pop(0), self._lm.model
         try:
-            see = lens if look.by_loop else ranked
-            self._news.append(Looked(look.number, see(model, look.ids, model.resolve(look.trajectory), look.top)))
+            score = lens if request.by_loop else ranked
+            scores = score(model, request.ids, model.resolve(request.trajectory), request.top)
+            self._outputs.append(EngineOutput(request.number, scores=scores))
         except Exception as error:
-            self._news.append(_refusal(look.number, error))
-        self._look_again = 2 * time.monotonic() - began
+            self._outputs.append(EngineOutput(request.number, error=_client_error(error)))
+        self._next_score_at = 2 * time.monotonic() - began
 
     def _step(self) -> None:
         events, now = self._engine.step(), time.monotonic()
@@ -345,34 +319,34 @@ class _Worker:
             running.texts.append(text)
             running.choices += choices
             if result is not None:
-                self._news.append(running.piece(result))
+                self._outputs.append(running.take_output(result))
                 del self._running[ticket]
             elif now >= running.due:
-                self._news.append(running.piece(None))
-                running.due = now + (len(self._running) / PIECES if running.stream else WHOLE_SECONDS)
+                self._outputs.append(running.take_output(None))
+                running.due = now + (len(self._running) / MAX_OUTPUTS if running.stream else UNSTREAMED_SECONDS)
 
     def _send(self) -> None:
-        engine, counts = self._engine, self._engine.counts
+        engine, counts, before = self._engine, self._engine.counts, self._counts
         load = EngineLoad(
             engine.running,
-            len(self._queue) + len(self._looks) + engine.waiting,
-            engine.used_bytes,
-            counts.prompt_tokens - self._before.prompt_tokens,
-            counts.shared_tokens - self._before.shared_tokens,
+            len(self._queue) + len(self._score_queue) + engine.waiting,
+            engine.used_bytes / engine.memory_bytes,
+            counts.prompt_tokens - before.prompt_tokens,
+            counts.shared_tokens - before.shared_tokens,
         )
-        self._pipe.send(NewsBatch(self._news, load))
-        self._news, self._quiet, self._sent = [], True, time.monotonic()
+        self._pipe.send((self._outputs, load))
+        self._counts, self._outputs, self._is_load_sent, self._sent_at = counts, [], True, time.monotonic()
 
 
-def _refusal(number: int, error: Exception) -> Refused:
-    """What becomes of a request that could not be begun; what is unexpected goes into the log."""
+def _client_error(error: Exception) -> LoopformerError:
+    """What is wrong with the request; or that the server failed, with the details in the log only."""
     if isinstance(error, LoopformerError) and not isinstance(error, RunFailed):
-        return Refused(number, str(error))
+        return LoopformerError(str(error))
     logger.error("A request failed.", exc_info=error)
-    return Refused(number, "The request could not be run.", ours=True)
+    return RunFailed("The request could not be run.")
 
 
-# What a model says of given tokens; both run them once, without a cache.
+# Scoring given tokens, in one pass without a cache.
 
 
 @torch.no_grad()
@@ -385,7 +359,7 @@ def lens(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) 
 
 @torch.no_grad()
 def ranked(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) -> list[Ranked]:
-    """Every token as the model found it, beside the `top` most likely."""
+    """The log-probability of every token, and those of the `top` most likely tokens at its position."""
     if len(ids) < 2:
         return [Ranked(None, ()) for _ in ids]
     hidden = model(_batch(model, ids[:-1]), trajectory, logits=False).hidden[0]  # [T - 1, D]
@@ -393,8 +367,8 @@ def ranked(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int
     rows = [Ranked(None, ())]
     for part, logits in head_chunks(model, hidden):
         logprobs = logits.log_softmax(-1)
-        own = logprobs.gather(1, targets[part, None])[:, 0].tolist()
-        rows += map(Ranked, own, _alternatives(logprobs, top))
+        chosen = logprobs.gather(1, targets[part, None])[:, 0].tolist()
+        rows += map(Ranked, chosen, _alternatives(logprobs, top))
     return rows
 
 
@@ -409,11 +383,11 @@ def _alternatives(logprobs: Tensor, top: int) -> list[Alternatives]:
     ]
 
 
-# The log, of this process and of the server's.
+# The log of this process and of the server's.
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line; a message that is one already gets the time and the level."""
+    """One JSON object per line. A message that is one already is extended by the time and the level."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
@@ -425,7 +399,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def log_as_json() -> None:
-    """The log of this process goes to stderr, one JSON object a line."""
+    """Write the log of this process to stderr, one JSON object per line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter())
     for name in ("loopformer", "uvicorn"):

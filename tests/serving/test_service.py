@@ -1,11 +1,19 @@
-"""Who may come in, and at which budget."""
+"""Which requests come in, and at which budget."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loopformer import LoopformerError, Trajectory
-from loopformer.serving.admission import ENTER, LEAVE, Admission, Overloaded, granted, next_level, seconds_to_wait
+from loopformer.serving.protocol import ApiError
+from loopformer.serving.service import (
+    ENTER_LOADS,
+    LEAVE_LOADS,
+    Admission,
+    grant_trajectory,
+    next_level,
+    seconds_to_wait,
+)
 
 loads = st.floats(0, 1.5)
 
@@ -13,11 +21,11 @@ loads = st.floats(0, 1.5)
 @given(st.integers(0, 3), loads)
 def test_a_level_lies_between_what_entering_and_leaving_allow(level: int, load: float) -> None:
     after = next_level(level, load)
-    assert after >= sum(load >= enter for enter in ENTER)
-    assert after <= sum(load >= leave for leave in LEAVE)
+    assert after >= sum(load >= enter for enter in ENTER_LOADS)
+    assert after <= sum(load >= leave for leave in LEAVE_LOADS)
     assert next_level(after, load) == after
     if after != level:  # what stands between leaving and entering stays as it is
-        assert (after > level) == (load >= ENTER[min(level, 2)])
+        assert (after > level) == (load >= ENTER_LOADS[min(level, 2)])
 
 
 def test_a_load_that_swings_a_little_changes_nothing() -> None:
@@ -31,7 +39,7 @@ def test_a_load_that_swings_a_little_changes_nothing() -> None:
 @given(st.integers(1, 16), st.integers(1, 20), st.integers(0, 3))
 def test_never_below_the_least_nor_above_what_was_asked(budget: int, least: int, level: int) -> None:
     asked = Trajectory.uniform(budget)
-    budgets = [granted(asked, least, each).budget for each in range(4)]
+    budgets = [grant_trajectory(asked, least, each).budget for each in range(4)]
     assert budgets[0] == budget
     assert budgets == sorted(budgets, reverse=True)
     assert min(least, budget) <= budgets[level] <= budget
@@ -39,17 +47,18 @@ def test_never_below_the_least_nor_above_what_was_asked(budget: int, least: int,
 
 def test_a_lowered_schedule_is_uniform_and_an_untouched_one_itself() -> None:
     asked = Trajectory.parse("4-2-1-1")
-    assert granted(asked, 4, 3) is asked
-    assert granted(asked, 1, 2) == Trajectory.uniform(2)
+    assert grant_trajectory(asked, 4, 3) is asked
+    assert grant_trajectory(asked, 1, 2) == Trajectory.uniform(2)
 
 
 def test_a_full_queue_says_when_to_try_again() -> None:
     admission, full = Admission(rows=2, queue=3, memory=100), Trajectory.uniform(4)
-    places = [admission.enter(1, lambda _: 1, full) for _ in range(5)]
-    with pytest.raises(Overloaded) as refused:
+    admitted = [admission.enter(1, lambda _: 1, full) for _ in range(5)]
+    with pytest.raises(ApiError) as refused:
         admission.enter(1, lambda _: 1, full)
-    assert 1 <= refused.value.retry_after <= 60
-    admission.leave(places[0], 3.0)
+    assert 1 <= int(refused.value.headers["retry-after"]) <= 60
+    assert (refused.value.status, refused.value.code) == (429, "server_busy")
+    admission.leave(admitted[0], 3.0)
     assert admission.enter(1, lambda _: 1, full).trajectory == full
     with pytest.raises(LoopformerError, match="more than the 5"):
         admission.enter(6, lambda _: 1, full)
@@ -59,13 +68,13 @@ def test_the_wait_follows_what_requests_take() -> None:
     admission, full = Admission(rows=1, queue=1, memory=100), Trajectory.uniform(4)
 
     def wait() -> int:
-        with pytest.raises(Overloaded) as refused:
+        with pytest.raises(ApiError) as refused:
             admission.enter(1, lambda _: 1, full)
-        return refused.value.retry_after
+        return int(refused.value.headers["retry-after"])
 
-    places = [admission.enter(1, lambda _: 1, full) for _ in range(2)]
+    admitted = [admission.enter(1, lambda _: 1, full) for _ in range(2)]
     assert wait() == 3  # a guess
-    admission.leave(places[0], 10.0)
+    admission.leave(admitted[0], 10.0)
     admission.enter(1, lambda _: 1, full)
     assert wait() == 5  # two at a time, ten seconds each
 
@@ -73,7 +82,7 @@ def test_the_wait_follows_what_requests_take() -> None:
 def test_bytes_fill_the_queue_too() -> None:
     admission, full = Admission(rows=2, queue=2, memory=100), Trajectory.uniform(4)
     first = admission.enter(1, lambda _: 150, full)
-    with pytest.raises(Overloaded):
+    with pytest.raises(ApiError, match="busy"):
         admission.enter(1, lambda _: 60, full)
     admission.leave(first, 1.0)
     assert admission.load == 0
@@ -82,13 +91,13 @@ def test_bytes_fill_the_queue_too() -> None:
 
 def test_a_fuller_queue_grants_less_and_an_empty_one_all_again() -> None:
     admission, full = Admission(rows=2, queue=8, memory=1000, degrade=True), Trajectory.uniform(4)
-    places = [admission.enter(1, lambda _: 1, full, least=2) for _ in range(10)]
-    budgets = [place.trajectory.budget for place in places]
+    admitted = [admission.enter(1, lambda _: 1, full, min_budget=2) for _ in range(10)]
+    budgets = [each.trajectory.budget for each in admitted]
     assert budgets == [4, 4, 4, 4, 3, 3, 2, 2, 2, 2]
-    assert places[-1].degraded
-    assert not places[0].degraded
-    for place in places:
-        admission.leave(place, 1.0)
+    assert admitted[-1].trajectory != full
+    assert admitted[0].trajectory == full
+    for each in admitted:
+        admission.leave(each, 1.0)
     assert admission.level == 0
     assert admission.enter(1, lambda _: 1, full).trajectory == full
 
