@@ -47,6 +47,7 @@ from loopformer.files import write_atomic
 if TYPE_CHECKING:
     from loopformer.evaluation.harness import Suite
 
+SEQUENTIAL = "[{budget: full}, {budget: short, sampler: sequential, weight: 0.1, match: 0.1}]"
 QUEUE: dict[str, tuple[str, dict[str, Any]]] = {  # a preset and what differs from SETTINGS, the most telling first
     "loopformer": ("paper/loopformer", {}),
     "base-loop": ("paper/base-loop", {}),
@@ -56,7 +57,7 @@ QUEUE: dict[str, tuple[str, dict[str, Any]]] = {  # a preset and what differs fr
     "tmlt": ("paper/tmlt", {}),
     "base-loop-ee": ("paper/base-loop-ee", {}),
     "base-3": ("paper/base-3x1", {}),
-    "loopformer-sequential": ("paper/loopformer", {"objective.sampler": "sequential"}),  # the authors' sampler
+    "loopformer-sequential": ("paper/loopformer", {"objective.trajectories": SEQUENTIAL}),  # the authors' sampler
     "tmlt-ee-s1": ("paper/tmlt-ee", {"training.seed": 1}),
     "loopformer-s1": ("paper/loopformer", {"training.seed": 1}),
     "base-12": ("paper/base-12x1", {}),

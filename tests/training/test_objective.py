@@ -10,6 +10,8 @@ from loopformer.config.run import TrainedTrajectory
 from loopformer.data.loader import NO_LOSS
 from loopformer.training.objective import Objective
 
+from .runs import pair
+
 FULL, SHORT = Trajectory.uniform(4), Trajectory.parse("2-1-1")
 
 
@@ -37,7 +39,7 @@ def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("kind", ["hidden", "logits", "distribution"])
 def test_it_is_the_papers_sum(tiny: ModelConfig, kind: str) -> None:
-    config = ObjectiveConfig(short_weight=0.2, consistency_weight=0.3, consistency=kind, chunk=5)  # type: ignore[arg-type]
+    config = ObjectiveConfig(pair(0.2, 0.3), consistency=kind, chunk=5)  # type: ignore[arg-type]
     objective, inputs, targets = make(tiny, config)
     counted = float((targets != NO_LOSS).sum())
     got = objective(inputs, targets, None, [FULL, SHORT], [range(4)] * 2, [counted] * 2)
@@ -84,7 +86,7 @@ def test_recomputing_loops_changes_nothing(tiny: ModelConfig) -> None:
 
 
 def test_fixed_depth_has_one_route(tiny: ModelConfig) -> None:
-    objective, inputs, targets = make(tiny, ObjectiveConfig(short_weight=0, consistency_weight=0))
+    objective, inputs, targets = make(tiny, ObjectiveConfig((TrainedTrajectory("full"),)))
     seen: list[int] = []
     objective.model.stack.register_forward_hook(lambda *_: seen.append(1))
     losses = objective(inputs, targets, None, [FULL], [range(4)], [31.0])
@@ -131,7 +133,7 @@ def test_a_list_is_the_sum_of_its_trajectories(tiny: ModelConfig, kind: str) -> 
 
 
 def test_a_trajectory_that_is_not_followed_costs_nothing(tiny: ModelConfig) -> None:
-    config = ObjectiveConfig(trajectories=(TrainedTrajectory("any"), TrainedTrajectory(2, during=(0.5, 1.0))))
+    config = ObjectiveConfig(trajectories=(TrainedTrajectory("any"), TrainedTrajectory(2, active_range=(0.5, 1.0))))
     objective, inputs, targets = make(tiny, config)
     seen: list[int] = []
     objective.model.stack.register_forward_hook(lambda *_: seen.append(1))

@@ -30,7 +30,7 @@ from loopformer.training.launch import launch
 from loopformer.training.reporting import read_metrics
 from loopformer.training.trainer import Trainer, fused_precision, make_model
 
-from .runs import Small, go_back, training_losses, weights
+from .runs import PAIR, Small, go_back, training_losses, weights
 
 PAPER = [name for name in preset_names() if name.startswith("paper/") and "x" not in name.rpartition("-")[2]]
 
@@ -76,17 +76,17 @@ def test_a_run_is_whole_and_loads(small: Small, tmp_path: Path) -> None:
     assert len(checkpoints(tmp_path / "run")) <= 4
 
 
-LIST = "[{budget: any, sampler: compositions}, {budget: 1, weight: 0.2, during: [0.5, 1]}]"
+LIST = "[{budget: any, sampler: compositions}, {budget: 1, weight: 0.2, active_range: [0.5, 1]}]"
 RESUMED: dict[str, dict[str, str]] = {
     "demo": {},
-    "paper": {"training__optimizer": "adamw", "objective__sampler": "compositions"},
+    "paper": {"training__optimizer": "adamw", "objective__trajectories": PAIR},
     "muon": {"training__optimizer": "muon", "objective__trajectories": LIST, "model__inject": "gated"},
     "recurrent depth": {
         "model__conditioning": "none",
         "model__norms": "sandwich",
         "model__start": "random",
         "model__inject": "adapter",
-        "objective__sampler": "uniform",
+        "objective__trajectories": "[{budget: full}, {budget: short, weight: 0.1, match: 0.1}]",
     },
 }
 
@@ -272,7 +272,7 @@ def test_micro_batches_and_route_parts_train_the_same_model(small: Small, tmp_pa
     losses = []
     for number, micro in enumerate((1, 4)):
         run = tmp_path / str(number)
-        parts = small(training__micro_batch=micro, objective__route_draws=2, objective__sampler="compositions")
+        parts = small(training__micro_batch=micro, objective__trajectory_groups=2, objective__trajectories=PAIR)
         launch("demo", parts, run, quiet=True)
         losses.append(training_losses(run))
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
@@ -327,6 +327,10 @@ def test_supervised_examples_train_on_their_responses_only(small: Small, corpus:
 
 def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: Path) -> None:
     launch("demo", small(training__steps=2), tmp_path / "run", quiet=True)
+
+    def with_short(settings: str) -> list[str]:
+        return small(objective__trajectories=f"[{{budget: full}}, {{budget: short, {settings}}}]")
+
     cases: list[tuple[str | None, list[str], dict[str, bool], str]] = [
         ("demo", small(), {}, "already holds a run; go on with `loopformer train --resume --out"),
         ("demo", small(training__seed=1), {"resume": True}, "training.seed = 0, not 1"),
@@ -337,14 +341,21 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(training__threads=100_000), {}, "training.threads must be 1 or more, and 1,024 at most"),
         ("demo", small(training__device="meta"), {}, "does not run on 'meta'"),
         ("demo", small(training__learning_rate="inf"), {}, "must be a finite number"),
-        ("demo", small(objective__short_fraction=0.1), {}, "is no row; raise it, or training.batch to 10"),
-        ("demo", small(objective__short_weight=-1), {}, "objective.short_weight must be a number of 0 or more"),
-        ("demo", small(objective__sampler="some"), {}, "objective.sampler must be one of compositions"),
+        ("demo", with_short("rows: 0.1"), {}, "is no row; raise it, or training.batch to 10"),
+        ("demo", with_short("weight: -1"), {}, "budget short: weight must be 0 or more, got -1"),
+        ("demo", with_short("sampler: some"), {}, "budget short: sampler must be one of compositions"),
+        ("demo", small(objective__short_weight=-1), {}, "objective.short_weight was removed; write the list"),
+        ("demo", small(objective__sampler="some"), {}, "objective.sampler was removed; write the list"),
         ("demo", small(objective__trajectories="[{budget: 9}]"), {}, "beyond the model's 4 loops"),
         ("demo", small(objective__trajectories="[{budget: some}]"), {}, "a budget is full, short, any"),
         ("demo", small(objective__trajectories="[{budget: [3, 2]}]"), {}, "a budget is full, short, any"),
         ("demo", small(objective__trajectories="[{budget: 2, match: 1}]"), {}, "must be in the list"),
-        ("demo", small(objective__trajectories="[{budget: 2, during: [0, 0.5]}]"), {}, "from 0.5 of training on"),
+        (
+            "demo",
+            small(objective__trajectories="[{budget: 2, active_range: [0, 0.5]}]"),
+            {},
+            "from 0.5 of training on",
+        ),
         ("demo", small(objective__trajectories="[{weight: 1}]"), {}, "must have its budget"),
         ("demo", small(objective__trajectories="[{budget: full, match: 1}]"), {}, "the others are matched with"),
         ("demo", small(objective__trajectories="[]"), {}, "must be a list of trajectories"),
@@ -362,8 +373,8 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(model__vocab=10), {}, "tokenizer has 300 tokens but model.vocab is 10"),
         ("demo", small(training__device="cud"), {}, "no device"),
         ("demo", small(data__path=tmp_path / "none", data__prepare="null"), {}, "loopformer prepare"),
-        ("paper/base", small(objective__short_weight=0.1), {}, "no shorter trajectory"),
-        ("paper/tmlt-ee", small(objective__sampler="compositions"), {}, "only follows uniform trajectories"),
+        ("paper/base", with_short("weight: 0.1"), {}, "no shorter trajectory"),
+        ("paper/tmlt-ee", with_short("sampler: compositions"), {}, "only follows uniform trajectories"),
         ("nope.yaml", [], {}, "There is no config file"),
         ("nope", [], {}, "There is no preset"),
         (

@@ -3,7 +3,7 @@
     for micro_batch in micro_batches(480, 12, run.objective):
         followed = draw_trajectories(run, step, micro_batch.part)
 
-A global batch is cut into `route_draws` equal parts. What is drawn for a part comes from (seed, step, part) alone,
+A global batch is cut into `trajectory_groups` equal parts. What is drawn for a part comes from (seed, step, part),
 so any number of ranks trains the same thing.
 """
 
@@ -33,7 +33,7 @@ def draw_trajectories(run: RunConfig, step: int, part: int) -> list[Trajectory |
     entries, progress = run.objective.trajectories, (step - 1) / run.training.steps
     drawn: list[Trajectory | None] = []
     for entry in entries:
-        if not entry.active(progress):
+        if not entry.is_active(progress):
             drawn.append(None)
             continue
         low, high = entry.budgets(loops)
@@ -51,7 +51,10 @@ def costliest_step(run: RunConfig) -> list[Trajectory | None]:
     longest = [Trajectory.uniform(entry.budgets(loops)[1]) for entry in entries]
     costs = [entry.rows * each.budget for entry, each in zip(entries, longest, strict=True)]
 
-    steps = [{place for place, other in enumerate(entries) if other.active(entry.during[0])} for entry in entries]
+    steps = [
+        {place for place, other in enumerate(entries) if other.is_active(entry.active_range[0])}
+        for entry in entries
+    ]
     costliest = max(steps, key=lambda places: sum(costs[place] for place in places))
     return [each if place in costliest else None for place, each in enumerate(longest)]
 
@@ -64,20 +67,20 @@ def micro_batches(
     Each rank takes a run of rows. With `in_step` each takes a share of every part instead, so that all ranks follow
     the same trajectory at the same time, as sharded weights need.
     """
-    size = batch // objective.route_draws
+    size = batch // objective.trajectory_groups
     shared = size if in_step else batch
     if shared % world:
-        what = f"each of the {objective.route_draws} parts of the batch" if in_step else "the batch"
+        what = f"each of the {objective.trajectory_groups} parts of the batch" if in_step else "the batch"
         raise LoopformerError(
             f"The {shared} rows of {what} cannot be shared evenly by {world} ranks; change training.batch"
-            + (" or objective.route_draws." if in_step else ".")
+            + (" or objective.trajectory_groups." if in_step else ".")
         )
     share = shared // world
     everyone = followers(size, objective)
 
     def of_rank(number: int) -> list[MicroBatch]:
         cut = []
-        for part in range(objective.route_draws):
+        for part in range(objective.trajectory_groups):
             first = part * size + number * share if in_step else max(part * size, number * share)
             last = first + share if in_step else min((part + 1) * size, (number + 1) * share)
             for start in range(first, last, micro_batch):
@@ -93,14 +96,14 @@ def micro_batches(
         if any(other != passes[0] for other in passes):
             raise LoopformerError(
                 "With sharded weights all ranks must follow the same trajectories at the same time; raise rows "
-                "(objective.short_fraction) or training.micro_batch, or use training.strategy=ddp."
+                "or training.micro_batch, or use training.strategy=ddp."
             )
     return mine
 
 
 def largest_micro_batch(batch: int, objective: ObjectiveConfig, world: int, in_step: bool) -> int:
     """Rows that a micro-batch can have at most."""
-    size = batch // objective.route_draws
+    size = batch // objective.trajectory_groups
     return max(1, size // world if in_step else min(size, batch // world))
 
 
@@ -116,11 +119,11 @@ def followers(size: int, objective: ObjectiveConfig) -> list[frozenset[int]]:
     entries = objective.trajectories
     busy = dict.fromkeys(spread, (0.0, 0))  # until then with a share, and with how many so far
     rows_of: dict[int, frozenset[int]] = {}
-    for place in sorted(range(len(entries)), key=lambda number: entries[number].during[0]):
+    for place in sorted(range(len(entries)), key=lambda number: entries[number].active_range[0]):
         entry = entries[place]
-        begin = sum(entries[other].rows for other in rows_of if entries[other].shares_with(entry))
+        begin = sum(entries[other].rows for other in rows_of if entries[other].splits_rows_with(entry))
         first, last = (math.floor(size * border + 0.5 + 1e-9) for border in (begin, begin + entry.rows))
         rows_of[place] = frozenset(sorted(spread, key=busy.__getitem__)[: last - first])
         if entry.rows < 1:
-            busy |= {row: (max(busy[row][0], entry.during[1]), busy[row][1] + 1) for row in rows_of[place]}
+            busy |= {row: (max(busy[row][0], entry.active_range[1]), busy[row][1] + 1) for row in rows_of[place]}
     return [rows_of[place] for place in range(len(entries))]

@@ -50,12 +50,12 @@ def make_plan(
 def training_flops_per_token(run: RunConfig, followed: Sequence[Trajectory | None] | None = None) -> float:
     """Forward and backward of the objective's trajectories: those followed in a step, or the mean over training."""
     cost, flops = Cost(run.model), 0.0
-    part = run.training.batch // run.objective.route_draws
+    part = run.training.batch // run.objective.trajectory_groups
     rows = followers(part, run.objective)
     for place, entry in enumerate(run.objective.trajectories):
         if followed is None:
             budget = sum(entry.budgets(run.model.loops)) / 2
-            share = entry.during[1] - entry.during[0]
+            share = entry.active_range[1] - entry.active_range[0]
         else:
             drawn = followed[place]
             budget, share = (0.0, 0.0) if drawn is None else (drawn.budget, 1.0)

@@ -290,7 +290,7 @@ class Trainer:
         terms_of_each = zip(entries, counts, cross_entropies, matches, strict=True)
         for place, (entry, count, loss, match) in enumerate(terms_of_each, 1):
             if loss:  # those that are not followed in this step have none
-                name = f"loss_{entry.label}"
+                name = f"loss_{entry}"
                 values[f"{name}_{place}" if name in values else name] = loss / count  # two may be alike
             consistency += match / count
         return {**values, "consistency": consistency}
