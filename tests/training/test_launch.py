@@ -229,5 +229,5 @@ def test_a_run_that_was_stored_with_the_pair_goes_on(small: Small, tmp_path: Pat
     assert load_run(file, ["objective.trajectories=[{budget: 2}]"])[0].objective.trajectories[0].budget == 2
     settings["objective"]["trajectories"] = [{"budget": "full"}]
     file.write_text(yaml.safe_dump(settings))
-    with pytest.raises(LoopformerError, match="trajectories says what objective[.]short_weight says; leave one"):
+    with pytest.raises(LoopformerError, match=r"trajectories says what objective\.short_weight says; leave one"):
         load_run(file)

@@ -137,7 +137,7 @@ def _fused(
 
     inputs = hidden.detach().to(head.dtype)
     logits = F.linear(inputs, head)  # [n, V]
-    losses = cross_entropy_(logits, targets, scale if grad_weight is not None else None)
+    losses = cross_entropy_(logits, targets, scale if grad_weight is not None else None, NO_LOSS)
     if grad_weight is not None and grad_hidden is not None:
         grad_hidden.copy_(logits @ head)
         add_matmul(grad_weight, logits.t(), inputs)

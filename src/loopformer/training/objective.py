@@ -23,8 +23,8 @@ from loopformer.config import ObjectiveConfig, RunConfig
 from loopformer.data.loader import NO_LOSS
 from loopformer.inference.score import token_logprobs
 from loopformer.model import LoopedLM
+from loopformer.training.fused.ops import Precision
 from loopformer.training.fused.passes import FusedStack
-from loopformer.training.fused.types import Precision
 from loopformer.training.head_loss import LossWeights, Match, head_losses
 from loopformer.trajectory import Trajectory
 

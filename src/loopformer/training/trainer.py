@@ -40,8 +40,8 @@ from loopformer.model import LoopedLM
 from loopformer.training.batches import MicroBatch, costliest_step, draw_trajectories, micro_batches
 from loopformer.training.checkpoint import restore_optimizer, rotate, set_aside_newer, write_checkpoint
 from loopformer.training.distributed import Parallel, Ranks, whole
+from loopformer.training.fused.ops import Precision
 from loopformer.training.fused.passes import obstacle
-from loopformer.training.fused.types import Precision
 from loopformer.training.objective import Objective, autocast
 from loopformer.training.optimizer import ModelOptimizer, learning_rate
 from loopformer.training.plan import (

@@ -28,11 +28,16 @@ from torch.autograd.function import once_differentiable
 from loopformer.config import ModelConfig
 from loopformer.model.block import Attention, Rotary, Stack
 from loopformer.training.fused.ops import (
+    GateBackward,
+    NormBackward,
+    Operand,
+    Precision,
     add_change,
     add_matmul,
     gelu_backward,
     gelu_forward,
     matmul_fp8,
+    new_modulation_sums,
     norm_forward,
     operand,
     quantise,
@@ -40,7 +45,6 @@ from loopformer.training.fused.ops import (
     scaled_matmul,
     transposed,
 )
-from loopformer.training.fused.types import GateBackward, ModulationGradient, NormBackward, Operand, Precision
 
 LEAST_CAPABILITY_FOR_FP8 = (8, 9)
 FP8_PASSES_PER_GRADIENT = 4  # passes that share one fp8 matmul for a weight's gradient: it cannot add to a sum
@@ -263,7 +267,7 @@ def _backward(fused: FusedStack, saved: list[_SavedBlock], table: Tensor, dout: 
     """The gradients of x [B, T, D] and of the table [k, 4, D]; those of the weights are added to their sums."""
     precision = fused.precision
     dx = dout.float().flatten(0, 1).contiguous()
-    sums = ModulationGradient.like(table, len(dx))
+    sums = new_modulation_sums(table, len(dx))
     # Where the residual stream goes on below a block: into what its predecessor added, or out of the pass.
     added = [None, *(GateBackward(saved[n].change_2, table[n, GATE_2], (n, GATE_2)) for n in range(len(saved)))]
     dx, _, dchange = residual_backward(dx, None, added.pop(), sums, precision)
@@ -289,4 +293,4 @@ def _backward(fused: FusedStack, saved: list[_SavedBlock], table: Tensor, dout: 
         )
         dx, h_1, dchange = residual_backward(dx, norm, added.pop(), sums, precision)
         qkv_linear.add_weight_gradient(dqkv, block.operands[0] if block.operands else h_1)
-    return dx.view_as(dout), sums.total()
+    return dx.view_as(dout), sums.sum(0)
