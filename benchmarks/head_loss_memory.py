@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from loopformer.benchmark.machine import publish
-from loopformer.training.head_loss import LossWeights, head_losses
+from loopformer.training.objective import LossWeights, head_losses
 
 
 def measure(variant: str, tokens: int, width: int, vocab: int, chunk: int) -> dict[str, float]:
