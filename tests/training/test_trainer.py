@@ -76,6 +76,7 @@ def test_a_run_is_whole_and_loads(small: Small, tmp_path: Path) -> None:
     assert len(checkpoints(tmp_path / "run")) <= 4
 
 
+SHORT = "[{{budget: full}}, {{budget: short, {}}}]"
 LIST = "[{budget: any, sampler: compositions}, {budget: 1, weight: 0.2, active_range: [0.5, 1]}]"
 RESUMED: dict[str, dict[str, str]] = {
     "demo": {},
@@ -327,10 +328,6 @@ def test_supervised_examples_train_on_their_responses_only(small: Small, corpus:
 
 def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: Path) -> None:
     launch("demo", small(training__steps=2), tmp_path / "run", quiet=True)
-
-    def with_short(settings: str) -> list[str]:
-        return small(objective__trajectories=f"[{{budget: full}}, {{budget: short, {settings}}}]")
-
     cases: list[tuple[str | None, list[str], dict[str, bool], str]] = [
         ("demo", small(), {}, "already holds a run; go on with `loopformer train --resume --out"),
         ("demo", small(training__seed=1), {"resume": True}, "training.seed = 0, not 1"),
@@ -341,9 +338,24 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(training__threads=100_000), {}, "training.threads must be 1 or more, and 1,024 at most"),
         ("demo", small(training__device="meta"), {}, "does not run on 'meta'"),
         ("demo", small(training__learning_rate="inf"), {}, "must be a finite number"),
-        ("demo", with_short("rows: 0.1"), {}, "is no row; raise it, or training.batch to 10"),
-        ("demo", with_short("weight: -1"), {}, "budget short: weight must be 0 or more, got -1"),
-        ("demo", with_short("sampler: some"), {}, "budget short: sampler must be one of compositions"),
+        (
+            "demo",
+            small(objective__trajectories=SHORT.format("rows: 0.1")),
+            {},
+            "is no row; raise it, or training.batch to 10",
+        ),
+        (
+            "demo",
+            small(objective__trajectories=SHORT.format("weight: -1")),
+            {},
+            "budget short: weight must be 0 or more, got -1",
+        ),
+        (
+            "demo",
+            small(objective__trajectories=SHORT.format("sampler: some")),
+            {},
+            "budget short: sampler must be one of compositions",
+        ),
         ("demo", small(objective__short_weight=-1), {}, "objective.short_weight was removed; write the list"),
         ("demo", small(objective__sampler="some"), {}, "objective.sampler was removed; write the list"),
         ("demo", small(objective__trajectories="[{budget: 9}]"), {}, "beyond the model's 4 loops"),
@@ -373,8 +385,13 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(model__vocab=10), {}, "tokenizer has 300 tokens but model.vocab is 10"),
         ("demo", small(training__device="cud"), {}, "no device"),
         ("demo", small(data__path=tmp_path / "none", data__prepare="null"), {}, "loopformer prepare"),
-        ("paper/base", with_short("weight: 0.1"), {}, "no shorter trajectory"),
-        ("paper/tmlt-ee", with_short("sampler: compositions"), {}, "only follows uniform trajectories"),
+        ("paper/base", small(objective__trajectories=SHORT.format("weight: 0.1")), {}, "no shorter trajectory"),
+        (
+            "paper/tmlt-ee",
+            small(objective__trajectories=SHORT.format("sampler: compositions")),
+            {},
+            "only follows uniform trajectories",
+        ),
         ("nope.yaml", [], {}, "There is no config file"),
         ("nope", [], {}, "There is no preset"),
         (

@@ -122,6 +122,6 @@ class Parallel:
             stack.reshard()
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor that may be sharded; every rank must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -39,9 +39,8 @@ from loopformer.files import locked, read_yaml, writing
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, checkpoints, data_folder
 from loopformer.plots import available
-from loopformer.training.batches import micro_batches
 from loopformer.training.distributed import Ranks
-from loopformer.training.plan import estimated_micro_batch, make_plan
+from loopformer.training.plan import estimated_micro_batch, make_plan, micro_batches
 from loopformer.training.reporting import draw_curves
 from loopformer.training.trainer import Trainer, batches_of, fused_precision
 

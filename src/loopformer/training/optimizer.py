@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from loopformer.config import TrainingConfig
 from loopformer.model.block import Attention, FeedForward
-from loopformer.training.distributed import whole
+from loopformer.training.distributed import full_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 MOMENTUM = "momentum_buffer"  # Muon's
@@ -126,7 +126,7 @@ class BlockMuon(torch.optim.Muon):
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(gradient)
         state[MOMENTUM].lerp_(gradient, 1 - momentum)
-        return whole(gradient.lerp(state[MOMENTUM], momentum).bfloat16())
+        return full_tensor(gradient.lerp(state[MOMENTUM], momentum).bfloat16())
 
 
 def orthogonalised(matrices: list[Tensor], settings: dict[str, Any]) -> Iterator[Tensor]:

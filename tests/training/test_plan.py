@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from loopformer import LoopformerError
 from loopformer.config import ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, load_run
 from loopformer.config.run import TrainedTrajectory
-from loopformer.training.batches import costliest_step, draw_trajectories, followers, micro_batches
+from loopformer.training.plan import assign_rows, costliest_step, draw_trajectories, micro_batches
 from loopformer.trajectory import Trajectory
 
 from .runs import pair
@@ -40,9 +40,9 @@ def test_any_ranks_and_micro_batches_share_the_same_rows(
             assert micro_batch.stop - micro_batch.start <= micro
             for row in range(micro_batch.start, micro_batch.stop):
                 assert row not in rows
-                rows[row] = (micro_batch.part, row - micro_batch.start in micro_batch.rows[1])
+                rows[row] = (micro_batch.group, row - micro_batch.start in micro_batch.rows[1])
     alone = {
-        row: (micro_batch.part, row - micro_batch.start in micro_batch.rows[1])
+        row: (micro_batch.group, row - micro_batch.start in micro_batch.rows[1])
         for micro_batch in micro_batches(batch, batch, objective)
         for row in range(micro_batch.start, micro_batch.stop)
     }
@@ -124,7 +124,7 @@ def test_uneven_shares_are_refused() -> None:
 def test_shares_of_the_rows_lie_side_by_side(size: int, shares: list[float]) -> None:
     assume(sum(shares) <= 1)
     entries = [TrainedTrajectory("any"), *(TrainedTrajectory(1, rows=share) for share in shares)]
-    everyone, *taken = followers(size, ObjectiveConfig(trajectories=tuple(entries)))
+    everyone, *taken = assign_rows(size, ObjectiveConfig(trajectories=tuple(entries)))
     assert everyone == set(range(size))
     for share, rows in zip(shares, taken, strict=True):
         assert abs(len(rows) - size * share) < 1
@@ -140,7 +140,7 @@ def test_shares_are_of_those_that_are_followed_together() -> None:
         TrainedTrajectory(1, rows=0.3, active_range=(0, 0.5)),
         TrainedTrajectory(2, rows=0.5, active_range=(0.5, 1)),
     )
-    rows = followers(100, ObjectiveConfig(trajectories=entries))
+    rows = assign_rows(100, ObjectiveConfig(trajectories=entries))
     assert rows[0] | rows[2] == rows[1] | rows[3] == set(range(100))
     assert not rows[0] & rows[2]
     assert not rows[1] & rows[3]
@@ -167,7 +167,7 @@ def test_shares_that_come_and_go_leave_no_row_untrained(
         if share < 8
     ]
     turn.shuffle(entries)
-    rows = followers(8 * parts, ObjectiveConfig(trajectories=tuple(entries)))
+    rows = assign_rows(8 * parts, ObjectiveConfig(trajectories=tuple(entries)))
     for moment, share in zip(QUARTERS, shares, strict=True):
         followed = [
             row for entry, taken in zip(entries, rows, strict=True) if entry.is_active(moment) for row in taken
@@ -179,14 +179,14 @@ def test_shares_that_come_and_go_leave_no_row_untrained(
 @given(size=st.integers(1, 64), shares=st.lists(st.sampled_from([0.1, 0.25, 0.5, 0.75]), min_size=1, max_size=5))
 def test_shares_that_are_always_followed_go_round(size: int, shares: list[float]) -> None:
     entries = [TrainedTrajectory("full"), *(TrainedTrajectory(1, rows=share) for share in shares)]
-    _, *taken = followers(size, ObjectiveConfig(trajectories=tuple(entries)))
+    _, *taken = assign_rows(size, ObjectiveConfig(trajectories=tuple(entries)))
     times = [sum(row in rows for rows in taken) for row in range(size)]
     assert max(times) - min(times) <= 1
 
 
 @pytest.mark.parametrize("batch", [10, 12, 30, 100, 127])
 def test_the_preset_trains_every_row_of_any_batch(batch: int) -> None:
-    first, *later = followers(batch, load_run("elastic")[0].objective)
+    first, *later = assign_rows(batch, load_run("elastic")[0].objective)
     assert first == frozenset().union(*later) == set(range(batch))
 
 
