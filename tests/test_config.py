@@ -147,3 +147,55 @@ def test_the_pair_of_earlier_versions_is_read_as_a_list(pair: dict[str, Any], we
     assert [(entry.weight, entry.match) for entry in entries] == weights
     assert [entry.sampler for entry in entries[1:]] == ["compositions"] * len(entries[1:])
     assert [entry.rows for entry in entries[1:]] == [pair.get("short_fraction", 1.0)] * len(entries[1:])
+
+
+@pytest.mark.parametrize(
+    ("preset", "setting", "said"),
+    [
+        (
+            "demo",
+            "objective.trajectories=[{budget: full}, {budget: short, rows: 0.1}]",
+            "is no row; raise it, or training.batch to 10",
+        ),
+        (
+            "demo",
+            "objective.trajectories=[{budget: full}, {budget: short, weight: -1}]",
+            "budget short: weight must be 0 or more, got -1",
+        ),
+        (
+            "demo",
+            "objective.trajectories=[{budget: full}, {budget: short, sampler: some}]",
+            "budget short: sampler must be one of compositions",
+        ),
+        ("demo", "objective.short_weight=-1", "objective.short_weight was removed; write the list"),
+        ("demo", "objective.sampler=some", "objective.sampler was removed; write the list"),
+        ("demo", "objective.trajectories=[{budget: 9}]", "beyond the model's 4 loops"),
+        ("demo", "objective.trajectories=[{budget: some}]", "a budget is full, short, any"),
+        ("demo", "objective.trajectories=[{budget: [3, 2]}]", "a budget is full, short, any"),
+        ("demo", "objective.trajectories=[{budget: 2, match: 1}]", "must be in the list"),
+        ("demo", "objective.trajectories=[{budget: 2, active_range: [0, 0.5]}]", "from 0.5 of training on"),
+        ("demo", "objective.trajectories=[{weight: 1}]", "must have its budget"),
+        ("demo", "objective.trajectories=[{budget: full, match: 1}]", "the others are matched with"),
+        ("demo", "objective.trajectories=[]", "must be a list of trajectories"),
+        ("demo", "objective.trajectories=false", "must be a list of trajectories"),
+        ("demo", "objective.trajectories=[full]", "each of objective.trajectories must be a mapping"),
+        ("demo", "objective.trajectories=[{bugdet: 2}]", "did you mean budget"),
+        ("demo", "objective.trajectories=[{budget: 2, rows: 0.5}]", "let them add up to 1"),
+        ("demo", "objective.trajectories=[{budget: 2}, {budget: 1, rows: 2}]", "rows must lie in"),
+        ("demo", "objective.trajectories=any", "must be a list"),
+        (
+            "paper/base",
+            "objective.trajectories=[{budget: full}, {budget: short, weight: 0.1}]",
+            "no shorter trajectory",
+        ),
+        (
+            "paper/tmlt-ee",
+            "objective.trajectories=[{budget: full}, {budget: short, sampler: compositions}]",
+            "only follows uniform trajectories",
+        ),
+    ],
+)
+def test_wrong_objectives_are_named(preset: str, setting: str, said: str) -> None:
+    with pytest.raises(LoopformerError, match=said) as caught:
+        load_run(preset, ["training.batch=4", "objective.trajectory_groups=1", setting])
+    assert "\n" not in str(caught.value)

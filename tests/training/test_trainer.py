@@ -76,7 +76,6 @@ def test_a_run_is_whole_and_loads(small: Small, tmp_path: Path) -> None:
     assert len(checkpoints(tmp_path / "run")) <= 4
 
 
-SHORT = "[{{budget: full}}, {{budget: short, {}}}]"
 LIST = "[{budget: any, sampler: compositions}, {budget: 1, weight: 0.2, active_range: [0.5, 1]}]"
 RESUMED: dict[str, dict[str, str]] = {
     "demo": {},
@@ -338,46 +337,7 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(training__threads=100_000), {}, "training.threads must be 1 or more, and 1,024 at most"),
         ("demo", small(training__device="meta"), {}, "does not run on 'meta'"),
         ("demo", small(training__learning_rate="inf"), {}, "must be a finite number"),
-        (
-            "demo",
-            small(objective__trajectories=SHORT.format("rows: 0.1")),
-            {},
-            "is no row; raise it, or training.batch to 10",
-        ),
-        (
-            "demo",
-            small(objective__trajectories=SHORT.format("weight: -1")),
-            {},
-            "budget short: weight must be 0 or more, got -1",
-        ),
-        (
-            "demo",
-            small(objective__trajectories=SHORT.format("sampler: some")),
-            {},
-            "budget short: sampler must be one of compositions",
-        ),
-        ("demo", small(objective__short_weight=-1), {}, "objective.short_weight was removed; write the list"),
-        ("demo", small(objective__sampler="some"), {}, "objective.sampler was removed; write the list"),
-        ("demo", small(objective__trajectories="[{budget: 9}]"), {}, "beyond the model's 4 loops"),
-        ("demo", small(objective__trajectories="[{budget: some}]"), {}, "a budget is full, short, any"),
-        ("demo", small(objective__trajectories="[{budget: [3, 2]}]"), {}, "a budget is full, short, any"),
-        ("demo", small(objective__trajectories="[{budget: 2, match: 1}]"), {}, "must be in the list"),
-        (
-            "demo",
-            small(objective__trajectories="[{budget: 2, active_range: [0, 0.5]}]"),
-            {},
-            "from 0.5 of training on",
-        ),
-        ("demo", small(objective__trajectories="[{weight: 1}]"), {}, "must have its budget"),
-        ("demo", small(objective__trajectories="[{budget: full, match: 1}]"), {}, "the others are matched with"),
-        ("demo", small(objective__trajectories="[]"), {}, "must be a list of trajectories"),
-        ("demo", small(objective__trajectories="false"), {}, "must be a list of trajectories"),
-        ("demo", small(objective__trajectories="[full]"), {}, "each of objective.trajectories must be a mapping"),
         ("demo", small(training__seed=-1), {}, "training.seed must lie in"),
-        ("demo", small(objective__trajectories="[{bugdet: 2}]"), {}, "did you mean budget"),
-        ("demo", small(objective__trajectories="[{budget: 2, rows: 0.5}]"), {}, "let them add up to 1"),
-        ("demo", small(objective__trajectories="[{budget: 2}, {budget: 1, rows: 2}]"), {}, "rows must lie in"),
-        ("demo", small(objective__trajectories="any"), {}, "must be a list"),
         ("demo", small(training__optimizer="mu"), {}, "one of adamw, muon"),
         ("demo", ["training.steps"], {}, "write key=value"),
         ("demo", small(training__batch=0), {}, "training.batch must be 1 or more"),
@@ -385,13 +345,6 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(model__vocab=10), {}, "tokenizer has 300 tokens but model.vocab is 10"),
         ("demo", small(training__device="cud"), {}, "no device"),
         ("demo", small(data__path=tmp_path / "none", data__prepare="null"), {}, "loopformer prepare"),
-        ("paper/base", small(objective__trajectories=SHORT.format("weight: 0.1")), {}, "no shorter trajectory"),
-        (
-            "paper/tmlt-ee",
-            small(objective__trajectories=SHORT.format("sampler: compositions")),
-            {},
-            "only follows uniform trajectories",
-        ),
         ("nope.yaml", [], {}, "There is no config file"),
         ("nope", [], {}, "There is no preset"),
         (
