@@ -5,8 +5,8 @@
     launch(None, [], out="runs/demo", resume=True)       # with the run's own settings
     plan("paper/loopformer", [], out="runs/paper")       # what --dry-run prints
 
-Settings are a preset or a file and what the user wrote over it; the data and the starting model fill in the rest.
-A run that goes on keeps the settings it was started with, but for those in `FREE`.
+Settings come from a preset or a file and the user's overrides; the data and the starting model fill in the rest. A
+resumed run keeps its model and the settings in `FIXED`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,13 @@ from loopformer.config import (
     run_to_mapping,
     with_expected_vocab,
 )
+from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData, is_prepared
 from loopformer.data.splits import SPLITS
 from loopformer.data.states import Group, open_data
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import available_bytes
-from loopformer.errors import FileProblem, LoopformerError, RunFailed
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.files import locked, read_yaml, writing
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, checkpoints, data_folder
@@ -44,34 +46,22 @@ from loopformer.training.plan import estimated_micro_batch, make_plan, micro_bat
 from loopformer.training.reporting import draw_curves
 from loopformer.training.trainer import Trainer, batches_of, fused_precision
 
-# Settings that may change when a run goes on; any other would make it another run.
-FREE = {
-    "training": {
-        "steps",
-        "micro_batch",
-        "device",
-        "dtype",
-        "fused",
-        "compile",
-        "checkpoint_loops",
-        "strategy",
-        "threads",
-        "save_every",
-        "keep",
-        "validate_every",
-        "validation_windows",
-        "log_every",
-        "bad_steps",
-        "tensorboard",
-        "wandb",
-        "learning_rate",  # this and the next three: what one turns when a run does not stay finite
-        "min_learning_rate",
-        "matrix_learning_rate",
-        "warmup",
-    },
-    "objective": {"chunk"},
-    "data": {"path", "prepare", "train_tokenizer"},
-}
+# Settings that decide what is trained. Any other may change when a run is resumed.
+FIXED = (
+    "data.documents",
+    "data.states",
+    "objective.trajectories",
+    "objective.consistency",
+    "objective.trajectory_groups",
+    "training.batch",
+    "training.optimizer",
+    "training.weight_decay",
+    "training.beta1",
+    "training.beta2",
+    "training.clip",
+    "training.seed",
+    "init_from",
+)
 
 
 def launch(
@@ -91,9 +81,10 @@ def launch(
         if checkpoints(out):
             run = _run_of_folder(run, written, out, resume)
         else:
-            if ranks.main:
-                _prepare_if_asked(run, say)
-            ranks.wait()
+            if ranks.main and run.data.prepare is not None and not is_prepared(run.data.path):
+                say(f"preparing {run.data.prepare} into {run.data.path}")
+                prepare([run.data.prepare], run.data.path, train_tokenizer=run.data.train_tokenizer)
+            ranks.wait()  # the other ranks read what the main one prepares
             run = _settle_run(run, written, open_data(run.data))
         if ranks.main and run.data.states is None:
             for split in SPLITS:
@@ -195,16 +186,6 @@ def _has_data(run: RunConfig) -> bool:
     return run.data.states is not None or is_prepared(run.data.path)
 
 
-def _prepare_if_asked(run: RunConfig, say: Callable[[str], None]) -> None:
-    """Prepare the data first where the settings say how and it is not there yet."""
-    if run.data.prepare is None or is_prepared(run.data.path):
-        return
-    from loopformer.data.prepare import prepare
-
-    say(f"preparing {run.data.prepare} into {run.data.path}")
-    prepare([run.data.prepare], run.data.path, train_tokenizer=run.data.train_tokenizer)
-
-
 def _settle_run(run: RunConfig, written: set[str], data: TokenData | Group) -> RunConfig:
     """Fill in what the data and the starting model decide: the vocabulary, or all model settings."""
     if run.init_from is not None:
@@ -251,22 +232,18 @@ def _check_written(wanted: ModelConfig, model: ModelConfig, written: set[str], w
 
 
 def _continued(stored: RunConfig, wanted: RunConfig, written: set[str]) -> RunConfig:
-    """The settings to go on with: the wanted ones, where they do not make it another run."""
-    # The data and the starting model decided some of the model's settings; only what the user wrote can differ.
+    """The wanted settings for a resumed run, unless they make it another run."""
+    # The data and the starting model decided some of the model's settings, so only what the user wrote can differ.
     _check_written(wanted.model, stored.model, written, "this run")
-    wanted = replace(wanted, model=stored.model)
-    before, now = asdict(stored), asdict(wanted)
-    for section, values in before.items():
-        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
-            other = now[section][key] if key else now[section]
-            if other != value and key not in FREE.get(section, set()):
-                name = f"{section}.{key}" if key else section
-                started = "other trajectories" if key == "trajectories" else f"{name} = {value}, not {other}"
-                raise LoopformerError(
-                    f"This run was started with {started}; leave it so, as --resume does where no preset or file "
-                    "is named, or start a new run."
-                )
-    return wanted
+    for name in FIXED:
+        before, now = attrgetter(name)(stored), attrgetter(name)(wanted)
+        started = "other trajectories" if name == "objective.trajectories" else f"{name} = {before}, not {now}"
+        require(
+            before == now,
+            f"This run was started with {started}; leave it so, as --resume does where no preset or file "
+            "is named, or start a new run.",
+        )
+    return replace(wanted, model=stored.model)
 
 
 @contextmanager

@@ -258,17 +258,10 @@ class Trainer:
         flops = 0.0
         for number, (micro_batch, rows) in enumerate(batch):
             trajectories = draw_trajectories(run, step, micro_batch.group)
-            on_device = to_device_async(rows, device)
+            tensors = to_device_async(rows, device)
             with self.parallel.micro_batch(last=number == len(batch) - 1):
                 with autocast(device, run):
-                    losses = self.parallel.module(
-                        on_device.inputs,
-                        on_device.targets,
-                        on_device.documents,
-                        trajectories,
-                        micro_batch.rows,
-                        divisors,
-                    )
+                    losses = self.parallel.module(*tensors, trajectories, micro_batch.rows, divisors)
                 # The divisors count all ranks, so gradients add up; the wrappers average them over the ranks.
                 (losses.total * self.ranks.world).backward()
             terms += losses.terms
@@ -369,12 +362,10 @@ def validate(
         if missing := rows - len(batch):  # another shape would be another graph; padding does not count
             targets = F.pad(batch.targets, (0, 0, 0, missing), value=NO_LOSS)
             batch = replace(map_tensors(batch, partial(F.pad, pad=(0, 0, 0, missing))), targets=targets)
-        on_device = to_device_async(batch, ranks.device)
+        tensors = to_device_async(batch, ranks.device)
         for index, budget in enumerate(budgets):
             with autocast(ranks.device, run):
-                logprobs = parallel.objective.logprobs(
-                    on_device.inputs, on_device.targets, on_device.documents, Trajectory.uniform(budget)
-                )
+                logprobs = parallel.objective.logprobs(*tensors, Trajectory.uniform(budget))
             sums[index] -= logprobs.cpu().double().sum()
     total = ranks.sum(sums.to(torch.float32 if ranks.device.type == "mps" else torch.float64).to(ranks.device))
     return {budget: float(total[index] / total[-1]) for index, budget in enumerate(budgets)}
@@ -385,8 +376,10 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     return Batch(change(batch.inputs), change(batch.targets), documents)
 
 
-def to_device_async(batch: Batch, device: torch.device) -> Batch:
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+def to_device_async(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs, targets and documents on the device; copies from pinned memory do not wait."""
+    moved = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    return moved.inputs, moved.targets, moved.documents
 
 
 def batches_of(run: RunConfig, data: TokenData | Group) -> tuple[Loader | StateLoader, Windows | StateWindows]:
