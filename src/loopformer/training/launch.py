@@ -72,7 +72,7 @@ def launch(
     quiet: bool = False,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Train; what happened comes back as plain data."""
+    """Train, and return the result as plain data."""
     out = Path(out)
     run, written = _settings(source, overrides, out, resume)
     run = _from_anywhere(run)
@@ -101,10 +101,7 @@ def launch(
 
 
 def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: bool = False) -> dict[str, Any]:
-    """What `--dry-run` prints: the estimate of the whole run, and the settings it is for.
-
-    What training would refuse is refused here.
-    """
+    """What `--dry-run` prints: the estimate of the whole run, and its settings. It refuses what training would."""
     out = Path(out)
     run, written = _settings(source, overrides, out, resume)
     run = with_expected_vocab(run, written)
@@ -137,7 +134,7 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
 
 
 def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: bool) -> tuple[RunConfig, set[str]]:
-    """The settings, and the names of those that the user wrote; a run that goes on finds its data by itself."""
+    """The settings, and the keys that the user wrote. A resumed run finds its data, also after it was moved."""
     if source is None and not resume:
         source = DEFAULT_PRESET
     stored = _stored_file(out) if resume else None
@@ -145,14 +142,14 @@ def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: b
         raise FileProblem(f"{out} holds no run to go on with; check --out.")
     run, keys = load_run(source or str(stored), overrides)
     if stored is not None and checkpoints(out) and not any(word.startswith("data.path=") for word in overrides):
-        own = run_from_mapping(read_yaml(stored)).data.path
-        path = data_folder(out, run.data.path) or data_folder(out, own) or own
+        stored_path = run_from_mapping(read_yaml(stored)).data.path
+        path = data_folder(out, run.data.path) or data_folder(out, stored_path) or stored_path
         run = replace(run, data=replace(run.data, path=str(path)))
     return run, keys
 
 
 def _run_of_folder(run: RunConfig, written: set[str], out: Path, resume: bool) -> RunConfig:
-    """The settings with which the run in this folder goes on."""
+    """The settings with which the run in this folder is resumed."""
     stored = _stored_file(out) if resume else None
     if stored is None:
         raise LoopformerError(
@@ -167,7 +164,7 @@ def _run_of_folder(run: RunConfig, written: set[str], out: Path, resume: bool) -
 
 
 def _from_anywhere(run: RunConfig) -> RunConfig:
-    """The settings with paths that hold in any working directory, as a run stores them."""
+    """The settings with absolute paths, so that a stored run works from any working directory."""
     start = run.init_from
     if start is not None and Path(start).exists():  # it may be a Hub id
         start = os.path.abspath(start)
@@ -177,17 +174,17 @@ def _from_anywhere(run: RunConfig) -> RunConfig:
 
 def _stored_file(out: Path) -> Path | None:
     """The settings a run was started with: its own file, or the newest checkpoint's copy."""
-    places = [out, *reversed(checkpoints(out))]
-    return next((place / SETTINGS for place in places if (place / SETTINGS).is_file()), None)
+    folders = [out, *reversed(checkpoints(out))]
+    return next((folder / SETTINGS for folder in folders if (folder / SETTINGS).is_file()), None)
 
 
 def _has_data(run: RunConfig) -> bool:
-    """Whether training could begin: states are drawn, tokens must have been prepared."""
+    """Whether the data is there: states are drawn, tokens must have been prepared."""
     return run.data.states is not None or is_prepared(run.data.path)
 
 
 def _settle_run(run: RunConfig, written: set[str], data: TokenData | Group) -> RunConfig:
-    """Fill in what the data and the starting model decide: the vocabulary, or all model settings."""
+    """The settings with the vocabulary of the data, or with the model settings of the starting model."""
     if run.init_from is not None:
         model, tokenizer = find_config(run.init_from)
         _check_same_tokenizer(tokenizer, model, data)
@@ -221,13 +218,13 @@ def _check_same_tokenizer(folder: Path | None, model: ModelConfig, data: TokenDa
         )
 
 
-def _check_written(wanted: ModelConfig, model: ModelConfig, written: set[str], whose: str) -> None:
-    """Model settings that the user wrote must be those of the model that is there already."""
+def _check_written(wanted: ModelConfig, model: ModelConfig, written: set[str], owner: str) -> None:
+    """Refuse model settings that the user wrote and that an existing model does not have."""
     for name in sorted(written):
         section, _, key = name.partition(".")
         if section == "model" and getattr(wanted, key) != getattr(model, key):
             raise LoopformerError(
-                f"{name} is {getattr(wanted, key)} but {whose} has {getattr(model, key)}; leave it out."
+                f"{name} is {getattr(wanted, key)} but {owner} has {getattr(model, key)}; leave it out."
             )
 
 
@@ -248,7 +245,7 @@ def _continued(stored: RunConfig, wanted: RunConfig, written: set[str]) -> RunCo
 
 @contextmanager
 def _out_of_memory_advice() -> Iterator[None]:
-    """Turn running out of memory, on a GPU or the CPU, into a sentence that says what to do."""
+    """Replace an out-of-memory error of a GPU or the CPU by one with a remedy."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
