@@ -7,8 +7,8 @@
       checksums.json                                   written last, over all of the above
 
 A checkpoint is written under a temporary name and renamed, so a crash at any moment leaves the earlier ones intact.
-Nothing in it is pickled. Sharded optimizer state goes through torch.distributed.checkpoint's safetensors storage and
-loads on any number of ranks.
+Nothing in it is pickled. Sharded optimizer state goes through torch.distributed.checkpoint's safetensors storage,
+and loads on any number of ranks.
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ class ModelOptimizer:
 class BlockMuon(torch.optim.Muon):
     """torch's Muon for parameters that hold several matrices.
 
-    All matrices of a shape are orthogonalised in one batch. Sharded weights have sharded momentum. Every rank computes the full update and applies its own rows.
+    All matrices of a shape are orthogonalised in one batch. Sharded weights have sharded momentum, and every rank
+    computes the full update and applies its own rows.
     """
 
     def __init__(self, parts: dict[Tensor, int], lr: float, weight_decay: float) -> None:
