@@ -63,20 +63,9 @@ def _gelu_parts(u):
 
 @triton.jit
 def norm_forward_kernel(
-    x,
-    change,
-    gate,
-    gain,
-    new_x,
-    inverse_rms,
-    h,
-    scales,
-    D,
-    BLOCK_D: tl.constexpr,
-    ADD: tl.constexpr,
-    FP8: tl.constexpr,
+    x, change, gate, gain, new_x, inverse, h, scales, D, BLOCK_D: tl.constexpr, ADD: tl.constexpr, FP8: tl.constexpr
 ):
-    """Grid [N]. new_x = x + gate · change if ADD, inverse_rms [N], and h = new_x · inverse_rms · gain."""
+    """Grid [N]. new_x = x + gate · change if ADD, the inverse rms [N], and h = new_x · inverse · gain."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
@@ -85,9 +74,9 @@ def norm_forward_kernel(
         added = tl.load(change + row * D + d, mask=inside, other=0.0).to(tl.float32)
         value += tl.load(gate + d, mask=inside, other=0.0) * added
         tl.store(new_x + row * D + d, value, mask=inside)
-    inverse = tl.rsqrt(tl.sum(value * value) / D + EPSILON)
-    tl.store(inverse_rms + row, inverse)
-    out = value * inverse * tl.load(gain + d, mask=inside, other=0.0)
+    inverse_rms = tl.rsqrt(tl.sum(value * value) / D + EPSILON)
+    tl.store(inverse + row, inverse_rms)
+    out = value * inverse_rms * tl.load(gain + d, mask=inside, other=0.0)
     if FP8:
         scale = _scale(tl.max(tl.abs(out)))
         tl.store(scales + row, scale)
@@ -325,22 +314,13 @@ def _pointers(operand: Operand) -> tuple[Tensor, Tensor]:
 def norm_forward(
     x: Tensor, change: Tensor | None, gate: Tensor | None, gain: Tensor, precision: Precision
 ) -> tuple[Tensor, Tensor, Operand]:
-    tokens, width = x.shape
-    new_x = x if change is None else torch.empty_like(x)
+    (tokens, width), has_change = x.shape, change is not None
+    new_x = torch.empty_like(x) if has_change else x
     inverse, h = x.new_empty(tokens), _empty_operand(x, precision)
+    added = (change, gate) if has_change else (x, x)  # the kernel reads neither without a change
+    size = triton.next_power_of_2(width)
     norm_forward_kernel[(tokens,)](
-        x,
-        x if change is None else change,
-        x if gate is None else gate,
-        gain,
-        new_x,
-        inverse,
-        *_pointers(h),
-        width,
-        BLOCK_D=triton.next_power_of_2(width),
-        ADD=change is not None,
-        FP8=precision.fp8,
-        num_warps=4,
+        x, *added, gain, new_x, inverse, *_pointers(h), width, size, ADD=has_change, FP8=precision.fp8, num_warps=4
     )
     return new_x, inverse, h
 
