@@ -287,14 +287,14 @@ def draw_curves(run: Path) -> str | None:
         # A step that does not use an entry has no loss of it; earlier versions wrote 0.
         points = [(record["step"], record[name]) for record in train if record.get(name)]
         if points:
-            steps, values = zip(*points, strict=True)
-            losses.append(Line(labels.get(name, name.removeprefix("loss_")), list(steps), list(values)))
+            label = labels.get(name, name.removeprefix("loss_"))
+            losses.append(Line(label, [step for step, _ in points], [value for _, value in points]))
     perplexities = []
     for name in tested[0] if tested else ():
         if name.startswith("loss_at_"):
             values = [None if record[name] is None else math.exp(min(record[name], 30)) for record in tested]
-            label = f"M = {name.removeprefix('loss_at_')}"
-            perplexities.append(Line(label, [record["step"] for record in tested], values))
+            steps = [record["step"] for record in tested]
+            perplexities.append(Line(f"M = {name.removeprefix('loss_at_')}", steps, values))
     panels = [Panel(losses, title="training", xlabel="optimizer step", ylabel="cross-entropy")]
     if perplexities:
         log = wide(value for line in perplexities for value in line.y)
