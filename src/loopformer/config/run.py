@@ -194,7 +194,7 @@ class TrainingConfig:
         )
 
     @property
-    def sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether ranks share the weights, and so must follow the same trajectory at the same time."""
         return self.strategy == "fsdp"
 

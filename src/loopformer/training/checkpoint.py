@@ -46,7 +46,7 @@ def write_checkpoint(
     part = path.with_name(path.name + ".part")
 
     def begin() -> None:
-        if ranks.main:
+        if ranks.is_main:
             shutil.rmtree(part, ignore_errors=True)
             (part / OPTIMIZER).mkdir(parents=True)
             fill(part)
@@ -54,11 +54,11 @@ def write_checkpoint(
     def moments() -> None:
         if sharded:
             save(optimizer, storage_writer=HuggingFaceStorageWriter(str(part / OPTIMIZER), save_distributed=True))
-        elif ranks.main:
+        elif ranks.is_main:
             write_safetensors(optimizer, part / OPTIMIZER / "optimizer.safetensors")
 
     def finish() -> None:
-        if ranks.main:
+        if ranks.is_main:
             _seal(part)
             if path.exists():
                 _remove(path)
@@ -73,7 +73,7 @@ def write_checkpoint(
             failure = error
         # After each phase all ranks learn of a failure, or the others would wait for this one for ever.
         if ranks.any(failure is not None):
-            if ranks.main:
+            if ranks.is_main:
                 shutil.rmtree(part, ignore_errors=True)
                 with suppress(OSError):  # the folder is not empty if it holds earlier checkpoints
                     part.parent.rmdir()

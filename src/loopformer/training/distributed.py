@@ -48,7 +48,7 @@ class Ranks:
         return cls(dist.get_rank() if world > 1 else 0, world, chosen)
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
@@ -88,9 +88,9 @@ class Parallel:
 
     def __init__(self, objective: Objective, ranks: Ranks, sharded: bool) -> None:
         self.ranks, self.objective = ranks, objective
-        self.sharded = ranks.world > 1 and sharded
+        self.is_sharded = ranks.world > 1 and sharded
         self.module: nn.Module = objective
-        if self.sharded:
+        if self.is_sharded:
             # The mesh's default device is a GPU wherever there is one, even for ranks that train on the CPU.
             mesh = init_device_mesh(ranks.device.type, (ranks.world,))
             stack = fully_shard(objective.model.stack, mesh=mesh, reshard_after_forward=False)

@@ -77,21 +77,21 @@ def launch(
     run, written = _settings(source, overrides, out, resume)
     run = _from_anywhere(run)
     ranks = Ranks.start(run.training.device)
-    with locked(out) if ranks.main else nullcontext(), _out_of_memory_advice():
+    with locked(out) if ranks.is_main else nullcontext(), _out_of_memory_advice():
         if checkpoints(out):
             run = _run_of_folder(run, written, out, resume)
         else:
-            if ranks.main and run.data.prepare is not None and not is_prepared(run.data.path):
+            if ranks.is_main and run.data.prepare is not None and not is_prepared(run.data.path):
                 say(f"preparing {run.data.prepare} into {run.data.path}")
                 prepare([run.data.prepare], run.data.path, train_tokenizer=run.data.train_tokenizer)
             ranks.wait()  # the other ranks read what the main one prepares
             run = _settle_run(run, written, open_data(run.data))
-        if ranks.main and run.data.states is None:
+        if ranks.is_main and run.data.states is None:
             for split in SPLITS:
                 TokenData.open(run.data.path, split).verify(changed_only=True, say=say)
         ranks.wait()
         result = Trainer(run, out, ranks, resume, quiet).train()
-        if ranks.main:
+        if ranks.is_main:
             with writing(out):
                 result["curves"] = draw_curves(out)
             if not available() and not quiet:
@@ -127,7 +127,7 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
         micro = run.training.micro_batch
     else:
         micro = estimated_micro_batch(run, 0.9 * available_bytes(ranks.device), ranks.world, fused)
-    micro_batches(run.training.batch, micro, run.objective, world=ranks.world, in_step=run.training.sharded)
+    micro_batches(run.training.batch, micro, run.objective, world=ranks.world, in_step=run.training.is_sharded)
     made = make_plan(run, tokens, ranks.device, micro, ranks.world, fused)
     ranks.close()
     return {"plan": made, "settings": run_to_mapping(run), "data_missing": missing}

@@ -184,7 +184,7 @@ def training_flops_per_token(run: RunConfig, trajectories: Sequence[Trajectory |
 def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool) -> float:
     """Weights, gradients and two moments in fp32, and what backward keeps of one micro-batch."""
     config, training = run.model, run.training
-    shards = world if training.sharded else 1
+    shards = world if training.is_sharded else 1
     states = Cost(config).parameters.total * 4 * (1 + 3 / shards)  # weights stay gathered during a step
     low, fp8 = training.dtype != "float32", training.dtype == "float8"
     # Bytes per token and block: inputs of norms, attention and matmuls. Calibrated against measured peaks.
@@ -212,7 +212,7 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool) -> f
 def micro_batch_sizes(run: RunConfig, world: int) -> list[int]:
     """The micro-batches that cut a rank's rows of a group evenly, largest first."""
     size = run.training.batch // run.objective.trajectory_groups
-    rows = max(1, size // world if run.training.sharded else min(size, run.training.batch // world))
+    rows = max(1, size // world if run.training.is_sharded else min(size, run.training.batch // world))
     return [candidate for candidate in range(rows, 0, -1) if rows % candidate == 0]
 
 

@@ -107,10 +107,10 @@ class Trainer:
                 f"{' '.join(damaged)} None is left; restore one, or start a new run with another --out."
             )
         self.state = self._restore_state(checkpoint, data) if checkpoint else TrainingState(data=data.index_hash)
-        self.reporter = Reporter(run, out, ranks.main, self.state.step, quiet)
+        self.reporter = Reporter(run, out, ranks.is_main, self.state.step, quiet)
         for note in (*notes, *damaged):
             self.reporter.say(note)
-        if checkpoint and ranks.main:
+        if checkpoint and ranks.is_main:
             for aside in set_aside_newer(out, self.state.step):
                 self.reporter.say(f"It is kept as {aside}.")
         if resume:
@@ -124,12 +124,17 @@ class Trainer:
         # size, and before the optimizer has memory of its own.
         self._settle_micro_batch(objective)
         self.micro_batches = micro_batches(
-            training.batch, self.state.micro_batch, run.objective, ranks.rank, ranks.world, in_step=training.sharded
+            training.batch,
+            self.state.micro_batch,
+            run.objective,
+            ranks.rank,
+            ranks.world,
+            in_step=training.is_sharded,
         )
         on_gpu = ranks.device.type == "cuda"
         if (on_gpu and fused is None) if training.compile == "auto" else training.compile:
             self.model.compile()
-        self.parallel = Parallel(objective, ranks, training.sharded)
+        self.parallel = Parallel(objective, ranks, training.is_sharded)
         # FSDP replaces the parameters, so the optimizer must see them afterwards.
         self.optimizer = ModelOptimizer(self.model, training, fused=on_gpu)
         if checkpoint:
@@ -171,7 +176,7 @@ class Trainer:
         started = time.perf_counter()
         try:
             with self.reporter, closing(Prefetcher(self._batches(), depth=2)) as batches:
-                if self.ranks.main:
+                if self.ranks.is_main:
                     write_atomic(self.out / SETTINGS, run_to_yaml(self.run).encode())
                 self._loop(batches)
         finally:
@@ -338,8 +343,8 @@ class Trainer:
             (folder / SETTINGS).write_text(run_to_yaml(self.run), encoding="utf-8")
             (folder / STATE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
 
-        write_checkpoint(self.out, state.step, fill, moments, self.ranks, self.parallel.sharded)
-        if self.ranks.main:
+        write_checkpoint(self.out, state.step, fill, moments, self.ranks, self.parallel.is_sharded)
+        if self.ranks.is_main:
             rotate(self.out, self.run.training.keep, state.best_step)
 
 
@@ -411,7 +416,7 @@ def fused_precision(run: RunConfig, ranks: Ranks, say: Callable[[str], None] = l
     training, fp8 = run.training, run.training.dtype == "float8"
     precision = Precision(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
     reason = obstacle(run.model, ranks.device, fp8)
-    if ranks.world > 1 and training.sharded:
+    if ranks.world > 1 and training.is_sharded:
         reason = "with training.strategy=fsdp weights are gathered inside the stack; use ddp"
     if training.fused is True or fp8:
         require(training.fused is not False, "training.dtype=float8 needs training.fused; set it to true or auto.")
