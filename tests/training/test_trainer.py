@@ -21,7 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 import loopformer
 from loopformer import LoopedLM, LoopformerError, ModelConfig
 from loopformer.config import load_run, preset_names
+from loopformer.data.loader import validation_windows
 from loopformer.data.prepare import prepare
+from loopformer.data.shards import TokenData
+from loopformer.evaluation.text import Protocol, perplexity, read_text
 from loopformer.loading import save_model
 from loopformer.loading.folder import checkpoints, step_of, write_safetensors
 from loopformer.training import checkpoint, trainer
@@ -570,3 +573,20 @@ def test_a_specialist_is_validated_at_its_own_budget(small: Small, tmp_path: Pat
     result = launch("demo", settings, tmp_path / "run", quiet=True)
     validated = [record for record in read_metrics(tmp_path / "run") if record["kind"] == "validation"]
     assert result["best_loss"] == validated[-1]["loss_at_3"]
+
+
+def test_validation_is_evals_loss_without_the_rows_that_pad_the_vocabulary(
+    small: Small, corpus: Path, tmp_path: Path
+) -> None:
+    data = TokenData.open(corpus, "val")
+    windows, vocab = len(validation_windows(data, 32)), data.tokenizer.vocab_size
+    padded = small(model__vocab=vocab, model__padded_vocab=4096, training__validation_windows=windows)
+    launch("demo", padded, tmp_path / "run", quiet=True)
+    (*_, record) = (record for record in read_metrics(tmp_path / "run") if record["kind"] == "validation")
+    lm = loopformer.load(tmp_path / "run")
+    assert lm.model.config.vocab == vocab < lm.model.config.vocab_rows == 4096
+    text = read_text(str(corpus), lm.need_tokenizer())
+    budgets = [1, 2, 4]
+    rows = perplexity(lm.model, text, budgets, Protocol(join=True, max_tokens=32 * windows))
+    expected = [math.exp(record[f"loss_at_{budget}"]) for budget in budgets]
+    assert [row["perplexity"] for row in rows] == pytest.approx(expected, rel=1e-5)
