@@ -32,7 +32,7 @@ class ModelConfig:
     The upper bounds lie far above any model. They keep a damaged file from asking for terabytes.
     """
 
-    conditioning: Conditioning = setting("trajectory", "What a loop knows of t and Δ.")  # noqa: RUF009
+    conditioning: Conditioning = setting("trajectory", "What a loop knows of its time t and step size Δ.")  # noqa: RUF009
     blocks: int = setting(3, "Blocks in the shared stack (k).", minimum=1, maximum=4096)
     loops: int = setting(8, "Loops of the longest trajectory (L).", minimum=1, maximum=4096)
     width: int = setting(2048, "Width of the residual stream, a multiple of heads.", minimum=1, maximum=1 << 17)

@@ -112,7 +112,7 @@ PAPER_TRAJECTORIES = (TrainedTrajectory("full"), TrainedTrajectory("short", "com
 class ObjectiveConfig:
     """A weighted sum over trajectories: the cross-entropy of each, and its distance to the full one."""
 
-    trajectories: tuple[TrainedTrajectory, ...] = setting(PAPER_TRAJECTORIES, "What is trained.")
+    trajectories: tuple[TrainedTrajectory, ...] = setting(PAPER_TRAJECTORIES, "Budgets, samplers and weights.")
     consistency: Literal["hidden", "logits", "distribution"] = setting("hidden", "What match compares.")
     trajectory_groups: int = setting(1, "Equal parts of the batch; each draws its own trajectories.", minimum=1)
     chunk: int = setting(1024, "Tokens with logits in memory at a time.", minimum=1)
@@ -155,8 +155,8 @@ class TrainingConfig:
 
     steps: int = setting(50_000, "Optimizer steps.", minimum=1)
     batch: int = setting(480, "Sequences per optimizer step, over all ranks.", minimum=1)
-    micro_batch: int | Literal["auto"] = setting("auto", "Sequences at a time on a device.", minimum=1)
-    optimizer: Literal["adamw", "muon"] = setting("adamw", "Muon is for the matrices of blocks.")
+    micro_batch: int | Literal["auto"] = setting("auto", "Sequences at a time on one device.", minimum=1)
+    optimizer: Literal["adamw", "muon"] = setting("adamw", "Muon updates the blocks' matrices, AdamW the rest.")
     learning_rate: float = setting(6e-4, "The highest, after the warmup; a cosine follows.", above=0, maximum=100)
     min_learning_rate: float = setting(6e-5, "The learning rate of the last step.", minimum=0)
     matrix_learning_rate: float = setting(0.02, "Muon's; scheduled like learning_rate.", above=0, maximum=100)
@@ -165,7 +165,7 @@ class TrainingConfig:
     beta1: float = setting(0.9, "AdamW's first beta.", minimum=0, below=1)
     beta2: float = setting(0.95, "AdamW's second beta.", minimum=0, below=1)
     clip: float = setting(1.0, "Largest gradient norm.", above=0)
-    dtype: Literal["float32", "bfloat16", "float8"] = setting("bfloat16", "Matmul precision.")
+    dtype: Literal["float32", "bfloat16", "float8"] = setting("bfloat16", "Of matmuls; float8 only in the stack.")
     device: str = setting("auto", "cpu, cuda, mps, or auto for the best available.")
     fused: bool | Literal["auto"] = setting("auto", "Use the fused kernels; auto: on CUDA below float32.")
     compile: bool | Literal["auto"] = setting("auto", "Compile the stack; auto: on CUDA without fused kernels.")

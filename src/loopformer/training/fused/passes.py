@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from loopformer.config import ModelConfig
-from loopformer.model.block import Attention, Rotary, Stack
+from loopformer.model.block import Rotary, Stack
 from loopformer.training.fused import ops
 from loopformer.training.fused.ops import GateBackward, NormBackward, Operand, Precision
 
@@ -216,7 +216,10 @@ def _forward(
             fused.stack.each(), table, fused.linears, strict=True
         ):
             x_1, inverse_1, h_1 = ops.norm_forward(x, change, gate, modulation[GAIN_1], precision)
-            qkv, mixed = _attend(block.attention, qkv_linear(h_1).view(*shape[:2], -1), rotary, mask)
+            qkv = qkv_linear(h_1).view(*shape[:2], -1)  # [B, T, 3D]
+            with torch.enable_grad():  # attention's backward is autograd's, on a graph of its own
+                q, k, v = (part.detach().requires_grad_() for part in qkv.chunk(3, dim=-1))
+                mixed = block.attention.mix(q, k, v, rotary, mask, None)  # [B, T, D]
             mixed_operand = ops.operand(precision, mixed.detach().flatten(0, 1))
             change_1 = out_linear(mixed_operand)
             x_2, inverse_2, h_2 = ops.norm_forward(x_1, change_1, modulation[GATE_1], modulation[GAIN_2], precision)
@@ -224,20 +227,13 @@ def _forward(
             a = ops.gelu_forward(u, precision)
             change = down_linear(a)
             operands = (h_1, mixed_operand, h_2, a) if precision.fp8 else None
-            saved.append(_SavedBlock(x_1, inverse_1, qkv, mixed, change_1, x_2, inverse_2, u, change, operands))
+            saved.append(
+                _SavedBlock(x_1, inverse_1, [q, k, v], mixed, change_1, x_2, inverse_2, u, change, operands)
+            )
             x, gate = x_2, modulation[GATE_2]
     assert change is not None
     assert gate is not None
     return ops.add_change(x, change, gate).view(shape), saved
-
-
-def _attend(
-    attention: Attention, qkv: Tensor, rotary: Rotary | None, mask: Tensor | None
-) -> tuple[list[Tensor], Tensor]:
-    """The three parts of qkv [B, T, 3D] as leaves, and attention over them [B, T, D] with its own graph."""
-    with torch.enable_grad():
-        q, k, v = (part.detach().requires_grad_() for part in qkv.chunk(3, dim=-1))
-        return [q, k, v], attention.mix(q, k, v, rotary, mask, None)
 
 
 @torch.no_grad()
