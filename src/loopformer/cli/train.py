@@ -22,14 +22,10 @@ def train(
             autocompletion=presets,
         ),
     ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Argument(help="Settings as key=value, such as training.steps=100.")
-    ] = None,
+    settings: Annotated[list[str] | None, typer.Argument(help="Settings, such as training.steps=100.")] = None,
     out: Annotated[Path | None, typer.Option(help="The folder of the run; runs/NAME by default.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last good checkpoint.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print an estimate of FLOPs, memory and time, and stop.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the last good checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print FLOPs, memory and time, and stop.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model. A run that was interrupted resumes with --resume, to the same bits.
