@@ -48,7 +48,7 @@ COMMON: Settings = {
     "model.heads": 8,
     "model.ffn": 1280,
     "model.context": 256,
-    "objective.route_draws": 1,
+    "objective.trajectory_groups": 1,
     "objective.chunk": 8192,
     "training.steps": 1000,
     "training.batch": 128,
@@ -91,23 +91,27 @@ FULL = "{budget: full}"
 ELASTIC: Settings = {  # the preset's objective: the full trajectory alone at first, then shares of the rows
     **OURS,
     **objective(
-        "{budget: full, during: [0, 0.1]}",
-        "{budget: full, rows: 0.5, weight: 1.0, during: [0.1, 1]}",
-        "{budget: [4, 7], rows: 0.0625, weight: 0.15, during: [0.1, 1]}",
-        "{budget: [4, 7], rows: 0.0625, weight: 0.15, during: [0.1, 1], sampler: compositions}",
-        "{budget: [2, 3], rows: 0.125, weight: 0.3, during: [0.1, 1], sampler: compositions}",
-        "{budget: 1, rows: 0.25, weight: 0.5, during: [0.1, 1]}",
+        "{budget: full, active_range: [0, 0.1]}",
+        "{budget: full, rows: 0.5, weight: 1.0, active_range: [0.1, 1]}",
+        "{budget: [4, 7], rows: 0.0625, weight: 0.15, active_range: [0.1, 1]}",
+        "{budget: [4, 7], rows: 0.0625, weight: 0.15, active_range: [0.1, 1], sampler: compositions}",
+        "{budget: [2, 3], rows: 0.125, weight: 0.3, active_range: [0.1, 1], sampler: compositions}",
+        "{budget: 1, rows: 0.25, weight: 0.5, active_range: [0.1, 1]}",
         training__steps=2000,
     ),
 }
 MATCHED: Settings = {  # all budgets on all rows
     **OURS,
     **objective(
-        FULL, *(f"{{budget: {m}, weight: 0.1, match: 0.3, during: [0.2, 1]}}" for m in ("[4, 7]", "[2, 3]", "1"))
+        FULL,
+        *(f"{{budget: {m}, weight: 0.1, match: 0.3, active_range: [0.2, 1]}}" for m in ("[4, 7]", "[2, 3]", "1")),
     ),
 }
 FASTER: Settings = {"training.matrix_learning_rate": 0.04}
-FOUR_DRAWS: Settings = {"objective.route_draws": 4, "training.micro_batch": 32}  # a draw per quarter of the rows
+FOUR_DRAWS: Settings = {
+    "objective.trajectory_groups": 4,
+    "training.micro_batch": 32,
+}  # a draw per quarter of the rows
 LARGE: Settings = {"model.width": 2048, "model.heads": 32, "model.ffn": 6144}
 SUITES: dict[str, dict[str, Settings]] = {
     "final": {  # `elastic` has the tokens of `…-twice`, and no more FLOPs than `paper…` or `early-exit`

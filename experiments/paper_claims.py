@@ -54,6 +54,7 @@ from loopformer.files import write_atomic
 if TYPE_CHECKING:
     from loopformer.lm_eval import Suite
 
+SEQUENTIAL = "[{budget: full}, {budget: short, sampler: sequential, weight: 0.1, match: 0.1}]"
 QUEUE: dict[str, tuple[str, dict[str, Any]]] = {  # a preset and what differs from SETTINGS, the most telling first
     "loopformer": ("paper/loopformer", {}),
     "base-loop": ("paper/base-loop", {}),
@@ -63,7 +64,7 @@ QUEUE: dict[str, tuple[str, dict[str, Any]]] = {  # a preset and what differs fr
     "tmlt": ("paper/tmlt", {}),
     "base-loop-ee": ("paper/base-loop-ee", {}),
     "base-3": ("paper/base-3x1", {}),
-    "loopformer-sequential": ("paper/loopformer", {"objective.sampler": "sequential"}),  # the authors' sampler
+    "loopformer-sequential": ("paper/loopformer", {"objective.trajectories": SEQUENTIAL}),  # the authors' sampler
     "tmlt-ee-s1": ("paper/tmlt-ee", {"training.seed": 1}),
     "loopformer-s1": ("paper/loopformer", {"training.seed": 1}),
     "base-12": ("paper/base-12x1", {}),
@@ -87,7 +88,7 @@ SETTINGS = {
     "training.keep": 1,
     "training.validate_every": 500,
 }
-ELASTIC = {"objective.route_draws": 4, "training.micro_batch": 16}  # for the models with a short trajectory
+ELASTIC = {"objective.trajectory_groups": 4, "training.micro_batch": 16}  # for the models with a short trajectory
 SOURCES = {  # megabytes of text, whole documents in the order of the file
     "gutenberg_books_0": 25,
     "gutenberg_books_1": 25,

@@ -120,7 +120,7 @@ SUITES = {
             "model.modulator_start": "one",
             "model.time_scale": 30,
             "data.states": "A5",
-            "objective.route_draws": 1,
+            "objective.trajectory_groups": 1,
             "objective.chunk": 16384,
             "training.batch": 512,
             "training.micro_batch": 512,

@@ -96,3 +96,106 @@ def test_padded_rows_wait_for_the_vocabulary_of_the_data(rows: int) -> None:
 def test_a_starting_model_can_be_left_out_again(written: str) -> None:
     assert load_run("demo", ["init_from=a", "init_from=" + written])[0].init_from is None
     assert load_run("demo", ["init_from=a"])[0].init_from == "a"
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"training": {"beta1": 1}}, r"training.beta1 must lie in \[0, 1\), got 1"),
+        ({"training": {"learning_rate": 0}}, r"training.learning_rate must lie in \(0, 100\], got 0"),
+        ({"training": {"clip": 0}}, "training.clip must be positive, got 0"),
+        ({"training": {"warmup": -1}}, "training.warmup must be 0 or more, got -1"),
+        ({"training": {"micro_batch": 0}}, "training.micro_batch must be 1 or more, got 0"),
+        ({"training": {"micro_batch": 481}}, "training.micro_batch 481 is above training.batch 480"),
+        (
+            {"training": {"micro_batch": "some"}},
+            "training.micro_batch must be a whole number or one of auto, got 'some'",
+        ),
+        ({"training": {"fused": 1}}, "training.fused must be true or false or one of auto, got 1"),
+        ({"training": 3}, "training must be a mapping of settings, got 3"),
+        (
+            {"objective": {"route_draws": 2, "trajectory_groups": 2}},
+            "route_draws is the former name of trajectory_groups",
+        ),
+        ({"trainin": {}}, "Unknown setting trainin; did you mean training"),
+    ],
+)
+def test_wrong_settings_of_a_run_are_named(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(LoopformerError, match=said):
+        run_from_mapping(section)
+
+
+def test_files_and_commands_may_use_former_keys() -> None:
+    former = {"route_draws": 4, "trajectories": [{"budget": "any", "during": [0, 1], "chance": 1}]}
+    run = run_from_mapping({"objective": former})
+    assert run.objective.trajectory_groups == 4
+    assert run_to_mapping(run)["objective"].keys() & former.keys() == {"trajectories"}
+    assert load_run("paper/loopformer", ["objective.route_draws=2"])[0].objective.trajectory_groups == 2
+
+
+@pytest.mark.parametrize(
+    ("pair", "weights"),
+    [
+        ({}, [(1.0, 0.0), (0.1, 0.1)]),
+        ({"short_weight": 0.2}, [(1.0, 0.0), (0.2, 0.1)]),
+        ({"short_weight": 0, "consistency_weight": "0"}, [(1.0, 0.0)]),
+        ({"short_weight": 0, "consistency_weight": "1e-1", "short_fraction": 0.5}, [(1.0, 0.0), (0.0, 0.1)]),
+    ],
+)
+def test_the_pair_of_earlier_versions_is_read_as_a_list(pair: dict[str, Any], weights: list[Any]) -> None:
+    entries = run_from_mapping({"objective": pair}).objective.trajectories
+    assert [(entry.weight, entry.match) for entry in entries] == weights
+    assert [entry.sampler for entry in entries[1:]] == ["compositions"] * len(entries[1:])
+    assert [entry.rows for entry in entries[1:]] == [pair.get("short_fraction", 1.0)] * len(entries[1:])
+
+
+@pytest.mark.parametrize(
+    ("preset", "setting", "said"),
+    [
+        (
+            "demo",
+            "objective.trajectories=[{budget: full}, {budget: short, rows: 0.1}]",
+            "is no row; raise it, or training.batch to 10",
+        ),
+        (
+            "demo",
+            "objective.trajectories=[{budget: full}, {budget: short, weight: -1}]",
+            "budget short: weight must be 0 or more, got -1",
+        ),
+        (
+            "demo",
+            "objective.trajectories=[{budget: full}, {budget: short, sampler: some}]",
+            "budget short: sampler must be one of compositions",
+        ),
+        ("demo", "objective.short_weight=-1", "objective.short_weight was removed; write the list"),
+        ("demo", "objective.sampler=some", "objective.sampler was removed; write the list"),
+        ("demo", "objective.trajectories=[{budget: 9}]", "beyond the model's 4 loops"),
+        ("demo", "objective.trajectories=[{budget: some}]", "a budget is full, short, any"),
+        ("demo", "objective.trajectories=[{budget: [3, 2]}]", "a budget is full, short, any"),
+        ("demo", "objective.trajectories=[{budget: 2, match: 1}]", "must be in the list"),
+        ("demo", "objective.trajectories=[{budget: 2, active_range: [0, 0.5]}]", "from 0.5 of training on"),
+        ("demo", "objective.trajectories=[{weight: 1}]", "must have its budget"),
+        ("demo", "objective.trajectories=[{budget: full, match: 1}]", "the others are matched with"),
+        ("demo", "objective.trajectories=[]", "must be a list of trajectories"),
+        ("demo", "objective.trajectories=false", "must be a list of trajectories"),
+        ("demo", "objective.trajectories=[full]", "each of objective.trajectories must be a mapping"),
+        ("demo", "objective.trajectories=[{bugdet: 2}]", "did you mean budget"),
+        ("demo", "objective.trajectories=[{budget: 2, rows: 0.5}]", "let them add up to 1"),
+        ("demo", "objective.trajectories=[{budget: 2}, {budget: 1, rows: 2}]", "rows must lie in"),
+        ("demo", "objective.trajectories=any", "must be a list"),
+        (
+            "paper/base",
+            "objective.trajectories=[{budget: full}, {budget: short, weight: 0.1}]",
+            "no shorter trajectory",
+        ),
+        (
+            "paper/tmlt-ee",
+            "objective.trajectories=[{budget: full}, {budget: short, sampler: compositions}]",
+            "only follows uniform trajectories",
+        ),
+    ],
+)
+def test_wrong_objectives_are_named(preset: str, setting: str, said: str) -> None:
+    with pytest.raises(LoopformerError, match=said) as caught:
+        load_run(preset, ["training.batch=4", "objective.trajectory_groups=1", setting])
+    assert "\n" not in str(caught.value)

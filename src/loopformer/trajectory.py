@@ -1,4 +1,4 @@
-"""What a budget and a schedule are: a trajectory is a tuple of steps that sum to 1.
+"""Trajectories: a budget and a schedule in one, as a tuple of steps that sum to 1.
 
 Trajectory.uniform(4)                 # four equal steps
 Trajectory.parse("4-2-1-1")           # weights, normalised
@@ -6,7 +6,7 @@ Trajectory.parse("cosine:4")          # a named family at a budget
 Trajectory.sample(8, random.Random(0))  # what training draws
 
 Steps are exact fractions, so equality, hashing and shared prefixes are exact. The length M is the compute
-budget; step i takes the state from time t_i to t_i + Δ_i. No other file re-implements any of this.
+budget. Step i takes the state from time t_i to t_i + Δ_i.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Family = Literal["uniform", "coarse-to-fine", "fine-to-coarse", "cosine"]
 SAMPLERS: tuple[str, ...] = get_args(Sampler)
 FAMILIES: tuple[str, ...] = get_args(Family)
 
-MOST_STEPS = 4096  # far above any model's loops
+MAX_STEPS = 4096  # far above the loops of any model
 _TOLERANCE = Fraction(1, 10**6)
-_LARGEST_DENOMINATOR = 4096
-_CONTINUOUS_GRID = 2**20  # resolution of `continuous`: fine beside any L, and still short to print
+_MAX_DENOMINATOR = 4096
+_CONTINUOUS_GRID = 2**20  # resolution of `continuous`: much finer than 1/L, and still short to print
 
 
 @dataclass(frozen=True, init=False)
 class Trajectory:
-    """Steps Δ₁…Δ_M, positive and summing to 1. Immutable, hashable, printable: `parse(str(t)) == t`."""
+    """Positive steps Δ₁…Δ_M that sum to 1. Immutable and hashable; `parse(str(t)) == t`."""
 
     steps: tuple[Fraction, ...]
 
@@ -50,7 +50,7 @@ class Trajectory:
 
     @property
     def budget(self) -> int:
-        """M, the number of passes through the shared stack."""
+        """M, the number of loops through the shared stack."""
         return len(self.steps)
 
     @cached_property
@@ -69,7 +69,7 @@ class Trajectory:
         if self.is_uniform:
             return str(self.budget)
         common = math.lcm(*(step.denominator for step in self.steps))
-        if common <= _LARGEST_DENOMINATOR:
+        if common <= _MAX_DENOMINATOR:
             return "-".join(str(int(step * common)) for step in self.steps)
         return ",".join(str(step) for step in self.steps)
 
@@ -79,13 +79,13 @@ class Trajectory:
     @classmethod
     def uniform(cls, budget: int) -> Trajectory:
         """M equal steps."""
-        budget = _checked_budget(budget)
+        budget = _check_budget(budget)
         return cls([Fraction(1, budget)] * budget)
 
     @classmethod
     def named(cls, family: str, budget: int) -> Trajectory:
         """A named family at a budget: uniform, coarse-to-fine (M…1), fine-to-coarse (1…M), cosine."""
-        budget = _checked_budget(budget)
+        budget = _check_budget(budget)
         if family == "uniform":
             return cls.uniform(budget)
         if family == "coarse-to-fine":
@@ -127,38 +127,38 @@ class Trajectory:
 
     @classmethod
     def enumerate(cls, loops: int, budget: int) -> Iterator[Trajectory]:
-        """Every trajectory of M steps on the training grid of 1/L, C(L-1, M-1) in all, in order."""
-        budget = _checked_budget(budget, loops)
+        """Every trajectory of M steps on the training grid of 1/L, in order: C(L-1, M-1) of them."""
+        budget = _check_budget(budget, loops)
         return (cls._between(cuts, loops) for cuts in itertools.combinations(range(1, loops), budget - 1))
 
     @classmethod
     def sample(cls, loops: int, rng: Any, budget: int | None = None, sampler: str = "compositions") -> Trajectory:
         """Draw a trajectory for a model of L loops, with `random.Random` or `numpy.random.Generator`.
 
-        The length S is uniform on 1…L-1 unless `budget` is given; then, by `sampler`:
+        The length S is uniform on 1…L-1 unless `budget` is given. The sampler draws the steps:
         compositions  uniform among the C(L-1, S-1) compositions of L into S parts (the paper's text)
         sequential    each part uniform on what leaves 1 for every later part (the authors' code; front-heavy)
         uniform       S equal steps
         continuous    Dirichlet(1, …, 1), off the grid
         """
-        loops = _checked_budget(loops)
+        loops = _check_budget(loops)
         if budget is None:
             if loops < 2:
                 raise LoopformerError(f"A model of {loops} loop has no shorter trajectory to draw.")
-            budget = 1 + _below(rng, loops - 1)
-        budget = _checked_budget(budget, loops)
+            budget = 1 + _draw_below(rng, loops - 1)
+        budget = _check_budget(budget, loops)
         if sampler == "compositions":
-            return cls._between(_distinct(rng, budget - 1, loops - 1), loops)
+            return cls._between(_draw_distinct(rng, budget - 1, loops - 1), loops)
         if sampler == "sequential":
             parts: list[int] = []
             for later in range(budget - 1, 0, -1):
-                parts.append(1 + _below(rng, loops - sum(parts) - later))
+                parts.append(1 + _draw_below(rng, loops - sum(parts) - later))
             return cls.from_weights([*parts, loops - sum(parts)])
         if sampler == "uniform":
             return cls.uniform(budget)
         if sampler == "continuous":
             # The gaps between sorted uniform points are Dirichlet(1, …, 1).
-            return cls._between(_distinct(rng, budget - 1, _CONTINUOUS_GRID - 1), _CONTINUOUS_GRID)
+            return cls._between(_draw_distinct(rng, budget - 1, _CONTINUOUS_GRID - 1), _CONTINUOUS_GRID)
         raise LoopformerError(f"Unknown sampler {sampler!r}; choose one of {', '.join(SAMPLERS)}.")
 
     @classmethod
@@ -168,25 +168,25 @@ class Trajectory:
 
 
 def resolve(trajectory: Trajectory | str | int | None, loops: int, beyond: bool = False) -> Trajectory:
-    """What a user may pass where a trajectory is meant: None is the full uniform(L), an int a budget.
+    """The trajectory that a user means: None is the full uniform(L), an int a budget.
 
-    More than L steps are refused unless `beyond`, for studies of extrapolation.
+    More than L steps are refused unless `beyond` is set, for studies of extrapolation.
     """
     if isinstance(trajectory, str):
         trajectory = Trajectory.parse(trajectory)
     if isinstance(trajectory, Trajectory):
-        _checked_budget(trajectory.budget, None if beyond else loops)
+        _check_budget(trajectory.budget, None if beyond else loops)
         return trajectory
     budget = loops if trajectory is None else trajectory
-    return Trajectory.uniform(_checked_budget(budget, None if beyond else loops))
+    return Trajectory.uniform(_check_budget(budget, None if beyond else loops))
 
 
 class _Unreadable(LoopformerError):
-    """Text that is no number."""
+    """Text that is not a number."""
 
 
-def _checked_budget(given: int, loops: int | None = None) -> int:
-    """A budget as a plain int: NumPy's integers pass, anything that is no whole number does not."""
+def _check_budget(given: int, loops: int | None = None) -> int:
+    """A budget as an int. NumPy's integers pass; bools and everything else do not."""
     try:
         budget = 0 if isinstance(given, bool) else operator.index(given)
     except TypeError:
@@ -195,8 +195,8 @@ def _checked_budget(given: int, loops: int | None = None) -> int:
         raise LoopformerError(f"A budget is a whole number of loops, 1 or more; got {given!r}.")
     if loops is not None and budget > loops:
         raise LoopformerError(f"Budget {budget} is above the model's {loops} loops; choose 1 to {loops}.")
-    if budget > MOST_STEPS:
-        raise LoopformerError(f"A trajectory has at most {MOST_STEPS} steps, not {budget}.")
+    if budget > MAX_STEPS:
+        raise LoopformerError(f"A trajectory has at most {MAX_STEPS} steps, not {budget}.")
     return budget
 
 
@@ -211,10 +211,10 @@ def _fraction(value: Any) -> Fraction:
         raise _Unreadable(f"{value!r} is not a number that a trajectory step can be.") from error
 
 
-def _snapped(value: Number) -> Fraction:
-    """Exact input stays as it is; a float or decimal within 1e-6 of p/q, q ≤ 4096, becomes p/q."""
+def _snap(value: Number) -> Fraction:
+    """Exact input as it is; a float or decimal within 1e-6 of p/q, q ≤ 4096, as p/q."""
     exact = _fraction(value)
-    near = exact.limit_denominator(_LARGEST_DENOMINATOR)
+    near = exact.limit_denominator(_MAX_DENOMINATOR)
     return near if not _is_exact(value) and near > 0 and abs(near - exact) <= _TOLERANCE else exact
 
 
@@ -225,8 +225,8 @@ def _is_exact(value: Number) -> bool:
 def _exact_steps(given: list[Number]) -> tuple[Fraction, ...]:
     if not given:
         raise LoopformerError("A trajectory needs at least one step.")
-    _checked_budget(len(given))
-    steps = [_snapped(value) for value in given]
+    _check_budget(len(given))
+    steps = [_snap(value) for value in given]
     raw = [_fraction(value) for value in given]
     if min(raw) <= 0:
         raise LoopformerError(f"Trajectory steps must be positive, got {_join(raw)}.")
@@ -237,7 +237,7 @@ def _exact_steps(given: list[Number]) -> tuple[Fraction, ...]:
             f"Trajectory steps must sum to 1, but {_join(raw)} sum to {float(total):.6g}; "
             "write weights as 4-2-1-1 to have them normalised."
         )
-    # Rounded decimals may miss 1 by a hair; the largest step takes the difference, where it matters least.
+    # Rounded decimals may miss 1 slightly. The largest step absorbs the difference, where it matters least.
     largest = steps.index(max(steps))
     steps[largest] += 1 - sum(steps)
     return tuple(steps)
@@ -247,15 +247,15 @@ def _join(values: Iterable[Fraction]) -> str:
     return ", ".join(f"{float(value):.6g}" for value in values)
 
 
-def _below(rng: Any, bound: int) -> int:
+def _draw_below(rng: Any, bound: int) -> int:
     """A uniform integer in 0…bound-1 from either kind of generator."""
     return int(rng.integers(bound)) if hasattr(rng, "integers") else int(rng.randrange(bound))
 
 
-def _distinct(rng: Any, count: int, bound: int) -> list[int]:
+def _draw_distinct(rng: Any, count: int, bound: int) -> list[int]:
     """A uniform subset of `count` integers in 1…bound, sorted (Floyd's algorithm)."""
     chosen: set[int] = set()
     for top in range(bound - count + 1, bound + 1):
-        pick = 1 + _below(rng, top)
+        pick = 1 + _draw_below(rng, top)
         chosen.add(top if pick in chosen else pick)
     return sorted(chosen)

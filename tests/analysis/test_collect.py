@@ -20,6 +20,7 @@ from loopformer.analysis.collect import (
     training_facts,
 )
 from loopformer.config import DataConfig, ObjectiveConfig, RunConfig, TrainingConfig, run_to_yaml
+from loopformer.config.run import TrainedTrajectory
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
 from loopformer.loading import save_model
@@ -57,7 +58,8 @@ def _run(folder: Path, config: ModelConfig, weight: float, tokenizer: Tokenizer)
     state = {"step": 10, "micro_batch": 4, "world": 1, "threads": 1, "data": "d"}
     (checkpoint / "state.json").write_text(json.dumps(state))
     seal(checkpoint)
-    objective = ObjectiveConfig(short_weight=weight, consistency_weight=weight, short_fraction=0.5)
+    short = [TrainedTrajectory("short", "compositions", weight, weight, rows=0.5)] if weight else []
+    objective = ObjectiveConfig((TrainedTrajectory("full"), *short))
     training = TrainingConfig(steps=10, batch=4, seed=7)
     run = RunConfig(config, DataConfig(path="nowhere"), objective, training)
     (folder / "run.yaml").write_text(run_to_yaml(run))

@@ -96,9 +96,15 @@ def _train() -> Any:
     shared = ["data.path=prepared", "training.steps=6", "training.save_every=3", "training.validate_every=3"]
     shared += ["training.log_every=1", "training.warmup=2", "training.threads=1", "training.device=cpu"]
     small = [f"model.{name}={value}" for name, value in _SIZES.items() if name != "vocab"]
-    small += ["training.batch=4", "training.micro_batch=2", "training.dtype=float32", "objective.route_draws=2"]
+    small += [
+        "training.batch=4",
+        "training.micro_batch=2",
+        "training.dtype=float32",
+        "objective.trajectory_groups=2",
+    ]
     before = ["model.time_scale=30", "model.inject=none", "model.start=embedding", "training.optimizer=adamw"]
-    before += ["objective.short_weight=0.1", "objective.consistency_weight=0.5", "training.batch=4"]
+    pair = "[{budget: full}, {budget: short, sampler: compositions, weight: 0.1, match: 0.5}]"
+    before += [f"objective.trajectories={pair}", "training.batch=4"]
     before += ["objective.consistency=distribution", "training.weight_decay=0.2"]
     runs = {
         "demo": _trained("demo", [*shared, *before, "data.prepare=null"]),

@@ -37,7 +37,7 @@ def small(corpus: Path) -> Small:
         "model.ffn": 64,
         "model.context": 32,
         "data.path": corpus,
-        "objective.route_draws": 1,
+        "objective.trajectory_groups": 1,
         "training.steps": 6,
         "training.batch": 4,
         "training.micro_batch": 2,

@@ -3,10 +3,17 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from loopformer.config.run import TrainedTrajectory
 from loopformer.loading.folder import checkpoints, step_of
 from loopformer.training.reporting import read_metrics
 
 Small = Callable[..., list[str]]  # the fixture of conftest.py
+PAIR = "[{budget: full}, {budget: short, sampler: compositions, weight: 0.1, match: 0.1}]"  # the paper's
+
+
+def pair(weight: float = 0.1, match: float = 0.1, rows: float = 1.0) -> tuple[TrainedTrajectory, ...]:
+    """The full trajectory and a short one."""
+    return TrainedTrajectory("full"), TrainedTrajectory("short", "compositions", weight, match, rows)
 
 
 def overriding(base: dict[str, object]) -> Small:

@@ -13,7 +13,7 @@ from loopformer.loading.folder import checkpoints
 from loopformer.training.launch import launch
 from loopformer.training.reporting import read_metrics
 
-from .runs import Small, go_back
+from .runs import PAIR, Small, go_back
 
 
 def two_ranks(out: Path, overrides: list[str], *more: str) -> None:
@@ -56,9 +56,9 @@ def test_two_ranks_train_what_one_does_and_one_goes_on_from_two(
     strategy: str, fused: str, optimizer: str, small: Small, tmp_path: Path
 ) -> None:
     near = 1e-5 if optimizer == "adamw" else 2e-3  # Muon's updates are rounded to bf16
-    overrides = small(training__batch=8, objective__route_draws=2, training__optimizer=optimizer)
+    overrides = small(training__batch=8, objective__trajectory_groups=2, training__optimizer=optimizer)
     if optimizer == "adamw":
-        overrides += ["objective.short_fraction=0.5"]
+        overrides += [f"objective.trajectories={PAIR.replace('match: 0.1', 'match: 0.1, rows: 0.5')}"]
     else:  # steps of one pass inject nothing, on one rank or on both
         overrides += ["model.inject=gated", "objective.trajectories=[{budget: any}]"]
     launch("demo", overrides, tmp_path / "one", quiet=True)

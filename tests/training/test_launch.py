@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from cli.models import seal
 
 import loopformer
 from loopformer import LoopformerError
-from loopformer.config import ObjectiveConfig, load_run, run_from_mapping
+from loopformer.config import load_run, run_from_mapping
 from loopformer.data.prepare import prepare
 from loopformer.evaluation.text import default_text
 from loopformer.files import read_yaml
@@ -213,13 +214,20 @@ def test_a_dry_run_refuses_what_training_would(small: Small, corpus: Path, tmp_p
     assert not (tmp_path / "new").exists()
 
 
-def test_a_key_of_the_pair_changes_a_stored_list_that_is_one(small: Small, tmp_path: Path) -> None:
-    pair = {"short_weight": 0.2, "consistency_weight": 0, "sampler": "sequential", "consistency": "distribution"}
-    first = small(**{f"objective__{name}": value for name, value in pair.items()})
-    launch("demo", first, tmp_path / "run", quiet=True)
-    written = load_run(tmp_path / "run" / "run.yaml", ["objective.short_weight=0.3"])[0].objective
-    assert written == ObjectiveConfig(
-        short_weight=0.3, consistency_weight=0, sampler="sequential", consistency="distribution"
-    )
-    same = ["objective.short_weight=0.2", "training.steps=7"]
-    assert launch(None, same, tmp_path / "run", resume=True, quiet=True)["step"] == 7
+def test_a_run_that_was_stored_with_the_pair_goes_on(small: Small, tmp_path: Path) -> None:
+    entries = "[{budget: full}, {budget: short, sampler: sequential, weight: 0.2, rows: 0.5}]"
+    run = tmp_path / "run"
+    launch("demo", small(objective__trajectories=entries), run, quiet=True)
+    file = run / "run.yaml"
+    settings, objective = read_yaml(file), load_run(file)[0].objective
+    pair = {"short_weight": 0.2, "consistency_weight": 0, "sampler": "sequential", "short_fraction": 0.5}
+    settings["objective"] = {**pair, "route_draws": 1, "consistency": objective.consistency}
+    settings["objective"]["chunk"] = objective.chunk
+    file.write_text(yaml.safe_dump(settings))
+    assert load_run(file)[0].objective == objective
+    assert launch(None, ["training.steps=7"], run, resume=True, quiet=True)["step"] == 7
+    assert load_run(file, ["objective.trajectories=[{budget: 2}]"])[0].objective.trajectories[0].budget == 2
+    settings["objective"]["trajectories"] = [{"budget": "full"}]
+    file.write_text(yaml.safe_dump(settings))
+    with pytest.raises(LoopformerError, match=r"trajectories says what objective\.short_weight says; leave one"):
+        load_run(file)

@@ -21,7 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 import loopformer
 from loopformer import LoopedLM, LoopformerError, ModelConfig
 from loopformer.config import load_run, preset_names
+from loopformer.data.loader import validation_windows
 from loopformer.data.prepare import prepare
+from loopformer.data.shards import TokenData
+from loopformer.evaluation.text import Protocol, perplexity, read_text
 from loopformer.loading import save_model
 from loopformer.loading.folder import checkpoints, step_of, write_safetensors
 from loopformer.training import checkpoint, trainer
@@ -30,7 +33,7 @@ from loopformer.training.launch import launch
 from loopformer.training.reporting import read_metrics
 from loopformer.training.trainer import Trainer, fused_precision, make_model
 
-from .runs import Small, go_back, training_losses, weights
+from .runs import PAIR, Small, go_back, training_losses, weights
 
 PAPER = [name for name in preset_names() if name.startswith("paper/") and "x" not in name.rpartition("-")[2]]
 
@@ -76,17 +79,17 @@ def test_a_run_is_whole_and_loads(small: Small, tmp_path: Path) -> None:
     assert len(checkpoints(tmp_path / "run")) <= 4
 
 
-LIST = "[{budget: any, sampler: compositions}, {budget: 1, weight: 0.2, during: [0.5, 1]}]"
+LIST = "[{budget: any, sampler: compositions}, {budget: 1, weight: 0.2, active_range: [0.5, 1]}]"
 RESUMED: dict[str, dict[str, str]] = {
     "demo": {},
-    "paper": {"training__optimizer": "adamw", "objective__sampler": "compositions"},
+    "paper": {"training__optimizer": "adamw", "objective__trajectories": PAIR},
     "muon": {"training__optimizer": "muon", "objective__trajectories": LIST, "model__inject": "gated"},
     "recurrent depth": {
         "model__conditioning": "none",
         "model__norms": "sandwich",
         "model__start": "random",
         "model__inject": "adapter",
-        "objective__sampler": "uniform",
+        "objective__trajectories": "[{budget: full}, {budget: short, weight: 0.1, match: 0.1}]",
     },
 }
 
@@ -272,7 +275,7 @@ def test_micro_batches_and_route_parts_train_the_same_model(small: Small, tmp_pa
     losses = []
     for number, micro in enumerate((1, 4)):
         run = tmp_path / str(number)
-        parts = small(training__micro_batch=micro, objective__route_draws=2, objective__sampler="compositions")
+        parts = small(training__micro_batch=micro, objective__trajectory_groups=2, objective__trajectories=PAIR)
         launch("demo", parts, run, quiet=True)
         losses.append(training_losses(run))
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
@@ -337,24 +340,7 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(training__threads=100_000), {}, "training.threads must be 1 or more, and 1,024 at most"),
         ("demo", small(training__device="meta"), {}, "does not run on 'meta'"),
         ("demo", small(training__learning_rate="inf"), {}, "must be a finite number"),
-        ("demo", small(objective__short_fraction=0.1), {}, "is no row; raise it, or training.batch to 10"),
-        ("demo", small(objective__short_weight=-1), {}, "objective.short_weight must be a number of 0 or more"),
-        ("demo", small(objective__sampler="some"), {}, "objective.sampler must be one of compositions"),
-        ("demo", small(objective__trajectories="[{budget: 9}]"), {}, "beyond the model's 4 loops"),
-        ("demo", small(objective__trajectories="[{budget: some}]"), {}, "a budget is full, short, any"),
-        ("demo", small(objective__trajectories="[{budget: [3, 2]}]"), {}, "a budget is full, short, any"),
-        ("demo", small(objective__trajectories="[{budget: 2, match: 1}]"), {}, "must be in the list"),
-        ("demo", small(objective__trajectories="[{budget: 2, during: [0, 0.5]}]"), {}, "from 0.5 of training on"),
-        ("demo", small(objective__trajectories="[{weight: 1}]"), {}, "must have its budget"),
-        ("demo", small(objective__trajectories="[{budget: full, match: 1}]"), {}, "the others are matched with"),
-        ("demo", small(objective__trajectories="[]"), {}, "must be a list of trajectories"),
-        ("demo", small(objective__trajectories="false"), {}, "must be a list of trajectories"),
-        ("demo", small(objective__trajectories="[full]"), {}, "each of objective.trajectories must be a mapping"),
         ("demo", small(training__seed=-1), {}, "training.seed must lie in"),
-        ("demo", small(objective__trajectories="[{bugdet: 2}]"), {}, "did you mean budget"),
-        ("demo", small(objective__trajectories="[{budget: 2, rows: 0.5}]"), {}, "let them add up to 1"),
-        ("demo", small(objective__trajectories="[{budget: 2}, {budget: 1, rows: 2}]"), {}, "rows must lie in"),
-        ("demo", small(objective__trajectories="any"), {}, "must be a list"),
         ("demo", small(training__optimizer="mu"), {}, "one of adamw, muon"),
         ("demo", ["training.steps"], {}, "write key=value"),
         ("demo", small(training__batch=0), {}, "training.batch must be 1 or more"),
@@ -362,8 +348,6 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(model__vocab=10), {}, "tokenizer has 300 tokens but model.vocab is 10"),
         ("demo", small(training__device="cud"), {}, "no device"),
         ("demo", small(data__path=tmp_path / "none", data__prepare="null"), {}, "loopformer prepare"),
-        ("paper/base", small(objective__short_weight=0.1), {}, "no shorter trajectory"),
-        ("paper/tmlt-ee", small(objective__sampler="compositions"), {}, "only follows uniform trajectories"),
         ("nope.yaml", [], {}, "There is no config file"),
         ("nope", [], {}, "There is no preset"),
         (
@@ -589,3 +573,20 @@ def test_a_specialist_is_validated_at_its_own_budget(small: Small, tmp_path: Pat
     result = launch("demo", settings, tmp_path / "run", quiet=True)
     validated = [record for record in read_metrics(tmp_path / "run") if record["kind"] == "validation"]
     assert result["best_loss"] == validated[-1]["loss_at_3"]
+
+
+def test_validation_is_evals_loss_without_the_rows_that_pad_the_vocabulary(
+    small: Small, corpus: Path, tmp_path: Path
+) -> None:
+    data = TokenData.open(corpus, "val")
+    windows, vocab = len(validation_windows(data, 32)), data.tokenizer.vocab_size
+    padded = small(model__vocab=vocab, model__padded_vocab=4096, training__validation_windows=windows)
+    launch("demo", padded, tmp_path / "run", quiet=True)
+    (*_, record) = (record for record in read_metrics(tmp_path / "run") if record["kind"] == "validation")
+    lm = loopformer.load(tmp_path / "run")
+    assert lm.model.config.vocab == vocab < lm.model.config.vocab_rows == 4096
+    text = read_text(str(corpus), lm.need_tokenizer())
+    budgets = [1, 2, 4]
+    rows = perplexity(lm.model, text, budgets, Protocol(join=True, max_tokens=32 * windows))
+    expected = [math.exp(record[f"loss_at_{budget}"]) for budget in budgets]
+    assert [row["perplexity"] for row in rows] == pytest.approx(expected, rel=1e-5)

@@ -33,8 +33,8 @@ from loopformer.device import synchronise
 from loopformer.errors import LoopformerError, nearest, require
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
+from loopformer.training.fused.ops import Precision
 from loopformer.training.fused.passes import obstacle
-from loopformer.training.fused.types import Precision
 from loopformer.training.objective import Objective
 from loopformer.trajectory import Trajectory
 

@@ -17,17 +17,17 @@ def train(
     config: Annotated[
         str | None,
         typer.Argument(
-            help="A .yaml file or a preset's name (`loopformer info`); elastic by default.",
+            help="A preset (`loopformer info` lists them) or a .yaml file; elastic by default.",
             autocompletion=complete_preset,
         ),
     ] = None,
-    settings: Annotated[list[str] | None, typer.Argument(help="key=value, as in training.steps=100.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; runs/NAME by default.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last good checkpoint.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what the run would take, and stop.")] = False,
+    settings: Annotated[list[str] | None, typer.Argument(help="Settings, such as training.steps=100.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder of the run; runs/NAME by default.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the last good checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print FLOPs, memory and time, and stop.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a model; interrupted at any moment, --resume continues to the same bits.
+    """Train a model. A run that was interrupted resumes with --resume, to the same bits.
 
     Examples: loopformer train data.path=data/mine --out runs/mine
 

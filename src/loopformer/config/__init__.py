@@ -1,11 +1,11 @@
-"""Settings: model.py (the family, and how settings are checked) · run.py (a whole run, presets).
+"""Settings: schema.py (how they are checked) · model.py (the model) · run.py (a whole run, presets).
 
 ModelConfig()                                       # the paper's LoopFormer 3⊗8
 from_mapping(ModelConfig, {"blocks": 2}, "model")   # from plain data, checked
-load_preset("paper/loopformer-1x24")                # a preset, at one of its sizes
+load_preset("paper/loopformer-1x24")                # a preset in one of its sizes
 """
 
-from loopformer.config.model import Conditioning, ModelConfig, check_types, from_mapping, whole_numbers
+from loopformer.config.model import Conditioning, ModelConfig
 from loopformer.config.run import (
     DEFAULT_PRESET,
     DataConfig,
@@ -20,6 +20,7 @@ from loopformer.config.run import (
     run_to_yaml,
     with_expected_vocab,
 )
+from loopformer.config.schema import from_mapping, whole_numbers
 
 __all__ = [
     "DEFAULT_PRESET",
@@ -29,7 +30,6 @@ __all__ = [
     "ObjectiveConfig",
     "RunConfig",
     "TrainingConfig",
-    "check_types",
     "from_mapping",
     "load_preset",
     "load_run",

@@ -1,31 +1,38 @@
-"""What a run is: one validated tree of model, data, objective and training, and the presets that ship with us.
+"""The settings of a run: model, data, objective and training as one checked tree, and the presets of the package.
 
     run, keys = load_run("demo", ["training.steps=100", "data.path=data/mine"])
-    load_preset("paper/loopformer-1x24")     # plain data: a preset, at one of the sizes that its file lists
+    load_preset("paper/loopformer-1x24")     # plain data: a preset in one of the sizes that its file lists
 
-The defaults are the paper's recipe. A preset or a YAML file gives some keys, `key=value` overrides others.
+The defaults are the paper's recipe. A preset or a YAML file gives some keys, and `key=value` overrides them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from loopformer.config.model import ModelConfig, as_number, check_types, from_mapping, setting_names
+from loopformer.config.model import ModelConfig
+from loopformer.config.schema import (
+    RENAMED_KEYS,
+    as_number,
+    check_settings,
+    from_mapping,
+    setting,
+    setting_names,
+    with_current_keys,
+)
 from loopformer.errors import FileProblem, LoopformerError, nearest, require
 from loopformer.files import parse_yaml, read_yaml
-from loopformer.trajectory import SAMPLERS
 
 GroupName = Literal["S3", "A5", "S5"]
 GROUP_ORDERS: dict[GroupName, int] = {"S3": 6, "A5": 60, "S5": 120}
@@ -33,67 +40,50 @@ GROUP_ORDERS: dict[GroupName, int] = {"S3": 6, "A5": 60, "S5": 120}
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the prepared tokens are and how they are read, or the group whose states are to be tracked."""
+    """The prepared tokens and how they are read, or a group with states to track."""
 
-    path: str = "data"  # the folder that `loopformer prepare` wrote
-    documents: bool = False  # mask attention and restart positions at document borders
-    prepare: str | None = None  # a source to prepare into `path` first, where it is not there yet
-    train_tokenizer: int | None = None  # the size of the tokenizer to train on it
-    states: GroupName | None = None  # words over this group instead of text; nothing is read from `path`
+    path: str = setting("data", "The folder that `loopformer prepare` wrote.")
+    documents: bool = setting(False, "Mask attention and restart positions at document borders.")
+    prepare: str | None = setting(None, "A source to prepare into path if the folder is not there.")
+    train_tokenizer: int | None = setting(None, "Size of the tokenizer to train on that source.")
+    states: GroupName | None = setting(None, "Draw words over this group instead of text.")  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        check_types(self, "data")
-        if self.states is not None:
-            for name in ("documents", "prepare", "train_tokenizer"):
-                require(
-                    not getattr(self, name),
-                    f"data.{name} is for text and data.states draws words; set one of both.",
-                )
+        check_settings(self, "data")
+        for name in ("documents", "prepare", "train_tokenizer"):
+            is_valid = self.states is None or not getattr(self, name)
+            require(is_valid, f"data.{name} is for text and data.states draws words; set one of both.")
 
 
 @dataclass(frozen=True)
 class TrainedTrajectory:
-    """A trajectory that training follows: when and how it is drawn, and what it counts in the loss."""
+    """One entry of the objective: a budget, how its steps are drawn, and its weight in the loss."""
 
     budget: str | int | tuple[int, ...]  # full (L), short (from 1…L-1), any (from 1…L), a number, or [low, high]
-    sampler: Literal["compositions", "sequential", "uniform", "continuous"] = "uniform"  # of its steps
-    weight: float = 1.0  # of its cross-entropy
-    match: float = 0.0  # of its match to the full trajectory, which gets no gradient from it
-    rows: float = 1.0  # share of the rows that follow it; shares lie side by side
-    during: tuple[float, ...] = (0.0, 1.0)  # the part of training in which it is followed
+    sampler: Literal["compositions", "sequential", "uniform", "continuous"] = setting("uniform", "Draws the steps.")
+    weight: float = setting(1.0, "Weight of its cross-entropy.", minimum=0)
+    match: float = setting(0.0, "Weight of its distance to the full trajectory.", minimum=0)
+    rows: float = setting(1.0, "Share of the rows that train on it.", above=0, maximum=1)
+    active_range: tuple[float, ...] = setting((0.0, 1.0), "The part of training that uses it.")
 
     def __post_init__(self) -> None:
-        for name in ("budget", "during"):  # YAML has lists
-            if isinstance(value := getattr(self, name), list):
-                object.__setattr__(self, name, tuple(value))
-        where = f"objective.trajectories, budget {self.label}"
-        bounds = self.budget if isinstance(self.budget, tuple) else (self.budget,)
-        whole = all(type(bound) is int and bound >= 1 for bound in bounds)
-        require(
-            self.budget in ("full", "short", "any")
-            or (whole and len(bounds) in (1, 2) and list(bounds) == sorted(bounds)),
-            f"{where}: a budget is full, short, any, a number or [low, high].",
-        )
-        check_types(self, where)
+        where = f"objective.trajectories, budget {self}"
+        bounds = list(self.budget) if isinstance(self.budget, list | tuple) else [self.budget]
+        is_range = len(bounds) in (1, 2) and all(type(bound) is int and bound >= 1 for bound in bounds)
+        is_budget = self.budget in ("full", "short", "any") or (is_range and bounds == sorted(bounds))
+        require(is_budget, f"{where}: a budget is full, short, any, a number or [low, high].")
+        check_settings(self, where)
         require(self.budget != "full" or self.match == 0, f"{where}: it is what the others are matched with.")
-        for name in ("weight", "match"):
-            require(getattr(self, name) >= 0, f"{where}: {name} must be 0 or more, got {getattr(self, name)}.")
-        require(0 < self.rows <= 1, f"{where}: rows must lie in (0, 1], got {self.rows}.")
-        spanned = [as_number(bound) for bound in self.during]
-        numbers = [bound for bound in spanned if bound is not None]
-        require(
-            len(numbers) == 2 == len(spanned) and 0 <= numbers[0] < numbers[1] <= 1,
-            f"{where}: during must be two shares of training, such as [0, 0.5], got {self.during}.",
-        )
-        object.__setattr__(self, "during", tuple(numbers))
+        active = self.active_range
+        is_interval = len(active) == 2 and 0 <= active[0] < active[1] <= 1
+        require(is_interval, f"{where}: active_range must be two shares, such as [0, 0.5], got {active}.")
 
-    @property
-    def label(self) -> str:
-        """Its name in what is logged."""
-        return "-".join(map(str, self.budget)) if isinstance(self.budget, tuple) else str(self.budget)
+    def __str__(self) -> str:
+        """Its budget as logs have it."""
+        return "-".join(map(str, self.budget)) if isinstance(self.budget, list | tuple) else str(self.budget)
 
     def budgets(self, loops: int) -> tuple[int, int]:
-        """The smallest and the largest budget that it has with so many loops."""
+        """Its smallest and largest budget in a model of so many loops."""
         if isinstance(self.budget, int):
             return self.budget, self.budget
         if isinstance(self.budget, tuple):
@@ -101,79 +91,55 @@ class TrainedTrajectory:
         return {"full": (loops, loops), "short": (1, loops - 1), "any": (1, loops)}[self.budget]
 
     def covers(self, other: TrainedTrajectory) -> bool:
-        """Whether it is followed wherever and whenever another one is."""
-        return self.rows == 1 and self.during[0] <= other.during[0] and other.during[1] <= self.during[1]
+        """Whether it trains on all rows in every step that uses the other."""
+        start, stop = self.active_range
+        return self.rows == 1 and start <= other.active_range[0] and other.active_range[1] <= stop
 
-    def shares_with(self, other: TrainedTrajectory) -> bool:
-        """Whether the rows of each step are shared out between the two."""
-        at_once = max(self.during[0], other.during[0]) < min(self.during[1], other.during[1])
-        return self.rows < 1 > other.rows and at_once
+    def splits_rows_with(self, other: TrainedTrajectory) -> bool:
+        """Whether both train on a part of the rows in the same steps."""
+        starts, stops = zip(self.active_range, other.active_range, strict=True)
+        return self.rows < 1 > other.rows and max(starts) < min(stops)
 
-    def active(self, progress: float) -> bool:
-        """Whether it is followed when this share of training is behind."""
-        return self.during[0] <= progress < self.during[1]
+    def is_active(self, progress: float) -> bool:
+        """Whether steps after this share of training use it."""
+        return self.active_range[0] <= progress < self.active_range[1]
+
+
+PAPER_TRAJECTORIES = (TrainedTrajectory("full"), TrainedTrajectory("short", "compositions", 0.1, 0.1))
 
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """A weighted sum over trajectories: the cross-entropy of each, and its match to the full one.
+    """A weighted sum over trajectories: the cross-entropy of each, and its distance to the full one."""
 
-    The default is the paper's: the full trajectory and a short one, λ₁ = λ₂ = 0.1. `short_weight` (λ₁),
-    `consistency_weight` (λ₂), `sampler` and `short_fraction` are another way to write such a pair.
-    """
+    trajectories: tuple[TrainedTrajectory, ...] = setting(PAPER_TRAJECTORIES, "Budgets, samplers and weights.")
+    consistency: Literal["hidden", "logits", "distribution"] = setting("hidden", "What match compares.")
+    trajectory_groups: int = setting(1, "Equal parts of the batch; each draws its own trajectories.", minimum=1)
+    chunk: int = setting(1024, "Tokens with logits in memory at a time.", minimum=1)
 
-    trajectories: tuple[TrainedTrajectory, ...] = ()  # docs/training.md; none: the paper's two
-    consistency: Literal["hidden", "logits", "distribution"] = "hidden"  # what is matched with the full one's
-    route_draws: int = 1  # equal parts of the global batch, each with drawn trajectories of its own
-    chunk: int = 1024  # tokens whose logits exist at a time
-    short_weight: InitVar[float | None] = None
-    consistency_weight: InitVar[float | None] = None
-    sampler: InitVar[str | None] = None
-    short_fraction: InitVar[float | None] = None
-
-    def __post_init__(
-        self,
-        short_weight: float | None,
-        consistency_weight: float | None,
-        sampler: str | None,
-        short_fraction: float | None,
-    ) -> None:
-        pair = (short_weight, consistency_weight, sampler, short_fraction)
-        written = [name for name, value in zip(PAIR, pair, strict=True) if value is not None]
-        require(
-            not self.trajectories or not written,
-            f"objective.trajectories says what objective.{''.join(written[:1])} says; leave one of them out.",
-        )
-        given: Any = self.trajectories
-        require(
-            isinstance(given, list | tuple) and given != [],
-            "objective.trajectories must be a list of trajectories, each with its budget.",
-        )
-        entries = [_trajectory(entry) for entry in self.trajectories] or _pair(*pair)
-        object.__setattr__(self, "trajectories", tuple(entries))
-        check_types(self, "objective")
-        require(self.route_draws >= 1, f"objective.route_draws must be 1 or more, got {self.route_draws}.")
-        require(self.chunk >= 1, f"objective.chunk must be 1 or more, got {self.chunk}.")
-        teachers = [entry for entry in entries if entry.budget == "full"]
-        for entry in entries:
+    def __post_init__(self) -> None:
+        is_list = isinstance(self.trajectories, list | tuple) and len(self.trajectories) > 0
+        require(is_list, "objective.trajectories must be a list of trajectories, each with its budget.")
+        check_settings(self, "objective")
+        teachers = [entry for entry in self.trajectories if entry.budget == "full"]
+        for entry in self.trajectories:
             require(
                 entry.match == 0 or any(teacher.covers(entry) for teacher in teachers),
-                f"objective.trajectories: budget {entry.label} is matched with the full trajectory, "
+                f"objective.trajectories: budget {entry} is matched with the full trajectory, "
                 "which must be in the list, on all rows, always and for as long.",
             )
-        borders = sorted({0.0, 1.0, *(bound for entry in entries for bound in entry.during)})
+        borders = sorted({0.0, 1.0, *(bound for entry in self.trajectories for bound in entry.active_range)})
         for start in borders[:-1]:
-            weighty = [entry for entry in entries if entry.active(start) and entry.weight > 0]
-            shared = sum(entry.rows for entry in weighty if entry.rows < 1)  # side by side
+            phase = f"objective.trajectories: from {start:g} of training on"
+            weighted = [entry for entry in self.trajectories if entry.is_active(start) and entry.weight > 0]
             require(
-                bool(weighty),
-                f"objective.trajectories: from {start:g} of training on no trajectory with a weight is followed; "
-                "let one begin there, or give one a weight.",
+                bool(weighted), f"{phase} no trajectory with a weight is followed; add one or give one a weight."
+            )
+            is_covered = (
+                max(entry.rows for entry in weighted) == 1 or sum(entry.rows for entry in weighted) > 1 - 1e-9
             )
             require(
-                any(entry.rows == 1 for entry in weighty) or shared > 1 - 1e-9,
-                f"objective.trajectories: from {start:g} of training on not all rows are trained; "
-                "leave rows out of one of them, or let them add up to 1.",
+                is_covered, f"{phase} not all rows are trained; let one have all rows, or let them add up to 1."
             )
 
     @property
@@ -183,124 +149,54 @@ class ObjectiveConfig:
         return len(budgets) > 1 or any(low < high for low, high in budgets)
 
 
-MOST_THREADS = 1024  # more than any machine has cores for one process
-PAIR = ("short_weight", "consistency_weight", "sampler", "short_fraction")  # the paper's two trajectories, by λ
-
-
-def _trajectory(entry: Any) -> TrainedTrajectory:
-    if isinstance(entry, TrainedTrajectory):
-        return entry
-    if (
-        isinstance(entry, Mapping) and entry.get("chance") == 1
-    ):  # a setting that is gone; files of runs still say it
-        entry = {key: value for key, value in entry.items() if key != "chance"}
-    return from_mapping(TrainedTrajectory, entry, "each of objective.trajectories")
-
-
-def _as_pair(trajectories: Any) -> dict[str, Any]:
-    """The keys that write such a list of trajectories as the paper's pair; none where it is no pair."""
-    try:
-        full, *rest = ObjectiveConfig(trajectories=trajectories).trajectories
-    except (LoopformerError, TypeError):
-        return {}
-    short = rest[0] if rest else TrainedTrajectory("short", "compositions", 0.0, 0.0)
-    alone = dataclasses.replace(short, sampler="uniform", weight=1.0, match=0.0, rows=1.0)
-    if full != TrainedTrajectory("full") or len(rest) > 1 or alone != TrainedTrajectory("short"):
-        return {}
-    return dict(zip(PAIR, (short.weight, short.match, short.sampler, short.rows), strict=True))
-
-
-def _pair(
-    short_weight: float | None, consistency_weight: float | None, sampler: str | None, short_fraction: float | None
-) -> list[TrainedTrajectory]:
-    """CE(full) + λ₁·CE(short) + λ₂·match, or the full trajectory alone where both are 0."""
-
-    def number(name: str, given: Any, default: float) -> float:
-        value = default if given is None else as_number(given)
-        require(value is not None and value >= 0, f"objective.{name} must be a number of 0 or more, got {given!r}.")
-        assert value is not None
-        return value
-
-    weight, match = number("short_weight", short_weight, 0.1), number("consistency_weight", consistency_weight, 0.1)
-    rows = number("short_fraction", short_fraction, 1.0)
-    require(0 < rows <= 1, "objective.short_fraction must lie in (0, 1].")
-    drawn = "compositions" if sampler is None else sampler
-    require(
-        drawn in SAMPLERS,
-        f"objective.sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}.",
-    )
-    short = TrainedTrajectory("short", drawn, weight, match, rows)  # type: ignore[arg-type]
-    return [TrainedTrajectory("full"), *([short] if weight > 0 or match > 0 else [])]
-
-
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Optimizer, schedule, precision, parallelism and what is kept of it."""
+    """Optimizer, learning rate schedule, precision, parallelism, checkpoints and logs."""
 
-    steps: int = 50_000  # of the optimizer
-    batch: int = 480  # sequences per optimizer step, over all ranks
-    micro_batch: int | Literal["auto"] = "auto"  # sequences at a time on one device
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: of the blocks' matrices; the rest is always AdamW's
-    learning_rate: float = 6e-4  # after the warmup; then it falls along a cosine
-    min_learning_rate: float = 6e-5  # at the end
-    matrix_learning_rate: float = 0.02  # Muon's; it follows the schedule of learning_rate in proportion
-    warmup: int = 4000  # steps in which the rate rises
-    weight_decay: float = 0.2  # of matrices; with Muon only of its own
-    beta1: float = 0.9  # AdamW's
-    beta2: float = 0.95
-    clip: float = 1.0  # the largest norm of a gradient
-    dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"  # of matmuls; float8: of the stack's
-    device: str = "auto"  # cpu, cuda, mps; auto: the best there is
-    fused: bool | Literal["auto"] = "auto"  # passes through training/fused; auto: on CUDA below fp32
-    compile: bool | Literal["auto"] = "auto"  # the step, not the loop; auto: on CUDA where it is not fused
-    checkpoint_loops: bool = False  # keep only the state between loops, recompute inside
-    strategy: Literal["ddp", "fsdp"] = "ddp"  # with more than one rank
-    seed: int = 0  # of the start, the samples and the trajectories
-    threads: int | None = None  # CPU threads; fixed for a run, since bits depend on it
-    save_every: int = 1000  # steps from one checkpoint to the next
-    keep: int = 3  # newest checkpoints kept, the best beside them
-    validate_every: int = 1000  # steps
-    validation_windows: int = 256  # windows of the context, spread evenly over the validation split
-    log_every: int = 10  # steps
-    bad_steps: int = 10  # non-finite steps in a row that end the run
-    tensorboard: bool = False  # write its files, too
-    wandb: str | None = None  # a Weights & Biases project
-
-    @property
-    def sharded(self) -> bool:
-        """Whether several ranks share the weights, and so must follow the same trajectory at the same time."""
-        return self.strategy == "fsdp"
+    steps: int = setting(50_000, "Optimizer steps.", minimum=1)
+    batch: int = setting(480, "Sequences per optimizer step, over all ranks.", minimum=1)
+    micro_batch: int | Literal["auto"] = setting("auto", "Sequences at a time on one device.", minimum=1)
+    optimizer: Literal["adamw", "muon"] = setting("adamw", "Muon updates the blocks' matrices, AdamW the rest.")
+    learning_rate: float = setting(6e-4, "The highest, after the warmup; a cosine follows.", above=0, maximum=100)
+    min_learning_rate: float = setting(6e-5, "The learning rate of the last step.", minimum=0)
+    matrix_learning_rate: float = setting(0.02, "Muon's; scheduled like learning_rate.", above=0, maximum=100)
+    warmup: int = setting(4000, "Steps of linear warmup.", minimum=0)
+    weight_decay: float = setting(0.2, "Weight decay of matrices; with muon only of its own.", minimum=0)
+    beta1: float = setting(0.9, "AdamW's first beta.", minimum=0, below=1)
+    beta2: float = setting(0.95, "AdamW's second beta.", minimum=0, below=1)
+    clip: float = setting(1.0, "Largest gradient norm.", above=0)
+    dtype: Literal["float32", "bfloat16", "float8"] = setting("bfloat16", "Of matmuls; float8 only in the stack.")
+    device: str = setting("auto", "cpu, cuda, mps, or auto for the best available.")
+    fused: bool | Literal["auto"] = setting("auto", "Use the fused kernels; auto: on CUDA below float32.")
+    compile: bool | Literal["auto"] = setting("auto", "Compile the stack; auto: on CUDA without fused kernels.")
+    checkpoint_loops: bool = setting(False, "Keep only the state between loops and recompute the rest in backward.")
+    strategy: Literal["ddp", "fsdp"] = setting("ddp", "Parallelism with more than one rank.")
+    seed: int = setting(0, "Seed of initial weights, samples and trajectories.", minimum=0, below=2**63)
+    threads: int | None = setting(None, "CPU threads; null for PyTorch's own.", minimum=1, maximum=1024)
+    save_every: int = setting(1000, "Steps between checkpoints.", minimum=1)
+    keep: int = setting(3, "Newest checkpoints to keep, besides the best.", minimum=1)
+    validate_every: int = setting(1000, "Steps between validations.", minimum=1)
+    validation_windows: int = setting(256, "Sequences of the validation split, spread evenly.", minimum=1)
+    log_every: int = setting(10, "Steps between log records.", minimum=1)
+    bad_steps: int = setting(10, "Steps in a row with a non-finite gradient that end the run.", minimum=1)
+    tensorboard: bool = setting(False, "Also write TensorBoard files.")
+    wandb: str | None = setting(None, "Also log to this Weights & Biases project.")
 
     def __post_init__(self) -> None:
-        check_types(self, "training")
-        counts = ("steps", "batch", "save_every", "keep", "validate_every", "validation_windows", "log_every")
-        for name in (*counts, "bad_steps"):
-            require(getattr(self, name) >= 1, f"training.{name} must be 1 or more, got {getattr(self, name)}.")
-        for name in ("warmup", "weight_decay", "min_learning_rate"):
-            require(getattr(self, name) >= 0, f"training.{name} must be 0 or more, got {getattr(self, name)}.")
-        require(
-            0 < self.learning_rate <= 100, f"training.learning_rate must lie in (0, 100], got {self.learning_rate}."
-        )
-        require(
-            0 < self.matrix_learning_rate <= 100,
-            f"training.matrix_learning_rate must lie in (0, 100], got {self.matrix_learning_rate}.",
-        )
-        require(0 <= self.seed < 2**63, f"training.seed must lie in 0…2^63-1, got {self.seed}.")
-        require(
-            self.threads is None or 1 <= self.threads <= MOST_THREADS,
-            f"training.threads must be 1 or more, and {MOST_THREADS:,} at most; got {self.threads}.",
-        )
+        check_settings(self, "training")
         require(
             self.min_learning_rate <= self.learning_rate,
             f"training.min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}.",
         )
-        require(self.clip > 0, f"training.clip must be positive, got {self.clip}.")
-        require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "training.beta1 and beta2 must lie in [0, 1).")
-        if isinstance(self.micro_batch, int):
-            require(
-                1 <= self.micro_batch <= self.batch,
-                f"training.micro_batch must lie in 1…{self.batch} (training.batch), got {self.micro_batch}.",
-            )
+        require(
+            self.micro_batch == "auto" or self.micro_batch <= self.batch,
+            f"training.micro_batch {self.micro_batch} is above training.batch {self.batch}; lower it.",
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks share the weights, and so must follow the same trajectory at the same time."""
+        return self.strategy == "fsdp"
 
 
 @dataclass(frozen=True)
@@ -314,28 +210,26 @@ class RunConfig:
     init_from: str | None = None
 
     def __post_init__(self) -> None:
-        draws, batch, loops = self.objective.route_draws, self.training.batch, self.model.loops
-        require(batch % draws == 0, f"training.batch {batch} must be a multiple of objective.route_draws {draws}.")
+        groups, batch, loops = self.objective.trajectory_groups, self.training.batch, self.model.loops
+        multiple = f"a multiple of objective.trajectory_groups {groups}"
+        require(batch % groups == 0, f"training.batch {batch} must be {multiple}.")
         for entry in self.objective.trajectories:
-            low, high = entry.budgets(loops)
+            where, rows = f"objective.trajectories, budget {entry}", batch // groups
             require(
-                1 <= low <= high <= loops,
-                "A model of one loop has no shorter trajectory; follow only the full one: "
-                "objective.trajectories=[{budget: full}]."
-                if loops == 1 and entry.budget == "short"
-                else f"objective.trajectories: budget {entry.label} is beyond the model's {loops} loops.",
+                loops > 1 or entry.budget != "short",
+                "A model of one loop has no shorter trajectory; set objective.trajectories=[{budget: full}].",
             )
+            require(entry.budgets(loops)[1] <= loops, f"{where} is beyond the model's {loops} loops.")
             require(
-                int(batch // draws * entry.rows + 1e-9) >= 1,
-                f"objective.trajectories, budget {entry.label}: rows {entry.rows} (objective.short_fraction) of "
-                f"{batch // draws} rows is no row; raise it, or training.batch to {math.ceil(draws / entry.rows)}.",
+                int(rows * entry.rows + 1e-9) >= 1,
+                f"{where}: rows {entry.rows} of {rows} rows is no row; "
+                f"raise it, or training.batch to {math.ceil(groups / entry.rows)}.",
             )
+            knows_step = self.model.conditioning not in ("none", "index")
             require(
-                entry.sampler == "uniform"
-                or entry.budget in ("full", 1)
-                or self.model.conditioning not in ("none", "index"),
+                knows_step or entry.sampler == "uniform" or entry.budget in ("full", 1),
                 f"A model with conditioning {self.model.conditioning!r} only follows uniform trajectories; "
-                f"set the sampler of budget {entry.label} to uniform (without a list, objective.sampler).",
+                f"set the sampler of budget {entry} to uniform.",
             )
 
 
@@ -344,28 +238,29 @@ def validation_budgets(loops: int) -> list[int]:
     return sorted({1, max(1, loops // 4), max(1, loops // 2), loops})
 
 
-DEFAULT_PRESET = "elastic"  # what is trained where nothing is named
+DEFAULT_PRESET = "elastic"
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "data": DataConfig,
     "objective": ObjectiveConfig,
     "training": TrainingConfig,
 }
+# Settings of earlier versions: the paper's two trajectories without a list. Files that have them still load.
+PAIR_DEFAULTS = {"short_weight": 0.1, "consistency_weight": 0.1, "sampler": "compositions", "short_fraction": 1.0}
 
 
 def load_run(source: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, set[str]]:
-    """A run's settings from a preset's name or a YAML file, and the dotted keys that the user wrote themselves."""
+    """A run's settings from a preset's name or a YAML file, and the dotted keys that the user wrote."""
     path, keys = Path(source), {override.partition("=")[0] for override in overrides}
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise FileProblem(f"There is no config file {path}; check the path, or name a preset.")
-        settings = read_yaml(path)
-        sections = {name: section for name, section in settings.items() if isinstance(section, Mapping)}
-        keys |= {f"{name}.{key}" for name, section in sections.items() for key in section}
+        settings = _with_current_settings(read_yaml(path))
+        keys |= {f"{name}.{key}" for name in SECTIONS for key in settings[name]}
     elif str(source) in preset_names() or not path.exists():
-        settings = load_preset(str(source))
-        if "data.path" in keys and "prepare" in settings.get("data", {}):  # it belongs into the preset's own folder
-            del settings["data"]["prepare"]
+        settings = _with_current_settings(load_preset(str(source)))
+        if "data.path" in keys:  # the source is for the preset's own folder
+            settings["data"].pop("prepare", None)
     else:
         raise LoopformerError(f"{source} is neither a preset nor a .yaml file.")
     for override in overrides:
@@ -374,7 +269,7 @@ def load_run(source: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConf
 
 
 def with_expected_vocab(run: RunConfig, keys: set[str]) -> RunConfig:
-    """Where data is still to be prepared, its tokenizer's size is the model's vocabulary; a group has its own."""
+    """The run with the vocabulary of the tokenizer to train, or of the group; `keys` are what the user wrote."""
     states = run.data.states
     vocab = run.data.train_tokenizer if states is None else GROUP_ORDERS[states] + 1
     if vocab is None or "model.vocab" in keys:
@@ -383,21 +278,38 @@ def with_expected_vocab(run: RunConfig, keys: set[str]) -> RunConfig:
 
 
 def run_from_mapping(settings: Mapping[str, Any]) -> RunConfig:
-    """The validated tree from plain data."""
-    known = [*SECTIONS, "init_from", "sizes"]  # sizes: what a preset's file offers, no setting of a run
+    """The checked tree from plain data, also of earlier versions."""
+    settings = _with_current_settings(settings)
+    model, init_from = settings["model"], settings.get("init_from")
+    if "vocab" not in model and isinstance(rows := model.get("padded_vocab"), int):
+        # The data decides the vocabulary when it is opened. Until then it is as large as the rows allow.
+        settings["model"] = {**model, "vocab": max(1, rows)}
+    require(init_from is None or isinstance(init_from, str), f"init_from must be a path, got {init_from!r}.")
+    sections: dict[str, Any] = {name: from_mapping(cls, settings[name], name) for name, cls in SECTIONS.items()}
+    return RunConfig(**sections, init_from=init_from)
+
+
+def _with_current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of any version with all sections and today's keys."""
+    known = [*SECTIONS, "init_from", "sizes"]  # a preset's file lists its sizes; they are no setting of a run
     for key in settings:
         if key not in known:
             raise LoopformerError(f"Unknown setting {key}; {nearest(str(key), known)}")
-    model = settings.get("model")
-    if isinstance(model, Mapping) and "vocab" not in model and isinstance(rows := model.get("padded_vocab"), int):
-        # The data decides the vocabulary when it is opened; until then it is as large as the rows allow.
-        settings = {**settings, "model": {**model, "vocab": max(1, rows)}}
-    sections: dict[str, Any] = {
-        name: from_mapping(cls, settings.get(name) or {}, name) for name, cls in SECTIONS.items()
-    }
-    init_from = settings.get("init_from")
-    require(init_from is None or isinstance(init_from, str), f"init_from must be a path, got {init_from!r}.")
-    return RunConfig(**sections, init_from=init_from)
+    sections = {name: settings.get(name) or {} for name in SECTIONS}
+    for name, section in sections.items():
+        require(isinstance(section, Mapping), f"{name} must be a mapping of settings, got {section!r}.")
+        sections[name] = with_current_keys(section)
+    objective = sections["objective"]
+    pair = {key: value for key in PAIR_DEFAULTS if (value := objective.pop(key, None)) is not None}
+    if pair:
+        first = next(iter(pair))
+        have_both = "trajectories" in objective
+        require(not have_both, f"objective.trajectories says what objective.{first} says; leave one of them out.")
+        weight, match, sampler, rows = (PAIR_DEFAULTS | pair).values()
+        short = {"budget": "short", "sampler": sampler, "weight": weight, "match": match, "rows": rows}
+        has_short = as_number(weight) != 0 or as_number(match) != 0
+        objective["trajectories"] = [{"budget": "full"}, *([short] if has_short else [])]
+    return {**settings, **sections}
 
 
 def run_to_mapping(run: RunConfig) -> dict[str, Any]:
@@ -422,33 +334,21 @@ def _apply(settings: dict[str, Any], override: str) -> None:
         full = next((key for key in keys if key.endswith(f".{name}")), None)
         hint = f"did you mean {full}?" if full else nearest(name, keys, f"sections are {', '.join(SECTIONS)}.")
         raise LoopformerError(f"Unknown setting {name}; {hint}")
+    require(
+        section != "objective" or key not in PAIR_DEFAULTS,
+        f"{name} was removed; write the list of trajectories instead, as in "
+        "objective.trajectories='[{budget: full}, {budget: short, sampler: compositions, weight: 0.1}]'.",
+    )
     try:
         value = parse_yaml(text)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise LoopformerError(f"The value of {name} is not readable: {text!r}.") from error
-    if not isinstance(settings.setdefault(section, {}), dict):
-        require(settings[section] is None, f"{section} must be a mapping of settings, got {settings[section]!r}.")
-        settings[section] = {}
-    if section == "objective":  # the list and the pair are two ways to write one thing: the last one counts
-        if key == "trajectories":
-            settings[section] = {name: old for name, old in settings[section].items() if name not in PAIR}
-        elif key in PAIR and "trajectories" in settings[section]:
-            settings[section] |= _as_pair(settings[section].pop("trajectories"))
-    settings[section][key] = value
-
-
-def preset_names() -> list[str]:
-    """Every preset that ships with the package, each of its sizes included."""
-    names: list[str] = []
-    for name, file in _preset_files().items():
-        names.append(name)
-        names += [f"{name}-{size}" for size in read_yaml(file, name).get("sizes", [])]
-    return names
+    settings[section][RENAMED_KEYS.get(key, key)] = value
 
 
 @dataclass(frozen=True)
 class PresetSummary:
-    """A preset, what its file says of it first, and the sizes it also comes in."""
+    """A preset, the first sentence of its file, and the sizes that it also comes in."""
 
     name: str
     about: str
@@ -458,54 +358,43 @@ class PresetSummary:
 def preset_summaries() -> list[PresetSummary]:
     summaries = []
     for name, file in _preset_files().items():
-        lines = itertools.takewhile(lambda line: line.startswith("#"), file.read_text("utf-8").splitlines())
-        about = re.split(r"(?<=\.) |; ", " ".join(line.removeprefix("#").strip() for line in lines))[0]
+        comment = itertools.takewhile(lambda line: line.startswith("#"), file.read_text("utf-8").splitlines())
+        about = re.split(r"(?<=\.) |; ", " ".join(line.removeprefix("#").strip() for line in comment))[0]
         summaries.append(PresetSummary(name, about.rstrip("."), tuple(read_yaml(file, name).get("sizes", []))))
     return summaries
 
 
+def preset_names() -> list[str]:
+    """Every preset of the package, each of its sizes included."""
+    names = [(preset.name, *(f"{preset.name}-{size}" for size in preset.sizes)) for preset in preset_summaries()]
+    return list(itertools.chain(*names))
+
+
 def described_settings() -> Iterator[tuple[str, str, str]]:
-    """Every setting: its name, what may stand there with its default first, and what it means; all of it is read
-    from the lines that define it."""
-    written = re.compile(r"    (\w+): (.+?) = (?:beyond_paper\((.+?)\)|(.+?))(?:  # (.*))?")
+    """Every setting: its name, its default with the other choices, and its help text."""
     for section, cls in SECTIONS.items():
-        for line in inspect.getsource(cls).split("    def ")[0].splitlines():
-            if (match := written.fullmatch(line)) and "InitVar" not in match[2]:
-                name, kind, beyond, default, meaning = match.groups()
-                choices = re.search(r"Literal\[(.*)\]", kind)
-                allowed = f" ({choices[1]})" if choices else ""
-                yield f"{section}.{name}", ((beyond or default) + allowed).replace('"', ""), meaning or ""
+        hints = get_type_hints(cls)
+        for known in dataclasses.fields(cls):
+            default = json.dumps(known.default, default=str, ensure_ascii=False).replace('"', "")
+            hint = hints[known.name]
+            choices = f" ({', '.join(get_args(hint))})" if get_origin(hint) is Literal else ""
+            yield f"{section}.{known.name}", default + choices, known.metadata["help"]
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """The settings of a preset by name, plain data: `demo`, `paper/loopformer`, `paper/loopformer-1x24`."""
+    """The settings of a preset as plain data: `demo`, `paper/loopformer`, or in a size `paper/loopformer-1x24`."""
     files = _preset_files()
-    if name in files:
-        settings = read_yaml(files[name], name)
-        settings.pop("sizes", None)
-        return settings
-    family, _, size = name.rpartition("-")
-    if family in files:
-        settings = read_yaml(files[family], name)
-        if size in settings.pop("sizes", []):
-            blocks, loops = map(int, size.split("x"))
-            settings["model"] |= {"blocks": blocks, "loops": loops}
-            return settings
-    raise LoopformerError(
-        f"There is no preset {name!r}; {nearest(name, preset_names(), '`loopformer info` lists them.')}"
-    )
+    family, _, size = (name, "", "") if name in files else name.rpartition("-")
+    settings = read_yaml(files[family], name) if family in files else {}
+    if size in settings.pop("sizes", []):
+        blocks, loops = map(int, size.split("x"))
+        settings["model"] |= {"blocks": blocks, "loops": loops}
+    elif family != name:
+        hint = nearest(name, preset_names(), "`loopformer info` lists them.")
+        raise LoopformerError(f"There is no preset {name!r}; {hint}")
+    return settings
 
 
-def _preset_files() -> dict[str, Traversable]:
-    root = resources.files("loopformer") / "presets"
-
-    def below(folder: Traversable, prefix: str) -> dict[str, Traversable]:
-        files: dict[str, Traversable] = {}
-        for entry in sorted(folder.iterdir(), key=lambda item: item.name):
-            if entry.is_dir():
-                files |= below(entry, f"{prefix}{entry.name}/")
-            elif entry.name.endswith(".yaml"):
-                files[prefix + entry.name.removesuffix(".yaml")] = entry
-        return files
-
-    return below(root, "")
+def _preset_files() -> dict[str, Path]:
+    root = Path(str(resources.files("loopformer"))) / "presets"
+    return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}

@@ -1,3 +1,5 @@
-"""launch.py starts or continues a run: trainer.py (the loop) over batches.py, objective.py and head_loss.py, with
-optimizer.py, distributed.py, validation.py, checkpoint.py and reporting.py; plan.py estimates a run; fused/ runs a
-pass on a GPU."""
+"""Training: launch.py starts or resumes a run, and trainer.py is the loop.
+
+plan.py says what each step trains on and what a run takes · objective.py is the loss · optimizer.py ·
+distributed.py · checkpoint.py · reporting.py · fused/ runs a loop of the model on a GPU.
+"""

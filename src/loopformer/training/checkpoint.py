@@ -1,13 +1,13 @@
-"""Checkpoints that are whole or not there, and that are checked before they are trusted.
+"""Checkpoints that are complete or absent, and verified before they are used.
 
     runs/x/checkpoints/step-00000100/
-      model.safetensors, config.json, tokenizer.json   a model folder of ours: `loopformer.load` reads it
+      model.safetensors, config.json, tokenizer.json   a model folder: `loopformer.load` reads it
       optimizer/*.safetensors                          the optimizer's moments; one file, or one per rank (FSDP)
       run.yaml, state.json                             settings, counters, RNG, data position
       checksums.json                                   written last, over all of the above
 
-A checkpoint is written beside its place and renamed into it, so a crash at any moment leaves the earlier ones.
-Nothing in it is pickled. Sharded optimizer state goes through torch.distributed.checkpoint's safetensors storage
+A checkpoint is written under a temporary name and renamed, so a crash at any moment leaves the earlier ones intact.
+Nothing in it is pickled. Sharded optimizer state goes through torch.distributed.checkpoint's safetensors storage,
 and loads on any number of ranks.
 """
 
@@ -41,12 +41,12 @@ OPTIMIZER = "optimizer"
 def write_checkpoint(
     run: Path, step: int, fill: Callable[[Path], None], optimizer: dict[str, Tensor], ranks: Ranks, sharded: bool
 ) -> Path:
-    """Write a checkpoint in one go: `fill` puts the main rank's files into the folder it is given."""
-    place = run / FOLDER / f"step-{step:08d}"
-    part = place.with_name(place.name + ".part")
+    """Write a checkpoint or nothing. `fill` writes the main rank's files into the folder it is given."""
+    path = run / FOLDER / f"step-{step:08d}"
+    part = path.with_name(path.name + ".part")
 
     def begin() -> None:
-        if ranks.main:
+        if ranks.is_main:
             shutil.rmtree(part, ignore_errors=True)
             (part / OPTIMIZER).mkdir(parents=True)
             fill(part)
@@ -54,50 +54,45 @@ def write_checkpoint(
     def moments() -> None:
         if sharded:
             save(optimizer, storage_writer=HuggingFaceStorageWriter(str(part / OPTIMIZER), save_distributed=True))
-        elif ranks.main:
+        elif ranks.is_main:
             write_safetensors(optimizer, part / OPTIMIZER / "optimizer.safetensors")
 
     def finish() -> None:
-        if ranks.main:
+        if ranks.is_main:
             _seal(part)
-            if place.exists():
-                _remove(place)
-            os.rename(part, place)
-            sync_folder(place.parent)
+            if path.exists():
+                _remove(path)
+            os.rename(part, path)
+            sync_folder(path.parent)
 
     for phase in (begin, moments, finish):
-        trouble: BaseException | None = None
+        failure: BaseException | None = None
         try:
             phase()
         except (OSError, SafetensorError, FileProblem, CheckpointException) as error:
-            trouble = error
-        # Every rank must learn of a failure, or the others would wait for this one for ever.
-        if ranks.any(trouble is not None):
-            if ranks.main:
+            failure = error
+        # After each phase all ranks learn of a failure, or the others would wait for this one for ever.
+        if ranks.any(failure is not None):
+            if ranks.is_main:
                 shutil.rmtree(part, ignore_errors=True)
-                with suppress(OSError):  # it holds the earlier ones
+                with suppress(OSError):  # the folder is not empty if it holds earlier checkpoints
                     part.parent.rmdir()
             kept = checkpoints(run)
             last = f"the last good one is {kept[-1]}" if kept else "there is no earlier one"
-            cause = _cause(trouble) if trouble is not None else None
+            cause = failure
+            if isinstance(failure, CheckpointException) and failure.failures:
+                cause = failure.failures[min(failure.failures)][0]  # of one rank; all together print tracebacks
             reason = " ".join(str(cause or "on another rank").split())
-            what_to_do = remedy(cause) if cause is not None else "see what that rank says"
+            advice = remedy(cause) if cause is not None else "see the message of that rank"
             raise FileProblem(
                 f"The checkpoint of step {step} could not be written ({reason}); {last}. "
-                f"{what_to_do.capitalize()} and go on with --resume."
-            ) from trouble
-    return place
-
-
-def _cause(trouble: BaseException) -> BaseException:
-    """What went wrong on the first rank that failed; the exception that gathers them prints their tracebacks."""
-    if isinstance(trouble, CheckpointException) and trouble.failures:
-        return trouble.failures[min(trouble.failures)][0]
-    return trouble
+                f"{advice.capitalize()} and go on with --resume."
+            ) from failure
+    return path
 
 
 def _seal(part: Path) -> None:
-    """Put everything on the disk, then the checksums over it."""
+    """Flush all files to the disk, then write their checksums: a sealed checkpoint has all its files."""
     files = sorted(path for path in part.rglob("*") if path.is_file())
     for path in files:
         with path.open("rb+") as file:
@@ -111,12 +106,12 @@ def _seal(part: Path) -> None:
 
 
 def set_aside_newer(run: Path, step: int) -> list[Path]:
-    """Rename checkpoints newer than the one a run goes on from: they are damaged, and in the way of new ones."""
+    """Rename checkpoints newer than the resumed one. They are damaged, and new ones will need their names."""
     aside = []
     for path in checkpoints(run):
         if step_of(path) > step:
-            places = (path.with_name(f"{path.name}.damaged{'' if n == 1 else f'-{n}'}") for n in count(1))
-            aside.append(path.rename(next(place for place in places if not place.exists())))
+            names = (path.with_name(f"{path.name}.damaged{'' if n == 1 else f'-{n}'}") for n in count(1))
+            aside.append(path.rename(next(name for name in names if not name.exists())))
     return aside
 
 
@@ -130,8 +125,8 @@ def rotate(run: Path, keep: int, best: int | None) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint so that whoever reads it finds it whole or gone, not half of it."""
-    gone = checkpoint.with_name(checkpoint.name + ".old.part")  # rotate clears such names where a crash leaves one
+    """Delete a checkpoint so that a concurrent reader finds all of it or nothing."""
+    gone = checkpoint.with_name(checkpoint.name + ".old.part")  # rotate deletes it after a crash
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(checkpoint, gone)
     shutil.rmtree(gone, ignore_errors=True)
@@ -140,9 +135,11 @@ def _remove(checkpoint: Path) -> None:
 def restore_optimizer(
     model: nn.Module, optimizer: ModelOptimizer, checkpoint: Path, updates: int, fused: bool
 ) -> None:
-    """Load what the optimizer has gathered, whatever number of ranks wrote it."""
+    """Load the optimizer's state, whatever number of ranks wrote it."""
     tensors = optimizer.tensors(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a single process without a process group is meant
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # torch warns of a missing process group, which one process does not need
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(checkpoint / OPTIMIZER)))
     optimizer.set_updates(updates, fused)

@@ -1,9 +1,9 @@
-"""One process or many: ranks, and the wrappers that make many ranks train one model.
+"""Ranks, and the wrappers that let several ranks train one model.
 
     torchrun --nproc-per-node 8 -m loopformer train CONFIG
 
-Started by torchrun, every process is a rank; started plainly, there is one. DDP keeps a whole model per rank;
-FSDP2 shards weights and optimizer state, with the shared stack as one unit that stays gathered over the loops.
+Under torchrun every process is a rank; otherwise there is one. DDP keeps a full model on each rank. FSDP2 shards
+weights and optimizer state, with the shared stack as one unit that stays gathered over the loops.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loopformer.device import choose_device
 
-if TYPE_CHECKING:  # Ranks are for those who know nothing of an objective
+if TYPE_CHECKING:  # the checkpoint needs ranks, but not the objective
     from loopformer.training.objective import Objective
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others."""
+    """This process and the number of all, with collective operations that every rank must call."""
 
     rank: int
     world: int
@@ -38,7 +38,7 @@ class Ranks:
 
     @classmethod
     def start(cls, device: str = "auto") -> Ranks:
-        """Join the other ranks, if torchrun started us, and take a device."""
+        """Join the other ranks if torchrun started this process, and choose a device."""
         world, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
         chosen = choose_device(device, local)
         if chosen.type == "cuda":
@@ -48,7 +48,7 @@ class Ranks:
         return cls(dist.get_rank() if world > 1 else 0, world, chosen)
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
@@ -65,9 +65,9 @@ class Ranks:
 
     def smallest(self, value: int) -> int:
         if self.world > 1:
-            held = torch.tensor(value, device=self.device)
-            dist.all_reduce(held, op=dist.ReduceOp.MIN)
-            return int(held)
+            smallest = torch.tensor(value, device=self.device)
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+            return int(smallest)
         return value
 
     def wait(self) -> None:
@@ -75,34 +75,34 @@ class Ranks:
             dist.barrier()
 
     def close(self) -> None:
-        """Leave the group, all ranks together."""
+        """Leave the process group."""
         if self.world > 1 and dist.is_initialized():
-            # Gloo's threads may still be letting go of tensors, for which they need the interpreter; taking the
-            # group down while we hold it would wait for ever. A barrier gives them the time.
+            # Gloo's threads may still be releasing tensors, for which they need the interpreter lock. Destroying
+            # the group while this thread holds the lock would deadlock. A barrier gives them the time.
             dist.barrier()
             dist.destroy_process_group()
 
 
 class Parallel:
-    """An objective on one rank of many; gradients are averaged over the ranks after each last micro-batch."""
+    """An objective on one of the ranks. Gradients are averaged over ranks in the last micro-batch of a step."""
 
     def __init__(self, objective: Objective, ranks: Ranks, sharded: bool) -> None:
         self.ranks, self.objective = ranks, objective
-        self.sharded = ranks.world > 1 and sharded
+        self.is_sharded = ranks.world > 1 and sharded
         self.module: nn.Module = objective
-        if self.sharded:
-            # Named, since the default is a GPU wherever there is one, also for ranks that train on the CPU.
+        if self.is_sharded:
+            # The mesh's default device is a GPU wherever there is one, even for ranks that train on the CPU.
             mesh = init_device_mesh(ranks.device.type, (ranks.world,))
             stack = fully_shard(objective.model.stack, mesh=mesh, reshard_after_forward=False)
-            stack.set_reshard_after_backward(False)  # the next loop of the same backward needs it again
-            # The root unit holds the rest: the tied embedding is used first and last of all.
+            stack.set_reshard_after_backward(False)  # the next loop of the same backward needs the weights again
+            # The root unit holds the rest, since the tied embedding is used first and last.
             fully_shard(objective, mesh=mesh, reshard_after_forward=False)
-            register_fsdp_forward_method(objective, "logprobs")  # validation's way in gathers the weights too
+            register_fsdp_forward_method(objective, "logprobs")  # validation must gather the weights, too
         elif ranks.world > 1:
-            on = None if ranks.device.type == "cpu" else [ranks.device]
-            # A step of one pass injects nothing, and leaves those weights without a gradient.
+            devices = None if ranks.device.type == "cpu" else [ranks.device]
+            # A step of one loop injects nothing and leaves those weights without a gradient. DDP would wait for it.
             unused = objective.model.config.inject == "gated"
-            self.module = DistributedDataParallel(objective, device_ids=on, find_unused_parameters=unused)
+            self.module = DistributedDataParallel(objective, device_ids=devices, find_unused_parameters=unused)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -116,12 +116,12 @@ class Parallel:
         yield
 
     def before_update(self) -> None:
-        """Let go of gathered weights: the optimizer changes the shards, and the next forward gathers them anew."""
+        """Release gathered weights. The optimizer changes the shards, so the next forward must gather anew."""
         stack = self.objective.model.stack
         if isinstance(stack, FSDPModule):
             stack.reshard()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded; every rank must ask."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of one that may be sharded. Every rank must call it, since gathering is collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

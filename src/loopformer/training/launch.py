@@ -5,8 +5,8 @@
     launch(None, [], out="runs/demo", resume=True)       # with the run's own settings
     plan("paper/loopformer", [], out="runs/paper")       # what --dry-run prints
 
-Settings are a preset or a file and what the user wrote over it; the data and the starting model fill in the rest.
-A run that goes on keeps the settings it was started with, but for those in `FREE`.
+Settings come from a preset or a file and the user's overrides; the data and the starting model fill in the rest. A
+resumed run keeps its model and the settings in `FIXED`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,50 +30,38 @@ from loopformer.config import (
     run_to_mapping,
     with_expected_vocab,
 )
+from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData, is_prepared
 from loopformer.data.splits import SPLITS
 from loopformer.data.states import Group, open_data
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import available_bytes
-from loopformer.errors import FileProblem, LoopformerError, RunFailed
+from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.files import locked, read_yaml, writing
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, checkpoints, data_folder
 from loopformer.plots import available
-from loopformer.training.batches import micro_batches
 from loopformer.training.distributed import Ranks
-from loopformer.training.plan import estimated_micro_batch, make_plan
+from loopformer.training.plan import estimated_micro_batch, make_plan, micro_batches
 from loopformer.training.reporting import draw_curves
 from loopformer.training.trainer import Trainer, batches_of, fused_precision
 
-# Settings that may change when a run goes on; any other would make it another run.
-FREE = {
-    "training": {
-        "steps",
-        "micro_batch",
-        "device",
-        "dtype",
-        "fused",
-        "compile",
-        "checkpoint_loops",
-        "strategy",
-        "threads",
-        "save_every",
-        "keep",
-        "validate_every",
-        "validation_windows",
-        "log_every",
-        "bad_steps",
-        "tensorboard",
-        "wandb",
-        "learning_rate",  # this and the next three: what one turns when a run does not stay finite
-        "min_learning_rate",
-        "matrix_learning_rate",
-        "warmup",
-    },
-    "objective": {"chunk"},
-    "data": {"path", "prepare", "train_tokenizer"},
-}
+# Settings that decide what is trained. Any other may change when a run is resumed.
+FIXED = (
+    "data.documents",
+    "data.states",
+    "objective.trajectories",
+    "objective.consistency",
+    "objective.trajectory_groups",
+    "training.batch",
+    "training.optimizer",
+    "training.weight_decay",
+    "training.beta1",
+    "training.beta2",
+    "training.clip",
+    "training.seed",
+    "init_from",
+)
 
 
 def launch(
@@ -83,25 +72,26 @@ def launch(
     quiet: bool = False,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Train; what happened comes back as plain data."""
+    """Train, and return the result as plain data."""
     out = Path(out)
     run, written = _settings(source, overrides, out, resume)
     run = _from_anywhere(run)
     ranks = Ranks.start(run.training.device)
-    with locked(out) if ranks.main else nullcontext(), _out_of_memory_advice():
+    with locked(out) if ranks.is_main else nullcontext(), _out_of_memory_advice():
         if checkpoints(out):
             run = _run_of_folder(run, written, out, resume)
         else:
-            if ranks.main:
-                _prepare_if_asked(run, say)
-            ranks.wait()
+            if ranks.is_main and run.data.prepare is not None and not is_prepared(run.data.path):
+                say(f"preparing {run.data.prepare} into {run.data.path}")
+                prepare([run.data.prepare], run.data.path, train_tokenizer=run.data.train_tokenizer)
+            ranks.wait()  # the other ranks read what the main one prepares
             run = _settle_run(run, written, open_data(run.data))
-        if ranks.main and run.data.states is None:
+        if ranks.is_main and run.data.states is None:
             for split in SPLITS:
                 TokenData.open(run.data.path, split).verify(changed_only=True, say=say)
         ranks.wait()
         result = Trainer(run, out, ranks, resume, quiet).train()
-        if ranks.main:
+        if ranks.is_main:
             with writing(out):
                 result["curves"] = draw_curves(out)
             if not available() and not quiet:
@@ -111,10 +101,7 @@ def launch(
 
 
 def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: bool = False) -> dict[str, Any]:
-    """What `--dry-run` prints: the estimate of the whole run, and the settings it is for.
-
-    What training would refuse is refused here.
-    """
+    """What `--dry-run` prints: the estimate of the whole run, and its settings. It refuses what training would."""
     out = Path(out)
     run, written = _settings(source, overrides, out, resume)
     run = with_expected_vocab(run, written)
@@ -140,14 +127,14 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
         micro = run.training.micro_batch
     else:
         micro = estimated_micro_batch(run, 0.9 * available_bytes(ranks.device), ranks.world, fused)
-    micro_batches(run.training.batch, micro, run.objective, world=ranks.world, in_step=run.training.sharded)
+    micro_batches(run.training.batch, micro, run.objective, world=ranks.world, in_step=run.training.is_sharded)
     made = make_plan(run, tokens, ranks.device, micro, ranks.world, fused)
     ranks.close()
     return {"plan": made, "settings": run_to_mapping(run), "data_missing": missing}
 
 
 def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: bool) -> tuple[RunConfig, set[str]]:
-    """The settings, and the names of those that the user wrote; a run that goes on finds its data by itself."""
+    """The settings, and the keys that the user wrote. A resumed run finds its data, also after it was moved."""
     if source is None and not resume:
         source = DEFAULT_PRESET
     stored = _stored_file(out) if resume else None
@@ -155,14 +142,14 @@ def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: b
         raise FileProblem(f"{out} holds no run to go on with; check --out.")
     run, keys = load_run(source or str(stored), overrides)
     if stored is not None and checkpoints(out) and not any(word.startswith("data.path=") for word in overrides):
-        own = run_from_mapping(read_yaml(stored)).data.path
-        path = data_folder(out, run.data.path) or data_folder(out, own) or own
+        stored_path = run_from_mapping(read_yaml(stored)).data.path
+        path = data_folder(out, run.data.path) or data_folder(out, stored_path) or stored_path
         run = replace(run, data=replace(run.data, path=str(path)))
     return run, keys
 
 
 def _run_of_folder(run: RunConfig, written: set[str], out: Path, resume: bool) -> RunConfig:
-    """The settings with which the run in this folder goes on."""
+    """The settings with which the run in this folder is resumed."""
     stored = _stored_file(out) if resume else None
     if stored is None:
         raise LoopformerError(
@@ -177,7 +164,7 @@ def _run_of_folder(run: RunConfig, written: set[str], out: Path, resume: bool) -
 
 
 def _from_anywhere(run: RunConfig) -> RunConfig:
-    """The settings with paths that hold in any working directory, as a run stores them."""
+    """The settings with absolute paths, so that a stored run works from any working directory."""
     start = run.init_from
     if start is not None and Path(start).exists():  # it may be a Hub id
         start = os.path.abspath(start)
@@ -187,27 +174,17 @@ def _from_anywhere(run: RunConfig) -> RunConfig:
 
 def _stored_file(out: Path) -> Path | None:
     """The settings a run was started with: its own file, or the newest checkpoint's copy."""
-    places = [out, *reversed(checkpoints(out))]
-    return next((place / SETTINGS for place in places if (place / SETTINGS).is_file()), None)
+    folders = [out, *reversed(checkpoints(out))]
+    return next((folder / SETTINGS for folder in folders if (folder / SETTINGS).is_file()), None)
 
 
 def _has_data(run: RunConfig) -> bool:
-    """Whether training could begin: states are drawn, tokens must have been prepared."""
+    """Whether the data is there: states are drawn, tokens must have been prepared."""
     return run.data.states is not None or is_prepared(run.data.path)
 
 
-def _prepare_if_asked(run: RunConfig, say: Callable[[str], None]) -> None:
-    """Prepare the data first where the settings say how and it is not there yet."""
-    if run.data.prepare is None or is_prepared(run.data.path):
-        return
-    from loopformer.data.prepare import prepare
-
-    say(f"preparing {run.data.prepare} into {run.data.path}")
-    prepare([run.data.prepare], run.data.path, train_tokenizer=run.data.train_tokenizer)
-
-
 def _settle_run(run: RunConfig, written: set[str], data: TokenData | Group) -> RunConfig:
-    """Fill in what the data and the starting model decide: the vocabulary, or all model settings."""
+    """The settings with the vocabulary of the data, or with the model settings of the starting model."""
     if run.init_from is not None:
         model, tokenizer = find_config(run.init_from)
         _check_same_tokenizer(tokenizer, model, data)
@@ -241,38 +218,34 @@ def _check_same_tokenizer(folder: Path | None, model: ModelConfig, data: TokenDa
         )
 
 
-def _check_written(wanted: ModelConfig, model: ModelConfig, written: set[str], whose: str) -> None:
-    """Model settings that the user wrote must be those of the model that is there already."""
+def _check_written(wanted: ModelConfig, model: ModelConfig, written: set[str], owner: str) -> None:
+    """Refuse model settings that the user wrote and that an existing model does not have."""
     for name in sorted(written):
         section, _, key = name.partition(".")
         if section == "model" and getattr(wanted, key) != getattr(model, key):
             raise LoopformerError(
-                f"{name} is {getattr(wanted, key)} but {whose} has {getattr(model, key)}; leave it out."
+                f"{name} is {getattr(wanted, key)} but {owner} has {getattr(model, key)}; leave it out."
             )
 
 
 def _continued(stored: RunConfig, wanted: RunConfig, written: set[str]) -> RunConfig:
-    """The settings to go on with: the wanted ones, where they do not make it another run."""
-    # The data and the starting model decided some of the model's settings; only what the user wrote can differ.
+    """The wanted settings for a resumed run, unless they make it another run."""
+    # The data and the starting model decided some of the model's settings, so only what the user wrote can differ.
     _check_written(wanted.model, stored.model, written, "this run")
-    wanted = replace(wanted, model=stored.model)
-    before, now = asdict(stored), asdict(wanted)
-    for section, values in before.items():
-        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
-            other = now[section][key] if key else now[section]
-            if other != value and key not in FREE.get(section, set()):
-                name = f"{section}.{key}" if key else section
-                started = "other trajectories" if key == "trajectories" else f"{name} = {value}, not {other}"
-                raise LoopformerError(
-                    f"This run was started with {started}; leave it so, as --resume does where no preset or file "
-                    "is named, or start a new run."
-                )
-    return wanted
+    for name in FIXED:
+        before, now = attrgetter(name)(stored), attrgetter(name)(wanted)
+        started = "other trajectories" if name == "objective.trajectories" else f"{name} = {before}, not {now}"
+        require(
+            before == now,
+            f"This run was started with {started}; leave it so, as --resume does where no preset or file "
+            "is named, or start a new run.",
+        )
+    return replace(wanted, model=stored.model)
 
 
 @contextmanager
 def _out_of_memory_advice() -> Iterator[None]:
-    """Turn running out of memory, on a GPU or the CPU, into a sentence that says what to do."""
+    """Replace an out-of-memory error of a GPU or the CPU by one with a remedy."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:

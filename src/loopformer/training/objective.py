@@ -2,20 +2,26 @@
 
     total = Σ weight · CE(trajectory) + match · distance(trajectory, the full one)
 
-The match pulls a trajectory towards the full one, which gets no gradient from it: `hidden` is the squared
-difference after the final norm (the authors' code), `logits` that of the logits (the paper's text), `distribution`
-the cross-entropy to the full trajectory's next-token distribution.
+The distance pulls a trajectory towards the full one, which gets no gradient from it. `hidden` is the squared
+difference after the final norm (the authors' code), `logits` that of the logits (the paper's text), and
+`distribution` the cross-entropy to the full trajectory's next-token distribution.
 
-All trajectories, head and loss are one module's forward, so that data-parallel wrappers see a single call.
+`Objective` is one module whose forward runs all trajectories, head and loss, so that data-parallel wrappers see a
+single call. `head_losses` computes head and losses in chunks of tokens, so that full logits never exist:
+
+    weights = [LossWeights(), LossWeights(0.1, match=0.5)]
+    losses = head_losses(head, [full, short], targets, weights, Match("distribution"), chunk=1024)
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,18 +29,36 @@ from loopformer.config import ObjectiveConfig, RunConfig
 from loopformer.data.loader import NO_LOSS
 from loopformer.model import LoopedLM
 from loopformer.scoring import token_logprobs
+from loopformer.training.fused.ops import Precision, add_matmul
 from loopformer.training.fused.passes import FusedStack
-from loopformer.training.fused.types import Precision
-from loopformer.training.head_loss import LossWeights, Match, head_losses
 from loopformer.trajectory import Trajectory
+
+# The fused kernel holds one copy of a chunk's logits where PyTorch holds four, so its chunks can be longer.
+FUSED_CHUNK_FACTOR = 4
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """The factors of one trajectory's summed losses in the total."""
+
+    cross_entropy: float = 1.0
+    match: float = 0.0  # of the distance to the teacher's logits or distribution
+
+
+@dataclass(frozen=True)
+class Match:
+    """The distance between logits, `logits` or `distribution`, and the index of the trajectory that is matched."""
+
+    kind: Literal["logits", "distribution"]
+    teacher: int = 0
 
 
 @dataclass(frozen=True)
 class Losses:
-    """One micro-batch's share of a step's loss; `total` carries the gradient."""
+    """Losses summed over tokens; `total` carries the gradient."""
 
     total: Tensor
-    terms: Tensor  # [2, E], detached: cross-entropy and match of each trajectory, summed over tokens, not weighted
+    terms: Tensor  # [2, E], detached: cross-entropy and distance of each trajectory, not weighted
 
 
 class Objective(nn.Module):
@@ -47,7 +71,7 @@ class Objective(nn.Module):
         checkpoint_loops: bool = False,
         fused: Precision | None = None,
     ) -> None:
-        """`fused` runs passes through training/fused; `checkpoint_loops` keeps only the state between passes."""
+        """`fused` runs loops through training/fused; `checkpoint_loops` keeps only the state between loops."""
         super().__init__()
         self.model = model
         self.config = config
@@ -59,108 +83,220 @@ class Objective(nn.Module):
         inputs: Tensor,
         targets: Tensor,
         documents: Tensor | None,
-        followed: Sequence[Trajectory | None],
+        trajectories: Sequence[Trajectory | None],
         rows: Sequence[Sequence[int]],
         divisors: Sequence[float],
     ) -> Losses:
-        """inputs, targets [B, T]; of each trajectory of the objective: the one drawn, its rows, its divisor.
+        """The losses of inputs and targets [B, T]. The other lists have one item for each entry of the objective.
 
-        A trajectory that is None is not followed. Losses are sums over tokens; the divisors are the counted targets
-        of each trajectory in the whole step, over all ranks and micro-batches.
+        trajectories   the drawn one, or None for an entry that this step does not use
+        rows           the rows of the micro-batch that train on it, in ascending order
+        divisors       its counted targets in the whole step, over all ranks and micro-batches
+
+        Losses are sums over tokens, so dividing by counts of the whole step makes micro-batches and ranks add up to
+        the loss of one large batch.
         """
-        stack, everyone = self._stack(), list(range(len(inputs)))
-        hidden: dict[int, Tensor] = {}  # of each trajectory that is followed: its rows [b, T, D]
-        for place, trajectory in enumerate(followed):
-            if trajectory is not None and rows[place]:
-                own = slice(None) if list(rows[place]) == everyone else list(rows[place])
-                hidden[place] = self._hidden(
-                    inputs[own], None if documents is None else documents[own], trajectory, stack
-                )
+        stack, all_rows = self._stack(), list(range(len(inputs)))
+        states: dict[int, Tensor] = {}  # by entry index, the final hidden states of its rows [b, T, D]
+        for index, trajectory in enumerate(trajectories):
+            if trajectory is not None and rows[index]:
+                # Indexing with a list copies; most entries have all rows.
+                part = slice(None) if list(rows[index]) == all_rows else list(rows[index])
+                part_documents = None if documents is None else documents[part]
+                states[index] = self._hidden(inputs[part], part_documents, trajectory, stack)
+        # Rows that train on the same entries go through the head together.
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for row in all_rows:
+            groups.setdefault(tuple(index for index in states if row in rows[index]), []).append(row)
+        groups.pop((), None)
+
         total = torch.zeros((), dtype=torch.float32, device=inputs.device)
-        terms = torch.zeros(2, len(followed), dtype=torch.float32, device=inputs.device)
-        for places, group in _groups(hidden, rows, len(inputs)).items():
-            states = [
-                hidden[place] if len(hidden[place]) == len(group) else hidden[place][_places(group, rows[place])]
-                for place in places
-            ]
-            losses = self._losses(states, targets if group == everyone else targets[group], places, divisors)
+        terms = torch.zeros(2, len(trajectories), dtype=torch.float32, device=inputs.device)
+        for indices, group in groups.items():
+            group_states = []
+            for index in indices:
+                if len(states[index]) == len(group):
+                    group_states.append(states[index])
+                else:  # states are numbered by the entry's own rows, not by rows of the micro-batch
+                    group_states.append(states[index][[list(rows[index]).index(row) for row in group]])
+            losses = self._losses(group_states, targets if group == all_rows else targets[group], indices, divisors)
             total = total + losses.total
-            for number, place in enumerate(places):
-                terms[:, place] += losses.terms[:, number]
+            for number, index in enumerate(indices):
+                terms[:, index] += losses.terms[:, number]
         return Losses(total, terms)
 
     def _losses(
-        self, states: list[Tensor], targets: Tensor, places: Sequence[int], divisors: Sequence[float]
+        self, states: list[Tensor], targets: Tensor, indices: Sequence[int], divisors: Sequence[float]
     ) -> Losses:
-        """The losses of rows that follow the same trajectories: states [b, T, D] of those in `places`."""
-        config = self.config
-        entries = [config.trajectories[place] for place in places]
-        weights = [entry.weight / divisors[place] for entry, place in zip(entries, places, strict=True)]
-        matches = [entry.match / divisors[place] for entry, place in zip(entries, places, strict=True)]
+        """The losses of rows that train on the same entries: their states [b, T, D], one for each of `indices`."""
+        entries = [self.config.trajectories[index] for index in indices]
+        kind = self.config.consistency
         teacher = next((number for number, entry in enumerate(entries) if entry.budget == "full"), None)
-        match = None
-        if teacher is not None and config.consistency != "hidden":
-            match = Match(config.consistency, teacher)
-        sums = head_losses(
-            self.model.tokens.weight,
-            [state.flatten(0, 1) for state in states],
-            targets.flatten(),
-            [LossWeights(weight, own if match else 0.0) for weight, own in zip(weights, matches, strict=True)],
-            match,
-            config.chunk,
-        )
-        total, distances = sums.total, list(sums.match.unbind())
-        if teacher is not None and config.consistency == "hidden":
-            for number, (state, weight) in enumerate(zip(states, matches, strict=True)):
-                if weight:
-                    per_token = (state - states[teacher].detach()).float().square().mean(-1)  # [b, T]
-                    distance = (per_token * (targets != NO_LOSS)).sum()
-                    total, distances[number] = total + weight * distance, distance.detach()
-        return Losses(total, torch.stack([sums.cross_entropy, torch.stack(distances)]))
+        match = None if teacher is None or kind == "hidden" else Match(kind, teacher)
+        matches = [entry.match / divisors[index] for entry, index in zip(entries, indices, strict=True)]
+        weights = [
+            LossWeights(entry.weight / divisors[index], own_match if match else 0.0)
+            for entry, index, own_match in zip(entries, indices, matches, strict=True)
+        ]
+        flat = [state.flatten(0, 1) for state in states]  # [b · T, D]
+        losses = head_losses(self.model.tokens.weight, flat, targets.flatten(), weights, match, self.config.chunk)
+        if teacher is None or kind != "hidden":
+            return losses
+        total, terms = losses.total, losses.terms
+        for number, (state, weight) in enumerate(zip(states, matches, strict=True)):
+            if weight:
+                per_token = (state - states[teacher].detach()).float().square().mean(-1)  # [b, T]
+                distance = (per_token * (targets != NO_LOSS)).sum()
+                total, terms[1, number] = total + weight * distance, distance.detach()
+        return Losses(total, terms)
 
     def logprobs(self, inputs: Tensor, targets: Tensor, documents: Tensor | None, trajectory: Trajectory) -> Tensor:
-        """log p of the counted targets [N], as `loopformer eval` computes it: padding rows are no tokens."""
+        """log p of the counted targets [N] as `loopformer eval` has it, without rows that pad the vocabulary."""
         hidden = self._hidden(inputs, documents, trajectory, self._stack())  # [B, T, D]
         counted = targets != NO_LOSS
         return token_logprobs(self.model, hidden[counted], targets[counted])[0]
 
     def _stack(self) -> Callable[..., Tensor] | None:
-        """How passes are run: once per call, so that all of them share what is prepared."""
+        """How loops are run, made once per forward so that all trajectories share the cast weights."""
         if self.fused is not None and torch.is_grad_enabled():
             return FusedStack(self.model.stack, self.fused, self.checkpoint_loops)
         return partial(checkpoint, self.model.stack, use_reentrant=False) if self.checkpoint_loops else None
 
     def _hidden(
-        self,
-        inputs: Tensor,
-        documents: Tensor | None,
-        trajectory: Trajectory,
-        stack: Callable[..., Tensor] | None,
+        self, inputs: Tensor, documents: Tensor | None, trajectory: Trajectory, stack: Callable[..., Tensor] | None
     ) -> Tensor:
         out = self.model(inputs, trajectory, documents=documents, logits=False, check=False, stack=stack)
         hidden: Tensor = out.hidden
         return hidden
 
 
-def _groups(followed: Iterable[int], rows: Sequence[Sequence[int]], count: int) -> dict[tuple[int, ...], list[int]]:
-    """The rows of a micro-batch by which trajectories they follow."""
-    own = {place: frozenset(rows[place]) for place in followed}
-    if all(len(some) == count for some in own.values()):  # as nearly always
-        return {tuple(own): list(range(count))} if own else {}
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for row in range(count):
-        groups.setdefault(tuple(place for place in own if row in own[place]), []).append(row)
-    groups.pop((), None)
-    return groups
-
-
-def _places(group: Sequence[int], rows: Sequence[int]) -> list[int]:
-    """Where the rows of a group lie among those of a trajectory."""
-    return [list(rows).index(row) for row in group]
-
-
 def autocast(device: torch.device, run: RunConfig) -> Any:
-    """bf16 matmuls over fp32 weights, or nothing."""
+    """bf16 matmuls over fp32 weights, unless the run is in fp32."""
     if run.training.dtype == "float32":
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16)
+
+
+def head_losses(
+    head: Tensor,
+    states: Sequence[Tensor],
+    targets: Tensor,
+    weights: Sequence[LossWeights],
+    match: Match | None,
+    chunk: int,
+) -> Losses:
+    """Losses of the hidden states of E trajectories, each [N, D], against targets [N]; NO_LOSS is ignored.
+
+    head is [V, D]. With autocast on, matmuls run in its dtype. Losses are always fp32.
+    """
+    apply: Any = _ChunkedHead.apply
+    match = match if any(weight.match for weight in weights) else None
+    return Losses(*apply(head, targets, list(weights), match, chunk, torch.is_grad_enabled(), *states))
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Computes gradients inside forward, chunk by chunk, and keeps only those of the states and the head.
+
+    Memory is one chunk of logits instead of all, and backward computes nothing again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: Tensor,
+        targets: Tensor,
+        weights: list[LossWeights],
+        match: Match | None,
+        chunk: int,
+        grad_enabled: bool,  # autograd always disables grad mode in here
+        *states: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        needs_grad = grad_enabled and any(ctx.needs_input_grad)
+        kind = head.device.type
+        total = torch.zeros((), dtype=torch.float32, device=head.device)
+        terms = torch.zeros(2, len(states), dtype=torch.float32, device=head.device)
+        grad_head = torch.zeros_like(head) if needs_grad else None
+        grads_states = [torch.zeros_like(state) for state in states] if needs_grad else []
+        # The head is cast once for all chunks. Its gradient is summed in the dtype of the weight.
+        matmul_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.dtype
+        leaf = head.detach().to(matmul_dtype)
+        fused = match is None and kind == "cuda" and find_spec("triton") is not None
+        chunk = FUSED_CHUNK_FACTOR * chunk if fused else chunk
+        for start in range(0, len(targets), chunk):
+            part = slice(start, start + chunk)
+            if fused:
+                for index, (state, weight) in enumerate(zip(states, weights, strict=True)):
+                    grad_state = grads_states[index][part] if needs_grad else None
+                    loss = _fused_loss(
+                        leaf, state[part], targets[part], weight.cross_entropy, grad_head, grad_state
+                    )
+                    total += weight.cross_entropy * loss
+                    terms[0, index] += loss
+                continue
+            rows = [state[part].detach() for state in states]
+            with torch.set_grad_enabled(needs_grad):
+                inputs = [leaf.requires_grad_(needs_grad), *(row.requires_grad_(needs_grad) for row in rows)]
+                chunk_total, chunk_terms = _chunk_losses(inputs[0], inputs[1:], targets[part], weights, match)
+            total += chunk_total.detach()
+            terms += chunk_terms.detach()
+            if grad_head is not None:
+                grads = torch.autograd.grad(chunk_total, inputs, allow_unused=True)
+                sums = [grad_head, *(grad_state[part] for grad_state in grads_states)]
+                for grad_sum, grad in zip(sums, grads, strict=True):
+                    if grad is not None:
+                        grad_sum += grad
+        ctx.grads = (grad_head, grads_states)
+        ctx.mark_non_differentiable(terms)
+        return total, terms
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise RuntimeError("The chunked head keeps its gradients once; backward cannot run through it twice.")
+        grad_head, grads_states = ctx.grads
+        ctx.grads = None
+        # Scaled in place and released, because a second copy of the head's gradient would double the peak.
+        return grad_head.mul_(grad), None, None, None, None, None, *(one.mul_(grad) for one in grads_states)
+
+
+def _fused_loss(
+    head: Tensor, state: Tensor, targets: Tensor, scale: float, grad_head: Tensor | None, grad_state: Tensor | None
+) -> Tensor:
+    """The summed loss of a chunk of states [n, D]; their gradients times `scale` go to the given tensors.
+
+    The logits must not outlive this call, or those of two chunks would exist at the same time.
+    """
+    from loopformer.training.fused.kernels import cross_entropy_
+
+    inputs = state.detach().to(head.dtype)
+    logits = F.linear(inputs, head)  # [n, V]
+    losses = cross_entropy_(logits, targets, scale if grad_head is not None else None, NO_LOSS)
+    if grad_head is not None and grad_state is not None:  # the logits are their own gradient now
+        grad_state.copy_(logits @ head)
+        add_matmul(grad_head, logits.t(), inputs)
+    return losses.sum()
+
+
+def _chunk_losses(
+    head: Tensor, states: list[Tensor], targets: Tensor, weights: list[LossWeights], match: Match | None
+) -> tuple[Tensor, Tensor]:
+    """The weighted total of one chunk, and its terms [2, E]; each summed over the tokens."""
+    counted = targets != NO_LOSS
+    logits = [F.linear(state, head).float() for state in states]  # each [n, V]
+    losses = [F.cross_entropy(own, targets, ignore_index=NO_LOSS, reduction="sum") for own in logits]
+    weighted = (weight.cross_entropy * loss for weight, loss in zip(weights, losses, strict=True))
+    total = sum(weighted, losses[0].new_zeros(()))
+    distances = [loss.new_zeros(()) for loss in losses]
+    if match is not None:
+        teacher = logits[match.teacher].detach()
+        probabilities = teacher.softmax(-1) if match.kind == "distribution" else None
+        for index, weight in enumerate(weights):
+            if weight.match == 0:
+                continue
+            if probabilities is not None:
+                per_token = F.cross_entropy(logits[index], probabilities, reduction="none")
+            else:
+                per_token = (logits[index] - teacher).square().mean(-1)
+            distances[index] = (per_token * counted).sum()
+            total = total + weight.match * distances[index]
+    return total, torch.stack([torch.stack(losses), torch.stack(distances)])

@@ -1,11 +1,11 @@
-"""AdamW for every parameter, or Muon for the matrices of the blocks and AdamW for the rest; rates by a cosine.
+"""AdamW for every parameter, or Muon for the matrices of the blocks and AdamW for the rest, on a cosine schedule.
 
     optimizer = ModelOptimizer(model, run.training, fused=True)
-    optimizer.set_rate(learning_rate(step, run.training))      # of optimizer step 1, 2, …
+    optimizer.set_rate(learning_rate(step, run.training))      # steps count from 1
     optimizer.step()
 
-Muon moves a matrix by its orthogonalised momentum, so that every direction of it learns at one rate. Queries,
-keys and values are three matrices in one parameter, and are orthogonalised apart. Embeddings, vectors and the
+Muon updates a matrix by its orthogonalised momentum, so that all its directions learn at the same rate. Queries,
+keys and values are three matrices in one parameter and are orthogonalised one by one. Embeddings, vectors and the
 conditioner stay with AdamW.
 """
 
@@ -20,23 +20,21 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from loopformer.config import TrainingConfig
 from loopformer.model.block import Attention, FeedForward
-from loopformer.training.distributed import whole
+from loopformer.training.distributed import full_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 MOMENTUM = "momentum_buffer"  # Muon's
 
 
 class ModelOptimizer:
-    """The optimizers of a model under one schedule of the learning rate."""
+    """The optimizers of a model under one learning rate schedule."""
 
     def __init__(self, model: nn.Module, config: TrainingConfig, fused: bool) -> None:
-        """`fused` runs AdamW in kernels of its own, on a GPU."""
+        """`fused` runs AdamW in fused kernels on a GPU."""
         self.config = config
         matrices = block_matrices(model) if config.optimizer == "muon" else {}
-        rest = [
-            parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in matrices
-        ]
-        decay = 0.0 if matrices else config.weight_decay  # Muon's share is what decays
+        rest = [p for p in model.parameters() if p.requires_grad and p not in matrices]
+        decay = 0.0 if matrices else config.weight_decay  # with Muon only its matrices decay
         groups = [
             {"params": [p for p in rest if p.ndim >= 2], "weight_decay": decay},
             {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
@@ -46,7 +44,7 @@ class ModelOptimizer:
         self.muon = BlockMuon(matrices, config.matrix_learning_rate, config.weight_decay) if matrices else None
 
     def set_rate(self, rate: float) -> None:
-        """AdamW's rate; Muon's follows in proportion."""
+        """Set AdamW's learning rate; Muon's follows in proportion."""
         for group in self.adamw.param_groups:
             group["lr"] = rate
         if self.muon is not None:
@@ -54,7 +52,8 @@ class ModelOptimizer:
                 group["lr"] = self.config.matrix_learning_rate * rate / self.config.learning_rate
 
     def step(self) -> None:
-        """Every parameter takes part in every step, also one that had no use in it: AdamW counts them for each."""
+        """Update every parameter, also one without a gradient: AdamW counts steps per parameter, and a checkpoint
+        stores one count for all."""
         for group in self.adamw.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -69,7 +68,7 @@ class ModelOptimizer:
             self.muon.zero_grad(set_to_none=True)
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """What is kept of past gradients, by kind and parameter name; zeros where no step was taken yet."""
+        """The optimizer's state by kind and parameter name; zeros before the first step."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
             muon = self.muon is not None and parameter in self.muon.parts
@@ -81,22 +80,24 @@ class ModelOptimizer:
         return tensors
 
     def set_updates(self, updates: int, fused: bool) -> None:
-        """Say how many steps were taken before, once `tensors` have been filled."""
+        """Set AdamW's step counts, after the tensors were loaded."""
         for group in self.adamw.param_groups:
             for parameter in group["params"]:
-                where = parameter.device if fused else torch.device("cpu")
-                count = torch.tensor(float(updates), dtype=torch.float32, device=where)
+                # Fused AdamW reads the count on the GPU, the plain one on the CPU.
+                device = parameter.device if fused else torch.device("cpu")
+                count = torch.tensor(float(updates), dtype=torch.float32, device=device)
                 self.adamw.state[parameter]["step"] = count
 
 
 class BlockMuon(torch.optim.Muon):
-    """torch's Muon for matrices that are several in one, all those of a shape orthogonalised in one batch.
+    """torch's Muon for parameters that hold several matrices.
 
-    Sharded weights have sharded momentum; the update is made whole on every rank, which keeps its own rows.
+    All matrices of a shape are orthogonalised in one batch. Sharded weights have sharded momentum, and every rank
+    computes the full update and applies its own rows.
     """
 
     def __init__(self, parts: dict[Tensor, int], lr: float, weight_decay: float) -> None:
-        """`parts` says of each parameter how many matrices it holds, one above the other."""
+        """`parts` maps each parameter to the number of matrices it holds, one above the other."""
         super().__init__(list(parts), lr=lr, weight_decay=weight_decay)
         self.parts = parts
 
@@ -120,34 +121,36 @@ class BlockMuon(torch.optim.Muon):
                 parameter.add_(update, alpha=-group["lr"] * math.sqrt(max(1.0, rows / columns)))
 
     def _update(self, parameter: Tensor, momentum: float) -> Tensor:
-        """The gradient along its momentum, whole, in bf16."""
+        """The full gradient with Nesterov momentum, in bf16."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(gradient)
         state[MOMENTUM].lerp_(gradient, 1 - momentum)
-        return whole(gradient.lerp(state[MOMENTUM], momentum).bfloat16())
+        return full_tensor(gradient.lerp(state[MOMENTUM], momentum).bfloat16())
 
 
 def orthogonalised(matrices: list[Tensor], settings: dict[str, Any]) -> Iterator[Tensor]:
-    """Each matrix with its singular values brought near 1 by Newton–Schulz steps; those of one shape together."""
+    """Each matrix with its singular values brought near 1 by Newton–Schulz steps, one batch for each shape."""
     a, b, c = settings["ns_coefficients"]
-    flat = [matrix if len(matrix) <= matrix.shape[1] else matrix.mT for matrix in matrices]
+    flat = [
+        matrix if len(matrix) <= matrix.shape[1] else matrix.mT for matrix in matrices
+    ]  # the smaller Gram matrix
     done: dict[int, Tensor] = {}
     for shape in dict.fromkeys(matrix.shape for matrix in flat):
-        places = [place for place, matrix in enumerate(flat) if matrix.shape == shape]
-        x = torch.stack([flat[place] for place in places])  # [n, rows, columns]
+        indices = [index for index, matrix in enumerate(flat) if matrix.shape == shape]
+        x = torch.stack([flat[index] for index in indices])  # [n, rows, columns]
         x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=settings["eps"])
         for _ in range(settings["ns_steps"]):
             gram = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        done |= dict(zip(places, x, strict=True))
-    for place, matrix in enumerate(matrices):
-        yield done[place] if matrix.shape == done[place].shape else done[place].mT
+        done |= dict(zip(indices, x, strict=True))
+    for index, matrix in enumerate(matrices):
+        yield done[index] if matrix.shape == done[index].shape else done[index].mT
 
 
 def block_matrices(model: nn.Module) -> dict[Tensor, int]:
-    """The matrices of all blocks, and how many each parameter holds: queries, keys and values are three in one."""
+    """The parameters of all blocks that Muon updates, and how many matrices each holds."""
     matrices: dict[Tensor, int] = {}
     for module in model.modules():
         if isinstance(module, Attention):
@@ -158,7 +161,7 @@ def block_matrices(model: nn.Module) -> dict[Tensor, int]:
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
-    """The rate of optimizer step `step`, counted from 1: linear warmup, then a cosine to the minimum."""
+    """The learning rate of a step, counted from 1: linear warmup, then a cosine to the minimum."""
     if step <= config.warmup:
         return config.learning_rate * step / config.warmup
     progress = (step - config.warmup) / max(1, config.steps - config.warmup)

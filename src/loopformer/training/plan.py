@@ -1,26 +1,144 @@
-"""What a run will take, before it is started: parameters, tokens, FLOPs, memory, hours.
+"""What each step trains on, and what a run takes: rows, trajectories, FLOPs, memory, hours.
 
-Memory and hours are estimates: activations by a formula for the tensors that backward keeps, hours from a share
-of the device's peak that training commonly reaches.
+    for micro_batch in micro_batches(480, 12, run.objective):
+        trajectories = draw_trajectories(run, step, micro_batch.group)
+    make_plan(run, tokens, device, micro_batch=12, world=1, fused=True)["hours"]
+
+A global batch is cut into `trajectory_groups` equal parts. The trajectories of a group follow from (seed, step,
+group) alone, so any number of ranks and any micro-batch train the same model.
+
+Memory and hours are estimates: activations by a formula for the tensors that backward keeps, hours from a share of
+the device's peak that training commonly reaches.
 """
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from loopformer.config import RunConfig
+from loopformer.config import ObjectiveConfig, RunConfig
 from loopformer.device import device_name, peak_flops
+from loopformer.errors import LoopformerError
 from loopformer.model.cost import Cost
-from loopformer.training.batches import costliest_step, followers, largest_micro_batch
 from loopformer.training.fused.passes import FP8_PASSES_PER_GRADIENT
 from loopformer.trajectory import Trajectory
 
-COMMON_SHARE = 0.4  # of the peak, on a GPU
-CPU_SHARE = 0.5  # of what large matmuls reach, on a CPU
+GPU_PEAK_SHARE = 0.4  # of the peak that training commonly reaches
+CPU_PEAK_SHARE = 0.5  # of what large matmuls reach
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows start:stop of the global batch, which lie in one group."""
+
+    start: int
+    stop: int
+    group: int
+    rows: tuple[tuple[int, ...], ...]  # for each entry of the objective, its rows counted from `start`
+
+
+def micro_batches(
+    batch: int, micro_batch: int, objective: ObjectiveConfig, rank: int = 0, world: int = 1, in_step: bool = False
+) -> list[MicroBatch]:
+    """A rank's micro-batches of one step, in order.
+
+    A rank has consecutive rows of the batch. With `in_step` it has consecutive rows of every group instead, so that
+    all ranks run the same trajectory at the same time, as sharded weights need.
+    """
+    size = batch // objective.trajectory_groups
+    divided = size if in_step else batch
+    if divided % world:
+        what = f"each of the {objective.trajectory_groups} parts of the batch" if in_step else "the batch"
+        raise LoopformerError(
+            f"The {divided} rows of {what} cannot be shared evenly by {world} ranks; change training.batch"
+            + (" or objective.trajectory_groups." if in_step else ".")
+        )
+    share, entry_rows = divided // world, assign_rows(size, objective)
+
+    def of_rank(number: int) -> list[MicroBatch]:
+        found = []
+        for group in range(objective.trajectory_groups):
+            first = group * size + number * share if in_step else max(group * size, number * share)
+            last = first + share if in_step else min((group + 1) * size, (number + 1) * share)
+            for start in range(first, last, micro_batch):
+                stop = min(start + micro_batch, last)
+                inside = range(start - group * size, stop - group * size)
+                rows = (tuple(row - inside.start for row in inside if row in members) for members in entry_rows)
+                found.append(MicroBatch(start, stop, group, tuple(rows)))
+        return found
+
+    if in_step:  # gathering sharded weights is a collective call, so every rank must run the same loops
+        active = [[[bool(rows) for rows in each.rows] for each in of_rank(number)] for number in range(world)]
+        if any(other != active[0] for other in active):
+            raise LoopformerError(
+                "With sharded weights all ranks must follow the same trajectories at the same time; raise rows "
+                "or training.micro_batch, or use training.strategy=ddp."
+            )
+    return of_rank(rank)
+
+
+@lru_cache(maxsize=8)
+def assign_rows(size: int, objective: ObjectiveConfig) -> list[frozenset[int]]:
+    """The rows of a group that train on each entry. Shares lie side by side, spread over the group.
+
+    Entries are assigned by their start in training, and each prefers the rows that are freed first. So every row is
+    trained where the shares that are active together add up to 1 or more.
+    """
+    # A stride near the golden ratio that has no common divisor with the size visits every row, far apart at first.
+    stride = next(step for step in range(max(1, round(0.618 * size)), size + 1) if math.gcd(step, size) == 1)
+    spread = sorted(range(size), key=lambda row: row * stride % size)
+    entries = objective.trajectories
+    busy = dict.fromkeys(spread, (0.0, 0))  # the end of the last share that has the row, and the number of shares
+    assigned: dict[int, frozenset[int]] = {}
+    for index in sorted(range(len(entries)), key=lambda number: entries[number].active_range[0]):
+        entry = entries[index]
+        begin = sum(entries[other].rows for other in assigned if entries[other].splits_rows_with(entry))
+        # Both borders are rounded, not the count, so that shares which add up to 1 have all rows.
+        first, last = (math.floor(size * border + 0.5 + 1e-9) for border in (begin, begin + entry.rows))
+        assigned[index] = frozenset(sorted(spread, key=busy.__getitem__)[: last - first])
+        if entry.rows < 1:
+            end = entry.active_range[1]
+            busy |= {row: (max(busy[row][0], end), busy[row][1] + 1) for row in assigned[index]}
+    return [assigned[index] for index in range(len(entries))]
+
+
+def draw_trajectories(run: RunConfig, step: int, group: int) -> list[Trajectory | None]:
+    """The trajectory of each entry of the objective for a group at a step, counted from 1; None if not active."""
+    # Stored runs depend on the order of draws: one generator per group, entries in order, budget before steps.
+    rng, loops = random.Random(f"{run.training.seed}/{step}/{group}"), run.model.loops
+    progress = (step - 1) / run.training.steps
+    drawn: list[Trajectory | None] = []
+    for entry in run.objective.trajectories:
+        low, high = entry.budgets(loops)
+        if not entry.is_active(progress):
+            drawn.append(None)
+        elif entry.budget == "full":
+            drawn.append(Trajectory.uniform(loops))
+        else:
+            budget = low + rng.randrange(high - low + 1) if low < high else low
+            drawn.append(Trajectory.sample(loops, rng, budget, entry.sampler))
+    return drawn
+
+
+def costliest_step(run: RunConfig) -> list[Trajectory | None]:
+    """The longest trajectories that one step may run together; None for entries that it does not use."""
+    entries, loops = run.objective.trajectories, run.model.loops
+    longest = [Trajectory.uniform(entry.budgets(loops)[1]) for entry in entries]
+    costs = [entry.rows * each.budget for entry, each in zip(entries, longest, strict=True)]
+    # The set of active entries only grows where one begins.
+    steps = [
+        {index for index, other in enumerate(entries) if other.is_active(entry.active_range[0])}
+        for entry in entries
+    ]
+    costliest = max(steps, key=lambda indices: sum(costs[index] for index in indices))
+    return [each if index in costliest else None for index, each in enumerate(longest)]
 
 
 def make_plan(
@@ -47,58 +165,55 @@ def make_plan(
     }
 
 
-def training_flops_per_token(run: RunConfig, followed: Sequence[Trajectory | None] | None = None) -> float:
-    """Forward and backward of the objective's trajectories: those followed in a step, or the mean over training."""
+def training_flops_per_token(run: RunConfig, trajectories: Sequence[Trajectory | None] | None = None) -> float:
+    """Forward and backward of the objective's trajectories: those of a step, or the mean over training."""
     cost, flops = Cost(run.model), 0.0
-    part = run.training.batch // run.objective.route_draws
-    rows = followers(part, run.objective)
-    for place, entry in enumerate(run.objective.trajectories):
-        if followed is None:
+    size = run.training.batch // run.objective.trajectory_groups
+    entry_rows = assign_rows(size, run.objective)
+    for index, entry in enumerate(run.objective.trajectories):
+        if trajectories is None:
             budget = sum(entry.budgets(run.model.loops)) / 2
-            share = entry.during[1] - entry.during[0]
+            share = entry.active_range[1] - entry.active_range[0]
         else:
-            drawn = followed[place]
+            drawn = trajectories[index]
             budget, share = (0.0, 0.0) if drawn is None else (drawn.budget, 1.0)
-        flops += share * len(rows[place]) / part * cost.training_flops(budgets=[budget])
+        flops += share * len(entry_rows[index]) / size * cost.training_flops(budgets=[budget])
     return flops
 
 
 def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool) -> float:
     """Weights, gradients and two moments in fp32, and what backward keeps of one micro-batch."""
     config, training = run.model, run.training
-    shards = world if training.sharded else 1
-    parameters = Cost(config).parameters.total
-    states = parameters * 4 * (1 + 3 / shards)  # the gathered weights stay whole during a step
-    low = training.dtype != "float32"
-    # Kept per token and block: inputs of norms, attention and matmuls. Calibrated against measured peaks.
+    shards = world if training.is_sharded else 1
+    states = Cost(config).parameters.total * 4 * (1 + 3 / shards)  # weights stay gathered during a step
+    low, fp8 = training.dtype != "float32", training.dtype == "float8"
+    # Bytes per token and block: inputs of norms, attention and matmuls. Calibrated against measured peaks.
     per_block = (28 * config.width + 4 * config.ffn) if low else (48 * config.width + 8 * config.ffn)
     waiting = 0
-    if fused:  # two states, what four matmuls gave, attention's result; in fp8 also what went into them
-        size, fp8, turned = (2 if low else 4), training.dtype == "float8", 2 * (config.positions == "rotary")
-        factors = (3 * config.width + config.ffn) * fp8
-        per_block = 8 * config.width + size * ((6 + turned) * config.width + config.ffn) + factors
-        # Both factors of the weight gradients of some passes; without recomputing, backward has freed more by then.
+    if fused:  # two states, results of four matmuls and of attention; in fp8 also the operands of matmuls
+        size, rotated = (2 if low else 4), 2 * (config.positions == "rotary")
+        operands = (3 * config.width + config.ffn) * fp8
+        per_block = 8 * config.width + size * ((6 + rotated) * config.width + config.ffn) + operands
+        # Both operands of the weight gradients of some loops wait for one matmul. This only raises the peak when
+        # loops are recomputed, since backward has freed more by then otherwise.
         waiting = (FP8_PASSES_PER_GRADIENT - 1) * config.blocks * (8 * config.width + 2 * config.ffn) * fp8
-    followed = costliest_step(run)
-    passes = sum(
-        entry.rows * trajectory.budget
-        for entry, trajectory in zip(run.objective.trajectories, followed, strict=True)
-        if trajectory is not None
-    )
+    entries = zip(run.objective.trajectories, costliest_step(run), strict=True)
+    active = [(entry.rows, trajectory.budget) for entry, trajectory in entries if trajectory is not None]
+    loops = sum(rows * budget for rows, budget in active)
     if training.checkpoint_loops:
-        per_token = passes * 4 * config.width + config.blocks * per_block + waiting
+        per_token = loops * 4 * config.width + config.blocks * per_block + waiting
     else:
-        per_token = passes * config.blocks * per_block
+        per_token = loops * config.blocks * per_block
     chunk = min(run.objective.chunk, micro_batch * config.context)
-    together = sum(trajectory is not None for trajectory in followed)
-    head = chunk * config.vocab_rows * 4 * 3 * together + config.vocab_rows * config.width * 4
+    head = chunk * config.vocab_rows * 4 * 3 * len(active) + config.vocab_rows * config.width * 4
     return states + micro_batch * config.context * per_token + head
 
 
 def micro_batch_sizes(run: RunConfig, world: int) -> list[int]:
-    """The micro-batches that cut a part of the batch evenly, largest first."""
-    rows = largest_micro_batch(run.training.batch, run.objective, world, run.training.sharded)
-    return [size for size in range(rows, 0, -1) if rows % size == 0]
+    """The micro-batches that cut a rank's rows of a group evenly, largest first."""
+    size = run.training.batch // run.objective.trajectory_groups
+    rows = max(1, size // world if run.training.is_sharded else min(size, run.training.batch // world))
+    return [candidate for candidate in range(rows, 0, -1) if rows % candidate == 0]
 
 
 def estimated_micro_batch(run: RunConfig, room: float, world: int, fused: bool) -> int:
@@ -110,7 +225,7 @@ def reachable_flops(device: torch.device) -> float | None:
     """What training commonly reaches: a share of a GPU's peak, or of a short measurement on the CPU."""
     peak = peak_flops(device)
     if peak is not None:
-        return COMMON_SHARE * peak
+        return GPU_PEAK_SHARE * peak
     if device.type != "cpu":
         return None
     a = torch.randn(512, 512)
@@ -118,4 +233,4 @@ def reachable_flops(device: torch.device) -> float | None:
     started = time.perf_counter()
     for _ in range(10):
         a @ a
-    return CPU_SHARE * 10 * 2 * 512**3 / (time.perf_counter() - started)
+    return CPU_PEAK_SHARE * 10 * 2 * 512**3 / (time.perf_counter() - started)

@@ -1,10 +1,9 @@
-"""The training loop: from settings to checkpoints, exact to the bit across crashes.
+"""The training loop: from settings to checkpoints, and bit by bit the same after a crash.
 
     Trainer(run, Path("runs/mine"), Ranks.start(), resume=False).train()
 
-Everything a step does follows from (seed, step): its samples, its short trajectories, its learning rate. A
-checkpoint holds the weights, the moments and the counters; continuing from one is the same as never having
-stopped.
+A step follows from (seed, step): its samples, its trajectories, its learning rate. A checkpoint holds the weights,
+the optimizer's state and the counters, so a resumed run is the run that never stopped.
 """
 
 from __future__ import annotations
@@ -19,15 +18,19 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from loopformer.config import RunConfig, run_to_yaml
 from loopformer.config.run import validation_budgets
+from loopformer.config.schema import with_current_keys
 from loopformer.data.loader import NO_LOSS, Batch, Loader, Prefetcher, Windows, validation_windows
 from loopformer.data.shards import TokenData
 from loopformer.data.states import Group, StateLoader, StateWindows, open_data
@@ -37,39 +40,42 @@ from loopformer.files import read_json, write_atomic
 from loopformer.loading import find_model
 from loopformer.loading.folder import SETTINGS, STATE, check_finite, latest_good, load_model, save_tensors
 from loopformer.model import LoopedLM
-from loopformer.training.batches import MicroBatch, costliest_step, draw_trajectories, micro_batches
 from loopformer.training.checkpoint import restore_optimizer, rotate, set_aside_newer, write_checkpoint
-from loopformer.training.distributed import Parallel, Ranks, whole
+from loopformer.training.distributed import Parallel, Ranks, full_tensor
+from loopformer.training.fused.ops import Precision
 from loopformer.training.fused.passes import obstacle
-from loopformer.training.fused.types import Precision
 from loopformer.training.objective import Objective, autocast
 from loopformer.training.optimizer import ModelOptimizer, learning_rate
 from loopformer.training.plan import (
+    MicroBatch,
+    costliest_step,
+    draw_trajectories,
     estimated_micro_batch,
     memory_bytes,
     micro_batch_sizes,
+    micro_batches,
     training_flops_per_token,
 )
 from loopformer.training.reporting import Reporter, SpeedMeter
-from loopformer.training.validation import validate
+from loopformer.trajectory import Trajectory
 
 StepBatch = list[tuple[MicroBatch, Batch]]  # a rank's rows of one step
 
 
 @dataclass
 class TrainingState:
-    """What travels with a checkpoint besides tensors: counters, the data's hash, RNG."""
+    """What a checkpoint holds besides tensors: counters, the data's hash, and the random generator."""
 
     step: int = 0
-    updates: int = 0  # steps that changed the weights; the others were not finite
+    updates: int = 0  # steps that changed the weights; the others had a gradient that was not finite
     bad_in_a_row: int = 0
     tokens: int = 0
     best_step: int | None = None
     best_loss: float | None = None
     micro_batch: int = 0
-    micro_batch_found: bool = False  # by looking for what fits, on `device`, run in that `way`
+    micro_batch_found: bool = False  # chosen by `auto` for this world, device and execution mode
     device: str = ""
-    way: str = ""
+    execution_mode: str = ""
     world: int = 1
     threads: int = 0
     data: str = ""  # hash of the data's index
@@ -83,8 +89,9 @@ class Trainer:
         self.run, self.out, self.ranks = run, out, ranks
         training = run.training
         self.stop_signal: int | None = None
-        asides: list[str] = []
-        fused = fused_precision(run, ranks, asides.append)  # refused before anything is written
+        notes: list[str] = []
+        # Everything that can be refused comes before the first file is written.
+        fused = fused_precision(run, ranks, notes.append)
         if training.threads is not None:
             torch.set_num_threads(training.threads)
         torch.set_float32_matmul_precision("highest" if training.dtype == "float32" else "high")
@@ -93,17 +100,17 @@ class Trainer:
         self.tokenizer = data.tokenizer
         self.loader, self.windows = batches_of(run, data)
 
-        notes: list[str] = []
-        checkpoint = latest_good(out, notes.append) if resume else None
-        if checkpoint is None and notes:
+        damaged: list[str] = []
+        checkpoint = latest_good(out, damaged.append) if resume else None
+        if checkpoint is None and damaged:
             raise FileProblem(
-                f"{' '.join(notes)} None is left; restore one, or start a new run with another --out."
+                f"{' '.join(damaged)} None is left; restore one, or start a new run with another --out."
             )
         self.state = self._restore_state(checkpoint, data) if checkpoint else TrainingState(data=data.index_hash)
-        self.reporter = Reporter(run, out, ranks.main, self.state.step, quiet)
-        for note in (*asides, *notes):
+        self.reporter = Reporter(run, out, ranks.is_main, self.state.step, quiet)
+        for note in (*notes, *damaged):
             self.reporter.say(note)
-        if checkpoint and ranks.main:
+        if checkpoint and ranks.is_main:
             for aside in set_aside_newer(out, self.state.step):
                 self.reporter.say(f"It is kept as {aside}.")
         if resume:
@@ -111,8 +118,10 @@ class Trainer:
             if (step := self.state.step) >= training.steps:
                 self.reporter.say(f"nothing is left to train: step {step} of training.steps={training.steps}")
 
-        model = load_model(checkpoint) if checkpoint else make_model(run)
-        objective = Objective(model.to(ranks.device), run.objective, training.checkpoint_loops, fused)
+        self.model = load_model(checkpoint) if checkpoint else make_model(run)
+        objective = Objective(self.model.to(ranks.device), run.objective, training.checkpoint_loops, fused)
+        # The micro-batch is tried out on the plain module: before compilation, which would keep a graph for each
+        # size, and before the optimizer has memory of its own.
         self._settle_micro_batch(objective)
         self.micro_batches = micro_batches(
             training.batch,
@@ -120,31 +129,32 @@ class Trainer:
             run.objective,
             ranks.rank,
             ranks.world,
-            in_step=training.sharded,
+            in_step=training.is_sharded,
         )
-        compile_step(run, model, ranks.device, fused is not None)
-        self.parallel = Parallel(objective, ranks, training.sharded)
-        self.model = model
         on_gpu = ranks.device.type == "cuda"
-        self.optimizer = ModelOptimizer(model, training, fused=on_gpu)
+        if (on_gpu and fused is None) if training.compile == "auto" else training.compile:
+            self.model.compile()
+        self.parallel = Parallel(objective, ranks, training.is_sharded)
+        # FSDP replaces the parameters, so the optimizer must see them afterwards.
+        self.optimizer = ModelOptimizer(self.model, training, fused=on_gpu)
         if checkpoint:
-            restore_optimizer(model, self.optimizer, checkpoint, self.state.updates, on_gpu)
+            restore_optimizer(self.model, self.optimizer, checkpoint, self.state.updates, on_gpu)
 
     def _settle_micro_batch(self, objective: Objective) -> None:
-        """The configured micro-batch; with `auto` the one found before, unless it was found for other devices."""
+        """Use the configured micro-batch; with `auto` the one of the checkpoint, unless it was found elsewhere."""
         state, ranks, training = self.state, self.ranks, self.run.training
         device = device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
-        way = f"{training.dtype} fused={objective.fused is not None} checkpoint_loops={training.checkpoint_loops}"
-        now = (ranks.world, device, way)
+        fused, recompute = objective.fused is not None, training.checkpoint_loops
+        now = (ranks.world, device, f"{training.dtype} fused={fused} checkpoint_loops={recompute}")
         if isinstance(training.micro_batch, int):
             state.micro_batch = training.micro_batch
-        elif not state.micro_batch_found or (state.world, state.device, state.way) != now:
+        elif not state.micro_batch_found or (state.world, state.device, state.execution_mode) != now:
             state.micro_batch = choose_micro_batch(self.run, objective, ranks, self.reporter.say)
         state.micro_batch_found = not isinstance(training.micro_batch, int)
-        state.world, state.device, state.way = now
+        state.world, state.device, state.execution_mode = now
 
     def _restore_state(self, checkpoint: Path, data: TokenData | Group) -> TrainingState:
-        state = TrainingState(**read_json(checkpoint / STATE))
+        state = TrainingState(**with_current_keys(read_json(checkpoint / STATE)))
         if state.data != data.index_hash:
             raise LoopformerError(
                 f"The data in {self.run.data.states or self.run.data.path} is not what this run was trained on; "
@@ -160,13 +170,13 @@ class Trainer:
         stopping = [signal.SIGINT, signal.SIGTERM]
         if (
             signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-        ):  # as under nohup, where a closed terminal is nothing
+        ):  # nohup ignores it: a closed terminal means nothing
             stopping.append(signal.SIGHUP)
         handlers = {number: signal.signal(number, self._on_signal) for number in stopping}
         started = time.perf_counter()
         try:
             with self.reporter, closing(Prefetcher(self._batches(), depth=2)) as batches:
-                if self.ranks.main:
+                if self.ranks.is_main:
                     write_atomic(self.out / SETTINGS, run_to_yaml(self.run).encode())
                 self._loop(batches)
         finally:
@@ -187,17 +197,20 @@ class Trainer:
             raise RunFailed("Stopped at once, as asked twice; --resume goes on from the last checkpoint.")
         self.stop_signal = number
         if number == signal.SIGHUP:
-            _nobody_reads()
+            # The terminal was closed, and writing to it would fail; its output goes nowhere from now on.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in (1, 2):
+                with suppress(OSError):
+                    if stat.S_ISCHR(os.fstat(stream).st_mode):
+                        os.dup2(nowhere, stream)
 
     def _batches(self) -> Iterator[StepBatch]:
+        """The rank's rows of each step. Pinned memory lets copies to a GPU run beside its work."""
+        pin = self.ranks.device.type == "cuda"
         for step in range(self.state.step, self.run.training.steps):
-            yield [(cut, self._pinned(self.loader.batch(step, cut.start, cut.stop))) for cut in self.micro_batches]
-
-    def _pinned(self, batch: Batch) -> Batch:
-        if self.ranks.device.type != "cuda":
-            return batch
-        documents = None if batch.documents is None else batch.documents.pin_memory()
-        return Batch(batch.inputs.pin_memory(), batch.targets.pin_memory(), documents)
+            rows = [self.loader.batch(step, part.start, part.stop) for part in self.micro_batches]
+            pinned = [map_tensors(batch, Tensor.pin_memory) if pin else batch for batch in rows]
+            yield list(zip(self.micro_batches, pinned, strict=True))
 
     def _loop(self, batches: Iterator[StepBatch]) -> None:
         training, state = self.run.training, self.state
@@ -227,6 +240,7 @@ class Trainer:
                     f"{state.bad_in_a_row} steps in a row had a gradient that is not finite, at step {step}; "
                     "lower training.learning_rate, lengthen training.warmup, or look at the data, then --resume."
                 )
+            # A signal may reach one rank first. All must agree, or the others wait in a collective call for ever.
             stopping = self.ranks.any(self.stop_signal is not None)
             best = False
             if step % training.validate_every == 0 or step == training.steps:
@@ -239,64 +253,59 @@ class Trainer:
                 self.reporter.say(f"stopped at step {step}; go on with --resume")
                 return
 
-    def _step(self, step: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-        """Gradients of one step: loss terms [2, E], the gradient's norm before clipping, the rate, the FLOPs."""
+    def _step(self, step: int, batch: StepBatch) -> tuple[Tensor, Tensor, float, float]:
+        """Compute gradients; return loss terms [2, E], the norm before clipping, learning rate and FLOPs."""
         run, device = self.run, self.ranks.device
         rate = learning_rate(step, run.training)
         self.optimizer.set_rate(rate)
-        divisors = self._counted(batch)
+        divisors = self._count_targets(batch)
         terms = torch.zeros(2, len(divisors), dtype=torch.float32, device=device)
         flops = 0.0
         for number, (micro_batch, rows) in enumerate(batch):
-            followed = draw_trajectories(run, step, micro_batch.part)
+            trajectories = draw_trajectories(run, step, micro_batch.group)
+            tensors = to_device_async(rows, device)
             with self.parallel.micro_batch(last=number == len(batch) - 1):
                 with autocast(device, run):
-                    losses = self.parallel.module(
-                        rows.inputs.to(device, non_blocking=True),
-                        rows.targets.to(device, non_blocking=True),
-                        None if rows.documents is None else rows.documents.to(device, non_blocking=True),
-                        followed,
-                        micro_batch.rows,
-                        divisors,
-                    )
-                (losses.total * self.ranks.world).backward()  # the wrappers average over ranks, we sum
+                    losses = self.parallel.module(*tensors, trajectories, micro_batch.rows, divisors)
+                # The divisors count all ranks, so gradients add up; the wrappers average them over the ranks.
+                (losses.total * self.ranks.world).backward()
             terms += losses.terms
-            del losses  # its graph holds the cast weights
-            flops += len(rows) * run.model.context * training_flops_per_token(run, followed)
+            del losses  # its graph holds the cast weights, which the next micro-batch makes again
+            flops += len(rows) * run.model.context * training_flops_per_token(run, trajectories)
         self.parallel.before_update()
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.training.clip))
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.training.clip))
         return terms, norm, rate, flops * self.ranks.world
 
-    def _counted(self, batch: StepBatch, step: int | None = None) -> list[float]:
-        """Counted targets on the rows of each trajectory, over all ranks and micro-batches; at least 1.
+    def _count_targets(self, batch: StepBatch, step: int | None = None) -> list[float]:
+        """Counted targets on the rows of each entry, over all ranks and micro-batches; at least 1.
 
-        With `step`, only those of parts that followed it then. Without, losses divided by them have weights that do
-        not depend on what was drawn.
+        With `step`, only those of groups where the entry was active. Without, losses divided by the counts have
+        weights that do not depend on what was drawn.
         """
         counts = torch.zeros(len(self.run.objective.trajectories))
         for micro_batch, rows in batch:
             counted = (rows.targets != NO_LOSS).sum(1)
-            followed = None if step is None else draw_trajectories(self.run, step, micro_batch.part)
-            for place, own in enumerate(micro_batch.rows):
-                if followed is None or followed[place] is not None:
-                    counts[place] += counted[list(own)].sum()
+            drawn = None if step is None else draw_trajectories(self.run, step, micro_batch.group)
+            for index, entry_rows in enumerate(micro_batch.rows):
+                if drawn is None or drawn[index] is not None:
+                    counts[index] += counted[list(entry_rows)].sum()
         return [max(1.0, count) for count in self.ranks.sum(counts.to(self.ranks.device)).tolist()]
 
-    def _mean_losses(self, step: int, batch: StepBatch, terms: torch.Tensor) -> dict[str, float]:
-        """A step's losses per token, by trajectory, and how far those that are matched are from the full one."""
-        cross_entropies, matches = self.ranks.sum(terms).tolist()
+    def _mean_losses(self, step: int, batch: StepBatch, terms: Tensor) -> dict[str, float]:
+        """Cross-entropy per token of each entry, and the distances to the full trajectory in one sum."""
+        cross_entropies, distances = self.ranks.sum(terms).tolist()
         values, consistency = dict[str, float](), 0.0
-        entries, counts = self.run.objective.trajectories, self._counted(batch, step)
-        terms_of_each = zip(entries, counts, cross_entropies, matches, strict=True)
-        for place, (entry, count, loss, match) in enumerate(terms_of_each, 1):
-            if loss:  # those that are not followed in this step have none
-                name = f"loss_{entry.label}"
-                values[f"{name}_{place}" if name in values else name] = loss / count  # two may be alike
-            consistency += match / count
+        entries, counts = self.run.objective.trajectories, self._count_targets(batch, step)
+        for number, entry in enumerate(entries):
+            loss, count = cross_entropies[number], counts[number]
+            if loss:  # an entry that this step does not use has none
+                name = f"loss_{entry}"
+                values[f"{name}_{number + 1}" if name in values else name] = loss / count  # two may have one budget
+            consistency += distances[number] / count
         return {**values, "consistency": consistency}
 
-    def _update(self, norm: torch.Tensor) -> bool:
-        """Take the step unless its gradient is not finite; every rank sees the same norm."""
+    def _update(self, norm: Tensor) -> bool:
+        """Take the step unless its gradient is not finite. Every rank sees the same norm, so all decide alike."""
         finite = bool(torch.isfinite(norm))
         if finite:
             self.optimizer.step()
@@ -305,7 +314,7 @@ class Trainer:
         return finite
 
     def _validate(self, step: int) -> bool:
-        """Validate, and say whether the longest budget that is trained is the best so far."""
+        """Validate; True if the longest trained budget is the best so far."""
         loops = self.run.model.loops
         longest = max(entry.budgets(loops)[1] for entry in self.run.objective.trajectories)
         budgets = sorted({*validation_budgets(loops), longest})
@@ -321,11 +330,11 @@ class Trainer:
         return best
 
     def save(self) -> None:
-        """Write a checkpoint of this moment."""
+        """Write a checkpoint of this moment. Every rank must call it, since gathering weights is collective."""
         state = self.state
         state.threads = torch.get_num_threads()
         state.rng = torch.get_rng_state().tolist()
-        tensors = {name: whole(tensor).detach() for name, tensor in self.model.state_dict().items()}
+        tensors = {name: full_tensor(tensor).detach() for name, tensor in self.model.state_dict().items()}
         moments = self.optimizer.tensors(self.model)
 
         def fill(folder: Path) -> None:
@@ -334,13 +343,52 @@ class Trainer:
             (folder / SETTINGS).write_text(run_to_yaml(self.run), encoding="utf-8")
             (folder / STATE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
 
-        write_checkpoint(self.out, state.step, fill, moments, self.ranks, self.parallel.sharded)
-        if self.ranks.main:
+        write_checkpoint(self.out, state.step, fill, moments, self.ranks, self.parallel.is_sharded)
+        if self.ranks.is_main:
             rotate(self.out, self.run.training.keep, state.best_step)
 
 
+@torch.no_grad()
+def validate(
+    parallel: Parallel, windows: Windows | StateWindows, budgets: list[int], rows: int, run: RunConfig
+) -> dict[int, float]:
+    """Mean cross-entropy per token at each budget, over the same windows for any number of ranks.
+
+    The loss is that of `loopformer eval text --join` on the same windows (scoring.py). The objective's differs:
+    its softmax includes the rows that pad the vocabulary, as the paper's does.
+    """
+    ranks = parallel.ranks
+    sums = torch.zeros(len(budgets) + 1, dtype=torch.float64)  # of each budget's losses; the last counts targets
+    # Every rank makes the same number of calls, because sharded weights are gathered together.
+    for turn in range(math.ceil(math.ceil(len(windows) / rows) / ranks.world)):
+        first = (turn * ranks.world + ranks.rank) * rows
+        batch = windows.batch(first, first + rows)
+        sums[-1] += float((batch.targets != NO_LOSS).sum())
+        if missing := rows - len(batch):  # another shape would be another graph; padding does not count
+            targets = F.pad(batch.targets, (0, 0, 0, missing), value=NO_LOSS)
+            batch = replace(map_tensors(batch, partial(F.pad, pad=(0, 0, 0, missing))), targets=targets)
+        tensors = to_device_async(batch, ranks.device)
+        for index, budget in enumerate(budgets):
+            with autocast(ranks.device, run):
+                logprobs = parallel.objective.logprobs(*tensors, Trajectory.uniform(budget))
+            sums[index] -= logprobs.cpu().double().sum()
+    total = ranks.sum(sums.to(torch.float32 if ranks.device.type == "mps" else torch.float64).to(ranks.device))
+    return {budget: float(total[index] / total[-1]) for index, budget in enumerate(budgets)}
+
+
+def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    documents = None if batch.documents is None else change(batch.documents)
+    return Batch(change(batch.inputs), change(batch.targets), documents)
+
+
+def to_device_async(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs, targets and documents on the device; copies from pinned memory do not wait."""
+    moved = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    return moved.inputs, moved.targets, moved.documents
+
+
 def batches_of(run: RunConfig, data: TokenData | Group) -> tuple[Loader | StateLoader, Windows | StateWindows]:
-    """A run's training batches, and what it is validated on."""
+    """A run's training batches, and the windows of its validation."""
     context, training, documents = run.model.context, run.training, run.data.documents
     if isinstance(data, Group):
         windows = StateWindows(data, context, training.validation_windows)
@@ -351,7 +399,7 @@ def batches_of(run: RunConfig, data: TokenData | Group) -> tuple[Loader | StateL
 
 
 def make_model(run: RunConfig) -> LoopedLM:
-    """The starting weights, on the CPU: the same for any device and number of ranks."""
+    """The initial weights, on the CPU, so that they are the same for any device and number of ranks."""
     if run.init_from is not None:
         model = find_model(run.init_from)[0]
         check_finite(model.state_dict())
@@ -361,28 +409,24 @@ def make_model(run: RunConfig) -> LoopedLM:
 
 
 def fused_precision(run: RunConfig, ranks: Ranks, say: Callable[[str], None] = lambda _: None) -> Precision | None:
-    """What the matmuls of fused passes run in; None where passes are not fused. Where they would be, but for
-    something that stands in the way, `say` names it."""
-    training, kind = run.training, ranks.device.type
-    fp8 = training.dtype == "float8"
+    """The precision of the fused kernels, or None for a run without them.
+
+    `say` gets the reason if a run on a GPU that could use them goes without.
+    """
+    training, fp8 = run.training, run.training.dtype == "float8"
     precision = Precision(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
-    why = obstacle(run.model, ranks.device, fp8)
-    if ranks.world > 1 and training.sharded:
-        why = "with training.strategy=fsdp weights are gathered inside the stack; use ddp"
+    reason = obstacle(run.model, ranks.device, fp8)
+    if ranks.world > 1 and training.is_sharded:
+        reason = "with training.strategy=fsdp weights are gathered inside the stack; use ddp"
     if training.fused is True or fp8:
         require(training.fused is not False, "training.dtype=float8 needs training.fused; set it to true or auto.")
-        require(why is None, f"{'float8' if fp8 else 'training.fused'} cannot be used: {why}.")
+        require(reason is None, f"{'float8' if fp8 else 'training.fused'} cannot be used: {reason}.")
         return precision
-    wanted = training.fused == "auto" and kind == "cuda" and training.dtype != "float32"
-    if wanted and why is not None:
-        say(f"training without fused passes: {why}")
-    return precision if wanted and why is None else None
-
-
-def compile_step(run: RunConfig, model: LoopedLM, device: torch.device, fused: bool) -> None:
-    """Compile the step where it is wanted; a fused one is not run by the compiler."""
-    if device.type == "cuda" and not fused if run.training.compile == "auto" else run.training.compile:
-        model.compile()
+    if training.fused is False or ranks.device.type != "cuda" or training.dtype == "float32":
+        return None
+    if reason is not None:
+        say(f"training without fused passes: {reason}")
+    return precision if reason is None else None
 
 
 def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: Callable[[str], None]) -> int:
@@ -391,7 +435,7 @@ def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: 
     if ranks.device.type != "cuda":
         chosen = estimated_micro_batch(run, 0.6 * available_bytes(ranks.device), ranks.world, fused)
     else:
-        likely = 1.5 * available_bytes(ranks.device)  # far beyond it a try is a waste of time
+        likely = 1.5 * available_bytes(ranks.device)  # a try far beyond it is a waste of time
         tried = (size for size in sizes if memory_bytes(run, size, ranks.world, fused) < likely)
         chosen = next((size for size in tried if _fits(run, objective, ranks.device, size)), 1)
     chosen = ranks.smallest(chosen)
@@ -402,31 +446,22 @@ def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: 
 def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int) -> bool:
     """Run the costliest micro-batch once, forward and backward."""
     ids = torch.zeros(rows, run.model.context, dtype=torch.long, device=device)
-    followed = costliest_step(run)
+    trajectories = costliest_step(run)
     documents = torch.zeros_like(ids) if run.data.documents else None
-    spare = None
+    reserved = None
     try:
-        # Moments, and gradients of the micro-batches before, are not there yet; hold their place.
-        spare = [torch.empty_like(p) for p in objective.parameters() for _ in range(3)]
+        # Two moments, and the gradients of earlier micro-batches, do not exist yet. Reserve their memory.
+        reserved = [torch.empty_like(p) for p in objective.parameters() for _ in range(3)]
         with autocast(device, run):
-            count = len(followed)
-            losses = objective(ids, ids, documents, followed, [range(rows)] * count, [1.0] * count)
+            count = len(trajectories)
+            losses = objective(ids, ids, documents, trajectories, [range(rows)] * count, [1.0] * count)
         losses.total.backward()
         torch.cuda.synchronize(device)
         return True
     except torch.OutOfMemoryError:
         return False
     finally:
-        del spare
+        del reserved
         objective.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def _nobody_reads() -> None:
-    """What goes to a terminal goes nowhere from now on: it was closed, and writing to it would fail."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for number in (1, 2):
-        with suppress(OSError):
-            if stat.S_ISCHR(os.fstat(number).st_mode):
-                os.dup2(nowhere, number)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from loopformer import LoopedLM, Trajectory
 from loopformer.config import ModelConfig, ObjectiveConfig
+from loopformer.training.fused.ops import Precision
 from loopformer.training.fused.passes import FusedStack, obstacle
-from loopformer.training.fused.types import Precision
 from loopformer.training.objective import Objective
 
 PLAIN = Precision(torch.float32)

@@ -1,15 +1,15 @@
-"""Triton kernels of what lies between the matmuls of a block in training, their launchers, and cross-entropy.
+"""Triton kernels for the work between the matmuls of a block in training, their launchers, and cross-entropy.
 
-A program takes whole rows (tokens). With `FP8`, operands of matmuls go out in fp8 with a scale for each row
-instead of their plain dtype, and what backward could make again is not made, since it is kept. The launchers
-have the names and parameters of ops.py, which says in PyTorch what each computes. TRITON_INTERPRET=1 runs all
-of it on the CPU.
+The launchers have the names and parameters of ops.py, which defines in PyTorch what each computes. Tensors have one
+token per row, and a program works on whole rows. Forward has one program per row. In backward a fixed number of
+programs share the rows, because each sums gradients of gains and gates. Whatever the dtype of a tensor, arithmetic
+and sums are fp32. With `FP8` an operand is written in fp8 with a scale per row, and what forward has kept is not
+written again. TRITON_INTERPRET=1 runs all of it on the CPU.
 
-    losses = cross_entropy_(logits, targets, scale)   # [n] in fp32; logits [n, V] are now scale · d loss / d logits
+    losses = cross_entropy_(logits, targets, scale, -100)   # [n] fp32; logits [n, V] become scale · their gradient
 
-Cross-entropy and its gradient are one kernel, which writes the gradient over the logits. A program reads its
-row of logits in chunks, twice: the second time it lies in the cache. Each lane keeps a largest logit and a sum
-of its own, so that nothing is exchanged before the end of the row.
+Cross-entropy reads a row of logits in chunks, twice; the second time the row is in the cache, and its gradient is
+written over it. Each lane keeps a maximum and a sum of its own, so that lanes meet only at the end of a row.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -20,41 +20,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loopformer.data.loader import NO_LOSS
-from loopformer.model.block import EPSILON
-from loopformer.training.fused import types
-from loopformer.training.fused.types import (
-    FP8,
-    LEAST_GELU,
-    MOST_SLOPE,
-    GateBackward,
-    ModulationGradient,
-    NormBackward,
-    Operand,
-    Precision,
-)
+from loopformer.model import block
+from loopformer.training.fused import ops
+from loopformer.training.fused.ops import FP8, GateBackward, NormBackward, Operand, Precision
 
-LARGEST_FP8 = tl.constexpr(types.LARGEST_FP8)
-SMALLEST_SCALE = tl.constexpr(types.SMALLEST_SCALE)
+# A jitted function may only use globals that are constexpr.
+EPSILON = tl.constexpr(block.EPSILON)
+MAX_FP8 = tl.constexpr(ops.MAX_FP8)
+MIN_SCALE = tl.constexpr(ops.MIN_SCALE)
+MAX_NEGATIVE_GELU = tl.constexpr(ops.MAX_NEGATIVE_GELU)
+MAX_GELU_SLOPE = tl.constexpr(ops.MAX_GELU_SLOPE)
+NEVER_SEEN = tl.constexpr(-1e30)  # the maximum of no logits; with minus infinity differences would be NaN
+MAX_BLOCK = 1024  # elements of a long row at a time
+TILE = 128  # rows and columns of a transposed tile
+VOCAB_BLOCK = 2048  # logits of a row at a time; with 4 warps the fastest of six sizes on an H200
 
 
 @triton.jit
 def _scale(bound):
-    """A power of two, by which the largest value of a row is divided to stay within fp8."""
-    return tl.exp2(tl.ceil(tl.log2(tl.maximum(bound / LARGEST_FP8, SMALLEST_SCALE))))
+    """The power of two that brings a row with this bound into the range of fp8."""
+    return tl.exp2(tl.ceil(tl.log2(tl.maximum(bound / MAX_FP8, MIN_SCALE))))
 
 
 @triton.jit
-def _put_fp8(values, scale, place, mask):
-    """A logarithm's last bit may lift the largest value over the edge, beyond which fp8 has only NaN."""
-    # NaN stays NaN, so that a step that went wrong is seen.
-    scaled = tl.clamp(values * (1.0 / scale), -LARGEST_FP8, LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(place, scaled.to(tl.float8e4nv), mask=mask)
+def _store_fp8(pointers, values, scale, mask):
+    # The logarithm in _scale may round down, and beyond MAX_FP8 there is only NaN, so clamp.
+    # NaN stays NaN, so that the trainer sees a step that went wrong.
+    scaled = tl.clamp(values * (1.0 / scale), -MAX_FP8, MAX_FP8, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(pointers, scaled.to(tl.float8e4nv), mask=mask)
 
 
 @triton.jit
 def _gelu_parts(u):
-    """The normal distribution at u and its density; erf by Abramowitz and Stegun 7.1.26, right to 1.5e-7."""
+    """The normal distribution function at u, and its density; erf by Abramowitz and Stegun 7.1.26, to 1.5e-7."""
     z = tl.abs(u) * 0.7071067811865476
     t = 1.0 / (1.0 + 0.3275911 * z)
     bell = tl.exp(-z * z)
@@ -65,21 +63,9 @@ def _gelu_parts(u):
 
 @triton.jit
 def norm_forward_kernel(
-    x,
-    change,
-    gate,
-    gain,
-    new_x,
-    inverse_rms,
-    h,
-    h8,
-    scales,
-    D,
-    EPSILON: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ADD: tl.constexpr,
-    FP8: tl.constexpr,
+    x, change, gate, gain, new_x, inverse, h, scales, D, BLOCK_D: tl.constexpr, ADD: tl.constexpr, FP8: tl.constexpr
 ):
+    """Grid [N]. new_x = x + gate · change if ADD, the inverse rms [N], and h = new_x · inverse · gain."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
@@ -88,19 +74,20 @@ def norm_forward_kernel(
         added = tl.load(change + row * D + d, mask=inside, other=0.0).to(tl.float32)
         value += tl.load(gate + d, mask=inside, other=0.0) * added
         tl.store(new_x + row * D + d, value, mask=inside)
-    inverse = tl.rsqrt(tl.sum(value * value) / D + EPSILON)
-    tl.store(inverse_rms + row, inverse)
-    out = value * inverse * tl.load(gain + d, mask=inside, other=0.0)
+    inverse_rms = tl.rsqrt(tl.sum(value * value) / D + EPSILON)
+    tl.store(inverse + row, inverse_rms)
+    out = value * inverse_rms * tl.load(gain + d, mask=inside, other=0.0)
     if FP8:
         scale = _scale(tl.max(tl.abs(out)))
         tl.store(scales + row, scale)
-        _put_fp8(out, scale, h8 + row * D + d, inside)
+        _store_fp8(h + row * D + d, out, scale, inside)
     else:
         tl.store(h + row * D + d, out, mask=inside)
 
 
 @triton.jit
 def add_change_kernel(x, change, gate, out, D, BLOCK_D: tl.constexpr):
+    """Grid [N]. out = x + gate · change."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
@@ -121,7 +108,6 @@ def residual_backward_kernel(
     new_dx,
     h,
     dchange,
-    dchange8,
     scales,
     dgain,
     dgate,
@@ -133,9 +119,9 @@ def residual_backward_kernel(
     GATE: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Back through h = x / rms(x) · gain into the residual's gradient, then on through x = … + gate · change.
+    """Grid [programs]. Back through h = x / rms(x) · gain into the gradient dx, then through x = … + gate · change.
 
-    Each program takes every so-many-th row and keeps its own sums over them for dgain and dgate.
+    Program p works on rows p, p + programs, … and writes its sums for dgain and dgate, `stride` elements apart.
     """
     program = tl.program_id(0)
     d = tl.arange(0, BLOCK_D)
@@ -146,28 +132,28 @@ def residual_backward_kernel(
     if GATE:
         gates = tl.load(gate + d, mask=inside, other=0.0)
         sum_gate = tl.zeros((BLOCK_D,), tl.float32)
-    for number in range(program, N, tl.num_programs(0)):
-        place = tl.cast(number, tl.int64) * D + d
-        grad = tl.load(dx + place, mask=inside, other=0.0)
+    for row in range(program, N, tl.num_programs(0)):
+        offsets = tl.cast(row, tl.int64) * D + d  # N · D may exceed 2^31
+        grad = tl.load(dx + offsets, mask=inside, other=0.0)
         if NORM:
-            above = tl.load(dh + place, mask=inside, other=0.0).to(tl.float32)
-            inverse = tl.load(inverse_rms + number)
-            normed = tl.load(x + place, mask=inside, other=0.0) * inverse
+            above = tl.load(dh + offsets, mask=inside, other=0.0).to(tl.float32)
+            inverse = tl.load(inverse_rms + row)
+            normed = tl.load(x + offsets, mask=inside, other=0.0) * inverse
             sum_gain += above * normed
             if not FP8:
-                tl.store(h + place, normed * gains, mask=inside)
+                tl.store(h + offsets, normed * gains, mask=inside)
             above *= gains
             grad += inverse * (above - normed * (tl.sum(above * normed) / D))
-            tl.store(new_dx + place, grad, mask=inside)
+            tl.store(new_dx + offsets, grad, mask=inside)
         if GATE:
-            sum_gate += grad * tl.load(change + place, mask=inside, other=0.0).to(tl.float32)
+            sum_gate += grad * tl.load(change + offsets, mask=inside, other=0.0).to(tl.float32)
             grad *= gates
             if FP8:
                 scale = _scale(tl.max(tl.abs(grad)))
-                tl.store(scales + number, scale)
-                _put_fp8(grad, scale, dchange8 + place, inside)
+                tl.store(scales + row, scale)
+                _store_fp8(dchange + offsets, grad, scale, inside)
             else:
-                tl.store(dchange + place, grad, mask=inside)
+                tl.store(dchange + offsets, grad, mask=inside)
     if NORM:
         tl.store(dgain + program * stride + d, sum_gain, mask=inside)
     if GATE:
@@ -175,11 +161,12 @@ def residual_backward_kernel(
 
 
 @triton.jit
-def gelu_forward_kernel(u, a, a8, scales, F, LEAST: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr):
+def gelu_forward_kernel(u, a, scales, F, BLOCK: tl.constexpr, FP8: tl.constexpr):
+    """Grid [N]. a = gelu(u) of a row [F]. In fp8 a first sweep over u bounds |a|, which gives the row's scale."""
     row = tl.program_id(0).to(tl.int64)
     scale = 1.0
-    if FP8:  # the bound needs no GELU: it lies below its argument
-        largest = tl.full((BLOCK,), LEAST, tl.float32)
+    if FP8:
+        largest = tl.full((BLOCK,), MAX_NEGATIVE_GELU, tl.float32)
         for start in range(0, F, BLOCK):
             f = start + tl.arange(0, BLOCK)
             largest = tl.maximum(largest, tl.load(u + row * F + f, mask=f < F, other=0.0).to(tl.float32))
@@ -190,13 +177,17 @@ def gelu_forward_kernel(u, a, a8, scales, F, LEAST: tl.constexpr, BLOCK: tl.cons
         value = tl.load(u + row * F + f, mask=f < F, other=0.0).to(tl.float32)
         below, _ = _gelu_parts(value)
         if FP8:
-            _put_fp8(value * below, scale, a8 + row * F + f, f < F)
+            _store_fp8(a + row * F + f, value * below, scale, f < F)
         else:
             tl.store(a + row * F + f, value * below, mask=f < F)
 
 
 @triton.jit
-def gelu_backward_kernel(u, da, a, du, du8, scales, F, SLOPE: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr):
+def gelu_backward_kernel(u, da, a, du, scales, F, BLOCK: tl.constexpr, FP8: tl.constexpr):
+    """Grid [N]. du = da · gelu'(u) of a row [F], and without FP8 a = gelu(u) again. `du` may be `da`.
+
+    In fp8 a first sweep over da bounds |du| by the largest slope of GELU, which gives the row's scale.
+    """
     row = tl.program_id(0).to(tl.int64)
     scale = 1.0
     if FP8:
@@ -204,7 +195,7 @@ def gelu_backward_kernel(u, da, a, du, du8, scales, F, SLOPE: tl.constexpr, BLOC
         for start in range(0, F, BLOCK):
             f = start + tl.arange(0, BLOCK)
             largest = tl.maximum(largest, tl.abs(tl.load(da + row * F + f, mask=f < F, other=0.0).to(tl.float32)))
-        scale = _scale(SLOPE * tl.max(largest))
+        scale = _scale(MAX_GELU_SLOPE * tl.max(largest))
         tl.store(scales + row, scale)
     for start in range(0, F, BLOCK):
         f = start + tl.arange(0, BLOCK)
@@ -213,15 +204,15 @@ def gelu_backward_kernel(u, da, a, du, du8, scales, F, SLOPE: tl.constexpr, BLOC
         below, density = _gelu_parts(value)
         grad *= below + value * density
         if FP8:
-            _put_fp8(grad, scale, du8 + row * F + f, f < F)
+            _store_fp8(du + row * F + f, grad, scale, f < F)
         else:
             tl.store(a + row * F + f, value * below, mask=f < F)
             tl.store(du + row * F + f, grad, mask=f < F)
 
 
 @triton.jit
-def quantise_kernel(first, second, third, values8, scales, K, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows [K] of one matrix, or of three side by side."""
+def quantise_kernel(first, second, third, quantised, scales, K, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid [N]. The fp8 row [PARTS · K] of one matrix, or of three side by side, under one scale."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
@@ -237,34 +228,34 @@ def quantise_kernel(first, second, third, values8, scales, K, PARTS: tl.constexp
         for start in range(0, K, BLOCK):
             k = start + tl.arange(0, BLOCK)
             value = tl.load(source + row * K + k, mask=k < K, other=0.0).to(tl.float32)
-            _put_fp8(value, scale, values8 + (row * PARTS + part) * K + k, k < K)
+            _store_fp8(quantised + (row * PARTS + part) * K + k, value, scale, k < K)
 
 
 @triton.jit
-def columns_kernel(values, scales, scale, turned, N, K, stride, TILE: tl.constexpr):
-    """A tile of rows with their own scales, turned round under one scale for all; powers of two lose nothing."""
+def transpose_kernel(values, scales, scale, transposed, N, K, stride, TILE: tl.constexpr):
+    """Grid [N / TILE, K / TILE]. One tile of fp8 rows with a scale each, transposed under one scale for all.
+
+    Scales are powers of two, so changing them only loses values that become too small for fp8.
+    """
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     k = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = (n < N)[:, None] & (k < K)[None, :]
     tile = tl.load(values + n[:, None].to(tl.int64) * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
     tile *= (tl.load(scales + n, mask=n < N, other=0.0) / tl.load(scale))[:, None]
-    into = turned + k[:, None].to(tl.int64) * stride + n[None, :]
+    into = transposed + k[:, None].to(tl.int64) * stride + n[None, :]
     tl.store(into, tl.trans(tile.to(tl.float8e4nv)), mask=tl.trans(inside))
-
-
-VOCAB_CHUNK = 2048  # of a row of logits at a time; with 4 warps the fastest of six on an H200
-LOWEST = tl.constexpr(-1e30)  # where a lane has seen nothing yet; minus infinity would make differences NaN
 
 
 @triton.jit
 def cross_entropy_kernel(
-    logits, targets, losses, scale, V, NO_TARGET: tl.constexpr, BLOCK: tl.constexpr, GRAD: tl.constexpr
+    logits, targets, losses, scale, V, IGNORED: tl.constexpr, BLOCK: tl.constexpr, GRAD: tl.constexpr
 ):
+    """Grid [n]. The loss of a row of logits [V], which GRAD replaces by its gradient times scale."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
-    counted = target != NO_TARGET
+    counted = target != IGNORED
     start_of_row = logits + row * V
-    largest = tl.full((BLOCK,), LOWEST, tl.float32)
+    largest = tl.full((BLOCK,), NEVER_SEEN, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
@@ -277,7 +268,7 @@ def cross_entropy_kernel(
     wanted = tl.load(start_of_row + target, mask=counted, other=0).to(tl.float32)
     tl.store(losses + row, tl.where(counted, normaliser - wanted, 0.0))
     if GRAD:
-        tl.debug_barrier()  # the target's logit is read before it is written over
+        tl.debug_barrier()  # every lane must have read the target's logit before one overwrites it
         factor = tl.where(counted, scale, 0.0)
         for start in range(0, V, BLOCK):
             v = start + tl.arange(0, BLOCK)
@@ -286,98 +277,85 @@ def cross_entropy_kernel(
             tl.store(start_of_row + v, grad, mask=v < V)
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, scale: float | None) -> Tensor:
-    """The losses [n] of logits [n, V], which become their own gradient times `scale`; None leaves them alone."""
+def cross_entropy_(logits: Tensor, targets: Tensor, scale: float | None, ignored: int) -> Tensor:
+    """The losses [n] of logits [n, V], which become their own gradient times `scale` unless it is None.
+
+    Rows with the target `ignored` have no loss and no gradient.
+    """
     rows, vocab = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    block_size, factor = min(triton.next_power_of_2(vocab), VOCAB_BLOCK), 0.0 if scale is None else scale
     cross_entropy_kernel[(rows,)](
         logits,
         targets,
         losses,
-        0.0 if scale is None else scale,
+        factor,
         vocab,
-        NO_TARGET=NO_LOSS,
-        BLOCK=min(triton.next_power_of_2(vocab), VOCAB_CHUNK),
+        IGNORED=ignored,
+        BLOCK=block_size,
         GRAD=scale is not None,
         num_warps=4,
     )
     return losses
 
 
-CHUNK = 1024  # of a long row at a time
-TILE = 128  # of a matrix that is transposed
+def _empty_operand(like: Tensor, precision: Precision) -> Operand:
+    """Memory for an operand of this shape."""
+    if not precision.fp8:
+        return Operand(torch.empty_like(like, dtype=precision.dtype))
+    return Operand(torch.empty_like(like, dtype=FP8), like.new_empty(len(like), 1, dtype=torch.float32))
+
+
+def _pointers(operand: Operand) -> tuple[Tensor, Tensor]:
+    """Values and scales; a kernel that writes no scales gets the values twice."""
+    return operand.values, operand.values if operand.scales is None else operand.scales
 
 
 def norm_forward(
     x: Tensor, change: Tensor | None, gate: Tensor | None, gain: Tensor, precision: Precision
 ) -> tuple[Tensor, Tensor, Operand]:
-    tokens, width = x.shape
-    new_x = x if change is None else torch.empty_like(x)
-    inverse = x.new_empty(tokens)
-    h = x if precision.fp8 else torch.empty_like(x, dtype=precision.dtype)
-    h8, scales = _fp8_operand(x, precision)
+    (tokens, width), has_change = x.shape, change is not None
+    new_x = torch.empty_like(x) if has_change else x
+    inverse, h = x.new_empty(tokens), _empty_operand(x, precision)
+    added = (change, gate) if has_change else (x, x)  # the kernel reads neither without a change
+    size = triton.next_power_of_2(width)
     norm_forward_kernel[(tokens,)](
-        x,
-        x if change is None else change,
-        x if gate is None else gate,
-        gain,
-        new_x,
-        inverse,
-        h,
-        h8,
-        scales,
-        width,
-        EPSILON=EPSILON,
-        BLOCK_D=triton.next_power_of_2(width),
-        ADD=change is not None,
-        FP8=precision.fp8,
-        num_warps=4,
+        x, *added, gain, new_x, inverse, *_pointers(h), width, size, ADD=has_change, FP8=precision.fp8, num_warps=4
     )
-    return new_x, inverse, Operand(None, h8, scales) if precision.fp8 else Operand(h)
+    return new_x, inverse, h
 
 
 def add_change(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    add_change_kernel[(len(x),)](
-        x, change, gate, out, x.shape[1], BLOCK_D=triton.next_power_of_2(x.shape[1]), num_warps=4
-    )
+    (tokens, width), out = x.shape, torch.empty_like(x)
+    add_change_kernel[(tokens,)](x, change, gate, out, width, BLOCK_D=triton.next_power_of_2(width), num_warps=4)
     return out
 
 
 def gelu_forward(u: Tensor, precision: Precision) -> Operand:
-    a = u if precision.fp8 else torch.empty_like(u)
-    a8, scales = _fp8_operand(u, precision)
-    gelu_forward_kernel[(len(u),)](
-        u, a, a8, scales, u.shape[1], LEAST=LEAST_GELU, BLOCK=CHUNK, FP8=precision.fp8, num_warps=4
-    )
-    return Operand(None, a8, scales) if precision.fp8 else Operand(a)
+    a = _empty_operand(u, precision)
+    gelu_forward_kernel[(len(u),)](u, *_pointers(a), u.shape[1], BLOCK=MAX_BLOCK, FP8=precision.fp8, num_warps=4)
+    return a
 
 
 def gelu_backward(u: Tensor, da: Tensor, precision: Precision) -> tuple[Operand, Operand]:
     a = u if precision.fp8 else torch.empty_like(u)
-    du8, scales = _fp8_operand(u, precision)
+    du = _empty_operand(u, precision) if precision.fp8 else Operand(da)
     gelu_backward_kernel[(len(u),)](
-        u, da, a, da, du8, scales, u.shape[1], SLOPE=MOST_SLOPE, BLOCK=CHUNK, FP8=precision.fp8, num_warps=4
+        u, da, a, *_pointers(du), u.shape[1], BLOCK=MAX_BLOCK, FP8=precision.fp8, num_warps=4
     )
-    return Operand(a), Operand(None, du8, scales) if precision.fp8 else Operand(da)
+    return Operand(a), du
 
 
 def residual_backward(
-    dx: Tensor,
-    norm: NormBackward | None,
-    gated: GateBackward | None,
-    sums: ModulationGradient,
-    precision: Precision,
+    dx: Tensor, norm: NormBackward | None, gated: GateBackward | None, sums: Tensor, precision: Precision
 ) -> tuple[Tensor, Operand, Operand]:
     tokens, width = dx.shape
-    norm_of = norm or NormBackward(dx, dx, dx, dx, (0, 0))
-    gated_of = gated or GateBackward(dx, dx, (0, 0))
-    plain = not precision.fp8
+    # The kernel reads and writes nothing of a norm or gate that is not there; dx stands for its tensors.
+    norm_of, gated_of = norm or NormBackward(dx, dx, dx, dx, (0, 0)), gated or GateBackward(dx, dx, (0, 0))
     new_dx = torch.empty_like(dx) if norm else dx
-    h = torch.empty_like(dx, dtype=precision.dtype) if norm and plain else dx
-    dchange = torch.empty_like(dx, dtype=precision.dtype) if gated and plain else dx
-    dchange8, scales = _fp8_operand(dchange, precision) if gated else (dx, dx)
-    residual_backward_kernel[(len(sums.partial),)](
+    h = torch.empty_like(dx, dtype=precision.dtype) if norm and not precision.fp8 else dx
+    dchange = _empty_operand(dx, precision) if gated else Operand(dx)
+    residual_backward_kernel[(len(sums),)](
         norm_of.dh,
         norm_of.x,
         norm_of.inverse,
@@ -387,51 +365,42 @@ def residual_backward(
         gated_of.gate,
         new_dx,
         h,
-        dchange,
-        dchange8,
-        scales,
-        sums.partial[0, norm_of.at[0], norm_of.at[1]],
-        sums.partial[0, gated_of.at[0], gated_of.at[1]],
+        *_pointers(dchange),
+        sums[0, norm_of.at[0], norm_of.at[1]],
+        sums[0, gated_of.at[0], gated_of.at[1]],
         tokens,
         width,
-        sums.partial.stride(0),
+        sums.stride(0),
         BLOCK_D=triton.next_power_of_2(width),
         NORM=norm is not None,
         GATE=gated is not None,
         FP8=precision.fp8,
         num_warps=16,
     )
-    return new_dx, Operand(h), Operand(dchange) if plain else Operand(None, dchange8, scales)
+    return new_dx, Operand(h), dchange
 
 
 def quantise(*parts: Tensor) -> Operand:
     matrices = [part.contiguous() for part in parts]
     tokens, width = matrices[0].shape
-    values8 = matrices[0].new_empty(tokens, len(matrices) * width, dtype=FP8)
+    values = matrices[0].new_empty(tokens, len(matrices) * width, dtype=FP8)
     scales = matrices[0].new_empty(tokens, 1, dtype=torch.float32)
     quantise_kernel[(tokens,)](
-        *(matrices * 3)[:3], values8, scales, width, PARTS=len(matrices), BLOCK=CHUNK, num_warps=4
+        *(matrices * 3)[:3], values, scales, width, PARTS=len(matrices), BLOCK=MAX_BLOCK, num_warps=4
     )
-    return Operand(None, values8, scales)
+    return Operand(values, scales)
 
 
 def transposed(*operands: Operand) -> tuple[Tensor, Tensor]:
     parts = [rows.scaled for rows in operands]
     scale = torch.cat([scales for _, scales in parts]).amax()
     total, width = sum(len(values) for values, _ in parts), parts[0][0].shape[1]
-    turned = parts[0][0].new_empty(width, total)
-    start = 0
+    out, start = parts[0][0].new_empty(width, total), 0
     for values, scales in parts:
-        rows = len(values)
-        columns_kernel[(triton.cdiv(rows, TILE), triton.cdiv(width, TILE))](
-            values, scales, scale, turned[:, start:], rows, width, total, TILE=TILE, num_warps=4
+        grid = (triton.cdiv(len(values), TILE), triton.cdiv(width, TILE))
+        # Passes lie side by side: a slice starts at its first column, and rows are `total` apart.
+        transpose_kernel[grid](
+            values, scales, scale, out[:, start:], len(values), width, total, TILE=TILE, num_warps=4
         )
-        start += rows
-    return turned, scale
-
-
-def _fp8_operand(like: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
-    """Room for fp8 values and scales; without fp8 something that is not written."""
-    if not precision.fp8:
-        return like, like
-    return torch.empty_like(like, dtype=FP8), like.new_empty(len(like), 1, dtype=torch.float32)
+        start += len(values)
+    return out, scale

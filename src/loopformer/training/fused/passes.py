@@ -1,18 +1,18 @@
-"""A pass through the shared stack with a backward written out by hand: faster, and half the memory.
+"""A loop through the shared stack with a backward written by hand: faster, and half the memory.
 
     stack = FusedStack(model.stack, Precision(torch.bfloat16))
-    out = model(ids, trajectory, stack=stack, logits=False)   # as often as wanted
-    loss.backward()                                           # the stack's weights get their gradients
+    out = model(ids, trajectory, stack=stack, logits=False)   # any number of times
+    loss.backward()                                           # gives the stack's weights their gradients
 
-What autograd and a compiler cannot know of a looped model is used here: every pass multiplies with the same
-weights, so they are cast once, and the matmuls that make their gradients add up in place over all passes.
-Between two matmuls lies one kernel (ops.py); what it can make again in backward is not kept, except in fp8,
-where it is small. The mathematics is that of model/block.py: matmuls in bf16 or fp8, everything else in fp32.
+Neither autograd nor a compiler knows that every loop multiplies by the same weights. Here they are cast once, and
+the matmuls that compute their gradients accumulate in place over all loops. Between two matmuls lies one kernel
+(ops.py). Backward recomputes what such a kernel can make again, except in fp8, where it is small enough to keep.
+The mathematics is that of model/block.py: matmuls in bf16 or fp8, everything else in fp32.
 
-In fp8 (e4m3) a matmul and the gradient of its input have one scale for each row of either side
-(`torch._scaled_mm`). A weight's gradient sums over tokens, so its operands are transposed and get one scale
-each; scales are powers of two, and changing from one to the other loses nothing but what is 2^15 times smaller
-than the largest. Without a GPU, fp8 values are multiplied in fp32.
+In fp8 (e4m3) a matmul and the gradient of its input have one scale for each row of either operand
+(`torch._scaled_mm`). A weight's gradient sums over tokens, so its operands are transposed and get one scale each.
+Scales are powers of two, so changing them only loses values 2^15 times smaller than the largest. Without a GPU, fp8
+values are multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -26,29 +26,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from loopformer.config import ModelConfig
-from loopformer.model.block import Attention, Rotary, Stack
-from loopformer.training.fused.ops import (
-    add_change,
-    add_matmul,
-    gelu_backward,
-    gelu_forward,
-    matmul_fp8,
-    norm_forward,
-    operand,
-    quantise,
-    residual_backward,
-    scaled_matmul,
-    transposed,
-)
-from loopformer.training.fused.types import GateBackward, ModulationGradient, NormBackward, Operand, Precision
+from loopformer.model.block import Rotary, Stack
+from loopformer.training.fused import ops
+from loopformer.training.fused.ops import GateBackward, NormBackward, Operand, Precision
 
-LEAST_CAPABILITY_FOR_FP8 = (8, 9)
-FP8_PASSES_PER_GRADIENT = 4  # passes that share one fp8 matmul for a weight's gradient: it cannot add to a sum
+MIN_FP8_CAPABILITY = (8, 9)
+FP8_PASSES_PER_GRADIENT = 4  # loops that share one fp8 matmul for a weight's gradient, which cannot accumulate
 GATE_1, GATE_2, GAIN_1, GAIN_2 = range(4)  # of a block's table [4, D]
 
 
 def obstacle(config: ModelConfig, device: torch.device, fp8: bool) -> str | None:
-    """What is in the way of fused passes of a model on a device, and what to do; None if nothing is."""
+    """Why a model cannot use the fused kernels on a device, and what to do; None if it can."""
     if device.type not in ("cpu", "cuda"):
         return f"it runs on CUDA and the CPU, not on {device.type}"
     if device.type == "cuda" and find_spec("triton") is None:
@@ -57,7 +45,7 @@ def obstacle(config: ModelConfig, device: torch.device, fp8: bool) -> str | None
         return "its kernels have no norms after a sum; leave model.norms at pre"
     if not fp8:
         return None
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY_FOR_FP8:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY:
         return "this GPU has no fp8 matmuls; use bfloat16"
     if any(getattr(config, name) % 16 for name in ("width", "ffn", "context")):
         return "its matmuls need multiples of 16 for model.width, ffn and context; use bfloat16"
@@ -65,36 +53,36 @@ def obstacle(config: ModelConfig, device: torch.device, fp8: bool) -> str | None
 
 
 class SharedLinear:
-    """x ↦ x · weightᵀ with a weight [out, in] that is cast once for all passes and sums its gradient over them."""
+    """x · weightᵀ with a weight [out, in] that is cast once for all loops and sums its gradient over them."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, fp8: bool, frozen: bool = False) -> None:
         self.fp8, self.frozen = fp8, frozen
         self._grad: Tensor | None = None
         self._waiting: list[tuple[Operand, Operand]] = []
         if fp8:
-            self._weight_fp8, self._transposed_fp8 = quantise(weight), quantise(weight.t())
+            self._weight_fp8, self._transposed_fp8 = ops.quantise(weight), ops.quantise(weight.t())
         else:
             self._weight = weight.to(dtype)
 
     def __call__(self, rows: Operand) -> Tensor:
-        return matmul_fp8(rows, self._weight_fp8) if self.fp8 else rows.values @ self._weight.t()
+        return ops.matmul_fp8(rows, self._weight_fp8) if self.fp8 else rows.values @ self._weight.t()
 
     def input_gradient(self, dy: Operand) -> Tensor:
-        return matmul_fp8(dy, self._transposed_fp8) if self.fp8 else dy.values @ self._weight
+        return ops.matmul_fp8(dy, self._transposed_fp8) if self.fp8 else dy.values @ self._weight
 
     def add_weight_gradient(self, dy: Operand, rows: Operand) -> None:
-        """Add dyᵀ · rows to the weight's gradient: at once, or in fp8 with those of the next passes."""
+        """Add dyᵀ · rows to the weight's gradient; in fp8 together with those of the next loops."""
         if self.frozen:
             return
         if not self.fp8:
-            self._grad = add_matmul(self._grad, dy.values.t(), rows.values)
+            self._grad = ops.add_matmul(self._grad, dy.values.t(), rows.values)
             return
         self._waiting.append((dy, rows))
         if len(self._waiting) == FP8_PASSES_PER_GRADIENT:
             self._flush()
 
     def weight_gradient(self) -> Tensor | None:
-        """The weight's gradient [out, in] in fp32, once; None where there is none."""
+        """Return the weight's gradient [out, in] in fp32 and forget it; None if there is none."""
         if self._waiting:
             self._flush()
         gradient, self._grad = self._grad, None
@@ -102,37 +90,31 @@ class SharedLinear:
 
     def _flush(self) -> None:
         lefts, rights = zip(*self._waiting, strict=True)
-        (left, left_scale), (right, right_scale) = transposed(*lefts), transposed(*rights)
-        gradient = scaled_matmul(left, right.t(), left_scale, right_scale, torch.float32)
+        (left, left_scale), (right, right_scale) = ops.transposed(*lefts), ops.transposed(*rights)
+        gradient = ops.scaled_matmul(left, right.t(), left_scale, right_scale, torch.float32)
         self._grad = gradient if self._grad is None else self._grad.add_(gradient)
         self._waiting = []
 
 
 class FusedStack:
-    """The stack for one forward and backward: its weights cast, their gradients gathered.
+    """A replacement for calling the stack, for one forward and backward.
 
-    Calling it is calling the stack. `recompute` keeps only the state between passes. Gradients of the weights are
-    handed over by a backward that reaches them, so one that is asked for something else alone must be the last.
+    `recompute` keeps only the state between loops. The backward that reaches the weights hands over their
+    gradients, so a backward for other tensors alone must not come before it.
     """
 
     def __init__(self, stack: Stack, precision: Precision, recompute: bool = False) -> None:
         self.stack, self.precision, self.recompute = stack, precision, recompute
-        weights = [
-            weight
-            for block in stack.each()
-            for weight in (
-                block.attention.qkv.weight,
-                block.attention.out.weight,
-                block.ffn.up.weight,
-                block.ffn.down.weight,
-            )
+        layers = [
+            (block.attention.qkv, block.attention.out, block.ffn.up, block.ffn.down) for block in stack.each()
         ]
-        self.linears: list[list[SharedLinear]] = []
+        self.linears: list[list[SharedLinear]] = []  # [k][4], filled by the next call
         apply: Any = _SharedWeights.apply
-        self._anchor: Tensor = apply(self, *weights)
+        # Every loop takes the anchor as an input, so autograd runs _SharedWeights.backward after all loops.
+        self._anchor: Tensor = apply(self, *(layer.weight for block in layers for layer in block))
 
     def __call__(self, x: Tensor, modulation: Tensor | None, rotary: Rotary | None, mask: Tensor | None) -> Tensor:
-        """One pass: x [B, T, D]; modulation [1, k, 4, D], or None where norms have weights of their own."""
+        """One loop: x [B, T, D]; modulation [1, k, 4, D], or None for norms with weights of their own."""
         apply: Any = _Pass.apply
         out: Tensor = apply(x.float(), self._table(modulation), self._anchor, self, rotary, mask)
         return out
@@ -140,7 +122,7 @@ class FusedStack:
     def _table(self, modulation: Tensor | None) -> Tensor:
         """Gates and gains of every block [k, 4, D] in fp32."""
         if modulation is not None:
-            assert len(modulation) == 1, "all rows follow one trajectory in training"
+            assert len(modulation) == 1, "a forward runs one trajectory in training"
             gates, scales = modulation[0].float().chunk(2, dim=1)
             return torch.cat([gates, 1 + scales], dim=1)
         rows = []
@@ -153,7 +135,7 @@ class FusedStack:
 
 
 class _SharedWeights(torch.autograd.Function):
-    """The weights' place in the graph: every pass takes its result, so its backward comes after theirs."""
+    """Casts the weights in forward, and returns their summed gradients in backward."""
 
     @staticmethod
     def forward(ctx: Any, fused: FusedStack, *weights: Tensor) -> Tensor:
@@ -174,21 +156,18 @@ class _SharedWeights(torch.autograd.Function):
 
 @dataclass
 class _SavedBlock:
-    """What a block's backward needs: states, inverse rms, results of matmuls, and attention's own graph.
+    """What a block's backward needs. N = B · T tokens."""
 
-    `operands` are what went into the four matmuls, kept in fp8 only.
-    """
-
-    x_1: Tensor
-    inverse_1: Tensor
+    x_1: Tensor  # [N, D] fp32, the residual stream before the first norm
+    inverse_1: Tensor  # [N], the inverse rms
     qkv: list[Tensor]  # [B, T, D] each, the leaves of attention's graph
-    mixed: Tensor  # [B, T, D], its end
-    change_1: Tensor
+    mixed: Tensor  # [B, T, D], the result of attention's graph
+    change_1: Tensor  # [N, D], what attention adds
     x_2: Tensor
     inverse_2: Tensor
-    u: Tensor
-    change_2: Tensor
-    operands: tuple[Operand, Operand, Operand, Operand] | None
+    u: Tensor  # [N, F], before GELU
+    change_2: Tensor  # [N, D], what the feed-forward layer adds
+    operands: tuple[Operand, Operand, Operand, Operand] | None  # of the four matmuls, in fp8 only
 
 
 class _Pass(torch.autograd.Function):
@@ -223,7 +202,10 @@ class _Pass(torch.autograd.Function):
 def _forward(
     fused: FusedStack, x: Tensor, table: Tensor, rotary: Rotary | None, mask: Tensor | None
 ) -> tuple[Tensor, list[_SavedBlock]]:
-    """A pass over x [B, T, D] with table [k, 4, D], and what its backward needs."""
+    """One loop over x [B, T, D] with table [k, 4, D], and what its backward needs.
+
+    A block's last change is not added at its end but by the next norm's kernel, or by `add_change` at the very end.
+    """
     precision, shape = fused.precision, x.shape
     x = x.flatten(0, 1).contiguous()  # [N, D]
     change: Tensor | None = None
@@ -233,60 +215,58 @@ def _forward(
         for block, modulation, (qkv_linear, out_linear, up_linear, down_linear) in zip(
             fused.stack.each(), table, fused.linears, strict=True
         ):
-            x_1, inverse_1, h_1 = norm_forward(x, change, gate, modulation[GAIN_1], precision)
-            qkv, mixed = _attend(block.attention, qkv_linear(h_1).view(*shape[:2], -1), rotary, mask)
-            mixed_operand = operand(precision, mixed.detach().flatten(0, 1))
+            x_1, inverse_1, h_1 = ops.norm_forward(x, change, gate, modulation[GAIN_1], precision)
+            qkv = qkv_linear(h_1).view(*shape[:2], -1)  # [B, T, 3D]
+            with torch.enable_grad():  # attention's backward is autograd's, on a graph of its own
+                q, k, v = (part.detach().requires_grad_() for part in qkv.chunk(3, dim=-1))
+                mixed = block.attention.mix(q, k, v, rotary, mask, None)  # [B, T, D]
+            mixed_operand = ops.operand(precision, mixed.detach().flatten(0, 1))
             change_1 = out_linear(mixed_operand)
-            x_2, inverse_2, h_2 = norm_forward(x_1, change_1, modulation[GATE_1], modulation[GAIN_2], precision)
+            x_2, inverse_2, h_2 = ops.norm_forward(x_1, change_1, modulation[GATE_1], modulation[GAIN_2], precision)
             u = up_linear(h_2)
-            a = gelu_forward(u, precision)
+            a = ops.gelu_forward(u, precision)
             change = down_linear(a)
             operands = (h_1, mixed_operand, h_2, a) if precision.fp8 else None
-            saved.append(_SavedBlock(x_1, inverse_1, qkv, mixed, change_1, x_2, inverse_2, u, change, operands))
+            saved.append(
+                _SavedBlock(x_1, inverse_1, [q, k, v], mixed, change_1, x_2, inverse_2, u, change, operands)
+            )
             x, gate = x_2, modulation[GATE_2]
     assert change is not None
     assert gate is not None
-    return add_change(x, change, gate).view(shape), saved
-
-
-def _attend(
-    attention: Attention, qkv: Tensor, rotary: Rotary | None, mask: Tensor | None
-) -> tuple[list[Tensor], Tensor]:
-    """The three parts of qkv [B, T, 3D] as leaves, and attention over them [B, T, D] with a graph of its own."""
-    with torch.enable_grad():
-        q, k, v = (part.detach().requires_grad_() for part in qkv.chunk(3, dim=-1))
-        return [q, k, v], attention.mix(q, k, v, rotary, mask, None)
+    return ops.add_change(x, change, gate).view(shape), saved
 
 
 @torch.no_grad()
 def _backward(fused: FusedStack, saved: list[_SavedBlock], table: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x [B, T, D] and of the table [k, 4, D]; those of the weights are added to their sums."""
+    """The gradients of x [B, T, D] and of the table [k, 4, D]; those of the weights go to their sums."""
     precision = fused.precision
     dx = dout.float().flatten(0, 1).contiguous()
-    sums = ModulationGradient.like(table, len(dx))
-    # Where the residual stream goes on below a block: into what its predecessor added, or out of the pass.
+    sums = ops.new_modulation_sums(table, len(dx))
+    # The change that was added below each block: none below the first, its predecessor's below the others.
     added = [None, *(GateBackward(saved[n].change_2, table[n, GATE_2], (n, GATE_2)) for n in range(len(saved)))]
-    dx, _, dchange = residual_backward(dx, None, added.pop(), sums, precision)
+    dx, _, dchange = ops.residual_backward(dx, None, added.pop(), sums, precision)
     for number in range(len(saved) - 1, -1, -1):
-        block, modulation = saved.pop(), table[number]
+        block, modulation = saved.pop(), table[number]  # popped, so that its tensors are freed block by block
         qkv_linear, out_linear, up_linear, down_linear = fused.linears[number]
-        a, du = gelu_backward(block.u, down_linear.input_gradient(dchange), precision)
+        a, du = ops.gelu_backward(block.u, down_linear.input_gradient(dchange), precision)
         down_linear.add_weight_gradient(dchange, block.operands[3] if block.operands else a)
         norm = NormBackward(
             up_linear.input_gradient(du), block.x_2, block.inverse_2, modulation[GAIN_2], (number, GAIN_2)
         )
         gated = GateBackward(block.change_1, modulation[GATE_1], (number, GATE_1))
-        dx, h_2, dchange = residual_backward(dx, norm, gated, sums, precision)
+        dx, h_2, dchange = ops.residual_backward(dx, norm, gated, sums, precision)
         up_linear.add_weight_gradient(du, block.operands[2] if block.operands else h_2)
         dmixed = out_linear.input_gradient(dchange).view_as(block.mixed)
         out_linear.add_weight_gradient(
             dchange, block.operands[1] if block.operands else Operand(block.mixed.detach().flatten(0, 1))
         )
-        # Not given a name: the three gradients would live as long as it, beside what they are joined into.
-        dqkv = operand(precision, *(d.flatten(0, 1) for d in torch.autograd.grad(block.mixed, block.qkv, dmixed)))
+        # Without a name for the three gradients: it would keep them alive beside the operand they are joined into.
+        dqkv = ops.operand(
+            precision, *(d.flatten(0, 1) for d in torch.autograd.grad(block.mixed, block.qkv, dmixed))
+        )
         norm = NormBackward(
             qkv_linear.input_gradient(dqkv), block.x_1, block.inverse_1, modulation[GAIN_1], (number, GAIN_1)
         )
-        dx, h_1, dchange = residual_backward(dx, norm, added.pop(), sums, precision)
+        dx, h_1, dchange = ops.residual_backward(dx, norm, added.pop(), sums, precision)
         qkv_linear.add_weight_gradient(dqkv, block.operands[0] if block.operands else h_1)
-    return dx.view_as(dout), sums.total()
+    return dx.view_as(dout), sums.sum(0)

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from loopformer import LoopformerError
 from loopformer.config import ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, load_run
 from loopformer.config.run import TrainedTrajectory
-from loopformer.training.batches import costliest_step, draw_trajectories, followers, micro_batches
+from loopformer.training.plan import assign_rows, costliest_step, draw_trajectories, micro_batches
 from loopformer.trajectory import Trajectory
+
+from .runs import pair
 
 
 @given(
@@ -24,7 +26,7 @@ def test_any_ranks_and_micro_batches_share_the_same_rows(
     draws: int, share: int, world: int, micro: int, fraction: float, in_step: bool
 ) -> None:
     batch = draws * share * world
-    objective = ObjectiveConfig(route_draws=draws, short_fraction=fraction)
+    objective = ObjectiveConfig(pair(rows=fraction), trajectory_groups=draws)
     rows: dict[int, tuple[int, bool]] = {}
     if in_step:
         try:
@@ -38,9 +40,9 @@ def test_any_ranks_and_micro_batches_share_the_same_rows(
             assert micro_batch.stop - micro_batch.start <= micro
             for row in range(micro_batch.start, micro_batch.stop):
                 assert row not in rows
-                rows[row] = (micro_batch.part, row - micro_batch.start in micro_batch.rows[1])
+                rows[row] = (micro_batch.group, row - micro_batch.start in micro_batch.rows[1])
     alone = {
-        row: (micro_batch.part, row - micro_batch.start in micro_batch.rows[1])
+        row: (micro_batch.group, row - micro_batch.start in micro_batch.rows[1])
         for micro_batch in micro_batches(batch, batch, objective)
         for row in range(micro_batch.start, micro_batch.stop)
     }
@@ -58,7 +60,7 @@ def test_trajectories_follow_from_seed_step_and_part() -> None:
     assert drawn(ObjectiveConfig()) == drawn(ObjectiveConfig()) != drawn(ObjectiveConfig(), seed=1)
     assert len(set(short)) > 10
     assert {followed[0] for followed in drawn(ObjectiveConfig())} == {Trajectory.uniform(8)}
-    assert all(len(followed) == 1 for followed in drawn(ObjectiveConfig(short_weight=0, consistency_weight=0)))
+    assert all(len(followed) == 1 for followed in drawn(ObjectiveConfig((TrainedTrajectory("full"),))))
 
 
 def test_the_papers_pair_is_drawn_as_before() -> None:
@@ -75,7 +77,7 @@ def test_budgets_of_a_list() -> None:
             TrainedTrajectory("any"),
             TrainedTrajectory(1, weight=0.5),
             TrainedTrajectory((3, 5), "compositions"),
-            TrainedTrajectory(4, during=(0.5, 1.0)),
+            TrainedTrajectory(4, active_range=(0.5, 1.0)),
         )
     )
     followed = list(zip(*drawn(objective, steps=40), strict=True))
@@ -87,10 +89,10 @@ def test_budgets_of_a_list() -> None:
 
 def test_the_costliest_step_has_the_longest_of_those_that_are_followed_together() -> None:
     entries = (
-        TrainedTrajectory("any", during=(0, 0.9)),
-        TrainedTrajectory(6, during=(0.9, 1)),
+        TrainedTrajectory("any", active_range=(0, 0.9)),
+        TrainedTrajectory(6, active_range=(0.9, 1)),
         TrainedTrajectory(2),
-        TrainedTrajectory("full", during=(0.5, 0.7), rows=0.25),
+        TrainedTrajectory("full", active_range=(0.5, 0.7), rows=0.25),
     )
     run = RunConfig(ModelConfig(), objective=ObjectiveConfig(trajectories=entries))
     assert [one and one.budget for one in costliest_step(run)] == [8, None, 2, 8]
@@ -112,17 +114,17 @@ def test_sharded_ranks_follow_the_same_trajectories_at_the_same_time() -> None:
 
 def test_uneven_shares_are_refused() -> None:
     with pytest.raises(LoopformerError, match="shared evenly by 3 ranks"):
-        micro_batches(8, 2, ObjectiveConfig(route_draws=2), 0, 3)
+        micro_batches(8, 2, ObjectiveConfig(trajectory_groups=2), 0, 3)
     with pytest.raises(LoopformerError, match=r"12 rows of each of the 40 parts .* by 8 ranks"):
-        micro_batches(480, 2, ObjectiveConfig(route_draws=40), 0, 8, in_step=True)
-    assert {len(micro_batches(480, 12, ObjectiveConfig(route_draws=40), rank, 8)) for rank in range(8)} == {5}
+        micro_batches(480, 2, ObjectiveConfig(trajectory_groups=40), 0, 8, in_step=True)
+    assert {len(micro_batches(480, 12, ObjectiveConfig(trajectory_groups=40), rank, 8)) for rank in range(8)} == {5}
 
 
 @given(size=st.integers(1, 64), shares=st.lists(st.sampled_from([0.125, 0.25, 0.5]), min_size=1, max_size=4))
 def test_shares_of_the_rows_lie_side_by_side(size: int, shares: list[float]) -> None:
     assume(sum(shares) <= 1)
     entries = [TrainedTrajectory("any"), *(TrainedTrajectory(1, rows=share) for share in shares)]
-    everyone, *taken = followers(size, ObjectiveConfig(trajectories=tuple(entries)))
+    everyone, *taken = assign_rows(size, ObjectiveConfig(trajectories=tuple(entries)))
     assert everyone == set(range(size))
     for share, rows in zip(shares, taken, strict=True):
         assert abs(len(rows) - size * share) < 1
@@ -133,12 +135,12 @@ def test_shares_of_the_rows_lie_side_by_side(size: int, shares: list[float]) -> 
 def test_shares_are_of_those_that_are_followed_together() -> None:
     """Two phases that lie between each other in the list."""
     entries = (
-        TrainedTrajectory("full", rows=0.7, during=(0, 0.5)),
-        TrainedTrajectory("full", rows=0.5, during=(0.5, 1)),
-        TrainedTrajectory(1, rows=0.3, during=(0, 0.5)),
-        TrainedTrajectory(2, rows=0.5, during=(0.5, 1)),
+        TrainedTrajectory("full", rows=0.7, active_range=(0, 0.5)),
+        TrainedTrajectory("full", rows=0.5, active_range=(0.5, 1)),
+        TrainedTrajectory(1, rows=0.3, active_range=(0, 0.5)),
+        TrainedTrajectory(2, rows=0.5, active_range=(0.5, 1)),
     )
-    rows = followers(100, ObjectiveConfig(trajectories=entries))
+    rows = assign_rows(100, ObjectiveConfig(trajectories=entries))
     assert rows[0] | rows[2] == rows[1] | rows[3] == set(range(100))
     assert not rows[0] & rows[2]
     assert not rows[1] & rows[3]
@@ -157,18 +159,18 @@ def test_shares_that_come_and_go_leave_no_row_untrained(
     shares, entries = [0] * 4, []
     for eighths, start, count in phases:
         quarters = range(start, min(4, start + count))
-        entries.append(TrainedTrajectory(2, rows=eighths / 8, during=(start / 4, (quarters[-1] + 1) / 4)))
+        entries.append(TrainedTrajectory(2, rows=eighths / 8, active_range=(start / 4, (quarters[-1] + 1) / 4)))
         shares = [share + eighths * (quarter in quarters) for quarter, share in enumerate(shares)]
     entries += [
-        TrainedTrajectory(1, rows=(8 - share) / 8, during=(quarter / 4, (quarter + 1) / 4))
+        TrainedTrajectory(1, rows=(8 - share) / 8, active_range=(quarter / 4, (quarter + 1) / 4))
         for quarter, share in enumerate(shares)
         if share < 8
     ]
     turn.shuffle(entries)
-    rows = followers(8 * parts, ObjectiveConfig(trajectories=tuple(entries)))
+    rows = assign_rows(8 * parts, ObjectiveConfig(trajectories=tuple(entries)))
     for moment, share in zip(QUARTERS, shares, strict=True):
         followed = [
-            row for entry, taken in zip(entries, rows, strict=True) if entry.active(moment) for row in taken
+            row for entry, taken in zip(entries, rows, strict=True) if entry.is_active(moment) for row in taken
         ]
         assert set(followed) == set(range(8 * parts))
         assert len(followed) == parts * max(8, share), "and none twice where they add up to 1"
@@ -177,14 +179,14 @@ def test_shares_that_come_and_go_leave_no_row_untrained(
 @given(size=st.integers(1, 64), shares=st.lists(st.sampled_from([0.1, 0.25, 0.5, 0.75]), min_size=1, max_size=5))
 def test_shares_that_are_always_followed_go_round(size: int, shares: list[float]) -> None:
     entries = [TrainedTrajectory("full"), *(TrainedTrajectory(1, rows=share) for share in shares)]
-    _, *taken = followers(size, ObjectiveConfig(trajectories=tuple(entries)))
+    _, *taken = assign_rows(size, ObjectiveConfig(trajectories=tuple(entries)))
     times = [sum(row in rows for rows in taken) for row in range(size)]
     assert max(times) - min(times) <= 1
 
 
 @pytest.mark.parametrize("batch", [10, 12, 30, 100, 127])
 def test_the_preset_trains_every_row_of_any_batch(batch: int) -> None:
-    first, *later = followers(batch, load_run("elastic")[0].objective)
+    first, *later = assign_rows(batch, load_run("elastic")[0].objective)
     assert first == frozenset().union(*later) == set(range(batch))
 
 
@@ -194,6 +196,6 @@ def test_shares_that_add_up_to_all_rows_train_all_of_them() -> None:
     assert sorted(only.rows[0] + only.rows[1]) == list(range(8))
     with pytest.raises(LoopformerError, match="not all rows are trained"):
         ObjectiveConfig(trajectories=(TrainedTrajectory("full", rows=0.5), TrainedTrajectory("short", rows=0.25)))
-    for late in (TrainedTrajectory("full", during=(0.5, 1)), TrainedTrajectory("full", weight=0)):
+    for late in (TrainedTrajectory("full", active_range=(0.5, 1)), TrainedTrajectory("full", weight=0)):
         with pytest.raises(LoopformerError, match="from 0 of training on no trajectory with a weight is followed"):
             ObjectiveConfig(trajectories=(late,))
