@@ -2,11 +2,11 @@
 
     for record in read_records(Path("news.jsonl.zst"), field="text", skip=1000): record["text"]
 
-Everything streams within bounds that no file can move: a text file of any size comes in documents of at most a
-million characters, cut at paragraph borders; a line, a parquet page and what an archive needs to be unpacked have
-their limits. A record is a mapping; one that cannot be used comes as a `BadRecord`, which says what is wrong where
-and can be raised. Where a file cannot be read on, that is its last. `skip` leaves out the first records, bad ones
-counted, without parsing them.
+Text and JSONL stream within bounds that no file can move: a text file of any size comes in documents of at most a
+million characters, cut at paragraph borders; a line and what an archive needs to be unpacked have their limits.
+Parquet is read by pyarrow in batches of rows, and its pages are trusted. A record is a mapping; one that cannot be
+used comes as a `BadRecord`, which says what is wrong where and can be raised. Where a file cannot be read on, that is
+its last. `skip` leaves out the first records, bad ones counted, without parsing them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,9 @@ FORMATS = (".txt", ".md", ".jsonl", ".parquet")
 PACKINGS = (".gz", ".xz", ".zst")
 _BUFFER = 1 << 20
 _LINE = 8 << 20  # bytes of a line; what JSON makes of it takes up to 25 times as much
-_PAGE = 64 << 20  # bytes of a parquet page, unpacked
 _WINDOW = 128 << 20  # bytes that unpacking may take; xz -9 takes half of it, zstd as much without --long
 _PACKED = 1 << 10  # bytes unpacked at a time: zstd makes at most 32 MB of them
-_UNPACKED_SIZE, _PACKED_SIZE = 2, 3  # fields of the thrift struct PageHeader
-_ROWS, _ROWS_SIZE = 256, 16 << 20  # rows of a parquet file in memory at a time, and their bytes
+_ROWS = 64  # rows of a parquet file in memory at a time, each of which may be as long as a document
 
 
 class BadRecord(FileProblem):
@@ -83,17 +81,12 @@ def _records(path: Path, field: str, column: str | None, skip: int, meter: Meter
             wrong = f"takes more than {_WINDOW >> 20} MB to unpack; pack it with a smaller window"
         else:
             wrong = "is damaged or cut short and cannot be unpacked; copy or download it again"
-        yield _caused(BadRecord(f"{path} {wrong}."), error)
-    except UnicodeDecodeError as error:
+        yield BadRecord(f"{path} {wrong}.")
+    except UnicodeDecodeError:
         where = f"{path} line {_wrong_line(path)}"
-        yield _caused(BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out."), error)
+        yield BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out.")
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def _caused(problem: BadRecord, error: Exception) -> BadRecord:
-    problem.__cause__ = error
-    return problem
 
 
 def need(package: str, purpose: str) -> Any:
@@ -127,13 +120,13 @@ def _parsed(where: str, line: bytes | None) -> Record | BadRecord:
         return BadRecord(f"{where} is longer than {_LINE >> 20} MB; cut its text into several records.")
     try:
         record = json.loads(line)
-    except UnicodeDecodeError as error:
-        return _caused(BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out."), error)
-    except RecursionError as error:
-        return _caused(BadRecord(f"{where} is not JSON that can be read: it is nested too deeply."), error)
+    except UnicodeDecodeError:
+        return BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out.")
+    except RecursionError:
+        return BadRecord(f"{where} is not JSON that can be read: it is nested too deeply.")
     except ValueError as error:  # no JSON, or a number of thousands of digits
         reason = re.split("[:;]", str(error))[0]
-        return _caused(BadRecord(f"{where} is not JSON ({reason}); correct or remove it."), error)
+        return BadRecord(f"{where} is not JSON ({reason}); correct or remove it.")
     if not isinstance(record, dict):
         return BadRecord(f'{where} must be an object such as {{"text": "…"}}.')
     return record
@@ -169,91 +162,18 @@ def _parquet(path: Path, stream: IO[bytes], column: str | None, skip: int) -> It
     arrow, parquet = need("pyarrow", "A parquet file"), need("pyarrow.parquet", "A parquet file")
     try:
         file = parquet.ParquetFile(stream, buffer_size=_BUFFER)
-        columns = file.schema_arrow.names
-        if column is not None:
-            columns = [name for name in columns if name == column] or columns
+        columns = [column] if column in file.schema_arrow.names else None
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
-            if skip >= rows:
+            if rows <= skip:
                 skip -= rows
                 yield from itertools.repeat({}, rows)
                 continue
-            page = _largest_page(stream, file.metadata.row_group(group), columns)
-            if page > _PAGE:
-                where = f"{path} row group {group + 1}"
-                yield BadRecord(f"{where} has a page of more than {_PAGE >> 20} MB; write it with smaller ones.")
-                return
-            at_once = max(1, min(_ROWS, _ROWS_SIZE // max(page, 1)))  # each row may be as long as its page
-            for batch in file.iter_batches(batch_size=at_once, row_groups=[group], columns=columns):
-                passed = min(skip, len(batch))
-                yield from itertools.repeat({}, passed)
-                yield from batch.slice(passed).to_pylist()
-                skip -= passed
-    except (arrow.ArrowException, UnicodeDecodeError) as error:
-        problem = BadRecord(f"{path} is no readable parquet file; copy or download it again.")
-        yield _caused(problem, error)
-
-
-def _largest_page(stream: IO[bytes], group: Any, columns: list[str]) -> int:
-    """Bytes of the largest page of some columns when it is unpacked, as its header says; Arrow does not ask."""
-    largest = 0
-    for number in range(group.num_columns):
-        chunk = group.column(number)
-        if any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns):
-            place = chunk.dictionary_page_offset or chunk.data_page_offset
-            end = place + chunk.total_compressed_size
-            while place < end:
-                stream.seek(place)
-                header = _thrift_struct(stream)
-                largest = max(largest, header.get(_UNPACKED_SIZE, 0))
-                place = stream.tell() + max(0, header.get(_PACKED_SIZE, 0))
-    return largest
-
-
-def _thrift_struct(stream: IO[bytes]) -> dict[int, int]:
-    """The integers of a struct in thrift's compact protocol, by field; all else is passed over."""
-    fields: dict[int, int] = {}
-    field = 0
-    while head := _byte(stream):
-        field = field + (head >> 4) if head >> 4 else _zigzag(stream)
-        if (value := _thrift_value(stream, head & 15)) is not None:
-            fields[field] = value
-    return fields
-
-
-def _thrift_value(stream: IO[bytes], kind: int) -> int | None:
-    if kind in (1, 2):  # true, false
-        return None
-    if kind in (4, 5, 6):
-        return _zigzag(stream)
-    if kind in (3, 7, 8):  # a byte, a double, bytes
-        stream.seek({3: 1, 7: 8}.get(kind) or _varint(stream), io.SEEK_CUR)
-    elif kind == 12:
-        _thrift_struct(stream)
-    else:  # lists are in no page header
-        raise EOFError(f"a page header with a field of type {kind}")
-    return None
-
-
-def _zigzag(stream: IO[bytes]) -> int:
-    number = _varint(stream)
-    return (number >> 1) ^ -(number & 1)
-
-
-def _varint(stream: IO[bytes]) -> int:
-    number = 0
-    for shift in range(0, 70, 7):
-        byte = _byte(stream)
-        number |= (byte & 127) << shift
-        if byte < 128:
-            return number
-    raise EOFError("a number without end in a page header")
-
-
-def _byte(stream: IO[bytes]) -> int:
-    if not (byte := stream.read(1)):
-        raise EOFError("a page header is cut short")
-    return byte[0]
+            skip = 0  # from here on every row is read; `read_records` drops those of this group
+            for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns):
+                yield from batch.to_pylist()
+    except (arrow.ArrowException, UnicodeDecodeError):
+        yield BadRecord(f"{path} is no readable parquet file; copy or download it again.")
 
 
 def _unpacked(path: Path, raw: Any) -> Any:
