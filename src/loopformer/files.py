@@ -11,7 +11,6 @@ What is wrong with a file is a `FileProblem`; where it can be read and its conte
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import lock_descriptor
 
 from loopformer.errors import FileProblem, remedy, unreadable
 
@@ -168,10 +168,10 @@ def check_writable(folder: Path, option: str = "--out") -> None:
 
 
 def _lock(descriptor: int, where: str) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise FileProblem(f"Another process is at work {where}; wait for it or choose another --out.") from error
+    # The lock belongs to the descriptor, not to a file of its own: nothing is left in the folder, a folder that is
+    # read-only can be locked, and the system frees the lock when the process dies.
+    if not lock_descriptor(descriptor, blocking=False):
+        raise FileProblem(f"Another process is at work {where}; wait for it or choose another --out.")
 
 
 @contextmanager
