@@ -17,7 +17,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from filelock import lock_descriptor
 
 from loopformer.errors import FileProblem, remedy, unreadable
 
-_BLOCK = 1 << 20
 _DEEPEST = 32  # of YAML
 _LARGEST = 64 << 20  # bytes of JSON or YAML; ours have some kilobytes
 
@@ -52,31 +50,31 @@ def write_together(folder: Path, contents: dict[str, bytes]) -> list[Path]:
 
     Whatever fails or interrupts the writing leaves the folder as it was, and no folder where there was none.
     """
-    temporaries = {folder / name: _aside(folder / name) for name in contents}
-    parents = sorted({path.parent for path in temporaries})
+    paths = [folder / name for name in contents]
+    parents = sorted({path.parent for path in paths})
     with ExitStack() as stack:
         for parent in parents:
             stack.enter_context(no_empty_folder(parent))
         try:
             with writing(folder):
-                for name, content in contents.items():
-                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    _write_aside(folder / name, content)
+                for path, content in zip(paths, contents.values(), strict=True):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    _write_aside(path, content)
         except BaseException:
-            for temporary in temporaries.values():
-                _remove(temporary)
+            for path in paths:
+                _remove(_aside(path))
             raise
     with writing(folder):
         try:
-            for path, temporary in temporaries.items():
-                os.replace(temporary, path)
+            for path in paths:
+                os.replace(_aside(path), path)
         finally:  # all is on disk, so an interruption that comes now finds it finished
-            for path, temporary in temporaries.items():
-                if temporary.exists():
-                    os.replace(temporary, path)
+            for path in paths:
+                if _aside(path).exists():
+                    os.replace(_aside(path), path)
         for parent in parents:
             sync_folder(parent)
-    return list(temporaries)
+    return paths
 
 
 def _aside(path: Path) -> Path:
@@ -198,11 +196,8 @@ def append(file: io.FileIO, path: Path, content: bytes) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def json_bytes(value: Any) -> bytes:
@@ -227,39 +222,31 @@ def read_yaml(file: Traversable | Path, name: str | None = None) -> dict[str, An
 
 def parse_yaml(text: str) -> Any:
     """A value of YAML that says what it looks like: no aliases, no key twice, not nested without end."""
-    opened: list[_Opened] = []
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.AliasEvent):
+    return yaml.load(text, Loader=_StrictLoader)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses what YAML would expand, forget or follow without end."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("it has aliases such as *name; write them out")
-        if isinstance(event, yaml.CollectionEndEvent):
-            opened.pop()
-        elif isinstance(event, yaml.NodeEvent) and opened:
-            opened[-1].take(event)
-        if isinstance(event, yaml.CollectionStartEvent):
-            opened.append(_Opened(isinstance(event, yaml.MappingStartEvent)))
-        if len(opened) > _DEEPEST:
+        nested = self.check_event(yaml.CollectionStartEvent)
+        self.depth += nested
+        if self.depth > _DEEPEST:
             raise yaml.YAMLError(f"it is nested more than {_DEEPEST} deep")
-    return yaml.safe_load(text)
-
-
-@dataclass
-class _Opened:
-    """A mapping or a list that is being read: how many keys and values came, and the line of each key."""
-
-    mapping: bool
-    taken: int = 0
-    lines: dict[str, int] = field(default_factory=dict)
-
-    def take(self, event: yaml.NodeEvent) -> None:
-        """Count a key or a value, and refuse a key that came before: YAML would forget its first value."""
-        is_key = self.mapping and self.taken % 2 == 0
-        self.taken += 1
-        if is_key and isinstance(event, yaml.ScalarEvent):
-            line = event.start_mark.line + 1 if event.start_mark else 0
-            first = self.lines.get(event.value)
-            if first is not None:
-                raise yaml.YAMLError(f"{event.value} stands twice, in line {first} and in line {line}; keep one")
-            self.lines[event.value] = line
+        node = super().compose_node(parent, index)
+        self.depth -= nested
+        lines: dict[str, int] = {}
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode):
+                line = key.start_mark.line + 1
+                if first := lines.get(key.value):  # YAML would forget the first value
+                    raise yaml.YAMLError(f"{key.value} stands twice, in line {first} and in line {line}; keep one")
+                lines[key.value] = line
+        return node
 
 
 def _read_mapping(
