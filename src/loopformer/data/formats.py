@@ -5,8 +5,8 @@
 Text and JSONL stream within bounds that no file can move: a text file of any size comes in documents of at most a
 million characters, cut at paragraph borders; a line and what an archive needs to be unpacked have their limits.
 Parquet is read by pyarrow in batches of rows, and its pages are trusted. A record is a mapping; one that cannot be
-used comes as a `BadRecord`, which says what is wrong where and can be raised. Where a file cannot be read on, that is
-its last. `skip` leaves out the first records, bad ones counted, without parsing them.
+used comes as a `BadRecord`, which says what is wrong where and can be raised. Where a file cannot be read on, that
+is its last. `skip` leaves out the first records, bad ones counted, without parsing them.
 """
 
 from __future__ import annotations

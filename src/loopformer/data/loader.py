@@ -6,7 +6,12 @@
     with closing(loader.prefetch(first_step=7)) as batches: next(batches)
 
 A sample is a window of context + 1 tokens; windows of a source follow one another without overlap (each target
-is the next window's first input). Which window comes when is arithmetic: order.py.
+is the next window's first input).
+
+Which window comes when is arithmetic: within a source each epoch is its own random permutation of all windows, a
+Feistel network on the next power of four, repeated until it lands inside. A mixture repeats a block of positions in
+which each source has its share, every block shuffled in its own way. So any position costs the same, nothing is
+stored, and resuming or cutting a batch among ranks cannot change the order.
 
 A `Prefetcher` makes the next items in a thread while the current one is in use. Order is kept, an error in the
 thread is raised again where the items are used, and the thread ends when the items do, when `close` is called, or
@@ -19,15 +24,16 @@ import queue
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate, count
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from loopformer.data.order import Order
 from loopformer.data.shards import SourceData, TokenData
 from loopformer.data.supervised import LAST, LOSS
 from loopformer.errors import LoopformerError
@@ -37,6 +43,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NO_LOSS = -100  # what torch's cross-entropy leaves out
+UInt64s = npt.NDArray[np.uint64]
+
+BLOCK = 4096  # positions in which a mixture's shares are exact, rounded to whole samples
+_ROUNDS = 6
+_BLOCKS_KEY = 2**32  # keys the shuffling of blocks; below it are sources
 
 
 @dataclass(frozen=True)
@@ -80,18 +91,18 @@ class Windows:
         """The windows of these numbers, whatever the limit."""
         import torch
 
-        windows = [self._window(number) for number in numbers]
-        shape = (len(windows), self._context + 1)
-        ids = np.stack([ids for ids, _ in windows]) if windows else np.zeros(shape, np.int64)
-        inputs, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
-        flags = np.stack([flags for _, flags in windows]) if windows else np.zeros(shape, np.uint8)
-        targets[(flags[:, 1:] & LOSS) == 0] = NO_LOSS
+        numbers = list(numbers)
+        ids = np.empty((len(numbers), self._context + 1), np.int64)
+        flags = np.empty_like(ids, np.uint8)
+        for row, number in enumerate(numbers):
+            ids[row], flags[row] = self._window(number)
+        targets = np.where(flags[:, 1:] & LOSS, ids[:, 1:], NO_LOSS)
         numbered = None
         if self._documents:
             last = (flags[:, :-1] & LAST) != 0
             targets[last] = NO_LOSS
             numbered = torch.from_numpy(np.cumsum(last, axis=1) - last)
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), numbered)
+        return Batch(torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(targets), numbered)
 
     def _window(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
         """Ids and flags of one window; text without flags is all to be learned."""
@@ -133,10 +144,8 @@ class Loader:
             for source in data.sources:
                 if len(source.ids) <= context:
                     raise _too_short(f"{data.split} split of {source.name}", len(source.ids), context)
-            self._names = [source.name for source in data.sources]
             self._order = Order(seed, self._windows.sizes, mixed)
         else:
-            self._names = [" + ".join(source.name for source in data.sources)]
             self._order = Order(seed, (len(self._windows),))
         self._starts = np.array([0, *accumulate(self._order.sizes)])
 
@@ -158,16 +167,101 @@ class Loader:
         """Batches from `first_step` on without end, made in a thread; close it when done."""
         return Prefetcher((self.batch(step, start, stop) for step in count(first_step)), depth)
 
-    def epochs(self, step: int) -> dict[str, float]:
-        """How often each source has been gone through before a step."""
-        drawn = self._order.drawn(step * self.batch_size)
-        return {
-            name: number / size for name, number, size in zip(self._names, drawn, self._order.sizes, strict=True)
-        }
-
     def epoch(self, step: int) -> float:
         """Samples drawn before a step, in units of all samples there are."""
         return step * self.batch_size / self.samples
+
+
+class Located(NamedTuple):
+    """For each position: the source, the sample in it, and how often that source was gone through before."""
+
+    source: npt.NDArray[np.int64]
+    sample: npt.NDArray[np.int64]
+    epoch: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A seeded order over sources of `sizes` samples, drawn in proportion to `weights`."""
+
+    seed: int
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) != len(self.weights) or min(self.sizes, default=0) < 1:
+            raise LoopformerError("An order needs at least one sample and a weight for every source.")
+        if self.seed < 0:
+            raise LoopformerError(f"A seed must be 0 or more, got {self.seed}.")
+        if min(self.shares) == 0:
+            raise LoopformerError(
+                f"The smallest weight {min(self.weights):g} is under 1/{BLOCK} of the mixture; raise it or drop it."
+            )
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How many positions of a block belong to each source."""
+        return shares(self.weights, BLOCK) if len(self.sizes) > 1 else (BLOCK,)
+
+    def locate(self, positions: npt.ArrayLike) -> Located:
+        where = np.asarray(positions, dtype=np.uint64)
+        block, place = np.divmod(where, np.uint64(BLOCK))
+        slot = permute(place, BLOCK, stream_key(self.seed, _BLOCKS_KEY, block)) if len(self.sizes) > 1 else place
+        ends = np.cumsum(self.shares)
+        source = np.searchsorted(ends, slot, side="right")
+        sample, epoch = np.empty_like(where), np.empty_like(where)
+        for number, (size, share, end) in enumerate(zip(self.sizes, self.shares, ends, strict=True)):
+            own = source == number
+            # Positions of this source before this one: its share of every earlier block, then its slots.
+            running = block[own] * np.uint64(share) + slot[own] - np.uint64(end - share)
+            epoch[own], inside = np.divmod(running, np.uint64(size))
+            sample[own] = permute(inside, size, stream_key(self.seed, number, epoch[own]))
+        return Located(source.astype(np.int64), sample.astype(np.int64), epoch.astype(np.int64))
+
+
+def permute(index: UInt64s, size: int, key: UInt64s) -> UInt64s:
+    """A bijection of 0 … size-1 for each key."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    keys = [mix(key + np.uint64(number)) for number in range(_ROUNDS)]
+    result = index.astype(np.uint64)
+    outside = np.arange(len(result))
+    while len(outside):
+        result[outside] = _feistel(result[outside], half, [key[outside] for key in keys])
+        outside = outside[result[outside] >= size]
+    return result
+
+
+def shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
+    """Whole parts of `total` in proportion to the weights, by largest remainder."""
+    exact = [Fraction(weight) for weight in weights]
+    wanted = [weight * total / sum(exact) for weight in exact]
+    parts = [int(part) for part in wanted]
+    by_remainder = sorted(range(len(parts)), key=lambda i: (parts[i] - wanted[i], i))
+    for number in by_remainder[: total - sum(parts)]:
+        parts[number] += 1
+    return tuple(parts)
+
+
+def _feistel(value: UInt64s, half: int, keys: Sequence[UInt64s]) -> UInt64s:
+    """A bijection of 0 … 4^half-1: each round mixes one half with a hash of the other."""
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = value >> shift, value & mask
+    for key in keys:
+        left, right = right, left ^ (mix(right ^ key) & mask)
+    return (left << shift) | right
+
+
+def stream_key(seed: int, stream: int, number: UInt64s) -> UInt64s:
+    start = mix(np.array([seed % 2**64], dtype=np.uint64)) + np.uint64(stream)
+    return mix(mix(start) + number)
+
+
+def mix(value: UInt64s) -> UInt64s:
+    """SplitMix64's step: 64 bits in, 64 well mixed bits out, wrapping on purpose."""
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
 
 
 @dataclass(frozen=True)
@@ -210,26 +304,23 @@ class Prefetcher(Iterator[T], Generic[T]):
 
 
 def _fill(items: Iterable[T], out: queue.Queue[T | _End], stop: threading.Event) -> None:
+    def put(item: T | _End) -> bool:
+        """Wait for room; False when the reader has gone."""
+        while not stop.is_set():
+            with suppress(queue.Full):
+                out.put(item, timeout=0.1)
+                return True
+        return False
+
     try:
         iterator = iter(items)
         try:
             for item in iterator:
-                if not _put(item, out, stop):
+                if not put(item):
                     return
         finally:
             if close := getattr(iterator, "close", None):  # a generator still has files open
                 close()
-        _put(_End(), out, stop)
+        put(_End())
     except BaseException as error:
-        _put(_End(error), out, stop)
-
-
-def _put(item: T | _End, out: queue.Queue[T | _End], stop: threading.Event) -> bool:
-    """Wait for room; False when the reader has gone."""
-    while not stop.is_set():
-        try:
-            out.put(item, timeout=0.1)
-            return True
-        except queue.Full:
-            continue
-    return False
+        put(_End(error))

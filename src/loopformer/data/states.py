@@ -29,8 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loopformer.config.run import DataConfig, GroupName
-from loopformer.data.loader import NO_LOSS, Batch
-from loopformer.data.order import mix, stream_key
+from loopformer.data.loader import NO_LOSS, Batch, mix, stream_key
 from loopformer.data.shards import TokenData
 from loopformer.data.tokenizer import END, Tokenizer
 from loopformer.errors import LoopformerError, nearest, require
