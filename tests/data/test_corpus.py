@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from loopformer.data.corpus import (
     PRESETS,
     Position,
-    clean,
     parse_sources,
     read_dataset,
     reconnecting,
@@ -111,11 +110,6 @@ def test_wrong_field(tmp_path: Path) -> None:
 def test_empty_folder(tmp_path: Path) -> None:
     with pytest.raises(FileProblem, match="holds no file"):
         parse_sources([str(tmp_path)])
-
-
-def test_half_a_surrogate_is_replaced() -> None:
-    assert clean("a\ud800b") == "a\ufffdb"
-    assert clean("a🙂b") == "a🙂b"
 
 
 def test_stdlib_is_two_megabytes_of_prose() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopformer.data.splits import Splitter, agree, cut, survey
+from loopformer.data.splits import Splitter, agree, clean, cut, survey
 from loopformer.errors import LoopformerError
 
 text = st.text(st.sampled_from("ab \n"), max_size=300)
@@ -98,3 +98,8 @@ def test_sources_prepared_together_never_disagree() -> None:
     chosen = [[splitter.choose(text) for text in few] for splitter in splitters]
     assert chosen[0] == chosen[1]
     assert {"train", "val"} == set(chosen[0])
+
+
+def test_half_a_surrogate_is_replaced() -> None:
+    assert clean("a\ud800b") == "a\ufffdb"
+    assert clean("a🙂b") == "a🙂b"

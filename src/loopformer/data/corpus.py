@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from loopformer.data.formats import FORMATS, PACKINGS, BadRecord, Meter, Record, format_of, need, read_records
+from loopformer.data.splits import clean
 from loopformer.errors import FileProblem, LoopformerError
 from loopformer.files import DamagedFile, read_json, sha256_of, write_json
 
@@ -154,15 +155,6 @@ class Source:
     def where(self, after: Position) -> str:
         """The name of the record before a position, or of the one that it is in."""
         return f"{self.parts[after.part].name} record {after.record + (after.piece > 0)}"
-
-
-def clean(text: str) -> str:
-    """Replace halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def parse_sources(specs: Sequence[str], field: str = "text", *, supervised: bool = False) -> tuple[Source, ...]:

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loopformer.data.shards import SourceData, TokenData
-from loopformer.data.supervised import LAST, LOSS
+from loopformer.data.tokenizer import LAST, LOSS
 from loopformer.errors import LoopformerError
 
 if TYPE_CHECKING:

@@ -34,9 +34,18 @@ from loopformer.data.formats import BadRecord, Meter, need
 from loopformer.data.loader import Prefetcher
 from loopformer.data.shards import INDEX_FILE, STATE_FILE, Shard, ShardWriter, damaged_folder, read_index
 from loopformer.data.splits import SPLITS, Split, Splitter, agree, check_fraction, documents, fits, survey
-from loopformer.data.supervised import Example, encode_examples, example_key, example_text, parse_example
 from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
-from loopformer.data.tokenizer import Tokenizer, check_vocab_size, training_pieces, within_memory
+from loopformer.data.tokenizer import (
+    Example,
+    Tokenizer,
+    check_vocab_size,
+    encode_examples,
+    example_key,
+    example_text,
+    parse_example,
+    training_pieces,
+    within_memory,
+)
 from loopformer.errors import FileProblem, LoopformerError
 from loopformer.files import check_writable, json_bytes, locked, sync_folder, write_json
 

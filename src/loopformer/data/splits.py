@@ -96,6 +96,15 @@ def agree(splitters: Sequence[Splitter]) -> list[Splitter]:
     return [Splitter(fraction, each.piece, tuple(sorted(held)), tuple(sorted(kept))) for each in splitters]
 
 
+def clean(text: str) -> str:
+    """Replace halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def fits(text: str) -> bool:
     """Whether a text can be one document."""
     if 4 * len(text) <= _WIDEST:  # no character has more bytes, so most texts need not be encoded for this
