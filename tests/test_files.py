@@ -100,7 +100,9 @@ def test_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_killed_frees_its_lock(tmp_path: Path) -> None:
-    code = "import pathlib, sys, time; from loopformer.files import locked\nwith locked(pathlib.Path(sys.argv[1])): "
+    code = (
+        "import pathlib, sys, time; from loopformer.files import locked\nwith locked(pathlib.Path(sys.argv[1])): "
+    )
     command = [sys.executable, "-c", f"{code}print(flush=True); time.sleep(600)", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None

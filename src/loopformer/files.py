@@ -26,6 +26,7 @@ from filelock import lock_descriptor
 
 from loopformer.errors import FileProblem, remedy, unreadable
 
+_BLOCK = 1 << 20
 _DEEPEST = 32  # of YAML
 _LARGEST = 64 << 20  # bytes of JSON or YAML; ours have some kilobytes
 
@@ -195,9 +196,15 @@ def append(file: io.FileIO, path: Path, content: bytes) -> None:
             raise
 
 
-def sha256_of(path: Path) -> str:
+def sha256_of(path: Path, report: Callable[[int], None] | None = None) -> str:
+    """The checksum of a file; `report` gets the number of bytes of each block that was read."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            if report:
+                report(len(block))
+    return digest.hexdigest()
 
 
 def json_bytes(value: Any) -> bytes:

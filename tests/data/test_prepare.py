@@ -387,3 +387,11 @@ def test_control_c_then_continue(tmp_path: Path, moment: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "training and" in done.stdout
     TokenData.open(out).verify()
+
+
+def test_checksums_at_the_end_show_progress(tmp_path: Path, corpus: Path) -> None:
+    seen: list[PrepareProgress] = []
+    prepare([str(corpus)], tmp_path, train_tokenizer=300, report=seen.append)
+    last = seen[-1]
+    assert (last.source, last.phase, last.fraction) == ("news", "checksums", 1.0)
+    assert last.text_bytes == corpus.stat().st_size

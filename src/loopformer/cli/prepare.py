@@ -93,9 +93,10 @@ def prepare(
 
 
 def _report(display: Display, source: str, phase: str, megabytes: float, fraction: float | None) -> None:
-    """How far a source is: tokenizing in megabytes of text, anything else as a line."""
-    if phase == "tokenizing":
-        display(source, megabytes, megabytes / fraction if fraction else None)
+    """Show how far a source is: text and checksums in megabytes, any other phase as a line."""
+    if phase in ("tokenizing", "checksums"):
+        name = source if phase == "tokenizing" else f"{source}: {phase}"
+        display(name, megabytes, megabytes / fraction if fraction else None)
     else:
         typer.echo(f"{source}: {phase}", err=True)
 
