@@ -23,8 +23,7 @@ from pathlib import Path
 
 import tokenizers
 
-from loopformer.data.corpus import Position, parse_sources
-from loopformer.data.formats import Meter
+from loopformer.data.corpus import parse_sources
 from loopformer.data.prepare import prepare
 from loopformer.data.tokenizer import FILE, Tokenizer
 
@@ -37,7 +36,7 @@ def write_sample(source: str, path: Path, most: int) -> int:
     size = rounds = 0
     with path.open("w", encoding="utf-8") as file:
         while size < most:
-            for _, text in parsed.texts("text", Position(), Meter()):
+            for _, text in parsed.texts("text"):
                 # A round's number makes every document of it new, as in a real corpus.
                 text = f"{rounds}\n{text}" if rounds else text
                 file.write(json.dumps({"text": text}) + "\n")

@@ -16,7 +16,6 @@ from loopformer.data.corpus import (
     reconnecting,
     stdlib_documents,
 )
-from loopformer.data.formats import Meter
 from loopformer.errors import FileProblem, LoopformerError
 
 
@@ -32,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 def texts(given: str, start: Position | None = None) -> list[str]:
     (source,) = parse_sources([given])
-    return [text for _, text in source.texts("text", start or Position(), Meter())]
+    return [text for _, text in source.texts("text", start)]
 
 
 def test_folder_and_glob_are_read_in_order(folder: Path) -> None:
@@ -45,9 +44,9 @@ def test_folder_and_glob_are_read_in_order(folder: Path) -> None:
 
 def test_continues_at_any_position(folder: Path) -> None:
     (source,) = parse_sources([str(folder)])
-    everything = list(source.texts("text", Position(), Meter()))
+    everything = list(source.texts("text"))
     for number, (position, _) in enumerate(everything, 1):
-        assert list(source.texts("text", position, Meter())) == everything[number:]
+        assert list(source.texts("text", position)) == everything[number:]
 
 
 def test_weights_and_names(folder: Path) -> None:
@@ -102,9 +101,9 @@ def test_wrong_field(tmp_path: Path) -> None:
     path.write_text('{"body": "x", "n": 3}\n')
     (source,) = parse_sources([str(path)], field="text")
     with pytest.raises(LoopformerError, match=r"a.jsonl record 1 has no field 'text'; choose .* --field: body, n"):
-        list(source.texts("text", Position(), Meter()))
+        list(source.texts("text"))
     with pytest.raises(LoopformerError, match=r"Field 'n' of a.jsonl record 1 is not text"):
-        list(source.texts("n", Position(), Meter()))
+        list(source.texts("n"))
 
 
 def test_empty_folder(tmp_path: Path) -> None:

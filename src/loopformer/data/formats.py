@@ -2,16 +2,18 @@
 
     for record in read_records(Path("news.jsonl.zst"), field="text", skip=1000): record["text"]
 
-Text and JSONL stream within bounds that no file can move: a text file of any size comes in documents of at most a
-million characters, cut at paragraph borders; a line and what an archive needs to be unpacked have their limits.
-Parquet is read by pyarrow in batches of rows, and its pages are trusted. A record is a mapping; one that cannot be
-used comes as a `BadRecord`, which says what is wrong where and can be raised. Where a file cannot be read on, that
-is its last. `skip` leaves out the first records, bad ones counted, without parsing them.
+Text and JSONL are streamed within fixed bounds of memory. A text file of any size comes in documents of at most a
+million characters, cut at paragraph borders. The length of a line and the memory for unpacking are limited.
+Parquet is read by pyarrow in batches of rows, and its pages are trusted. A record is a mapping. One that cannot be
+used comes as a `BadRecord`, which says what is wrong and where, and can be raised. If the rest of a file cannot be
+read, its last record is a `BadRecord`. The first `skip` records, bad ones included, are left out without being
+parsed.
 """
 
 from __future__ import annotations
 
 import codecs
+import functools
 import io
 import itertools
 import json
@@ -34,14 +36,14 @@ Record = dict[str, Any]
 FORMATS = (".txt", ".md", ".jsonl", ".parquet")
 PACKINGS = (".gz", ".xz", ".zst")
 _BUFFER = 1 << 20
-_LINE = 8 << 20  # bytes of a line; what JSON makes of it takes up to 25 times as much
-_WINDOW = 128 << 20  # bytes that unpacking may take; xz -9 takes half of it, zstd as much without --long
-_PACKED = 1 << 10  # bytes unpacked at a time: zstd makes at most 32 MB of them
-_ROWS = 64  # rows of a parquet file in memory at a time, each of which may be as long as a document
+_MAX_LINE = 8 << 20  # bytes; the parsed JSON takes up to 25 times as much
+_MAX_WINDOW = 128 << 20  # bytes that unpacking may take; xz -9 takes half of it, zstd as much without --long
+_PACKED_CHUNK = 1 << 10  # bytes unpacked at a time: zstd makes at most 32 MB of them
+_PARQUET_ROWS = 64  # rows in memory at a time, each of which may be as long as a document
 
 
 class BadRecord(FileProblem):
-    """A record that cannot be used, or a file that cannot be read on; other records can."""
+    """A record that cannot be used, or the rest of a file that cannot be read."""
 
 
 @dataclass
@@ -52,41 +54,9 @@ class Meter:
 
 
 def format_of(path: Path) -> str | None:
-    """The format by the file's name, `.gz` and such set aside; None for a name that is none of ours."""
+    """The format by the file's name without its packing; None if the name has no known ending."""
     inner = path.with_suffix("") if path.suffix in PACKINGS else path
     return inner.suffix if inner.suffix in FORMATS else None
-
-
-def read_records(
-    path: Path, field: str, skip: int = 0, *, only_field: bool = True, meter: Meter | None = None
-) -> Iterator[Record | BadRecord]:
-    """The records of one file, from number `skip` on; `only_field` spares parquet its other columns."""
-    column = field if only_field else None
-    return itertools.islice(_records(path, field, column, skip, meter or Meter()), skip, None)
-
-
-def _records(path: Path, field: str, column: str | None, skip: int, meter: Meter) -> Iterator[Record | BadRecord]:
-    """All records; the first `skip` are empty where that spares work."""
-    try:
-        raw = io.BufferedReader(_Counted(path, meter), _BUFFER)
-        with closing(raw), closing(_unpacked(path, raw)) as stream:
-            if format_of(path) == ".parquet":
-                yield from _parquet(path, stream, column, skip)
-            elif format_of(path) == ".jsonl":
-                yield from _jsonl(path, stream, skip)
-            else:
-                yield from ({field: text} for text in _texts(stream))
-    except EOFError as error:
-        if "memory" in str(error).lower():
-            wrong = f"takes more than {_WINDOW >> 20} MB to unpack; pack it with a smaller window"
-        else:
-            wrong = "is damaged or cut short and cannot be unpacked; copy or download it again"
-        yield BadRecord(f"{path} {wrong}.")
-    except UnicodeDecodeError:
-        where = f"{path} line {_wrong_line(path)}"
-        yield BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out.")
-    except OSError as error:
-        raise unreadable(path, error) from error
 
 
 def need(package: str, purpose: str) -> Any:
@@ -99,56 +69,56 @@ def need(package: str, purpose: str) -> Any:
         ) from error
 
 
-def _jsonl(path: Path, stream: IO[bytes], skip: int) -> Iterator[Record | BadRecord]:
-    passed = 0
-    for number, line in enumerate(_lines(stream), 1):
-        if line is None or not line.isspace():
-            passed += 1
-            yield {} if passed <= skip else _parsed(f"{path} line {number}", line)
+def read_records(
+    path: Path, field: str, skip: int = 0, meter: Meter | None = None, *, only_field: bool = True
+) -> Iterator[Record | BadRecord]:
+    """The records of a file from number `skip` on; with `only_field` other columns of parquet are not read."""
+    return itertools.islice(_read_all(path, field, skip, meter or Meter(), only_field), skip, None)
 
 
-def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
-    """The lines; None for one that is too long."""
-    while line := stream.readline(_LINE + 1):
-        yield line if len(line) <= _LINE else None
-        while len(line) > _LINE and not line.endswith(b"\n") and (rest := stream.readline(_LINE + 1)):
-            line = rest
-
-
-def _parsed(where: str, line: bytes | None) -> Record | BadRecord:
-    if line is None:
-        return BadRecord(f"{where} is longer than {_LINE >> 20} MB; cut its text into several records.")
+def _read_all(path: Path, field: str, skip: int, meter: Meter, only_field: bool) -> Iterator[Record | BadRecord]:
+    """All records; the first `skip` may be empty, to save parsing them."""
+    before = meter.read
     try:
-        record = json.loads(line)
+        with path.open("rb", _BUFFER) as packed, closing(_unpack(path, packed)) as stream:
+            records: Iterator[Record | BadRecord] = ({field: text} for text in _read_texts(stream))
+            if format_of(path) == ".jsonl":
+                records = _read_jsonl(path, stream, skip)
+            elif format_of(path) == ".parquet":
+                records = _read_parquet(path, stream, field if only_field else None, skip)
+            for record in records:
+                meter.read = before + packed.tell()
+                yield record
+    except EOFError as error:
+        if "memory" in str(error).lower():
+            wrong = f"takes more than {_MAX_WINDOW >> 20} MB to unpack; pack it with a smaller window"
+        else:
+            wrong = "is damaged or cut short and cannot be unpacked; copy or download it again"
+        yield BadRecord(f"{path} {wrong}.")
     except UnicodeDecodeError:
-        return BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out.")
-    except RecursionError:
-        return BadRecord(f"{where} is not JSON that can be read: it is nested too deeply.")
-    except ValueError as error:  # no JSON, or a number of thousands of digits
-        reason = re.split("[:;]", str(error))[0]
-        return BadRecord(f"{where} is not JSON ({reason}); correct or remove it.")
-    if not isinstance(record, dict):
-        return BadRecord(f'{where} must be an object such as {{"text": "…"}}.')
-    return record
+        where = f"{path} line {_first_wrong_line(path)}"
+        yield BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out.")
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
-def _texts(stream: IO[bytes]) -> Iterator[str]:
-    """The whole text as one document, or as several where it is longer than LONGEST."""
+def _read_texts(stream: IO[bytes]) -> Iterator[str]:
+    """The text as one document, or as several if it is longer than LONGEST."""
     text = io.TextIOWrapper(stream, encoding="utf-8-sig")
-    kept = ""
+    rest = ""
     while block := text.read(LONGEST):
-        kept += block
-        if len(kept) > LONGEST:
-            *whole, kept = cut(kept, LONGEST // 2, LONGEST)
-            yield from whole
-    if kept:
-        yield kept
+        rest += block
+        if len(rest) > LONGEST:
+            *documents, rest = cut(rest, LONGEST // 2, LONGEST)
+            yield from documents
+    if rest:
+        yield rest
 
 
-def _wrong_line(path: Path) -> int:
-    """The first line of a file that is not UTF-8."""
+def _first_wrong_line(path: Path) -> int:
+    """The number of the first line that is not UTF-8."""
     decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
-    with closing(io.BufferedReader(_Counted(path, Meter()))) as raw, closing(_unpacked(path, raw)) as stream:
+    with path.open("rb") as packed, closing(_unpack(path, packed)) as stream:
         try:
             while block := stream.read(_BUFFER):
                 line += decoder.decode(block).count("\n")
@@ -158,7 +128,38 @@ def _wrong_line(path: Path) -> int:
     return line
 
 
-def _parquet(path: Path, stream: IO[bytes], column: str | None, skip: int) -> Iterator[Record | BadRecord]:
+def _read_jsonl(path: Path, stream: IO[bytes], skip: int) -> Iterator[Record | BadRecord]:
+    passed = 0
+    for number, line in enumerate(_read_lines(stream), 1):
+        if line is None or not line.isspace():
+            passed += 1
+            yield {} if passed <= skip else _parse_line(f"{path} line {number}", line)
+
+
+def _read_lines(stream: IO[bytes]) -> Iterator[bytes | None]:
+    """The lines; None for a line that is too long."""
+    while line := stream.readline(_MAX_LINE + 1):
+        yield line if len(line) <= _MAX_LINE else None
+        while len(line) > _MAX_LINE and not line.endswith(b"\n") and (rest := stream.readline(_MAX_LINE + 1)):
+            line = rest
+
+
+def _parse_line(where: str, line: bytes | None) -> Record | BadRecord:
+    if line is None:
+        return BadRecord(f"{where} is longer than {_MAX_LINE >> 20} MB; cut its text into several records.")
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError:
+        return BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out.")
+    except RecursionError:
+        return BadRecord(f"{where} is not JSON that can be read: it is nested too deeply.")
+    except ValueError as error:  # not JSON, or a number of thousands of digits
+        reason = re.split("[:;]", str(error))[0]
+        return BadRecord(f"{where} is not JSON ({reason}); correct or remove it.")
+    return record if isinstance(record, dict) else BadRecord(f'{where} must be an object such as {{"text": "…"}}.')
+
+
+def _read_parquet(path: Path, stream: IO[bytes], column: str | None, skip: int) -> Iterator[Record | BadRecord]:
     arrow, parquet = need("pyarrow", "A parquet file"), need("pyarrow.parquet", "A parquet file")
     try:
         file = parquet.ParquetFile(stream, buffer_size=_BUFFER)
@@ -169,80 +170,68 @@ def _parquet(path: Path, stream: IO[bytes], column: str | None, skip: int) -> It
                 skip -= rows
                 yield from itertools.repeat({}, rows)
                 continue
-            skip = 0  # from here on every row is read; `read_records` drops those of this group
-            for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns):
+            skip = 0  # every row from here on is read; `read_records` drops the first ones of this group
+            for batch in file.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=columns):
                 yield from batch.to_pylist()
     except (arrow.ArrowException, UnicodeDecodeError):
         yield BadRecord(f"{path} is no readable parquet file; copy or download it again.")
 
 
-def _unpacked(path: Path, raw: Any) -> Any:
+def _unpack(path: Path, packed: IO[bytes]) -> IO[bytes]:
+    """The unpacked content of an open file."""
     if path.suffix not in PACKINGS:
-        return raw
-    stream = io.BufferedReader(_Unpacking(raw, _decompressor(path.suffix)), _BUFFER)
-    return _seekable(stream) if format_of(path) == ".parquet" else stream
-
-
-def _decompressor(packing: str) -> Callable[[], Any]:
-    """What makes an object that unpacks one frame or member, within the window."""
-    if packing == ".gz":
-        return lambda: zlib.decompressobj(wbits=31)
-    if packing == ".xz":
-        return lambda: lzma.LZMADecompressor(memlimit=_WINDOW)
-    zstd = need("zstandard", "A .zst file")
-    return lambda: zstd.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
-
-
-def _seekable(stream: io.BufferedIOBase) -> IO[bytes]:
-    """A packed parquet file goes through a temporary file, because it is read from its end."""
-    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 (_records closes it)
+        return packed
+    make_decompressor: Callable[[], Any] = functools.partial(zlib.decompressobj, wbits=31)
+    if path.suffix == ".xz":
+        make_decompressor = functools.partial(lzma.LZMADecompressor, memlimit=_MAX_WINDOW)
+    elif path.suffix == ".zst":
+        zstd = need("zstandard", "A .zst file")
+        make_decompressor = zstd.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj
+    stream = io.BufferedReader(_ChunkReader(_unpack_chunks(packed, make_decompressor)), _BUFFER)
+    if format_of(path) != ".parquet":
+        return stream
+    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it); parquet is read from its end
     with closing(stream):
         shutil.copyfileobj(stream, unpacked, _BUFFER)
     unpacked.seek(0)
     return unpacked
 
 
-class _Counted(io.FileIO):
-    """A file that counts what is read of it."""
+def _unpack_chunks(packed: IO[bytes], make_decompressor: Callable[[], Any]) -> Iterator[bytes]:
+    """The content frame after frame, a little at a time; an EOFError if it is damaged or cut short."""
+    frame, rest = make_decompressor(), b""
+    while chunk := rest or packed.read(_PACKED_CHUNK):
+        rest = b""
+        if frame.eof:
+            chunk = chunk.lstrip(b"\0")  # padding between frames
+            if not chunk:
+                continue
+            frame = make_decompressor()
+        try:
+            unpacked = frame.decompress(chunk)
+        except Exception as error:  # each library has its own
+            raise EOFError(str(error)) from error
+        yield unpacked
+        rest = frame.unused_data if frame.eof else b""
+    if not frame.eof:
+        raise EOFError("the last frame is incomplete")
 
-    def __init__(self, path: Path, meter: Meter) -> None:
-        super().__init__(path)
-        self._meter = meter
 
-    def readinto(self, buffer: Any) -> int:
-        count = super().readinto(buffer) or 0
-        self._meter.read += count
-        return count
+class _ChunkReader(io.RawIOBase):
+    """A file that is read from chunks of bytes."""
 
-
-class _Unpacking(io.RawIOBase):
-    """A packed stream a little at a time, frame after frame, which notices when the end of the last is missing."""
-
-    def __init__(self, raw: IO[bytes], decompressor: Callable[[], Any]) -> None:
-        self._raw, self._decompressor = raw, decompressor
-        self._frame = decompressor()
-        self._ready = memoryview(b"")
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest = chunks, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            packed = self._frame.unused_data if self._frame.eof else b""
-            packed = packed or self._raw.read(_PACKED)
-            while self._frame.eof and packed and not (packed := packed.lstrip(b"\0")):  # padding between frames
-                packed = self._raw.read(_PACKED)
-            if not packed:
-                if self._frame.eof:
-                    return 0
-                raise EOFError("the last frame is incomplete")
-            if self._frame.eof:
-                self._frame = self._decompressor()
-            try:
-                self._ready = memoryview(self._frame.decompress(packed))
-            except Exception as error:  # each library has its own
-                raise EOFError(str(error)) from error
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
+        while not self._rest:
+            if (chunk := next(self._chunks, None)) is None:
+                return 0
+            self._rest = memoryview(chunk)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
         return count

@@ -62,13 +62,13 @@ class ShardWriter:
         suffix: str,
         dtype: npt.DTypeLike,
         shard_items: int,
-        items: int = 0,
-        shards: Sequence[Shard] = (),
+        items: int,
+        shards: list[Shard],
     ) -> None:
         self._folder, self._stem, self._suffix = folder, stem, suffix
         self._dtype, self._shard_items = np.dtype(dtype), shard_items
         self.items = items  # in all shards
-        self.shards = list(shards)  # the finished ones
+        self.shards = shards  # the finished ones; grows here, so that its owner sees them
         self._open(items - sum(shard.items for shard in self.shards))
 
     def append(self, values: npt.NDArray[Any]) -> None:
@@ -91,14 +91,13 @@ class ShardWriter:
             self._stream.flush()
             os.fsync(self._stream.fileno())
 
-    def finish(self) -> list[Shard]:
-        """Finish the last shard; all shards, in order."""
+    def finish(self) -> None:
+        """Finish the last shard."""
         if self._in_shard:
             self._finish_shard()
         else:
             self._stream.close()
             self._path.unlink()
-        return self.shards
 
     def close(self) -> None:
         """Let go of the open file; what was flushed or finished stays."""

@@ -35,8 +35,8 @@ class Splitter:
 
     fraction: float
     piece: int = 0  # characters in a piece at least; 0 keeps documents whole
-    held: tuple[int, ...] = ()  # hashes that are held out in any case
-    kept: tuple[int, ...] = ()  # hashes that are trained on in any case
+    held: Sequence[int] = ()  # hashes that are held out in any case
+    kept: Sequence[int] = ()  # hashes that are trained on in any case
 
     def choose(self, text: str) -> Split:
         if not self.fraction:
@@ -93,7 +93,7 @@ def agree(splitters: Sequence[Splitter]) -> list[Splitter]:
     fraction = max(splitter.fraction for splitter in splitters)
     held = {number for splitter in splitters for number in splitter.held}
     kept = {number for splitter in splitters for number in splitter.kept} - held
-    return [Splitter(fraction, each.piece, tuple(sorted(held)), tuple(sorted(kept))) for each in splitters]
+    return [Splitter(fraction, each.piece, sorted(held), sorted(kept)) for each in splitters]
 
 
 def clean(text: str) -> str:

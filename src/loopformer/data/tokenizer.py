@@ -355,6 +355,7 @@ class Segment(NamedTuple):
 
 
 Example = tuple[Segment, ...]
+Encoded = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids (uint32) and flags (uint8)
 
 
 def parse_example(record: dict[str, Any], where: str) -> Example:
@@ -389,22 +390,15 @@ def example_text(example: Example) -> str:
     return "".join(segment.text for segment in example)
 
 
-def encode_examples(
-    tokenizer: Tokenizer, examples: Sequence[Example]
-) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]]:
-    """Ids and flags of each example."""
+def encode_examples(tokenizer: Tokenizer, examples: Sequence[Example]) -> Iterator[Encoded]:
+    """The ids and flags of each example; an end token follows each segment with loss."""
     encoded = iter(tokenizer.encode_batch([segment.text for example in examples for segment in example]))
-    result = []
     for example in examples:
-        ids: list[int] = []
-        flags: list[int] = []
-        for segment in example:
-            own = next(encoded) + ([tokenizer.eot] if segment.loss else [])
-            ids += own
-            flags += [LOSS if segment.loss else 0] * len(own)
+        parts = [next(encoded) + [tokenizer.eot] * segment.loss for segment in example]
+        losses = np.array([LOSS * segment.loss for segment in example], np.uint8)
+        flags = np.repeat(losses, [len(part) for part in parts])
         flags[-1] |= LAST
-        result.append((np.array(ids, dtype=np.uint32), np.array(flags, dtype=np.uint8)))
-    return result
+        yield np.concatenate([np.array(part, np.uint32) for part in parts]), flags
 
 
 def _messages(record: dict[str, Any], where: str) -> list[tuple[str, str]]:

@@ -43,8 +43,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loopformer.config import load_run
-from loopformer.data.corpus import PRESETS, Position, Source, parse_sources
-from loopformer.data.formats import Meter
+from loopformer.data.corpus import PRESETS, Source, parse_sources
 from loopformer.data.shards import TokenData, is_prepared
 from loopformer.data.splits import documents, survey
 from loopformer.data.tokenizer import Tokenizer
@@ -142,7 +141,7 @@ def _documents(source: Source, field: str) -> Iterator[str]:
     """The documents of a source, of a named one only those that are held out."""
 
     def read() -> Iterator[str]:
-        for _, text in source.texts(field, Position(), Meter()):
+        for _, text in source.texts(field):
             yield from documents(text)
 
     if source.given not in NAMED:
