@@ -181,6 +181,7 @@ def test_through_prepare_and_loader(tmp_path: Path, prepared: Path) -> None:
         ({"prompt": "x", "response": 3}, "has a turn of role 'assistant'; each needs"),
         ({"messages": "hello"}, "must have messages such as"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "has a turn of role 'robot'"),
+        ({"messages": [{"role": {}, "content": "x"}]}, "has a turn of role {}"),
         ({"messages": [{"role": "user", "content": "x"}]}, "has no assistant turn"),
         ({"messages": []}, "has no assistant turn"),
     ],

@@ -56,7 +56,7 @@ _LAST_LINE = b"\n"  # no text is written so
 _TRAINING_MEMORY = 320 << 20  # bytes that training may take for the different words of the text, of which
 _WORD_MEMORY, _BYTE_MEMORY = 500, 110  # each takes so much, and so much for each of its bytes: measured
 _WORD = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")  # about what byte-level BPE takes for a word
-_PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, and the Hub's
+_GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, and the Hub's
 
 LOSS = 1  # flag of a token that is learned
 LAST = 2  # flag of the last token of an example; a chat has more end tokens than its last
@@ -67,16 +67,12 @@ class Tokenizer:
     """A tokenizer and the very text of its tokenizer.json; `hash` is the sha256 of that file."""
 
     def __init__(self, text: str, name: str = FILE) -> None:
-        import tokenizers
-
+        self._text = text
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            self._tokenizer = self._parse()
         except Exception as error:  # the library raises plain Exception
             raise FileProblem(f"{name} is no tokenizer that the tokenizers library can read.") from error
-        self._text = text
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # as text, not as special tokens
         ends = [number for end in _END_NAMES if (number := self._tokenizer.token_to_id(end)) is not None]
         if not ends:
             raise FileProblem(f"{name} has no end token; add {END} to it.")
@@ -104,16 +100,19 @@ class Tokenizer:
     def encode_template(self, text: str) -> list[int]:
         """The ids of what a chat template wrote, in which special tokens are meant as such."""
         with _encoding(self._tokenizer):
-            return self._reads_special.encode(text, add_special_tokens=False).ids
+            return self._template_tokenizer.encode(text, add_special_tokens=False).ids
 
     @cached_property
-    def _reads_special(self) -> tokenizers.Tokenizer:
+    def _template_tokenizer(self) -> tokenizers.Tokenizer:
+        return self._parse()
+
+    def _parse(self) -> tokenizers.Tokenizer:
         import tokenizers
 
-        reads_special = tokenizers.Tokenizer.from_str(self._text)
-        reads_special.no_truncation()
-        reads_special.no_padding()
-        return reads_special
+        library = tokenizers.Tokenizer.from_str(self._text)
+        library.no_truncation()
+        library.no_padding()
+        return library
 
     @cached_property
     def special_tokens(self) -> list[str]:
@@ -179,12 +178,12 @@ class Tokenizer:
         if path.is_dir():
             if (path / FILE).is_file():
                 return cls.load(path)
-            for vocab, merges in _PAIRS:
+            for vocab, merges in _GPT2_FILES:
                 if (path / vocab).is_file() and (path / merges).is_file():
-                    return cls.from_gpt2_files(path / vocab, path / merges)
+                    return cls(_from_gpt2_files(path / vocab, path / merges), str(path / vocab))
             raise FileProblem(f"{place} holds neither tokenizer.json nor encoder.json and vocab.bpe.")
         if place == "gpt2":
-            return cls.from_hub("openai-community/gpt2")
+            return cls(_download("openai-community/gpt2"), "openai-community/gpt2")
         if place == BOX:
             return cls.load(box_folder())
         raise FileProblem(
@@ -192,42 +191,11 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_hub(cls, repository: str) -> Tokenizer:
-        import tokenizers
-
-        try:
-            downloaded = tokenizers.Tokenizer.from_pretrained(repository)
-        except Exception as error:  # whatever the network or the Hub throws
-            raise LoopformerError(
-                f"The tokenizer {repository} cannot be downloaded; connect, give --tokenizer a local folder, "
-                "or use --train-tokenizer 4096."
-            ) from error
-        return cls(downloaded.to_str(), repository)
-
-    @classmethod
-    def from_gpt2_files(cls, vocab: Path, merges: Path) -> Tokenizer:
-        """The byte-level BPE of OpenAI's `encoder.json` and `vocab.bpe`."""
-        from tokenizers import Tokenizer as Library
-        from tokenizers.models import BPE
-
-        try:
-            ids = json.loads(_read(vocab))
-            lines = [line for line in _read(merges).split("\n") if line and not line.startswith("#version")]
-            model = BPE(ids, [(first, second) for first, second in (line.split(" ") for line in lines)])
-        except FileProblem:
-            raise
-        except Exception as error:  # JSON, the pairs, or the library's own plain Exception
-            raise FileProblem(f"{vocab} and {merges.name} are no byte-level BPE that fits together.") from error
-        return cls(_byte_level(Library(model)).to_str(), str(vocab))
-
-    @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Byte-level BPE, the end token included in `vocab_size`; the same text gives the same tokenizer."""
         check_vocab_size(vocab_size)
-        return cls(
-            _train((piece for text in texts for piece in training_pieces(text)), vocab_size),
-            "the trained tokenizer",
-        )
+        pieces = (piece for text in texts for piece in training_pieces(text))
+        return cls(_train(pieces, vocab_size), "the trained tokenizer")
 
     @classmethod
     def train_apart(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -284,24 +252,19 @@ def check_vocab_size(vocab_size: int) -> None:
 
 
 def _train(texts: Iterable[str], vocab_size: int) -> str:
-    from tokenizers import Tokenizer as Library
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-    from tokenizers.trainers import BpeTrainer
+    from tokenizers import models, pre_tokenizers, trainers
 
-    library = _byte_level(Library(BPE()))
-    trainer = BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=sorted(ByteLevel.alphabet()),
-        show_progress=False,
+    library = _byte_level(models.BPE())
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     library.train_from_iterator(texts, trainer)
     return library.to_str()
 
 
 def _train_from_stdin() -> None:
-    """What `train_apart` runs: a text on each line, the tokenizer to stdout, if the last line came."""
+    """What the process of `train_apart` runs: a text on each line in, the tokenizer out once the last line came."""
 
     def texts() -> Iterator[str]:
         for line in sys.stdin.buffer:
@@ -311,6 +274,48 @@ def _train_from_stdin() -> None:
         raise SystemExit(1)
 
     sys.stdout.buffer.write(_train(texts(), int(sys.argv[1])).encode())
+
+
+def _download(repository: str) -> str:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_pretrained(repository).to_str()
+    except Exception as error:  # whatever the network or the Hub throws
+        raise LoopformerError(
+            f"The tokenizer {repository} cannot be downloaded; connect, give --tokenizer a local folder, "
+            "or use --train-tokenizer 4096."
+        ) from error
+
+
+def _from_gpt2_files(vocab: Path, merges: Path) -> str:
+    """The byte-level BPE of OpenAI's `encoder.json` and `vocab.bpe`."""
+    from tokenizers.models import BPE
+
+    ids, pairs = _read(vocab), _read(merges)
+    try:
+        lines = [line.split(" ") for line in pairs.split("\n") if line and not line.startswith("#version")]
+        model = BPE(json.loads(ids), [(first, second) for first, second in lines])
+    except Exception as error:  # JSON, the pairs, or the library's own plain Exception
+        raise FileProblem(f"{vocab} and {merges.name} are no byte-level BPE that fits together.") from error
+    return _byte_level(model).to_str()
+
+
+def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+
+    library = Tokenizer(model)
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    return library
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileProblem(f"The tokenizer file {path} is missing or unreadable.") from error
 
 
 @contextmanager
@@ -331,22 +336,6 @@ def _encoding(tokenizer: tokenizers.Tokenizer) -> Iterator[None]:
         raise LoopformerError(f"The tokenizer cannot turn a text into tokens ({reason}).") from error
 
 
-def _byte_level(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    from tokenizers import AddedToken, decoders, pre_tokenizers
-
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([AddedToken(END, special=True, normalized=False)])
-    return library
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileProblem(f"The tokenizer file {path} is missing or unreadable.") from error
-
-
 class Segment(NamedTuple):
     """A stretch of text; with `loss` it is a response, and an end token follows."""
 
@@ -360,14 +349,28 @@ Encoded = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids (uint32) and flags (u
 
 def parse_example(record: dict[str, Any], where: str) -> Example:
     """The segments of one record; `where` names it in an error."""
+    if "messages" in record:
+        messages = record["messages"]
+    elif "prompt" in record and "response" in record:
+        turns = (("user", record["prompt"]), ("assistant", record["response"]))
+        messages = [{"role": role, "content": content} for role, content in turns]
+    else:
+        raise LoopformerError(f"{where} has neither prompt and response nor messages, as --supervised needs.")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise LoopformerError(f'{where} must have messages such as [{{"role": "user", "content": "…"}}].')
     segments: list[Segment] = []
     context = ""
-    for role, content in _messages(record, where):
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if role not in tuple(ROLES) or not isinstance(content, str):
+            raise LoopformerError(
+                f"{where} has a turn of role {role!r}; each needs a role of {', '.join(ROLES)} and text."
+            )
         if role == "assistant":
-            segments += [Segment(context + ROLES[role], False), Segment(" " + content, True)]
+            segments += [Segment(context + ROLES[role], False), Segment(" " + clean(content), True)]
             context = ""
         else:
-            context += f"{ROLES[role]} {content}\n\n"
+            context += f"{ROLES[role]} {clean(content)}\n\n"
     if not segments:
         raise LoopformerError(f"{where} has no assistant turn to learn; add one or remove the record.")
     return tuple(segments)
@@ -376,9 +379,8 @@ def parse_example(record: dict[str, Any], where: str) -> Example:
 def encode_prompt(tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> list[int]:
     """The ids of a chat so far, ready for the model to answer as the assistant."""
     *known, _ = parse_example({"messages": [*messages, {"role": "assistant", "content": ""}]}, "The chat")
-    encoded = tokenizer.encode_batch([segment.text for segment in known])
-    ends = ([tokenizer.eot] if segment.loss else [] for segment in known)
-    return [number for ids, end in zip(encoded, ends, strict=True) for number in (*ids, *end)]
+    ((ids, _),) = encode_examples(tokenizer, [tuple(known)])
+    return [int(number) for number in ids]
 
 
 def example_key(example: Example) -> str:
@@ -399,24 +401,3 @@ def encode_examples(tokenizer: Tokenizer, examples: Sequence[Example]) -> Iterat
         flags = np.repeat(losses, [len(part) for part in parts])
         flags[-1] |= LAST
         yield np.concatenate([np.array(part, np.uint32) for part in parts]), flags
-
-
-def _messages(record: dict[str, Any], where: str) -> list[tuple[str, str]]:
-    if "messages" in record:
-        messages = record["messages"]
-    elif "prompt" in record and "response" in record:
-        messages = [
-            {"role": "user", "content": record["prompt"]},
-            {"role": "assistant", "content": record["response"]},
-        ]
-    else:
-        raise LoopformerError(f"{where} has neither prompt and response nor messages, as --supervised needs.")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise LoopformerError(f'{where} must have messages such as [{{"role": "user", "content": "…"}}].')
-    pairs = [(message.get("role"), message.get("content")) for message in messages]
-    for role, content in pairs:
-        if role not in ROLES or not isinstance(content, str):
-            raise LoopformerError(
-                f"{where} has a turn of role {role!r}; each needs a role of {', '.join(ROLES)} and text."
-            )
-    return [(role, clean(content)) for role, content in pairs]

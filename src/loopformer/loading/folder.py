@@ -61,10 +61,8 @@ def read_config(folder: str | Path) -> ModelConfig:
     """The model settings of one of our folders."""
     path = Path(folder) / CONFIG
     content = read_json(path)
-    if content.get("version") != VERSION:
-        raise FileProblem(
-            f"{path} has version {content.get('version')!r}, this loopformer reads {VERSION}; update it."
-        )
+    if (version := content.get("version")) != VERSION:
+        raise FileProblem(f"{path} has version {version!r}, this loopformer reads {VERSION}; update it.")
     return from_mapping(ModelConfig, content.get("model"), "model")
 
 
@@ -175,27 +173,23 @@ def save_tensors(
     source: dict[str, Any] | None = None,
     default: str | int | None = None,
 ) -> Path:
-    """Write a model that is in hand as tensors and settings."""
+    """Write a model that is given as tensors and settings."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in state.items()}
-    config = {
-        "format": FORMAT,
-        "version": VERSION,
-        "model": model.plain(),
-        "source": source or {},
-    }
+    config = {"format": FORMAT, "version": VERSION, "model": model.plain(), "source": source or {}}
     if default is not None:
         config["budget" if isinstance(default, int) else "trajectory"] = default
+    weights_part, config_part = folder / f"{WEIGHTS}.part", folder / f"{CONFIG}.part"
     try:
-        write_safetensors(tensors, folder / (WEIGHTS + ".part"))
-        (folder / (CONFIG + ".part")).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name in (WEIGHTS, CONFIG):
-            os.replace(folder / (name + ".part"), folder / name)
+        write_safetensors(tensors, weights_part)
+        config_part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        os.replace(weights_part, folder / WEIGHTS)
+        os.replace(config_part, folder / CONFIG)
     except Exception as error:
-        for name in (WEIGHTS, CONFIG):
+        for part in (weights_part, config_part):
             with suppress(OSError):
-                (folder / (name + ".part")).unlink()
+                part.unlink()
         raise FileProblem(f"The model could not be written to {folder} ({error}).") from error
     return folder
 
@@ -215,26 +209,21 @@ def staged(place: Path) -> Iterator[Path]:
 
 
 def put_model(stage: Path, place: Path, others: Iterable[str] = ()) -> None:
-    """Move a finished model to its place: in one go where no folder is there, else file by file, settings last.
+    """Move a finished model into place: at once if there is no folder, else file by file, the settings last.
 
-    Of the model that was there all files go, and those of `others`; what is not its own stays.
+    All files of the model that was there are removed, and `others`; files that are not the model's stay.
     """
     if not place.exists():
         os.replace(stage, place)
         return
     new = {path.name for path in stage.iterdir()}
-    for name in model_files(place).union(others) - new:
+    old = {WEIGHTS, CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, *others}
+    if is_export(place):
+        old |= {CARD, GENERATION, SPECIAL, *(path.name for path in place.glob(f"{MODEL_TYPE}_*.py"))}
+    for name in old - new:
         (place / name).unlink(missing_ok=True)
     for name in sorted(new, key=lambda name: name == CONFIG):
         os.replace(stage / name, place / name)
-
-
-def model_files(folder: Path) -> set[str]:
-    """The names of the files in a model folder that belong to its model."""
-    names = {WEIGHTS, CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE}
-    if is_export(folder):
-        names |= {CARD, GENERATION, SPECIAL, *(path.name for path in folder.glob(f"{MODEL_TYPE}_*.py"))}
-    return names
 
 
 def is_export(folder: str | Path) -> bool:
@@ -288,8 +277,7 @@ def data_folder(run: Path, stored: str) -> Path | None:
 
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first; unfinished ones are not among them."""
-    paths = (run / FOLDER).glob("step-*") if (run / FOLDER).is_dir() else []
-    return sorted(path for path in paths if _STEP.fullmatch(path.name))
+    return sorted(path for path in (run / FOLDER).glob("step-*") if _STEP.fullmatch(path.name))
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -309,9 +297,8 @@ def damage(checkpoint: Path, names: Sequence[str] | None = None) -> str | None:
     name = CHECKSUMS
     try:
         sums = read_json(checkpoint / name)
-        for name in (WEIGHTS, CONFIG):
-            if name not in sums:
-                return f"{CHECKSUMS} does not list {name}"
+        if missing := [name for name in (WEIGHTS, CONFIG) if name not in sums]:
+            return f"{CHECKSUMS} does not list {missing[0]}"
         for name, expected in sums.items():
             if (names is None or name in names) and sha256_of(checkpoint / name) != expected:
                 return f"{name} does not match its checksum"
@@ -330,15 +317,14 @@ def damage(checkpoint: Path, names: Sequence[str] | None = None) -> str | None:
 
 
 def latest_good(run: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that is whole; damaged ones on the way are named."""
+    """The newest whole checkpoint; `say` gets a sentence about each newer one that is damaged."""
     named: set[Path] = set()
     while True:
         for path in reversed(checkpoints(run)):
-            wrong = damage(path)
-            if wrong is None:
+            if (wrong := damage(path)) is None:
                 return path
             if not path.is_dir():
-                break  # a run that goes on has rotated it away meanwhile; look again, there is a newer one
+                break  # a running training has rotated it away meanwhile; look again, there is a newer one
             if path not in named:
                 named.add(path)
                 say(f"The checkpoint {path} is damaged ({wrong}).")
@@ -349,8 +335,7 @@ def latest_good(run: Path, say: Callable[[str], None]) -> Path | None:
 def newest_model(run: str | Path, say: Callable[[str], None]) -> Path:
     """The model folder to use of a run: its newest whole checkpoint."""
     notes: list[str] = []
-    checkpoint = latest_good(Path(run), notes.append)
-    if checkpoint is None:
+    if (checkpoint := latest_good(Path(run), notes.append)) is None:
         raise FileProblem(
             f"No checkpoint of {run} is whole: {' '.join(notes)}"
             if notes
