@@ -145,7 +145,7 @@ def test_wrong_content_is_damage(tmp_path: Path, content: bytes, monkeypatch: py
         with pytest.raises(DamagedFile, match=f"{path} (is not readable|must hold)") as caught:
             read(path)
         assert "\n" not in str(caught.value)
-    monkeypatch.setattr(files, "_LARGEST", 0)
+    monkeypatch.setattr(files, "_MAX_BYTES", 0)
     with pytest.raises(DamagedFile, match="too large"):
         read_json(path)
 
