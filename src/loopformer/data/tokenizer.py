@@ -1,26 +1,26 @@
-"""Text ↔ token ids: a thin wrapper over the `tokenizers` library that travels as one file, tokenizer.json.
+"""Text ↔ token ids: a thin wrapper over the `tokenizers` library, and chats as tokens with loss on the responses.
 
     Tokenizer.find("gpt2")                      # GPT-2's BPE from the Hub
     Tokenizer.find("folder")                    # tokenizer.json, or GPT-2's encoder.json and vocab.bpe
     Tokenizer.train(texts, vocab_size=4096)     # byte-level BPE, the same for the same text; also train_apart
     tokenizer.encode("Hello world"); tokenizer.decode([15496, 995])
 
-Text never encodes to a special token: a document that contains the characters `<|endoftext|>` stays text. Only what
-a chat template wrote is read otherwise (`encode_template`).
+A tokenizer is stored as a single file, tokenizer.json. Text never encodes to a special token: `<|endoftext|>` in a
+document stays text. Only the output of a chat template may contain special tokens (`encode_template`).
 
-A supervised example is a prompt and a response, or a chat, as tokens with loss on the responses only:
+A supervised example is a prompt and a response, or a chat:
 
     {"prompt": "2 + 2?", "response": "4"}
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 
-Both become the same text, turn by turn, where ⏎ is a line break and END the tokenizer's end token:
+Both become the same text, turn by turn. Here ⏎ is a line break and END is the tokenizer's end token:
 
     System: content⏎⏎
     User: content⏎⏎
     Assistant: contentEND
 
-Loss is on the words of each assistant turn and on the END that closes it. For inference, `encode_prompt`
-gives the ids up to and including "Assistant:".
+The loss is on the words of each assistant turn and on the END that closes it. For inference, `encode_prompt` gives
+the ids up to and including "Assistant:".
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ if TYPE_CHECKING:
 FILE = "tokenizer.json"
 END = "<|endoftext|>"
 _END_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
-_LAST_LINE = b"\n"  # no text is written so
-_TRAINING_MEMORY = 320 << 20  # bytes that training may take for the different words of the text, of which
-_WORD_MEMORY, _BYTE_MEMORY = 500, 110  # each takes so much, and so much for each of its bytes: measured
-_WORD = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")  # about what byte-level BPE takes for a word
+_LAST_LINE = b"\n"  # after the last text for the training process; a text in JSON is never an empty line
+_TRAINING_MEMORY = 320 << 20  # bytes that training may take for the distinct words of the text
+_WORD_MEMORY, _BYTE_MEMORY = 500, 110  # measured bytes for each distinct word and for each byte in it
+_WORD = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")  # roughly the words of byte-level BPE
 _GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, and the Hub's
 
 LOSS = 1  # flag of a token that is learned
-LAST = 2  # flag of the last token of an example; a chat has more end tokens than its last
+LAST = 2  # flag of the last token of an example; a chat has an end token after every response
 ROLES = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
 
 
 class Tokenizer:
-    """A tokenizer and the very text of its tokenizer.json; `hash` is the sha256 of that file."""
+    """A tokenizer with the exact text of its tokenizer.json; `hash` is the SHA-256 of that file."""
 
     def __init__(self, text: str, name: str = FILE) -> None:
         self._text = text
@@ -77,7 +77,7 @@ class Tokenizer:
         if not ends:
             raise FileProblem(f"{name} has no end token; add {END} to it.")
         self.eot = ends[0]
-        self._alone: dict[int, str] = {}  # the text of single ids
+        self._single: dict[int, str] = {}  # the text of single ids that were decoded
 
     @cached_property
     def vocab_size(self) -> int:
@@ -92,13 +92,13 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Each text on its own, in parallel."""
+        """The ids of each text, computed in parallel."""
         with _encoding(self._tokenizer):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
     def encode_template(self, text: str) -> list[int]:
-        """The ids of what a chat template wrote, in which special tokens are meant as such."""
+        """The ids of the output of a chat template, in which special tokens are meant as such."""
         with _encoding(self._tokenizer):
             return self._template_tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -116,11 +116,11 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> list[str]:
-        """The texts that stand for special tokens."""
+        """The texts of the special tokens."""
         return [added["content"] for added in json.loads(self._text).get("added_tokens", ()) if added["special"]]
 
     def ending_with(self, token: str) -> Tokenizer:
-        """The same with another token as the one that ends a text."""
+        """The same tokenizer with another end token."""
         number = self._tokenizer.token_to_id(token)
         if number is None:
             raise LoopformerError(f"The tokenizer has no token {token!r} that could end a text.")
@@ -132,20 +132,20 @@ class Tokenizer:
         """The text of the ids; the end token shows only with `special`."""
         if special or len(ids) != 1:
             return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
-        number = int(ids[0])  # texts that stream ask for one at every token
-        if number not in self._alone:
-            self._alone[number] = self._tokenizer.decode([number])
-        return self._alone[number]
+        number = int(ids[0])  # streaming decodes a single id for every token
+        if number not in self._single:
+            self._single[number] = self._tokenizer.decode([number])
+        return self._single[number]
 
     def byte_count(self, ids: Iterable[int]) -> int:
-        """UTF-8 bytes of the text that ids stand for; byte-level tokenizers count also parts of a character."""
+        """UTF-8 bytes of the text of the ids; byte-level tokenizers also count parts of a character."""
         if self._byte_lengths is None:
             return len(self.decode(list(ids)).encode())
         return sum(self._byte_lengths[number] for number in ids)
 
     @cached_property
     def _byte_lengths(self) -> list[int] | None:
-        """Bytes of each id where a character of a token is one byte; None for other kinds of tokenizers."""
+        """Bytes of each id of a byte-level tokenizer; None for other kinds."""
         saved = json.loads(self._text)
         decoder = saved.get("decoder") or {}
         if "ByteLevel" not in [part["type"] for part in (decoder, *decoder.get("decoders", ())) if part]:
@@ -199,7 +199,7 @@ class Tokenizer:
 
     @classmethod
     def train_apart(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """The same of `training_pieces` in a process of its own, which can be left where the library cannot."""
+        """Train on `training_pieces` in a separate process, because Ctrl-C cannot stop the library in this one."""
         check_vocab_size(vocab_size)
         code = "from loopformer.data.tokenizer import _train_from_stdin; _train_from_stdin()"
         process = subprocess.Popen(
@@ -207,12 +207,12 @@ class Tokenizer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # Ctrl-C is for us, who end it
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends the other
         )
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with suppress(BrokenPipeError):  # it has died, which its exit code tells
+            with suppress(BrokenPipeError):  # it has died; its exit code says so below
                 for text in texts:
                     process.stdin.write(json.dumps(text).encode() + b"\n")
                 process.stdin.write(_LAST_LINE)
@@ -230,12 +230,12 @@ class Tokenizer:
 
 
 def training_pieces(text: str) -> list[str]:
-    """A text as a tokenizer is trained on it; the trainer buffers some hundreds, and pieces keep that small."""
+    """A text cut for training: the trainer buffers some hundreds of texts, so they should be short."""
     return cut(text, 1 << 12, 1 << 16)
 
 
 def within_memory(pieces: Iterable[str], shares: int) -> Iterator[str]:
-    """The pieces until their different words would take the trainer more than one of so many shares of memory."""
+    """The pieces until their distinct words would take the trainer more than its memory divided by `shares`."""
     words: set[str] = set()
     room = _TRAINING_MEMORY // shares
     for piece in pieces:
@@ -320,7 +320,7 @@ def _read(path: Path) -> str:
 
 @contextmanager
 def _encoding(tokenizer: tokenizers.Tokenizer) -> Iterator[None]:
-    """Whatever the library raises, one sentence; a fault in its compiled code is no Exception."""
+    """Turn whatever the library raises into one sentence; a panic in its compiled code is no Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -331,7 +331,7 @@ def _encoding(tokenizer: tokenizers.Tokenizer) -> Iterator[None]:
             vocabulary = tokenizer.get_vocab(with_added_tokens=False)
             known = sorted(vocabulary, key=vocabulary.__getitem__)[:4]
             reason = f"it knows nothing but words such as {' '.join(known)}"
-        elif "TextEncodeInput" in reason:  # what it says of a str that is no Unicode text
+        elif "TextEncodeInput" in reason:  # its message for a str that is no Unicode text
             reason = "it holds half of a surrogate pair, which is no character"
         raise LoopformerError(f"The tokenizer cannot turn a text into tokens ({reason}).") from error
 
@@ -384,7 +384,7 @@ def encode_prompt(tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> l
 
 
 def example_key(example: Example) -> str:
-    """What decides the split: two examples of the same words are the same."""
+    """What is hashed to choose the split: examples with the same words have the same key."""
     return json.dumps(example, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""Models on disk: folder.py (our own model and run folders) · published.py (the authors' weights).
+"""Models on disk: folder.py (the package's own model and run folders) · published.py (the authors' weights).
 
 model, tokenizer_folder = find_model("runs/demo")     # a run, a model folder, published weights, or "box"
 config, tokenizer_folder = find_config("runs/demo")   # the same without the weights
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_ATTEMPTS = 20  # at a run whose checkpoints rotate faster than they can be read
+_ATTEMPTS = 20  # to read a run that rotates its checkpoints at the same time
 
 
 def find_model(

@@ -3,11 +3,11 @@
     load_published("armenjeddi/LoopFormer-3block-8iterations", loops=8)    # a Hub id, a file or a folder
     from_state_dict(tensors, heads=32, loops=8)
 
-The kind of model and all sizes are inferred from the tensors. The number of heads and of loops are not in them:
-they come from the config or metadata beside the weights, else from the caller.
+The kind of model and all sizes are inferred from the tensors. The numbers of heads and loops are not in them. They
+come from the config or metadata beside the weights, else from the caller.
 
-Safetensors hold no code. A `.pt` is read with `weights_only=True`; the settings object that the authors' training
-pickles becomes an inert record, and a file that asks for anything else is refused.
+Safetensors hold no code. A `.pt` is read with `weights_only=True`. The settings object that the authors' training
+pickles becomes an inert record, and a file that needs any other class or function is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from loopformer.config import Conditioning, ModelConfig
-from loopformer.errors import FileProblem, LoopformerError, nearest
+from loopformer.errors import FileProblem, LoopformerError, nearest, require
 from loopformer.files import read_json
 from loopformer.loading.folder import CONFIG, SETTINGS, build, check_finite, checkpoints, read_safetensors
 from loopformer.model import LoopedLM
@@ -67,8 +67,8 @@ def load_published(source: str | Path, heads: int | None = None, loops: int | No
     check_finite(tensors)
     return from_state_dict(
         tensors,
-        heads=_settle("heads", settings, HEAD_KEYS, heads),
-        loops=_settle("loops", settings, LOOP_KEYS, loops),
+        heads=_stored_or_given("heads", settings, HEAD_KEYS, heads),
+        loops=_stored_or_given("loops", settings, LOOP_KEYS, loops),
     )
 
 
@@ -95,22 +95,20 @@ def from_state_dict(tensors: dict[str, Tensor], heads: int | None = None, loops:
     )
 
 
-def _settle(what: str, settings: Settings, keys: tuple[str, ...], callers: int | None) -> int | None:
-    """The value that stands beside the weights, else the caller's; a contradiction is an error."""
+def _stored_or_given(option: str, settings: Settings, keys: tuple[str, ...], given: int | None) -> int | None:
+    """The value stored beside the weights, else the caller's; a contradiction is an error."""
     for key in keys:
-        if isinstance(settings.get(key), int):
-            if callers is not None and callers != settings[key]:
-                raise LoopformerError(
-                    f"The weights' own config says {key} = {settings[key]}, not {callers}; leave --{what} out."
-                )
-            return int(settings[key])
-    return callers
+        if isinstance(stored := settings.get(key), int):
+            contradiction = f"The weights' own config says {key} = {stored}, not {given}"
+            require(given in (None, stored), f"{contradiction}; leave --{option} out.")
+            return int(stored)
+    return given
 
 
 def _infer_config(
     tensors: dict[str, Tensor], blocks: dict[str, int], heads: int | None, loops: int | None
 ) -> ModelConfig:
-    """Kind and sizes from the tensors' names and shapes; `blocks` has the number of each block's prefix."""
+    """Kind and sizes from the names and shapes of the tensors; `blocks` maps prefixes of blocks to their numbers."""
     if not blocks:
         raise FileProblem("These tensors are no published LoopFormer, TMLT, Base-Loop or Base model.")
     numbers = set(blocks.values())
@@ -129,10 +127,8 @@ def _infer_config(
     ffn, _ = _shape(tensors, f"{first}mlp.c_fc.weight")
     if heads is None:
         raise LoopformerError("The number of attention heads is not in the weights; give --heads (heads=…).")
-    if loops is None and looped:
-        raise LoopformerError(
-            "The number of loops L is not in the weights; give --loops (loops=…), 8 for a 3⊗8 model."
-        )
+    advice = "give --loops (loops=…), 8 for a 3⊗8 model"
+    require(loops is not None or not looped, f"The number of loops L is not in the weights; {advice}.")
     return ModelConfig(
         conditioning=kind,
         blocks=len(numbers),
@@ -219,7 +215,7 @@ def read_folder(folder: Path) -> tuple[Tensors, Settings]:
 
 
 def read_pt(path: Path) -> tuple[Tensors, Settings]:
-    """A training checkpoint of the authors, or a bare state dict."""
+    """Tensors and settings of a training checkpoint of the authors, or of a bare state dict."""
     try:
         stand_ins: list[Any] = [
             _stand_in(name, path) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -255,7 +251,7 @@ def read_pt(path: Path) -> tuple[Tensors, Settings]:
 
 
 def _stand_in(name: str, path: Path) -> tuple[Any, str]:
-    """What to put in the place of a name that a pickle asks for; refuse all but the settings and NumPy scalars."""
+    """A harmless class for a name in a pickle; only the settings object and NumPy scalars are allowed."""
     numpy_scalar = r"numpy\.(core|_core)\.multiarray\.scalar|numpy\.dtype|numpy\.dtypes\.\w+"
     if name.rpartition(".")[2] == "GPTConfig" or re.fullmatch(numpy_scalar, name):
         return type("Record", (_InertRecord,), {}), name
@@ -266,7 +262,7 @@ def _stand_in(name: str, path: Path) -> tuple[Any, str]:
 
 
 class _InertRecord:
-    """Takes the place of a pickled object: keeps its plain attributes, has no behaviour."""
+    """Replaces a pickled object: has its plain attributes and no behaviour."""
 
     def __init__(self, *args: object) -> None:
         pass
