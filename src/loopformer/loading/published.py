@@ -108,7 +108,7 @@ def _stored_or_given(option: str, settings: Settings, keys: tuple[str, ...], giv
 def _infer_config(
     tensors: dict[str, Tensor], blocks: dict[str, int], heads: int | None, loops: int | None
 ) -> ModelConfig:
-    """Kind and sizes from the names and shapes of the tensors; `blocks` maps prefixes of blocks to their numbers."""
+    """Kind and sizes from the names and shapes of the tensors; `blocks` has the number of each block's prefix."""
     if not blocks:
         raise FileProblem("These tensors are no published LoopFormer, TMLT, Base-Loop or Base model.")
     numbers = set(blocks.values())
