@@ -125,30 +125,26 @@ class Source:
             for record_number, record in enumerate(self.parts[number].read(skip, meter), skip + 1):
                 yield Position(number, record_number), record
 
-    def read(self, field: str, start: Position, meter: Meter) -> Iterator[tuple[Position, str | BadRecord]]:
-        """The text of each record that has any, or what is wrong with the record, with the position after it."""
-        for position, record in self.records(start, meter):
-            if isinstance(record, BadRecord):
-                yield position, record
-                continue
-            text, where = record.get(field), self.where(position)
-            if field not in record:
-                known = ", ".join(map(str, itertools.islice(record, 20))) or "it is empty"
-                advice = f"choose one with --field: {known[:500]}"
-                yield position, BadRecord(f"{where} has no field {field!r}; {advice}.")
-            elif text is not None and not isinstance(text, str):
-                yield position, BadRecord(f"Field {field!r} of {where} is not text; choose another with --field.")
-            elif text and not text.isspace():
-                yield position, clean(text)
+    def text_of(self, record: Record | BadRecord, field: str, after: Position) -> str | BadRecord:
+        """The text of a record, empty if there is only white space; or what is wrong with it."""
+        if isinstance(record, BadRecord):
+            return record
+        text, where = record.get(field), self.where(after)
+        if field not in record:
+            known = ", ".join(map(str, itertools.islice(record, 20))) or "it is empty"
+            return BadRecord(f"{where} has no field {field!r}; choose one with --field: {known[:500]}.")
+        if text is not None and not isinstance(text, str):
+            return BadRecord(f"Field {field!r} of {where} is not text; choose another with --field.")
+        return clean(text) if text and not text.isspace() else ""
 
-    def texts(
-        self, field: str, start: Position | None = None, meter: Meter | None = None
-    ) -> Iterator[tuple[Position, str]]:
+    def texts(self, field: str, start: Position | None = None) -> Iterator[tuple[Position, str]]:
         """The text of each record that has any, with the position after it; a bad record is raised."""
-        for position, text in self.read(field, start or Position(), meter or Meter()):
+        for position, record in self.records(start or Position(), Meter()):
+            text = self.text_of(record, field, position)
             if isinstance(text, BadRecord):
                 raise text
-            yield position, text
+            if text:
+                yield position, text
 
     def where(self, after: Position) -> str:
         """The name of the record that ends at a position, or that the position is in."""

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loopformer.data.corpus import Position, Source, parse_sources
-from loopformer.data.formats import BadRecord, Meter, need
+from loopformer.data.formats import BadRecord, Meter, Record, need
 from loopformer.data.loader import Prefetcher
 from loopformer.data.shards import INDEX_FILE, STATE_FILE, Shard, ShardWriter, damaged_folder, read_index
 from loopformer.data.splits import SPLITS, Split, Splitter, agree, check_fraction, documents, fits, survey
@@ -90,7 +90,7 @@ def prepare(
     workers: int | None = None,
     batch_chars: int = 2 << 20,
     commit_seconds: float = 2.0,
-    report: Report = lambda progress: None,
+    report: Report | None = None,
 ) -> dict[str, Any]:
     """Turn sources into token shards under `out` and return the index; started again, it continues.
 
@@ -129,12 +129,13 @@ def prepare(
         "sources": [_describe(source) for source in parsed],
     }
     reader = _Reader(field, supervised, on_bad == "skip")
+    show = report or (lambda progress: None)
 
     def announce(name: str, phase: str) -> None:
-        report(PrepareProgress(name, 0, 0, None, phase))
+        show(PrepareProgress(name, 0, 0, None, phase))
 
     with locked(Path(out)):
-        ledger = Ledger(Path(out), settings, parsed, report)
+        ledger = Ledger(Path(out), settings, parsed, show)
         if (index := ledger.begin()) is not None:
             return index
         check_writable(ledger.folder)
@@ -216,13 +217,13 @@ class Ledger:
             unfinished = read_index(state)
             self._compare_settings(unfinished.get("settings"))
             try:
-                for earlier, now in zip(unfinished.get("changed", self._changed), self._changed, strict=True):
-                    for name, changed in now.items():
-                        if earlier[name] != changed:
-                            raise self._file_changed(name, "begun with")
+                files = zip(unfinished.get("changed", self._changed), self._changed, strict=True)
+                changed = [name for then, now in files for name in now if then[name] != now[name]]
                 self.sources = [SourceState.from_json(source) for source in unfinished["sources"]]
-            except (KeyError, TypeError, AttributeError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise damaged_folder(state) from error
+            if changed:
+                raise self._file_changed(changed[0], "begun with")
         elif any(path.name != f"{STATE_FILE}.tmp" for path in self.folder.iterdir()):
             raise FileProblem(
                 f"{self.folder} is not empty and was not made by prepare; choose another --out folder."
@@ -341,37 +342,32 @@ class _Reader:
 
     def read(self, source: Source, start: Position, meter: Meter) -> Iterator[tuple[Position, Item]]:
         """Each document with the position after it; a bad record is raised, or yielded if it is to be skipped."""
-        for position, item in (self._examples if self.supervised else self._texts)(source, start, meter):
-            if isinstance(item, BadRecord) and not self.skip_bad:
-                raise item
-            yield position, item
-
-    def _texts(self, source: Source, start: Position, meter: Meter) -> Iterator[tuple[Position, Item]]:
-        for after, text in source.read(self.field, start, meter):
-            if isinstance(text, BadRecord):
-                yield after, text
-                continue
-            pieces = documents(text)
-            # An earlier process may have stopped inside this record, after some of its pieces.
+        for after, record in source.records(start, meter):
+            items: list[Item] = []
+            if self.supervised:
+                items.append(self._parse(record, source.where(after)))
+            elif isinstance(text := source.text_of(record, self.field, after), BadRecord):
+                items.append(text)
+            elif text:
+                items += [(Segment(piece, True),) for piece in documents(text)]
+            # An earlier process may have stopped inside this record, after some of its documents.
             done = start.piece if (start.part, start.record + 1) == after[:2] else 0
-            for number, piece in enumerate(pieces[done:], done + 1):
-                inside = Position(after.part, after.record - 1, number)
-                yield after if number == len(pieces) else inside, (Segment(piece, True),)
+            for number, item in enumerate(items[done:], done + 1):
+                if isinstance(item, BadRecord) and not self.skip_bad:
+                    raise item
+                yield after if number == len(items) else Position(after.part, after.record - 1, number), item
 
-    def _examples(self, source: Source, start: Position, meter: Meter) -> Iterator[tuple[Position, Item]]:
-        for position, record in source.records(start, meter):
-            if isinstance(record, BadRecord):
-                yield position, record
-                continue
-            where = source.where(position)
-            try:
-                example = parse_example(record, where)
-                too_long = f"{where} has more than a million characters, too many for one example."
-                require(fits(example_text(example)), too_long)
-            except LoopformerError as error:
-                yield position, BadRecord(str(error))
-            else:
-                yield position, example
+    def _parse(self, record: Record | BadRecord, where: str) -> Item:
+        """The supervised example of a record, or what is wrong with it."""
+        if isinstance(record, BadRecord):
+            return record
+        try:
+            example = parse_example(record, where)
+        except LoopformerError as error:
+            return BadRecord(str(error))
+        if fits(example_text(example)):
+            return example
+        return BadRecord(f"{where} has more than a million characters, too many for one example.")
 
     def survey(self, source: Source) -> Splitter:
         def keys() -> Iterator[str]:
@@ -409,7 +405,7 @@ class _Reader:
         meter = Meter(sum(part.size or 0 for part in source.parts[: start.part]))
         batch, size = _Batch(start, meter.read), 0
         for position, item in self.read(source, start, meter):
-            more = len((str(item) if isinstance(item, BadRecord) else example_text(item)).encode())
+            more = len(str(item) if isinstance(item, BadRecord) else example_text(item).encode())
             if size and size + more > max_bytes:
                 yield batch
                 batch, size = _Batch(batch.position, meter.read), 0
