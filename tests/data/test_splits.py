@@ -93,7 +93,10 @@ def test_sources_prepared_together_never_disagree() -> None:
     few = [f"document {number}" for number in range(40)]
     many = few + [f"other {number}" for number in range(2000)]
     splitters = agree(
-        [survey(lambda: iter(few), 0.01, "few", whole=True), survey(lambda: iter(many), 0.05, "many", whole=True)]
+        [
+            survey(lambda: iter(few), 0.01, "few", can_cut=False),
+            survey(lambda: iter(many), 0.05, "many", can_cut=False),
+        ]
     )
     chosen = [[splitter.choose(text) for text in few] for splitter in splitters]
     assert chosen[0] == chosen[1]

@@ -375,7 +375,7 @@ class _Reader:
                 if not isinstance(item, BadRecord):
                     yield example_key(item) if self.supervised else example_text(item)
 
-        return survey(keys, source.val_fraction, source.given, whole=self.supervised)
+        return survey(keys, source.val_fraction, source.given, can_cut=not self.supervised)
 
     def split(self, splitter: Splitter, example: Example) -> list[tuple[Split, Example]]:
         """The document in its split; a text may be cut between both splits."""

@@ -52,10 +52,10 @@ class Splitter:
         return [(split, "".join(pieces)) for split, pieces in groups]
 
 
-def survey(read: Callable[[], Iterator[str]], fraction: float, name: str, *, whole: bool = False) -> Splitter:
+def survey(read: Callable[[], Iterator[str]], fraction: float, name: str, *, can_cut: bool = True) -> Splitter:
     """The splitter of a source, after reading all of it or, if it is long, its beginning.
 
-    With `whole` documents are not cut, as supervised examples must not be.
+    Without `can_cut` documents are not cut, as supervised examples must not be.
     """
     check_fraction(fraction)
     few = max(_FEW, round(10 / fraction)) if fraction else 1
@@ -65,7 +65,7 @@ def survey(read: Callable[[], Iterator[str]], fraction: float, name: str, *, who
         if count == few:
             return Splitter(fraction)
     require(count > 0, f"{name} holds no text; check the path and the field.")
-    cutter = Splitter(fraction, 0 if whole else min(max(size // _PIECES, _MIN_PIECE), _MAX_PIECE))
+    cutter = Splitter(fraction, min(max(size // _PIECES, _MIN_PIECE), _MAX_PIECE) if can_cut else 0)
     lowest, highest = 2**64, -1
     for text in read():
         numbers = [_hash(piece) for piece in cutter.pieces(text)]
@@ -105,10 +105,10 @@ def fits(text: str) -> bool:
 
 def documents(text: str) -> list[str]:
     """The text itself, or several documents if it is too long for one; none is white space alone."""
-    found: list[str] = []
+    pieces: list[str] = []
     for piece in [text] if len(text) <= LONGEST else cut(text, LONGEST // 2, LONGEST):
-        found += [piece] if fits(piece) else cut(piece, LONGEST // 4, LONGEST // 2)
-    return [document for document in found if not document.isspace()]
+        pieces += [piece] if fits(piece) else cut(piece, LONGEST // 4, LONGEST // 2)
+    return [document for document in pieces if not document.isspace()]
 
 
 def cut(text: str, least: int, most: int) -> list[str]:
@@ -138,9 +138,9 @@ def cut(text: str, least: int, most: int) -> list[str]:
 def _border(text: str, marks: Sequence[str], least: int, most: int) -> int | None:
     """The end of the first mark that ends between `least` and `most`; earlier kinds of marks are preferred."""
     for mark in marks:
-        found = text.find(mark, max(0, least - len(mark)), most)
-        if found >= 0:
-            return found + len(mark)
+        index = text.find(mark, max(0, least - len(mark)), most)
+        if index >= 0:
+            return index + len(mark)
     return None
 
 

@@ -170,9 +170,9 @@ class Tokenizer:
         return cls(_read(Path(path)), str(path))
 
     @classmethod
-    def find(cls, place: str) -> Tokenizer:
+    def find(cls, source: str) -> Tokenizer:
         """`gpt2` (from the Hub), `box`, a tokenizer.json, or a folder with one or with GPT-2's two files."""
-        path = Path(place)
+        path = Path(source)
         if path.is_file():
             return cls.from_file(path)
         if path.is_dir():
@@ -181,13 +181,13 @@ class Tokenizer:
             for vocab, merges in _GPT2_FILES:
                 if (path / vocab).is_file() and (path / merges).is_file():
                     return cls(_from_gpt2_files(path / vocab, path / merges), str(path / vocab))
-            raise FileProblem(f"{place} holds neither tokenizer.json nor encoder.json and vocab.bpe.")
-        if place == "gpt2":
+            raise FileProblem(f"{source} holds neither tokenizer.json nor encoder.json and vocab.bpe.")
+        if source == "gpt2":
             return cls(_download("openai-community/gpt2"), "openai-community/gpt2")
-        if place == BOX:
+        if source == BOX:
             return cls.load(box_folder())
         raise FileProblem(
-            f"There is no tokenizer {place}; give gpt2, box, a tokenizer.json or a folder that has one."
+            f"There is no tokenizer {source}; give gpt2, box, a tokenizer.json or a folder that has one."
         )
 
     @classmethod

@@ -196,12 +196,12 @@ def save_tensors(
 
 
 @contextmanager
-def staged(place: Path) -> Iterator[Path]:
-    """An empty folder to build what later moves to `place`; it is removed in the end.
+def staged(target: Path) -> Iterator[Path]:
+    """An empty folder to build what later moves to `target`; it is removed in the end.
 
-    An existing place may be a mounted disk or somebody's working directory, so the folder is made inside it then.
+    An existing target may be a mounted disk or somebody's working directory, so the folder is made inside it then.
     """
-    stage = (place if place.is_dir() else place.parent) / f".{place.name}.{os.getpid()}.part"
+    stage = (target if target.is_dir() else target.parent) / f".{target.name}.{os.getpid()}.part"
     try:
         stage.mkdir(parents=True)
         yield stage
@@ -209,22 +209,22 @@ def staged(place: Path) -> Iterator[Path]:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def put_model(stage: Path, place: Path, others: Iterable[str] = ()) -> None:
+def put_model(stage: Path, target: Path, others: Iterable[str] = ()) -> None:
     """Move a finished model into place: at once if there is no folder, else file by file, the settings last.
 
     All files of the model that was there are removed, and `others`; files that are not the model's stay.
     """
-    if not place.exists():
-        os.replace(stage, place)
+    if not target.exists():
+        os.replace(stage, target)
         return
     new = {path.name for path in stage.iterdir()}
     old = {WEIGHTS, CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, *others}
-    if is_export(place):
-        old |= {CARD, GENERATION, SPECIAL, *(path.name for path in place.glob(f"{MODEL_TYPE}_*.py"))}
+    if is_export(target):
+        old |= {CARD, GENERATION, SPECIAL, *(path.name for path in target.glob(f"{MODEL_TYPE}_*.py"))}
     for name in old - new:
-        (place / name).unlink(missing_ok=True)
+        (target / name).unlink(missing_ok=True)
     for name in sorted(new, key=lambda name: name == CONFIG):
-        os.replace(stage / name, place / name)
+        os.replace(stage / name, target / name)
 
 
 def is_export(folder: str | Path) -> bool:

@@ -34,7 +34,7 @@ LOOP_KEYS = ("max_model_loops", "max_loops", "loops", "num_loops")
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 GPT2_TOKENS, GPT2_ROWS = 50257, 50304  # the published models pad GPT-2's vocabulary to this many rows
 _WRAPPERS = re.compile(r"^((gpt|module|_orig_mod)\.)+|_orig_mod\.")
-_NAMES = {  # the published name → ours
+_NAMES = {  # the published name → the name in `LoopedLM`
     "transformer.wte.weight": "tokens.weight",
     "transformer.wpe.weight": "places.weight",
     "transformer.norm_f.weight": "final_norm.weight",
@@ -74,24 +74,26 @@ def load_published(source: str | Path, heads: int | None = None, loops: int | No
 
 def from_state_dict(tensors: dict[str, Tensor], heads: int | None = None, loops: int | None = None) -> LoopedLM:
     """A `LoopedLM` from tensors under the published names, with or without `gpt.`, `module.`, `_orig_mod.`."""
-    theirs = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
-    theirs = {name: tensor for name, tensor in theirs.items() if not _IGNORED.fullmatch(name)}
-    head, tokens = theirs.pop("lm_head.weight", None), theirs.get("transformer.wte.weight")
+    published = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
+    published = {name: tensor for name, tensor in published.items() if not _IGNORED.fullmatch(name)}
+    head, tokens = published.pop("lm_head.weight", None), published.get("transformer.wte.weight")
     if head is not None and tokens is not None and not torch.equal(head, tokens):
         raise FileProblem("lm_head.weight differs from transformer.wte.weight; only tied embeddings are supported.")
-    blocks = {match[0]: int(match[2]) for name in theirs if (match := _BLOCK.match(name))}
+    blocks = {match[0]: int(match[2]) for name in published if (match := _BLOCK.match(name))}
     names = dict(_NAMES)
     for prefix, number in blocks.items():
-        names |= {prefix + name: ours.format(n=number) for name, ours in _BLOCK_NAMES.items()}
-    for name in theirs:
+        names |= {prefix + name: renamed.format(n=number) for name, renamed in _BLOCK_NAMES.items()}
+    for name in published:
         if name not in names:
             raise FileProblem(
                 f"The tensor {name} is not one of a published LoopFormer, TMLT, Base-Loop or Base model."
             )
-    published = {ours: name for name, ours in names.items()}
-    config = _infer_config(theirs, blocks, heads, loops)
+    published_names = {renamed: name for name, renamed in names.items()}
+    config = _infer_config(published, blocks, heads, loops)
     return build(
-        config, {names[name]: tensor for name, tensor in theirs.items()}, lambda name: published.get(name, name)
+        config,
+        {names[name]: tensor for name, tensor in published.items()},
+        lambda name: published_names.get(name, name),
     )
 
 
