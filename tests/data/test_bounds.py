@@ -295,17 +295,17 @@ def test_training_a_tokenizer_can_be_left_at_once(tmp_path: Path) -> None:
         raise Left  # all was read, and the process is at work on it
 
     with pytest.raises(Left):
-        Tokenizer.train_apart(given(), 20_000)
+        Tokenizer.train_in_subprocess(given(), 20_000)
     assert time.monotonic() - left_at < 1
     cut_before = [piece for text in texts[:3] for piece in training_pieces(text)]
-    assert Tokenizer.train_apart(cut_before, 400).hash == Tokenizer.train(texts[:3], 400).hash
+    assert Tokenizer.train_in_subprocess(cut_before, 400).hash == Tokenizer.train(texts[:3], 400).hash
     assert not list(tmp_path.iterdir())
 
 
 def test_a_training_that_dies_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loopformer.data.tokenizer._LAST_LINE", b"")
     with pytest.raises(LoopformerError, match="The tokenizer could not be trained"):
-        Tokenizer.train_apart(["some text"] * 100, 300)
+        Tokenizer.train_in_subprocess(["some text"] * 100, 300)
 
 
 def test_words_that_never_come_twice_end_the_training_of_a_tokenizer(
@@ -317,7 +317,7 @@ def test_words_that_never_come_twice_end_the_training_of_a_tokenizer(
         given.extend(texts)
         return Tokenizer.train(given, vocab_size)
 
-    monkeypatch.setattr(Tokenizer, "train_apart", train)
+    monkeypatch.setattr(Tokenizer, "train_in_subprocess", train)
     monkeypatch.setattr("loopformer.data.tokenizer._TRAINING_MEMORY", 1_000_000)
     write_jsonl(tmp_path / "same.jsonl", [{"text": document(0)} for _ in range(2000)])
     prepare([str(tmp_path / "same.jsonl")], tmp_path / "same", train_tokenizer=300, val_fraction=0)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from loopformer.data.corpus import (
     PRESETS,
     Position,
+    iterate_with_retries,
     parse_sources,
     read_dataset,
-    reconnecting,
     stdlib_documents,
 )
 from loopformer.errors import FileProblem, LoopformerError
@@ -133,7 +133,7 @@ def test_nothing_lost_nothing_twice(breaks: list[int], skip: int) -> None:
                 raise ConnectionResetError("peer went away")
             yield item
 
-    assert list(reconnecting(open_at, skip, "source", waits=(0.0,))) == list(range(skip, 50))
+    assert list(iterate_with_retries(open_at, skip, "source", waits=(0.0,))) == list(range(skip, 50))
 
 
 def test_gives_up_after_fruitless_attempts() -> None:
@@ -144,7 +144,7 @@ def test_gives_up_after_fruitless_attempts() -> None:
         yield from range(start, 3)
         raise TimeoutError("too slow")
 
-    stream = reconnecting(open_at, 0, "source", waits=(0.0, 0.0))
+    stream = iterate_with_retries(open_at, 0, "source", waits=(0.0, 0.0))
     assert [next(stream), next(stream), next(stream)] == [0, 1, 2]
     with pytest.raises(FileProblem, match=r"source cannot be reached \(too slow\); start again"):
         next(stream)
@@ -156,7 +156,7 @@ def test_no_connection_at_all_is_an_error_at_once() -> None:
         raise ConnectionError("no route")
 
     with pytest.raises(FileProblem, match="source cannot be reached"):
-        next(reconnecting(open_at, 0, "source", waits=(1000.0,)))
+        next(iterate_with_retries(open_at, 0, "source", waits=(1000.0,)))
 
 
 def test_other_errors_are_not_retried() -> None:
@@ -165,7 +165,7 @@ def test_other_errors_are_not_retried() -> None:
         raise KeyError("text")
 
     with pytest.raises(KeyError):
-        list(reconnecting(open_at, 0, "source", waits=(1000.0,)))
+        list(iterate_with_retries(open_at, 0, "source", waits=(1000.0,)))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved", "saved-dict"])

@@ -34,7 +34,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from loopformer.data.formats import FORMATS, PACKINGS, BadRecord, Meter, Record, format_of, need, read_records
+from loopformer.data.formats import (
+    FORMATS,
+    PACKINGS,
+    BadRecord,
+    Meter,
+    Record,
+    format_of,
+    import_optional,
+    read_records,
+)
 from loopformer.data.splits import clean
 from loopformer.errors import FileProblem, LoopformerError, require
 from loopformer.files import sha256_of
@@ -277,10 +286,10 @@ def _dataset_part(dataset: str, config: str, split: str) -> Part:
 
 def read_dataset(dataset: str, config: str, split: str, skip: int = 0) -> Iterator[Record]:
     """The records of a dataset by id, or of a local dataset folder, from number `skip` on."""
-    return reconnecting(lambda done: _open_dataset(dataset, config, split, done), skip, f"hf:{dataset}")
+    return iterate_with_retries(lambda done: _open_dataset(dataset, config, split, done), skip, f"hf:{dataset}")
 
 
-def reconnecting(
+def iterate_with_retries(
     open_at: Callable[[int], Iterator[T]], skip: int, name: str, waits: tuple[float, ...] = _RETRY_SECONDS
 ) -> Iterator[T]:
     """The items of `open_at(skip)`; if the network fails, it is opened again at the item after the last one.
@@ -308,7 +317,7 @@ def reconnecting(
 
 
 def _open_dataset(dataset: str, config: str, split: str, skip: int) -> Iterator[Record]:
-    datasets = need("datasets", "A Hugging Face dataset")
+    datasets = import_optional("datasets", "A Hugging Face dataset")
     try:
         if any((Path(dataset) / name).is_file() for name in ("dataset_dict.json", "state.json")):  # by save_to_disk
             saved = datasets.load_from_disk(dataset)

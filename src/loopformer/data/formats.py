@@ -59,7 +59,7 @@ def format_of(path: Path) -> str | None:
     return inner.suffix if inner.suffix in FORMATS else None
 
 
-def need(package: str, purpose: str) -> Any:
+def import_optional(package: str, purpose: str) -> Any:
     """Import an optional package, or say how to install it."""
     try:
         return import_module(package)
@@ -160,7 +160,8 @@ def _parse_line(where: str, line: bytes | None) -> Record | BadRecord:
 
 
 def _read_parquet(path: Path, stream: IO[bytes], column: str | None, skip: int) -> Iterator[Record | BadRecord]:
-    arrow, parquet = need("pyarrow", "A parquet file"), need("pyarrow.parquet", "A parquet file")
+    arrow = import_optional("pyarrow", "A parquet file")
+    parquet = import_optional("pyarrow.parquet", "A parquet file")
     try:
         file = parquet.ParquetFile(stream, buffer_size=_BUFFER)
         columns = [column] if column in file.schema_arrow.names else None
@@ -185,7 +186,7 @@ def _unpack(path: Path, packed: IO[bytes]) -> IO[bytes]:
     if path.suffix == ".xz":
         make_decompressor = functools.partial(lzma.LZMADecompressor, memlimit=_MAX_WINDOW)
     elif path.suffix == ".zst":
-        zstd = need("zstandard", "A .zst file")
+        zstd = import_optional("zstandard", "A .zst file")
         make_decompressor = zstd.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj
     stream = io.BufferedReader(_ChunkReader(_unpack_chunks(packed, make_decompressor)), _BUFFER)
     if format_of(path) != ".parquet":

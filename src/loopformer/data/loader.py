@@ -75,7 +75,7 @@ class Windows:
         self.sizes = tuple((len(source.ids) - 1) // context for source in data.sources)
         self._starts = [0, *accumulate(self.sizes)]  # the first window of each source
         if not self._starts[-1]:
-            raise _too_short(f"{data.split} split", data.tokens, context)
+            raise _too_short_error(f"{data.split} split", data.tokens, context)
         self._length = min(limit or self._starts[-1], self._starts[-1])
 
     def __len__(self) -> int:
@@ -121,7 +121,7 @@ def validation_windows(data: TokenData, context: int, limit: int | None = None, 
     return Windows(data, context, documents, limit)
 
 
-def _too_short(name: str, tokens: int, context: int) -> LoopformerError:
+def _too_short_error(name: str, tokens: int, context: int) -> LoopformerError:
     return LoopformerError(
         f"The {name} has {tokens} tokens, too few for a window of {context} + 1; "
         "prepare more text, raise --val-fraction or lower the context."
@@ -138,7 +138,7 @@ class Loader:
         weights = tuple(source.weight for source in data.sources if source.weight is not None)
         for source in data.sources if weights else ():
             if len(source.ids) <= context:
-                raise _too_short(f"{data.split} split of {source.name}", len(source.ids), context)
+                raise _too_short_error(f"{data.split} split of {source.name}", len(source.ids), context)
         self._order = Order(seed, self._windows.sizes, weights) if weights else Order(seed, (len(self._windows),))
         self._starts = np.array([0, *accumulate(self._order.sizes)])
 
@@ -273,7 +273,7 @@ class Prefetcher(Iterator[T], Generic[T]):
         self._stop = threading.Event()
         self._is_over = False
         # The thread must not hold `self`, or a forgotten prefetcher would never be collected and stopped.
-        self._thread = threading.Thread(target=_fill, args=(items, self._queue, self._stop), daemon=True)
+        self._thread = threading.Thread(target=_fill_queue, args=(items, self._queue, self._stop), daemon=True)
         weakref.finalize(self, self._stop.set)
         self._thread.start()
 
@@ -293,7 +293,7 @@ class Prefetcher(Iterator[T], Generic[T]):
         self._thread.join(timeout=5)  # it may hang in a network call; it is a daemon
 
 
-def _fill(items: Iterable[T], out: queue.Queue[T | _End], stop: threading.Event) -> None:
+def _fill_queue(items: Iterable[T], out: queue.Queue[T | _End], stop: threading.Event) -> None:
     """Run the thread of a prefetcher until the items end or its reader has gone."""
 
     def put(item: T | _End) -> bool:

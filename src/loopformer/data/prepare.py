@@ -30,10 +30,10 @@ import numpy as np
 import numpy.typing as npt
 
 from loopformer.data.corpus import Position, Source, parse_sources
-from loopformer.data.formats import BadRecord, Meter, Record, need
+from loopformer.data.formats import BadRecord, Meter, Record, import_optional
 from loopformer.data.loader import Prefetcher
-from loopformer.data.shards import INDEX_FILE, STATE_FILE, Shard, ShardWriter, damaged_folder, read_index
-from loopformer.data.splits import SPLITS, Split, Splitter, agree, check_fraction, documents, fits, survey
+from loopformer.data.shards import INDEX_FILE, STATE_FILE, Shard, ShardWriter, damaged_folder_error, read_index
+from loopformer.data.splits import SPLITS, Split, Splitter, check_fraction, documents, fits, reconcile, survey
 from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
 from loopformer.data.tokenizer import (
     Encoded,
@@ -44,9 +44,9 @@ from loopformer.data.tokenizer import (
     encode_examples,
     example_key,
     example_text,
+    limit_training_memory,
     parse_example,
     training_pieces,
-    within_memory,
 )
 from loopformer.errors import FileProblem, LoopformerError, require
 from loopformer.files import DamagedFile, check_writable, json_bytes, locked, read_json, sync_folder, write_json
@@ -115,7 +115,7 @@ def prepare(
     overrides: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
     parsed = [dataclasses.replace(source, **overrides) for source in parse_sources(sources, field, supervised)]
     if any(source.remote for source in parsed):
-        need("datasets", "A dataset of the Hub")
+        import_optional("datasets", "A dataset of the Hub")
     if tokenizer is None and train_tokenizer is None:
         tokenizer = "gpt2" if any(source.remote for source in parsed) else None
     vocab_size = train_tokenizer or DEFAULT_VOCAB
@@ -144,12 +144,12 @@ def prepare(
             for source in parsed:
                 announce(source.name, "looking through")
                 splitters.append(reader.survey(source))
-            ledger.sources = [SourceState(splitter) for splitter in agree(splitters)]
+            ledger.sources = [SourceState(splitter) for splitter in reconcile(splitters)]
         if (ledger.folder / TOKENIZER_FILE).exists():
             chosen = Tokenizer.load(ledger.folder)
         elif chosen is None:
             announce("tokenizer", f"training, {vocab_size} ids")
-            chosen = Tokenizer.train_apart(reader.training_texts(parsed, ledger.sources), vocab_size)
+            chosen = Tokenizer.train_in_subprocess(reader.training_texts(parsed, ledger.sources), vocab_size)
             if (got := chosen.vocab_size) < vocab_size:
                 announce("tokenizer", f"the text gave {got} ids instead of {vocab_size}, it has no more pairs")
         # The first write comes only now: a wrong field or a missing file leaves no folder and not half a job.
@@ -162,7 +162,7 @@ def prepare(
 
 
 @dataclass
-class Written:
+class SplitState:
     """What one split of one source has on disk; supervised examples have a mask beside each shard."""
 
     tokens: int = 0
@@ -181,15 +181,15 @@ class SourceState:
     done: bool = False
     bad: int = 0  # unusable records
     bad_first: list[str] = field(default_factory=list)  # what was wrong with the first of them
-    splits: dict[Split, Written] = field(default_factory=lambda: {split: Written() for split in SPLITS})
+    splits: dict[Split, SplitState] = field(default_factory=lambda: {split: SplitState() for split in SPLITS})
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> SourceState:
-        splits: dict[Split, Written] = {}
+        splits: dict[Split, SplitState] = {}
         for split in SPLITS:
             written = saved["splits"][split]
             shards = {kind: [Shard(**shard) for shard in written[kind]] for kind in ("shards", "masks")}
-            splits[split] = Written(**written | shards)
+            splits[split] = SplitState(**written | shards)
         splitter, position = Splitter(**saved["splitter"]), Position(*saved["position"])
         return cls(**saved | {"splitter": splitter, "position": position, "splits": splits})
 
@@ -221,7 +221,7 @@ class Ledger:
                 changed = [name for then, now in files for name in now if then[name] != now[name]]
                 self.sources = [SourceState.from_json(source) for source in unfinished["sources"]]
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise damaged_folder(state) from error
+                raise damaged_folder_error(state) from error
             if changed:
                 raise self._file_changed(changed[0], "begun with")
         elif any(path.name != f"{STATE_FILE}.tmp" for path in self.folder.iterdir()):
@@ -386,7 +386,7 @@ class _Reader:
     def training_texts(self, sources: Sequence[Source], states: Sequence[SourceState]) -> Iterator[str]:
         """Pieces of the training documents of each source, up to its share of what a tokenizer learns from."""
         for source, state in zip(sources, states, strict=True):
-            yield from within_memory(self._training_pieces(source, state, len(sources)), len(sources))
+            yield from limit_training_memory(self._training_pieces(source, state, len(sources)), len(sources))
 
     def _training_pieces(self, source: Source, state: SourceState, shares: int) -> Iterator[str]:
         room = _MAX_TOKENIZER_TEXT // shares
@@ -423,7 +423,7 @@ class _SplitWriter:
     """Writes the shards of one split of one source up to its limit, and masks beside them if it is supervised."""
 
     def __init__(
-        self, ledger: Ledger, name: str, dtype: npt.DTypeLike, written: Written, limit: int | None
+        self, ledger: Ledger, name: str, dtype: npt.DTypeLike, written: SplitState, limit: int | None
     ) -> None:
         self._written, self._limit = written, limit
         size, done = ledger.settings["shard_tokens"], written.tokens

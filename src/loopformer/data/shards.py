@@ -137,10 +137,10 @@ def read_index(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
     except DamagedFile as error:
-        raise damaged_folder(path) from error
+        raise damaged_folder_error(path) from error
 
 
-def damaged_folder(path: Path) -> FileProblem:
+def damaged_folder_error(path: Path) -> FileProblem:
     return FileProblem(f"{path} is damaged; delete the folder and prepare it again.")
 
 
@@ -216,7 +216,7 @@ class TokenData:
             described = index["tokenizer"]
             data = cls(folder, split, tuple(sources), described["vocab_size"], described["end"], sha256_of(path))
         except (KeyError, TypeError, AttributeError) as error:
-            raise damaged_folder(path) from error
+            raise damaged_folder_error(path) from error
         if not sources:
             raise FileProblem(f"{folder} has no {split} split; prepare it again with another --val-fraction.")
         tokenizer = folder / TOKENIZER_FILE

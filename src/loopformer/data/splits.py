@@ -79,7 +79,7 @@ def check_fraction(fraction: float) -> None:
     require(0 <= fraction < 1, f"The validation fraction must be at least 0 and below 1, got {fraction}.")
 
 
-def agree(splitters: Sequence[Splitter]) -> list[Splitter]:
+def reconcile(splitters: Sequence[Splitter]) -> list[Splitter]:
     """The splitters of sources that are prepared together: no source trains on what another holds out."""
     fraction = max(splitter.fraction for splitter in splitters)
     held = {number for splitter in splitters for number in splitter.held}

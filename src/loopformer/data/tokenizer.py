@@ -2,7 +2,7 @@
 
     Tokenizer.find("gpt2")                      # GPT-2's BPE from the Hub
     Tokenizer.find("folder")                    # tokenizer.json, or GPT-2's encoder.json and vocab.bpe
-    Tokenizer.train(texts, vocab_size=4096)     # byte-level BPE, the same for the same text; also train_apart
+    Tokenizer.train(texts, vocab_size=4096)     # byte-level BPE, the same for the same text
     tokenizer.encode("Hello world"); tokenizer.decode([15496, 995])
 
 A tokenizer is stored as a single file, tokenizer.json. Text never encodes to a special token: `<|endoftext|>` in a
@@ -198,7 +198,7 @@ class Tokenizer:
         return cls(_train(pieces, vocab_size), "the trained tokenizer")
 
     @classmethod
-    def train_apart(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    def train_in_subprocess(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Train on `training_pieces` in a separate process, because Ctrl-C cannot stop the library in this one."""
         check_vocab_size(vocab_size)
         code = "from loopformer.data.tokenizer import _train_from_stdin; _train_from_stdin()"
@@ -234,7 +234,7 @@ def training_pieces(text: str) -> list[str]:
     return cut(text, 1 << 12, 1 << 16)
 
 
-def within_memory(pieces: Iterable[str], shares: int) -> Iterator[str]:
+def limit_training_memory(pieces: Iterable[str], shares: int) -> Iterator[str]:
     """The pieces until their distinct words would take the trainer more than its memory divided by `shares`."""
     words: set[str] = set()
     room = _TRAINING_MEMORY // shares
@@ -264,7 +264,7 @@ def _train(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def _train_from_stdin() -> None:
-    """What the process of `train_apart` runs: a text on each line in, the tokenizer out once the last line came."""
+    """Train on a text from each line of stdin, and write the tokenizer to stdout once the last line has come."""
 
     def texts() -> Iterator[str]:
         for line in sys.stdin.buffer:
