@@ -35,6 +35,7 @@ from loopformer.errors import FileProblem, LoopformerError, unreadable
 Record = dict[str, Any]
 FORMATS = (".txt", ".md", ".jsonl", ".parquet")
 PACKINGS = (".gz", ".xz", ".zst")
+READABLE = f"{', '.join(FORMATS)}, each also with {', '.join(PACKINGS)}"  # for error messages
 _BUFFER = 1 << 20
 _MAX_LINE = 8 << 20  # bytes; the parsed JSON takes up to 25 times as much
 _MAX_WINDOW = 128 << 20  # bytes that unpacking may take; xz -9 takes half of it, zstd as much without --long

@@ -1,4 +1,4 @@
-"""A prepared folder on disk: shards of token ids, the index over them, and what reads them.
+"""A prepared folder on disk: how its shards of token ids are written, and how they are read.
 
     data = TokenData.open("data/stdlib", "train")
     data.tokens, data.vocab_size, data.tokenizer.decode(data.sources[0].ids.read(0, 100))
@@ -8,10 +8,10 @@
     writer.append(ids); writer.flush()      # on disk, whatever happens next
     writer.finish(); writer.shards          # [Shard(file="stdlib-train-00000.bin", items=…, sha256=…), …]
 
-Shards hold numbers of one dtype and are cut after exactly `shard_items` of them, so what is on disk depends only
-on what was appended. A writer that is opened with the `items` and `shards` of an earlier one continues after its
-last flush. A folder is finished when it has its `index.json`; until then `prepare.state.json` says how far it is.
-Opening looks at names, sizes and the tokenizer's hash, which is quick for any corpus; tokens are memory-mapped.
+A shard ends after exactly `shard_items` numbers of one dtype, so the files depend only on what was appended. A
+writer with the `items` and `shards` of an earlier writer continues after its last flush. A folder is finished once
+it has its `index.json`; until then `prepare.state.json` says how far the work has come. Opening a folder checks
+names, sizes and the tokenizer's hash, which is quick for any corpus. Tokens are memory-mapped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from loopformer.files import DamagedFile, read_json, sha256_of, write_json, writ
 
 INDEX_FILE = "index.json"
 STATE_FILE = "prepare.state.json"
-VERIFIED_FILE = "verified.json"  # the shards that a run has compared with their checksums
+VERIFIED_FILE = "verified.json"  # shards that were compared with their checksums
 _LONG_READ = 1 << 30  # bytes that take a while to read
 _BLOCK = 1 << 20
 
@@ -248,8 +248,9 @@ class TokenData:
     def verify(self, *, changed_only: bool = False, say: Callable[[str], None] | None = None) -> None:
         """Read every shard and compare it with the checksum of the index.
 
-        With `changed_only` a shard is read once, and again only after its size or time has changed: what was read
-        is noted in the folder, where that can be written to. `say` gets a sentence where there is much to read.
+        With `changed_only` a shard is read once, and again only after its size or time has changed. A note in the
+        folder remembers what was read, unless the folder is read-only. `say` gets a sentence if there is much to
+        read.
         """
         note = self.folder / VERIFIED_FILE
         known: dict[str, Any] = {}  # size, time and checksum of the shards that were found right, by name
