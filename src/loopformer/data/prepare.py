@@ -44,7 +44,6 @@ from loopformer.data.tokenizer import (
     encode_examples,
     example_key,
     example_text,
-    limit_training_memory,
     parse_example,
     training_pieces,
 )
@@ -53,7 +52,6 @@ from loopformer.files import DamagedFile, check_writable, json_bytes, locked, re
 
 DEFAULT_VOCAB = 4096  # of the tokenizer that is trained if none is named
 MARKS_FILE = "sources.json"  # modification time and checksum of each file that was read
-_MAX_TOKENIZER_TEXT = 256 << 20  # characters
 _MAX_LISTED = 20  # bad records that the index quotes
 
 OnBad = Literal["stop", "skip"]
@@ -386,18 +384,10 @@ class _Reader:
     def training_texts(self, sources: Sequence[Source], states: Sequence[SourceState]) -> Iterator[str]:
         """Pieces of the training documents of each source, up to its share of what a tokenizer learns from."""
         for source, state in zip(sources, states, strict=True):
-            yield from limit_training_memory(self._training_pieces(source, state, len(sources)), len(sources))
-
-    def _training_pieces(self, source: Source, state: SourceState, shares: int) -> Iterator[str]:
-        room = _MAX_TOKENIZER_TEXT // shares
-        for _, item in self.read(source, Position(), Meter()):
-            for split, example in [] if isinstance(item, BadRecord) else self.split(state.splitter, item):
-                if split == "train":
-                    text = example_text(example)
-                    room -= len(text)
-                    yield from training_pieces(text)
-            if room <= 0:
-                return
+            items = (item for _, item in self.read(source, Position(), Meter()) if not isinstance(item, BadRecord))
+            pieces = (self.split(state.splitter, item) for item in items)
+            texts = ([example_text(each) for split, each in piece if split == "train"] for piece in pieces)
+            yield from training_pieces(texts, len(sources))
 
     def batches(self, source: Source, state: SourceState, max_bytes: int) -> Iterator[_Batch]:
         """Batches of at most `max_bytes` of text, unless a single document has more."""

@@ -53,6 +53,8 @@ FILE = "tokenizer.json"
 END = "<|endoftext|>"
 _END_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 _LAST_LINE = b"\n"  # after the last text for the training process; a text in JSON is never an empty line
+_PIECE = (1 << 12, 1 << 16)  # characters in a text for the trainer, which buffers some hundreds of texts
+_TRAINING_TEXT = 256 << 20  # characters
 _TRAINING_MEMORY = 320 << 20  # bytes that training may take for the distinct words of the text
 _WORD_MEMORY, _BYTE_MEMORY = 500, 110  # measured bytes for each distinct word and for each byte in it
 _WORD = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")  # roughly the words of byte-level BPE
@@ -194,12 +196,12 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Byte-level BPE, the end token included in `vocab_size`; the same text gives the same tokenizer."""
         check_vocab_size(vocab_size)
-        pieces = (piece for text in texts for piece in training_pieces(text))
+        pieces = (piece for text in texts for piece in cut(text, *_PIECE))
         return cls(_train(pieces, vocab_size), "the trained tokenizer")
 
     @classmethod
     def train_in_subprocess(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Train on `training_pieces` in a separate process, because Ctrl-C cannot stop the library in this one."""
+        """Train on `training_pieces` in another process, because Ctrl-C cannot stop the library in this one."""
         check_vocab_size(vocab_size)
         code = "from loopformer.data.tokenizer import _train_from_stdin; _train_from_stdin()"
         process = subprocess.Popen(
@@ -229,22 +231,25 @@ class Tokenizer:
                     pipe.close()
 
 
-def training_pieces(text: str) -> list[str]:
-    """A text cut for training: the trainer buffers some hundreds of texts, so they should be short."""
-    return cut(text, 1 << 12, 1 << 16)
+def training_pieces(documents: Iterable[Sequence[str]], shares: int = 1) -> Iterator[str]:
+    """Pieces of the texts of each document, until they fill one of `shares` of what training may take.
 
-
-def limit_training_memory(pieces: Iterable[str], shares: int) -> Iterator[str]:
-    """The pieces until their distinct words would take the trainer more than its memory divided by `shares`."""
+    Training is bounded in characters and in the memory that the trainer needs for distinct words.
+    """
     words: set[str] = set()
-    room = _TRAINING_MEMORY // shares
-    for piece in pieces:
-        new = {word for word in _WORD.findall(piece) if word not in words}
-        room -= sum(_WORD_MEMORY + _BYTE_MEMORY * len(word.encode()) for word in new)
-        if room < 0:
+    characters, memory = _TRAINING_TEXT // shares, _TRAINING_MEMORY // shares
+    for texts in documents:
+        for text in texts:
+            characters -= len(text)
+            for piece in cut(text, *_PIECE):
+                new = {word for word in _WORD.findall(piece) if word not in words}
+                memory -= sum(_WORD_MEMORY + _BYTE_MEMORY * len(word.encode()) for word in new)
+                if memory < 0:
+                    return
+                words |= new
+                yield piece
+        if characters <= 0:
             return
-        words |= new
-        yield piece
 
 
 def check_vocab_size(vocab_size: int) -> None:
