@@ -25,8 +25,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import tokenizers
 import zstandard
 
@@ -68,13 +66,6 @@ def newlines(path: Path) -> None:
         file.write(("last " + WORDS * 9).encode())
 
 
-def parquet_bomb(path: Path) -> None:
-    """3000 rows that are all the same megabyte: the file says it once."""
-    texts = pyarrow.array(["a" * 1_000_000], pyarrow.string())
-    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 3000, pyarrow.int32()), texts)
-    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
-
-
 def no_spaces(path: Path) -> None:
     """200 MB of characters of three bytes in words that hardly ever come twice."""
     characters = np.random.default_rng(0).integers(0x4E00, 0x4E00 + 3000, (33, 100_000, 20), np.uint16)
@@ -104,7 +95,6 @@ INPUTS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "gzip_bomb": ("bomb.jsonl.gz", gzip_bomb),
     "zstd_bomb": ("bomb.txt.zst", zstd_bomb),
     "newlines": ("newlines.txt", newlines),
-    "parquet_bomb": ("bomb.parquet", parquet_bomb),
     "no_spaces": ("words.txt", no_spaces),
     "structure_bomb": ("lists.jsonl", structure_bomb),
     "wide_characters": ("wide.txt", wide_characters),

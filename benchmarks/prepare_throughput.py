@@ -22,8 +22,7 @@ from pathlib import Path
 
 import tokenizers
 
-from loopformer.data.corpus import Position, parse_sources
-from loopformer.data.formats import Meter
+from loopformer.data.corpus import parse_sources
 from loopformer.data.prepare import prepare
 from loopformer.data.tokenizer import FILE, Tokenizer
 
@@ -36,7 +35,7 @@ def write_sample(source: str, path: Path, max_bytes: int) -> int:
     size = rounds = 0
     with path.open("w", encoding="utf-8") as file:
         while size < max_bytes:
-            for _, text in parsed.texts("text", Position(), Meter()):
+            for _, text in parsed.texts("text"):
                 # A round's number makes every document of it new, as in a real corpus.
                 text = f"{rounds}\n{text}" if rounds else text
                 file.write(json.dumps({"text": text}) + "\n")

@@ -3,6 +3,8 @@
 import errno
 import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,23 @@ def test_one_at_a_time(tmp_path: Path) -> None:
             pass
         assert (tmp_path / "out").is_dir()
     assert (tmp_path / "out").is_dir(), "work that ended well keeps its folder"
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_process_that_is_killed_frees_its_lock(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys, time; from loopformer.files import locked\nwith locked(pathlib.Path(sys.argv[1])): "
+    )
+    command = [sys.executable, "-c", f"{code}print(flush=True); time.sleep(600)", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    with pytest.raises(FileProblem, match="Another process is at work"), locked(tmp_path):
+        pass
+    process.kill()
+    process.communicate()
+    with locked(tmp_path):
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_file_grows_by_whole_pieces(tmp_path: Path) -> None:
@@ -126,7 +145,7 @@ def test_wrong_content_is_damage(tmp_path: Path, content: bytes, monkeypatch: py
         with pytest.raises(DamagedFile, match=f"{path} (is not readable|must hold)") as caught:
             read(path)
         assert "\n" not in str(caught.value)
-    monkeypatch.setattr(files, "_LARGEST", 0)
+    monkeypatch.setattr(files, "_MAX_BYTES", 0)
     with pytest.raises(DamagedFile, match="too large"):
         read_json(path)
 

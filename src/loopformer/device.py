@@ -1,4 +1,4 @@
-"""Where to compute and in which precision: choose, name, synchronise, and what the hardware can do."""
+"""Devices and dtypes: choose and name them, wait for them, and find their memory and peak speed."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype that a user names."""
+    """The dtype with a name that a user gave."""
     if name not in DTYPES:
         raise LoopformerError(f"There is no dtype {name!r}; {nearest(name, list(DTYPES))}")
     return DTYPES[name]
 
 
 def synchronise(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def available_bytes(device: torch.device) -> float:
-    """Memory that a run may use on a device."""
+    """Bytes of free memory on a device."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's own cache
-        return float(torch.cuda.mem_get_info(device)[0] + unused)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch can reuse it
+        return float(torch.cuda.mem_get_info(device)[0] + cached)
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return float(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) * 1024
-    except (OSError, StopIteration):  # no Linux
+    except (OSError, StopIteration):  # not Linux
         return 8.0 * 2**30
 
 
@@ -65,7 +65,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The bf16 peak of a known GPU, for MFU; None where it is not known."""
+    """The bf16 peak of a known GPU, for MFU; None for any other device."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return next((tflops * 1e12 for key, tflops in PEAK_BF16_TFLOPS.items() if key in name), None)
@@ -73,16 +73,16 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Within this, kernels are launched on a GPU, whichever of several it is; elsewhere it is nothing."""
+    """A context in which kernels are launched on this GPU, even if it is not the first; empty for other devices."""
     if device.type != "cuda":
         return nullcontext()
-    make: Any = torch.cuda.device
-    chosen: AbstractContextManager[object] = make(device)
-    return chosen
+    make: Any = torch.cuda.device  # it has no types
+    context: AbstractContextManager[object] = make(device)
+    return context
 
 
 def sent(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers on a device; from pinned memory, so that a GPU that is still at work is not waited for."""
+    """Numbers on a device, copied asynchronously from pinned memory: a busy GPU is not waited for."""
     if device.type != "cuda":
         return torch.tensor(values, device=device, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -1,10 +1,10 @@
-"""What a user can get wrong: one sentence that says what is wrong and what to do.
+"""Errors for users: one sentence that says what is wrong and what to do.
 
     require(steps >= 1, f"training.steps must be 1 or more, got {steps}.")
     raise FileProblem(f"There is no file {path}; check the path.")
 
 The command line prints the sentence and exits with the error's `exit_code`. A sentence that is costly to build,
-such as one with `nearest(…)`, is raised with `if`, since `require` builds it also where nothing is wrong.
+such as one with `nearest(…)`, is raised with `if`, because `require` builds it even if nothing is wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REMOVED_CERTAINTY = (
     "certainty was removed from generation, where every token takes all loops of its budget; "
     "`loopformer eval text --certainty` measures early exit."
 )
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -28,7 +28,7 @@ class LoopformerError(ValueError):
 
 
 class RunFailed(LoopformerError):
-    """Work that was asked for rightly and could not be done: not enough memory, a loss that is not finite."""
+    """Valid work that could not be done: too little memory, a loss that is not finite."""
 
     exit_code = 1
 
@@ -45,7 +45,7 @@ def require(condition: bool, sentence: str) -> None:
 
 
 def nearest(word: str, known: list[str], otherwise: str | None = None) -> str:
-    """A hint for a misspelt word: the nearest valid one, else `otherwise` or all of them."""
+    """A hint for a misspelt word: the nearest valid word, else `otherwise` or all valid words."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {close[0]}?" if close else otherwise or f"valid are {', '.join(known)}."
 
@@ -55,11 +55,13 @@ def unreadable(name: object, error: OSError) -> FileProblem:
 
 
 def remedy(error: BaseException) -> str:
-    """What to do about a file that cannot be read or written: room and permission are told apart."""
+    """What to do about a file that cannot be read or written: a full disk and permissions are told apart."""
     number = getattr(error, "errno", None)
-    if number is None and (match := re.search(r"\(os error (\d+)\)", str(error))):  # libraries written in Rust
+    if number is None and (
+        match := re.search(r"\(os error (\d+)\)", str(error))
+    ):  # a message of a library written in Rust
         number = int(match[1])
-    if number in _NO_ROOM:
+    if number in _DISK_FULL:
         return "make room"
     return (
         "change its permissions or choose another place" if number in _FORBIDDEN else "check the path and the disk"

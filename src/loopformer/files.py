@@ -1,35 +1,34 @@
-"""Files that are replaced whole, locks, checksums, and JSON and YAML read within limits.
+"""Atomic writes, locks, checksums, and JSON and YAML read within limits.
 
     write_atomic(path, content)          # a reader sees the old content or the new, also after a crash
-    with locked(folder): ...             # make the folder, keep other processes from writing to it
-    with opened_alone(path) as file: ... # the same for one file that grows: append(file, path, line)
+    with locked(folder): ...             # make the folder and keep other processes from writing to it
+    with opened_alone(path) as file: ... # the same for a single file that grows: append(file, path, line)
     write_json(path, value)              # as write_atomic
     read_json(path); read_yaml(path)     # a mapping, or one sentence about the file
 
-What is wrong with a file is a `FileProblem`; where it can be read and its content is wrong, a `DamagedFile`.
+A problem with a file is a `FileProblem`. If the file can be read but its content is wrong, it is a `DamagedFile`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import lock_descriptor
 
 from loopformer.errors import FileProblem, remedy, unreadable
 
 _BLOCK = 1 << 20
-_DEEPEST = 32  # of YAML
-_LARGEST = 64 << 20  # bytes of JSON or YAML; ours have some kilobytes
+_MAX_DEPTH = 32  # of YAML
+_MAX_BYTES = 64 << 20  # of JSON or YAML; settings and indexes have some kilobytes
 
 
 class DamagedFile(FileProblem):
@@ -37,50 +36,59 @@ class DamagedFile(FileProblem):
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Replace a file whole: a reader sees the old content or the new, also after a crash."""
+    """Replace a file atomically: a reader sees the old content or the new, also after a crash."""
     with writing(path):
         try:
-            os.replace(_write_aside(path, content), path)
+            _write_temporary(path, content)
+            os.replace(_temporary(path), path)
         except BaseException:
-            _remove(_aside(path))
+            _remove(_temporary(path))
             raise
         sync_folder(path.parent)
 
 
 def write_together(folder: Path, contents: dict[str, bytes]) -> list[Path]:
-    """Replace several files of a folder: all are written aside, then put in place one right after another.
+    """Replace several files of a folder: all are written to temporary files first, then renamed one after another.
 
-    Whatever fails or interrupts the writing leaves the folder as it was, and no folder where there was none.
+    If the writing fails or is interrupted, the folder is as it was; a folder that was not there is removed.
     """
-    temporaries = {folder / name: _aside(folder / name) for name in contents}
-    parents = sorted({path.parent for path in temporaries})
+    paths = [folder / name for name in contents]
+    parents = sorted({path.parent for path in paths})
     with ExitStack() as stack:
         for parent in parents:
             stack.enter_context(no_empty_folder(parent))
         try:
             with writing(folder):
-                for name, content in contents.items():
-                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    _write_aside(folder / name, content)
+                for path, content in zip(paths, contents.values(), strict=True):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    _write_temporary(path, content)
         except BaseException:
-            for temporary in temporaries.values():
-                _remove(temporary)
+            for path in paths:
+                _remove(_temporary(path))
             raise
     with writing(folder):
         try:
-            for path, temporary in temporaries.items():
-                os.replace(temporary, path)
-        finally:  # all is on disk, so an interruption that comes now finds it finished
-            for path, temporary in temporaries.items():
-                if temporary.exists():
-                    os.replace(temporary, path)
+            for path in paths:
+                os.replace(_temporary(path), path)
+        finally:  # everything is on disk, so an interruption from here on still finishes the renaming
+            for path in paths:
+                if _temporary(path).exists():
+                    os.replace(_temporary(path), path)
         for parent in parents:
             sync_folder(parent)
-    return list(temporaries)
+    return paths
 
 
-def _aside(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
+
+
+def _write_temporary(path: Path, content: bytes) -> None:
+    """Write the future content of a file to its temporary file and to the disk."""
+    with _temporary(path).open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _remove(path: Path) -> None:
@@ -88,19 +96,10 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write_aside(path: Path, content: bytes) -> Path:
-    """Write what is to take a file's place, safe on disk; where it lies."""
-    with _aside(path).open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return _aside(path)
-
-
 @contextmanager
 def no_empty_folder(folder: Path) -> Iterator[None]:
-    """If what is inside fails or is stopped, remove the folders that it made for `folder` and left empty."""
-    missing = _missing(folder)
+    """If the body fails or is stopped, remove the folders that it made for `folder` and left empty."""
+    missing = _missing_folders(folder)
     try:
         yield
     except BaseException:
@@ -108,14 +107,14 @@ def no_empty_folder(folder: Path) -> Iterator[None]:
         raise
 
 
-def _missing(folder: Path) -> list[Path]:
-    """The folder and those above it that are not there, from the inside outwards."""
+def _missing_folders(folder: Path) -> list[Path]:
+    """The folder and its parents as far as they do not exist, the innermost first."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 def _remove_empty(folders: list[Path]) -> None:
     for folder in folders:
-        with suppress(OSError):  # it was not made, or something is in it
+        with suppress(OSError):  # it was never made, or it is not empty
             folder.rmdir()
 
 
@@ -130,7 +129,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A full disk, a quota, a read-only folder: one sentence."""
+    """Turn a full disk, a quota or a read-only folder into one sentence."""
     try:
         yield
     except OSError as error:
@@ -142,11 +141,11 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder and keep other processes from writing to it; a process that dies lets go of it.
+    """Make the folder and keep other processes from writing to it; a process that dies frees its lock.
 
-    Work that fails before it has written anything leaves no empty folder behind.
+    If the body fails before it has written anything, no empty folder stays behind.
     """
-    missing = _missing(folder)
+    missing = _missing_folders(folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -155,28 +154,16 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            _remove_empty(missing)  # before another process can get hold of it
+            # Remove it while it is locked: afterwards another process might already work in it.
+            _remove_empty(missing)
             raise
     finally:
         os.close(descriptor)
 
 
-def check_writable(folder: Path, option: str = "--out") -> None:
-    """Refuse a folder that cannot be written to before the work is done."""
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise FileProblem(f"The folder {folder} cannot be written to; choose another with {option}.")
-
-
-def _lock(descriptor: int, where: str) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise FileProblem(f"Another process is at work {where}; wait for it or choose another --out.") from error
-
-
 @contextmanager
 def opened_alone(path: Path) -> Iterator[io.FileIO]:
-    """Open a file to append to, made if it is not there, and keep other processes from doing so."""
+    """Open a file for appending, make it if necessary, and keep other processes from opening it so."""
     with writing(path):
         file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
     with file:
@@ -184,8 +171,15 @@ def opened_alone(path: Path) -> Iterator[io.FileIO]:
         yield file
 
 
+def _lock(descriptor: int, where: str) -> None:
+    # The descriptor itself is locked, not a lock file. So nothing is left in the folder, read-only folders can be
+    # locked, and the system frees the lock when the process dies.
+    if not lock_descriptor(descriptor, blocking=False):
+        raise FileProblem(f"Another process is at work {where}; wait for it or choose another --out.")
+
+
 def append(file: io.FileIO, path: Path, content: bytes) -> None:
-    """Add to the end of a file all of it or nothing, as far as a full disk or Ctrl-C can be answered."""
+    """Append all of the content or, if the disk is full or Ctrl-C comes, nothing."""
     end = file.seek(0, os.SEEK_END)
     with writing(path):
         try:
@@ -197,21 +191,30 @@ def append(file: io.FileIO, path: Path, content: bytes) -> None:
             raise
 
 
-def sha256_of(path: Path) -> str:
+def check_writable(folder: Path, option: str = "--out") -> None:
+    """Refuse a folder that cannot be written to, before the work is done."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise FileProblem(f"The folder {folder} cannot be written to; choose another with {option}.")
+
+
+def sha256_of(path: Path, report: Callable[[int], None] | None = None) -> str:
+    """The checksum of a file; `report` gets the size of each block after it was read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
+            if report:
+                report(len(block))
     return digest.hexdigest()
 
 
 def json_bytes(value: Any) -> bytes:
-    """JSON for a file that people may look into; half of a surrogate pair, which UTF-8 has not, as an escape."""
+    """JSON for a file that people may read; halves of surrogate pairs, which UTF-8 cannot hold, are escaped."""
     return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file by such JSON, whole."""
+    """Replace a file atomically by such JSON."""
     write_atomic(path, json_bytes(value))
 
 
@@ -221,45 +224,37 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(file: Traversable | Path, name: str | None = None) -> dict[str, Any]:
-    """The YAML mapping of a file, which errors call by `name`."""
+    """The YAML mapping of a file; errors call the file `name`."""
     return _read_mapping(file, name or str(file), "YAML", parse_yaml)
 
 
 def parse_yaml(text: str) -> Any:
-    """A value of YAML that says what it looks like: no aliases, no key twice, not nested without end."""
-    opened: list[_Opened] = []
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.AliasEvent):
+    """A value of YAML without aliases, repeated keys and deep nesting, which are errors."""
+    return yaml.load(text, Loader=_StrictLoader)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses what YAML would expand, overwrite or nest without end."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("it has aliases such as *name; write them out")
-        if isinstance(event, yaml.CollectionEndEvent):
-            opened.pop()
-        elif isinstance(event, yaml.NodeEvent) and opened:
-            opened[-1].take(event)
-        if isinstance(event, yaml.CollectionStartEvent):
-            opened.append(_Opened(isinstance(event, yaml.MappingStartEvent)))
-        if len(opened) > _DEEPEST:
-            raise yaml.YAMLError(f"it is nested more than {_DEEPEST} deep")
-    return yaml.safe_load(text)
-
-
-@dataclass
-class _Opened:
-    """A mapping or a list that is being read: how many keys and values came, and the line of each key."""
-
-    mapping: bool
-    taken: int = 0
-    lines: dict[str, int] = field(default_factory=dict)
-
-    def take(self, event: yaml.NodeEvent) -> None:
-        """Count a key or a value, and refuse a key that came before: YAML would forget its first value."""
-        is_key = self.mapping and self.taken % 2 == 0
-        self.taken += 1
-        if is_key and isinstance(event, yaml.ScalarEvent):
-            line = event.start_mark.line + 1 if event.start_mark else 0
-            first = self.lines.get(event.value)
-            if first is not None:
-                raise yaml.YAMLError(f"{event.value} stands twice, in line {first} and in line {line}; keep one")
-            self.lines[event.value] = line
+        nested = self.check_event(yaml.CollectionStartEvent)
+        self.depth += nested
+        if self.depth > _MAX_DEPTH:
+            raise yaml.YAMLError(f"it is nested more than {_MAX_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self.depth -= nested
+        lines: dict[str, int] = {}
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode):
+                line = key.start_mark.line + 1
+                if first := lines.get(key.value):  # YAML would silently drop the first value
+                    raise yaml.YAMLError(f"{key.value} stands twice, in line {first} and in line {line}; keep one")
+                lines[key.value] = line
+        return node
 
 
 def _read_mapping(
@@ -267,11 +262,11 @@ def _read_mapping(
 ) -> dict[str, Any]:
     try:
         with file.open("rb") as stream:
-            content = stream.read(_LARGEST + 1)
+            content = stream.read(_MAX_BYTES + 1)
     except OSError as error:
         raise unreadable(name, error) from error
-    if len(content) > _LARGEST:
-        raise DamagedFile(f"{name} is larger than {_LARGEST >> 20} MB, too large for settings or an index.")
+    if len(content) > _MAX_BYTES:
+        raise DamagedFile(f"{name} is larger than {_MAX_BYTES >> 20} MB, too large for settings or an index.")
     try:
         value = parse(content.decode())
     except (ValueError, yaml.YAMLError, RecursionError) as error:  # a wrong encoding is a ValueError

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from loopformer.cli import app
-from loopformer.data.supervised import encode_prompt
+from loopformer.data.tokenizer import encode_prompt
 from loopformer.errors import LoopformerError
 from loopformer.inference.request import Request
 from loopformer.lm import load

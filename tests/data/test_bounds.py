@@ -11,13 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import tokenizers
 import zstandard
 
-from loopformer.data import formats
 from loopformer.data.corpus import parse_sources
 from loopformer.data.formats import BadRecord, read_records
 from loopformer.data.prepare import PrepareProgress, prepare
@@ -55,12 +52,6 @@ def line_breaks(path: Path) -> None:
         packed.write(PARAGRAPHS.encode())
 
 
-def one_text_for_many_rows(path: Path) -> None:
-    texts = pyarrow.array([PARAGRAPHS, "a" * 2_000_000], pyarrow.string())
-    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, *[1] * 500], pyarrow.int32()), texts)
-    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
-
-
 def large_window(path: Path) -> None:
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 1, "dict_size": 1 << 30}]
     path.write_bytes(lzma.compress(b"a" * 10_000_000, filters=filters))
@@ -72,7 +63,6 @@ def large_window(path: Path) -> None:
         ("line.jsonl.gz", long_line, "line 2 is longer than 8 MB"),
         ("letters.txt.zst", packed_letters, None),
         ("breaks.txt.zst", line_breaks, None),
-        ("rows.parquet", one_text_for_many_rows, None),
     ],
 )
 def test_memory_is_bounded(
@@ -124,19 +114,6 @@ def test_a_window_that_is_too_large(tmp_path: Path) -> None:
 def test_padded_xz(tmp_path: Path) -> None:
     (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"one ") + bytes(4) + lzma.compress(b"two") + bytes(8))
     assert list(read_records(tmp_path / "a.txt.xz", "text")) == [{"text": "one two"}]
-
-
-def test_a_page_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {"text": [f"text {number} " + "word " * 200 for number in range(500)], "more": [[{"a": 1.5}]] * 500}
-    for version in ("1.0", "2.0"):
-        pyarrow.parquet.write_table(
-            pyarrow.table(rows), tmp_path / "a.parquet", use_dictionary=False, data_page_version=version
-        )
-        assert len(list(read_records(tmp_path / "a.parquet", "text"))) == 500
-        with monkeypatch.context() as patch:
-            patch.setattr(formats, "_PAGE", 100_000)
-            (problem,) = read_records(tmp_path / "a.parquet", "text", only_field=False)
-            assert "a.parquet row group 1 has a page of more than" in str(problem)
 
 
 BAD_LINES = {
@@ -318,17 +295,17 @@ def test_training_a_tokenizer_can_be_left_at_once(tmp_path: Path) -> None:
         raise Left  # all was read, and the process is at work on it
 
     with pytest.raises(Left):
-        Tokenizer.train_apart(given(), 20_000)
+        Tokenizer.train_in_subprocess(given(), 20_000)
     assert time.monotonic() - left_at < 1
-    cut_before = [piece for text in texts[:3] for piece in training_pieces(text)]
-    assert Tokenizer.train_apart(cut_before, 400).hash == Tokenizer.train(texts[:3], 400).hash
+    cut_before = training_pieces([text] for text in texts[:3])
+    assert Tokenizer.train_in_subprocess(cut_before, 400).hash == Tokenizer.train(texts[:3], 400).hash
     assert not list(tmp_path.iterdir())
 
 
 def test_a_training_that_dies_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loopformer.data.tokenizer._LAST_LINE", b"")
     with pytest.raises(LoopformerError, match="The tokenizer could not be trained"):
-        Tokenizer.train_apart(["some text"] * 100, 300)
+        Tokenizer.train_in_subprocess(["some text"] * 100, 300)
 
 
 def test_words_that_never_come_twice_end_the_training_of_a_tokenizer(
@@ -340,7 +317,7 @@ def test_words_that_never_come_twice_end_the_training_of_a_tokenizer(
         given.extend(texts)
         return Tokenizer.train(given, vocab_size)
 
-    monkeypatch.setattr(Tokenizer, "train_apart", train)
+    monkeypatch.setattr(Tokenizer, "train_in_subprocess", train)
     monkeypatch.setattr("loopformer.data.tokenizer._TRAINING_MEMORY", 1_000_000)
     write_jsonl(tmp_path / "same.jsonl", [{"text": document(0)} for _ in range(2000)])
     prepare([str(tmp_path / "same.jsonl")], tmp_path / "same", train_tokenizer=300, val_fraction=0)

@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from loopformer.data.corpus import (
     PRESETS,
     Position,
-    clean,
+    iterate_with_retries,
     parse_sources,
     read_dataset,
-    reconnecting,
     stdlib_documents,
 )
-from loopformer.data.formats import Meter
 from loopformer.errors import FileProblem, LoopformerError
 
 
@@ -33,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 def texts(given: str, start: Position | None = None) -> list[str]:
     (source,) = parse_sources([given])
-    return [text for _, text in source.texts("text", start or Position(), Meter())]
+    return [text for _, text in source.texts("text", start)]
 
 
 def test_folder_and_glob_are_read_in_order(folder: Path) -> None:
@@ -46,9 +44,9 @@ def test_folder_and_glob_are_read_in_order(folder: Path) -> None:
 
 def test_continues_at_any_position(folder: Path) -> None:
     (source,) = parse_sources([str(folder)])
-    everything = list(source.texts("text", Position(), Meter()))
+    everything = list(source.texts("text"))
     for number, (position, _) in enumerate(everything, 1):
-        assert list(source.texts("text", position, Meter())) == everything[number:]
+        assert list(source.texts("text", position)) == everything[number:]
 
 
 def test_weights_and_names(folder: Path) -> None:
@@ -103,19 +101,14 @@ def test_wrong_field(tmp_path: Path) -> None:
     path.write_text('{"body": "x", "n": 3}\n')
     (source,) = parse_sources([str(path)], field="text")
     with pytest.raises(LoopformerError, match=r"a.jsonl record 1 has no field 'text'; choose .* --field: body, n"):
-        list(source.texts("text", Position(), Meter()))
+        list(source.texts("text"))
     with pytest.raises(LoopformerError, match=r"Field 'n' of a.jsonl record 1 is not text"):
-        list(source.texts("n", Position(), Meter()))
+        list(source.texts("n"))
 
 
 def test_empty_folder(tmp_path: Path) -> None:
     with pytest.raises(FileProblem, match="holds no file"):
         parse_sources([str(tmp_path)])
-
-
-def test_half_a_surrogate_is_replaced() -> None:
-    assert clean("a\ud800b") == "a\ufffdb"
-    assert clean("a🙂b") == "a🙂b"
 
 
 def test_stdlib_is_two_megabytes_of_prose() -> None:
@@ -140,7 +133,7 @@ def test_nothing_lost_nothing_twice(breaks: list[int], skip: int) -> None:
                 raise ConnectionResetError("peer went away")
             yield item
 
-    assert list(reconnecting(open_at, skip, "source", waits=(0.0,))) == list(range(skip, 50))
+    assert list(iterate_with_retries(open_at, skip, "source", waits=(0.0,))) == list(range(skip, 50))
 
 
 def test_gives_up_after_fruitless_attempts() -> None:
@@ -151,7 +144,7 @@ def test_gives_up_after_fruitless_attempts() -> None:
         yield from range(start, 3)
         raise TimeoutError("too slow")
 
-    stream = reconnecting(open_at, 0, "source", waits=(0.0, 0.0))
+    stream = iterate_with_retries(open_at, 0, "source", waits=(0.0, 0.0))
     assert [next(stream), next(stream), next(stream)] == [0, 1, 2]
     with pytest.raises(FileProblem, match=r"source cannot be reached \(too slow\); start again"):
         next(stream)
@@ -163,7 +156,7 @@ def test_no_connection_at_all_is_an_error_at_once() -> None:
         raise ConnectionError("no route")
 
     with pytest.raises(FileProblem, match="source cannot be reached"):
-        next(reconnecting(open_at, 0, "source", waits=(1000.0,)))
+        next(iterate_with_retries(open_at, 0, "source", waits=(1000.0,)))
 
 
 def test_other_errors_are_not_retried() -> None:
@@ -172,7 +165,7 @@ def test_other_errors_are_not_retried() -> None:
         raise KeyError("text")
 
     with pytest.raises(KeyError):
-        list(reconnecting(open_at, 0, "source", waits=(1000.0,)))
+        list(iterate_with_retries(open_at, 0, "source", waits=(1000.0,)))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved", "saved-dict"])

@@ -230,6 +230,9 @@ def test_a_file_whose_name_is_no_text(tmp_path: Path, corpus: Path) -> None:
         pytest.skip("this file system has names of text only")
     index = prepare([str(tmp_path / "in")], tmp_path / "out", train_tokenizer=300)
     assert prepare([str(tmp_path / "in")], tmp_path / "out", train_tokenizer=300) == index
+    Path(os.fsdecode(path)).write_bytes(corpus.read_bytes() + b"{\n")
+    index = prepare([str(tmp_path / "in")], tmp_path / "bad", train_tokenizer=300, on_bad="skip")
+    assert index["sources"][0]["bad"] == 1
 
 
 def test_folder_of_something_else(tmp_path: Path, corpus: Path) -> None:
@@ -250,6 +253,12 @@ def test_token_limits_are_exact(tmp_path: Path, corpus: Path, prepared: Path) ->
     for split in ("train", "val"):
         short, full = (TokenData.open(tmp_path / name, split).sources[0].ids for name in ("cut", "whole"))
         assert np.array_equal(short.read(0, len(short)), full.read(0, len(short)))
+
+
+def test_records_without_text_leave_no_document(tmp_path: Path, prepared: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("", "one", None, " \n", "two")])
+    index = prepare([str(path)], tmp_path / "out", tokenizer=str(prepared), val_fraction=0)
+    assert index["sources"][0]["splits"]["train"]["documents"] == 2
 
 
 def test_large_vocabulary_takes_uint32(tmp_path: Path, corpus: Path, prepared: Path) -> None:
@@ -322,6 +331,18 @@ def test_two_at_once(tmp_path: Path, corpus: Path) -> None:
     TokenData.open(tmp_path).verify()
 
 
+def test_state_that_lacks_something(tmp_path: Path, corpus: Path, prepared: Path) -> None:
+    options: dict[str, Any] = {"tokenizer": str(prepared), "commit_seconds": 0, "batch_chars": 1}
+    with pytest.raises(KeyboardInterrupt):
+        prepare([str(corpus)], tmp_path, report=stopping_at(4), **options)
+    whole = json.loads((tmp_path / STATE_FILE).read_text())
+    changes: list[dict[str, Any]] = [{"changed": []}, {"changed": [{}]}, {"sources": [{}]}, {"sources": [3]}]
+    for change in changes:
+        (tmp_path / STATE_FILE).write_text(json.dumps(whole | change))
+        with pytest.raises(FileProblem, match=r"prepare.state.json is damaged; delete the folder"):
+            prepare([str(corpus)], tmp_path, **options)
+
+
 @pytest.mark.parametrize("content", ["{", '{"settings": {}}'])
 def test_damaged_state(tmp_path: Path, corpus: Path, content: str) -> None:
     (tmp_path / STATE_FILE).write_text(content)
@@ -387,3 +408,11 @@ def test_control_c_then_continue(tmp_path: Path, moment: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "training and" in done.stdout
     TokenData.open(out).verify()
+
+
+def test_checksums_at_the_end_show_progress(tmp_path: Path, corpus: Path) -> None:
+    seen: list[PrepareProgress] = []
+    prepare([str(corpus)], tmp_path, train_tokenizer=300, report=seen.append)
+    last = seen[-1]
+    assert (last.source, last.phase, last.fraction) == ("news", "checksums", 1.0)
+    assert last.text_bytes == corpus.stat().st_size

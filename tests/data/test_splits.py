@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopformer.data.splits import Splitter, agree, cut, survey
+from loopformer.data.splits import Splitter, clean, cut, reconcile, survey
 from loopformer.errors import LoopformerError
 
 text = st.text(st.sampled_from("ab \n"), max_size=300)
@@ -92,9 +92,17 @@ def test_sources_prepared_together_never_disagree() -> None:
     """What a small source must hold out, to have any validation text at all, a large one must not train on."""
     few = [f"document {number}" for number in range(40)]
     many = few + [f"other {number}" for number in range(2000)]
-    splitters = agree(
-        [survey(lambda: iter(few), 0.01, "few", whole=True), survey(lambda: iter(many), 0.05, "many", whole=True)]
+    splitters = reconcile(
+        [
+            survey(lambda: iter(few), 0.01, "few", can_cut=False),
+            survey(lambda: iter(many), 0.05, "many", can_cut=False),
+        ]
     )
     chosen = [[splitter.choose(text) for text in few] for splitter in splitters]
     assert chosen[0] == chosen[1]
     assert {"train", "val"} == set(chosen[0])
+
+
+def test_half_a_surrogate_is_replaced() -> None:
+    assert clean("a\ud800b") == "a\ufffdb"
+    assert clean("a🙂b") == "a🙂b"

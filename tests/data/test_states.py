@@ -88,7 +88,7 @@ def test_streams_have_words_of_their_own_and_windows_are_fixed() -> None:
 
 
 def test_elements_are_drawn_evenly_and_apart(group: Group) -> None:
-    words = group.words(seed=7, stream=TRAIN, numbers=range(3000), places=8)
+    words = group.words(seed=7, stream=TRAIN, numbers=range(3000), length=8)
     expected = words.size / len(group)
     assert abs(np.bincount(words.ravel(), minlength=len(group)) - expected).max() < 5 * expected**0.5
     first, second = words.reshape(-1, 2).T

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loopformer.data.supervised import encode_prompt
-from loopformer.data.tokenizer import END, Tokenizer
+from loopformer.data.tokenizer import END, Tokenizer, encode_prompt
 from loopformer.errors import LoopformerError
 from loopformer.inference.chat import ChatTemplate, Message
 

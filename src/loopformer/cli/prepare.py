@@ -10,14 +10,14 @@ from loopformer.cli.options import Field, Json, OutFolder
 from loopformer.cli.output import Display, progress, stoppable
 
 
-def _kept(**options: Any) -> str:
-    """What a stop leaves: nothing until the tokenizer is there. Nothing is imported here, which takes time."""
+def _after_stop(**options: Any) -> str:
+    """What a stop leaves: nothing before the tokenizer is written. An import here would delay the exit."""
     if any(options["out"].glob("*.json")):
         return "the same command continues where this one was"
     return "nothing was written yet, so the same command starts from the beginning"
 
 
-@stoppable(_kept)
+@stoppable(_after_stop)
 def prepare(
     sources: Annotated[
         list[str] | None,
@@ -52,7 +52,7 @@ def prepare(
     on_bad: Annotated[
         str,
         typer.Option(
-            help="What to do about a record that cannot be used: stop, or skip it; skipped ones are told."
+            help="What to do about an unusable record: stop, or skip it; skipped records are counted and listed."
         ),
     ] = "stop",
     workers: Annotated[int | None, typer.Option(help="Cores for tokenizing; all of them by default.")] = None,
@@ -93,15 +93,16 @@ def prepare(
 
 
 def _report(display: Display, source: str, phase: str, megabytes: float, fraction: float | None) -> None:
-    """How far a source is: tokenizing in megabytes of text, anything else as a line."""
-    if phase == "tokenizing":
-        display(source, megabytes, megabytes / fraction if fraction else None)
+    """Show how far a source is: text and checksums in megabytes, any other phase as a line."""
+    if phase in ("tokenizing", "checksums"):
+        name = source if phase == "tokenizing" else f"{source}: {phase}"
+        display(name, megabytes, megabytes / fraction if fraction else None)
     else:
         typer.echo(f"{source}: {phase}", err=True)
 
 
 def _show(out: Path, index: dict[str, Any]) -> None:
-    """What is in the folder, and what of it came from where."""
+    """Print what is in the folder, source by source."""
     tokens = index["tokens"]
     typer.echo(
         f"{out}: {tokens['train']:,} training and {tokens['val']:,} validation tokens, "
@@ -112,8 +113,8 @@ def _show(out: Path, index: dict[str, Any]) -> None:
         size = sum(written["text_bytes"] for written in splits.values())
         counts = ", ".join(f"{split} {written['documents']:,} documents" for split, written in splits.items())
         weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
-        told = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} KB"
-        typer.echo(f"  {source['name']}: {told}, {counts}{weight}")
+        amount = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} KB"
+        typer.echo(f"  {source['name']}: {amount}, {counts}{weight}")
         if bad := source.get("bad"):
             typer.echo(f"  {source['name']}: {bad:,} bad records left out")
             for sentence in source["bad_first"]:

@@ -3,5 +3,5 @@
 from loopformer.data.prepare import prepare         # text → shards
 from loopformer.data.shards import TokenData        # shards → memory-mapped tokens
 from loopformer.data.loader import Loader           # tokens → batches
-from loopformer.data.tokenizer import Tokenizer     # text ↔ ids
+from loopformer.data.tokenizer import Tokenizer     # text ↔ ids, chats → examples
 """

@@ -2,16 +2,18 @@
 
     for record in read_records(Path("news.jsonl.zst"), field="text", skip=1000): record["text"]
 
-Everything streams within bounds that no file can move: a text file of any size comes in documents of at most a
-million characters, cut at paragraph borders; a line, a parquet page and what an archive needs to be unpacked have
-their limits. A record is a mapping; one that cannot be used comes as a `BadRecord`, which says what is wrong where
-and can be raised. Where a file cannot be read on, that is its last. `skip` leaves out the first records, bad ones
-counted, without parsing them.
+Text and JSONL are streamed within fixed bounds of memory. A text file of any size comes in documents of at most a
+million characters, cut at paragraph borders. The length of a line and the memory for unpacking are limited.
+Parquet is read by pyarrow in batches of rows, and its pages are trusted. A record is a mapping. One that cannot be
+used comes as a `BadRecord`, which says what is wrong and where, and can be raised. If the rest of a file cannot be
+read, its last record is a `BadRecord`. The first `skip` records, bad ones included, are left out without being
+parsed.
 """
 
 from __future__ import annotations
 
 import codecs
+import functools
 import io
 import itertools
 import json
@@ -33,17 +35,16 @@ from loopformer.errors import FileProblem, LoopformerError, unreadable
 Record = dict[str, Any]
 FORMATS = (".txt", ".md", ".jsonl", ".parquet")
 PACKINGS = (".gz", ".xz", ".zst")
+READABLE = f"{', '.join(FORMATS)}, each also with {', '.join(PACKINGS)}"  # for error messages
 _BUFFER = 1 << 20
-_LINE = 8 << 20  # bytes of a line; what JSON makes of it takes up to 25 times as much
-_PAGE = 64 << 20  # bytes of a parquet page, unpacked
-_WINDOW = 128 << 20  # bytes that unpacking may take; xz -9 takes half of it, zstd as much without --long
-_PACKED = 1 << 10  # bytes unpacked at a time: zstd makes at most 32 MB of them
-_UNPACKED_SIZE, _PACKED_SIZE = 2, 3  # fields of the thrift struct PageHeader
-_ROWS, _ROWS_SIZE = 256, 16 << 20  # rows of a parquet file in memory at a time, and their bytes
+_MAX_LINE = 8 << 20  # bytes; the parsed JSON takes up to 25 times as much
+_MAX_WINDOW = 128 << 20  # bytes that unpacking may take; xz -9 takes half of it, zstd as much without --long
+_PACKED_CHUNK = 1 << 10  # bytes unpacked at a time: zstd makes at most 32 MB of them
+_PARQUET_ROWS = 64  # rows in memory at a time, each of which may be as long as a document
 
 
 class BadRecord(FileProblem):
-    """A record that cannot be used, or a file that cannot be read on; other records can."""
+    """A record that cannot be used, or the rest of a file that cannot be read."""
 
 
 @dataclass
@@ -54,49 +55,12 @@ class Meter:
 
 
 def format_of(path: Path) -> str | None:
-    """The format by the file's name, `.gz` and such set aside; None for a name that is none of ours."""
+    """The format by the file's name without its packing; None if the name has no known ending."""
     inner = path.with_suffix("") if path.suffix in PACKINGS else path
     return inner.suffix if inner.suffix in FORMATS else None
 
 
-def read_records(
-    path: Path, field: str, skip: int = 0, *, only_field: bool = True, meter: Meter | None = None
-) -> Iterator[Record | BadRecord]:
-    """The records of one file, from number `skip` on; `only_field` spares parquet its other columns."""
-    column = field if only_field else None
-    return itertools.islice(_records(path, field, column, skip, meter or Meter()), skip, None)
-
-
-def _records(path: Path, field: str, column: str | None, skip: int, meter: Meter) -> Iterator[Record | BadRecord]:
-    """All records; the first `skip` are empty where that spares work."""
-    try:
-        raw = io.BufferedReader(_Counted(path, meter), _BUFFER)
-        with closing(raw), closing(_unpacked(path, raw)) as stream:
-            if format_of(path) == ".parquet":
-                yield from _parquet(path, stream, column, skip)
-            elif format_of(path) == ".jsonl":
-                yield from _jsonl(path, stream, skip)
-            else:
-                yield from ({field: text} for text in _texts(stream))
-    except EOFError as error:
-        if "memory" in str(error).lower():
-            wrong = f"takes more than {_WINDOW >> 20} MB to unpack; pack it with a smaller window"
-        else:
-            wrong = "is damaged or cut short and cannot be unpacked; copy or download it again"
-        yield _caused(BadRecord(f"{path} {wrong}."), error)
-    except UnicodeDecodeError as error:
-        where = f"{path} line {_wrong_line(path)}"
-        yield _caused(BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out."), error)
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def _caused(problem: BadRecord, error: Exception) -> BadRecord:
-    problem.__cause__ = error
-    return problem
-
-
-def need(package: str, purpose: str) -> Any:
+def import_optional(package: str, purpose: str) -> Any:
     """Import an optional package, or say how to install it."""
     try:
         return import_module(package)
@@ -106,56 +70,56 @@ def need(package: str, purpose: str) -> Any:
         ) from error
 
 
-def _jsonl(path: Path, stream: IO[bytes], skip: int) -> Iterator[Record | BadRecord]:
-    passed = 0
-    for number, line in enumerate(_lines(stream), 1):
-        if line is None or not line.isspace():
-            passed += 1
-            yield {} if passed <= skip else _parsed(f"{path} line {number}", line)
+def read_records(
+    path: Path, field: str, skip: int = 0, meter: Meter | None = None, *, only_field: bool = True
+) -> Iterator[Record | BadRecord]:
+    """The records of a file from number `skip` on; with `only_field` other columns of parquet are not read."""
+    return itertools.islice(_read_all(path, field, skip, meter or Meter(), only_field), skip, None)
 
 
-def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
-    """The lines; None for one that is too long."""
-    while line := stream.readline(_LINE + 1):
-        yield line if len(line) <= _LINE else None
-        while len(line) > _LINE and not line.endswith(b"\n") and (rest := stream.readline(_LINE + 1)):
-            line = rest
-
-
-def _parsed(where: str, line: bytes | None) -> Record | BadRecord:
-    if line is None:
-        return BadRecord(f"{where} is longer than {_LINE >> 20} MB; cut its text into several records.")
+def _read_all(path: Path, field: str, skip: int, meter: Meter, only_field: bool) -> Iterator[Record | BadRecord]:
+    """All records; the first `skip` may be empty, to save parsing them."""
+    before = meter.read
     try:
-        record = json.loads(line)
-    except UnicodeDecodeError as error:
-        return _caused(BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out."), error)
-    except RecursionError as error:
-        return _caused(BadRecord(f"{where} is not JSON that can be read: it is nested too deeply."), error)
-    except ValueError as error:  # no JSON, or a number of thousands of digits
-        reason = re.split("[:;]", str(error))[0]
-        return _caused(BadRecord(f"{where} is not JSON ({reason}); correct or remove it."), error)
-    if not isinstance(record, dict):
-        return BadRecord(f'{where} must be an object such as {{"text": "…"}}.')
-    return record
+        with path.open("rb", _BUFFER) as packed, closing(_unpack(path, packed)) as stream:
+            records: Iterator[Record | BadRecord] = ({field: text} for text in _read_texts(stream))
+            if format_of(path) == ".jsonl":
+                records = _read_jsonl(path, stream, skip)
+            elif format_of(path) == ".parquet":
+                records = _read_parquet(path, stream, field if only_field else None, skip)
+            for record in records:
+                meter.read = before + packed.tell()
+                yield record
+    except EOFError as error:
+        if "memory" in str(error).lower():
+            wrong = f"takes more than {_MAX_WINDOW >> 20} MB to unpack; pack it with a smaller window"
+        else:
+            wrong = "is damaged or cut short and cannot be unpacked; copy or download it again"
+        yield BadRecord(f"{path} {wrong}.")
+    except UnicodeDecodeError:
+        where = f"{path} line {_first_wrong_line(path)}"
+        yield BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out.")
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
-def _texts(stream: IO[bytes]) -> Iterator[str]:
-    """The whole text as one document, or as several where it is longer than LONGEST."""
+def _read_texts(stream: IO[bytes]) -> Iterator[str]:
+    """The text as one document, or as several if it is longer than LONGEST."""
     text = io.TextIOWrapper(stream, encoding="utf-8-sig")
-    kept = ""
+    rest = ""
     while block := text.read(LONGEST):
-        kept += block
-        if len(kept) > LONGEST:
-            *whole, kept = cut(kept, LONGEST // 2, LONGEST)
-            yield from whole
-    if kept:
-        yield kept
+        rest += block
+        if len(rest) > LONGEST:
+            *documents, rest = cut(rest, LONGEST // 2, LONGEST)
+            yield from documents
+    if rest:
+        yield rest
 
 
-def _wrong_line(path: Path) -> int:
-    """The first line of a file that is not UTF-8."""
+def _first_wrong_line(path: Path) -> int:
+    """The number of the first line that is not UTF-8."""
     decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
-    with closing(io.BufferedReader(_Counted(path, Meter()))) as raw, closing(_unpacked(path, raw)) as stream:
+    with path.open("rb") as packed, closing(_unpack(path, packed)) as stream:
         try:
             while block := stream.read(_BUFFER):
                 line += decoder.decode(block).count("\n")
@@ -165,164 +129,111 @@ def _wrong_line(path: Path) -> int:
     return line
 
 
-def _parquet(path: Path, stream: IO[bytes], column: str | None, skip: int) -> Iterator[Record | BadRecord]:
-    arrow, parquet = need("pyarrow", "A parquet file"), need("pyarrow.parquet", "A parquet file")
+def _read_jsonl(path: Path, stream: IO[bytes], skip: int) -> Iterator[Record | BadRecord]:
+    passed = 0
+    for number, line in enumerate(_read_lines(stream), 1):
+        if line is None or not line.isspace():
+            passed += 1
+            yield {} if passed <= skip else _parse_line(f"{path} line {number}", line)
+
+
+def _read_lines(stream: IO[bytes]) -> Iterator[bytes | None]:
+    """The lines; None for a line that is too long."""
+    while line := stream.readline(_MAX_LINE + 1):
+        yield line if len(line) <= _MAX_LINE else None
+        while len(line) > _MAX_LINE and not line.endswith(b"\n") and (rest := stream.readline(_MAX_LINE + 1)):
+            line = rest
+
+
+def _parse_line(where: str, line: bytes | None) -> Record | BadRecord:
+    if line is None:
+        return BadRecord(f"{where} is longer than {_MAX_LINE >> 20} MB; cut its text into several records.")
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError:
+        return BadRecord(f"{where} is not UTF-8 text; convert the file or leave it out.")
+    except RecursionError:
+        return BadRecord(f"{where} is not JSON that can be read: it is nested too deeply.")
+    except ValueError as error:  # not JSON, or a number of thousands of digits
+        reason = re.split("[:;]", str(error))[0]
+        return BadRecord(f"{where} is not JSON ({reason}); correct or remove it.")
+    return record if isinstance(record, dict) else BadRecord(f'{where} must be an object such as {{"text": "…"}}.')
+
+
+def _read_parquet(path: Path, stream: IO[bytes], column: str | None, skip: int) -> Iterator[Record | BadRecord]:
+    arrow = import_optional("pyarrow", "A parquet file")
+    parquet = import_optional("pyarrow.parquet", "A parquet file")
     try:
         file = parquet.ParquetFile(stream, buffer_size=_BUFFER)
-        columns = file.schema_arrow.names
-        if column is not None:
-            columns = [name for name in columns if name == column] or columns
+        columns = [column] if column in file.schema_arrow.names else None
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
-            if skip >= rows:
+            if rows <= skip:
                 skip -= rows
                 yield from itertools.repeat({}, rows)
                 continue
-            page = _largest_page(stream, file.metadata.row_group(group), columns)
-            if page > _PAGE:
-                where = f"{path} row group {group + 1}"
-                yield BadRecord(f"{where} has a page of more than {_PAGE >> 20} MB; write it with smaller ones.")
-                return
-            at_once = max(1, min(_ROWS, _ROWS_SIZE // max(page, 1)))  # each row may be as long as its page
-            for batch in file.iter_batches(batch_size=at_once, row_groups=[group], columns=columns):
-                passed = min(skip, len(batch))
-                yield from itertools.repeat({}, passed)
-                yield from batch.slice(passed).to_pylist()
-                skip -= passed
-    except (arrow.ArrowException, UnicodeDecodeError) as error:
-        problem = BadRecord(f"{path} is no readable parquet file; copy or download it again.")
-        yield _caused(problem, error)
+            skip = 0  # every row from here on is read; `read_records` drops the first ones of this group
+            for batch in file.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=columns):
+                yield from batch.to_pylist()
+    except (arrow.ArrowException, UnicodeDecodeError):
+        yield BadRecord(f"{path} is no readable parquet file; copy or download it again.")
 
 
-def _largest_page(stream: IO[bytes], group: Any, columns: list[str]) -> int:
-    """Bytes of the largest page of some columns when it is unpacked, as its header says; Arrow does not ask."""
-    largest = 0
-    for number in range(group.num_columns):
-        chunk = group.column(number)
-        if any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns):
-            place = chunk.dictionary_page_offset or chunk.data_page_offset
-            end = place + chunk.total_compressed_size
-            while place < end:
-                stream.seek(place)
-                header = _thrift_struct(stream)
-                largest = max(largest, header.get(_UNPACKED_SIZE, 0))
-                place = stream.tell() + max(0, header.get(_PACKED_SIZE, 0))
-    return largest
-
-
-def _thrift_struct(stream: IO[bytes]) -> dict[int, int]:
-    """The integers of a struct in thrift's compact protocol, by field; all else is passed over."""
-    fields: dict[int, int] = {}
-    field = 0
-    while head := _byte(stream):
-        field = field + (head >> 4) if head >> 4 else _zigzag(stream)
-        if (value := _thrift_value(stream, head & 15)) is not None:
-            fields[field] = value
-    return fields
-
-
-def _thrift_value(stream: IO[bytes], kind: int) -> int | None:
-    if kind in (1, 2):  # true, false
-        return None
-    if kind in (4, 5, 6):
-        return _zigzag(stream)
-    if kind in (3, 7, 8):  # a byte, a double, bytes
-        stream.seek({3: 1, 7: 8}.get(kind) or _varint(stream), io.SEEK_CUR)
-    elif kind == 12:
-        _thrift_struct(stream)
-    else:  # lists are in no page header
-        raise EOFError(f"a page header with a field of type {kind}")
-    return None
-
-
-def _zigzag(stream: IO[bytes]) -> int:
-    number = _varint(stream)
-    return (number >> 1) ^ -(number & 1)
-
-
-def _varint(stream: IO[bytes]) -> int:
-    number = 0
-    for shift in range(0, 70, 7):
-        byte = _byte(stream)
-        number |= (byte & 127) << shift
-        if byte < 128:
-            return number
-    raise EOFError("a number without end in a page header")
-
-
-def _byte(stream: IO[bytes]) -> int:
-    if not (byte := stream.read(1)):
-        raise EOFError("a page header is cut short")
-    return byte[0]
-
-
-def _unpacked(path: Path, raw: Any) -> Any:
+def _unpack(path: Path, packed: IO[bytes]) -> IO[bytes]:
+    """The unpacked content of an open file."""
     if path.suffix not in PACKINGS:
-        return raw
-    stream = io.BufferedReader(_Unpacking(raw, _decompressor(path.suffix)), _BUFFER)
-    return _seekable(stream) if format_of(path) == ".parquet" else stream
-
-
-def _decompressor(packing: str) -> Callable[[], Any]:
-    """What makes an object that unpacks one frame or member, within the window."""
-    if packing == ".gz":
-        return lambda: zlib.decompressobj(wbits=31)
-    if packing == ".xz":
-        return lambda: lzma.LZMADecompressor(memlimit=_WINDOW)
-    zstd = need("zstandard", "A .zst file")
-    return lambda: zstd.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
-
-
-def _seekable(stream: io.BufferedIOBase) -> IO[bytes]:
-    """A packed parquet file goes through a temporary file, because it is read from its end."""
-    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 (_records closes it)
+        return packed
+    make_decompressor: Callable[[], Any] = functools.partial(zlib.decompressobj, wbits=31)
+    if path.suffix == ".xz":
+        make_decompressor = functools.partial(lzma.LZMADecompressor, memlimit=_MAX_WINDOW)
+    elif path.suffix == ".zst":
+        zstd = import_optional("zstandard", "A .zst file")
+        make_decompressor = zstd.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj
+    stream = io.BufferedReader(_ChunkReader(_unpack_chunks(packed, make_decompressor)), _BUFFER)
+    if format_of(path) != ".parquet":
+        return stream
+    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it); parquet is read from its end
     with closing(stream):
         shutil.copyfileobj(stream, unpacked, _BUFFER)
     unpacked.seek(0)
     return unpacked
 
 
-class _Counted(io.FileIO):
-    """A file that counts what is read of it."""
+def _unpack_chunks(packed: IO[bytes], make_decompressor: Callable[[], Any]) -> Iterator[bytes]:
+    """The content frame after frame, a little at a time; an EOFError if it is damaged or cut short."""
+    frame, rest = make_decompressor(), b""
+    while chunk := rest or packed.read(_PACKED_CHUNK):
+        rest = b""
+        if frame.eof:
+            chunk = chunk.lstrip(b"\0")  # padding between frames
+            if not chunk:
+                continue
+            frame = make_decompressor()
+        try:
+            unpacked = frame.decompress(chunk)
+        except Exception as error:  # each library has its own
+            raise EOFError(str(error)) from error
+        yield unpacked
+        rest = frame.unused_data if frame.eof else b""
+    if not frame.eof:
+        raise EOFError("the last frame is incomplete")
 
-    def __init__(self, path: Path, meter: Meter) -> None:
-        super().__init__(path)
-        self._meter = meter
 
-    def readinto(self, buffer: Any) -> int:
-        count = super().readinto(buffer) or 0
-        self._meter.read += count
-        return count
+class _ChunkReader(io.RawIOBase):
+    """A file that is read from chunks of bytes."""
 
-
-class _Unpacking(io.RawIOBase):
-    """A packed stream a little at a time, frame after frame, which notices when the end of the last is missing."""
-
-    def __init__(self, raw: IO[bytes], decompressor: Callable[[], Any]) -> None:
-        self._raw, self._decompressor = raw, decompressor
-        self._frame = decompressor()
-        self._ready = memoryview(b"")
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest = chunks, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            packed = self._frame.unused_data if self._frame.eof else b""
-            packed = packed or self._raw.read(_PACKED)
-            while self._frame.eof and packed and not (packed := packed.lstrip(b"\0")):  # padding between frames
-                packed = self._raw.read(_PACKED)
-            if not packed:
-                if self._frame.eof:
-                    return 0
-                raise EOFError("the last frame is incomplete")
-            if self._frame.eof:
-                self._frame = self._decompressor()
-            try:
-                self._ready = memoryview(self._frame.decompress(packed))
-            except Exception as error:  # each library has its own
-                raise EOFError(str(error)) from error
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
+        while not self._rest:
+            if (chunk := next(self._chunks, None)) is None:
+                return 0
+            self._rest = memoryview(chunk)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
         return count

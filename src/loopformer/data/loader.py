@@ -5,12 +5,17 @@
     loader.batch(step=7, start=0, stop=240)    # the rows of one of two ranks
     with closing(loader.prefetch(first_step=7)) as batches: next(batches)
 
-A sample is a window of context + 1 tokens; windows of a source follow one another without overlap (each target
-is the next window's first input). Which window comes when is arithmetic: order.py.
+A sample is a window of context + 1 tokens. The windows of a source do not overlap: the last target of a window is
+the first input of the next.
 
-A `Prefetcher` makes the next items in a thread while the current one is in use. Order is kept, an error in the
-thread is raised again where the items are used, and the thread ends when the items do, when `close` is called, or
-when the prefetcher is forgotten.
+The order of windows is computed, not stored. Each epoch of a source is a random permutation of its windows, made
+by a Feistel network. A mixture repeats a block of positions in which each source has its share, and every block is
+shuffled in its own way. So any position costs the same, and resuming or dividing a batch among ranks cannot change
+the order.
+
+A `Prefetcher` makes the next items in a thread while the current one is in use. It keeps their order. An error in
+the thread is raised again where the items are used. The thread ends after the last item, on `close`, or when
+nobody holds the prefetcher any more.
 """
 
 from __future__ import annotations
@@ -19,24 +24,30 @@ import queue
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate, count
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from loopformer.data.order import Order
-from loopformer.data.shards import SourceData, TokenData
-from loopformer.data.supervised import LAST, LOSS
-from loopformer.errors import LoopformerError
+from loopformer.data.shards import TokenData
+from loopformer.data.tokenizer import LAST, LOSS
+from loopformer.errors import LoopformerError, require
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-NO_LOSS = -100  # what torch's cross-entropy leaves out
+NO_LOSS = -100  # the target that torch's cross-entropy ignores
+UInt64s = npt.NDArray[np.uint64]
+
+BLOCK = 4096  # positions in which a mixture's shares are exact, rounded to whole samples
+_ROUNDS = 6
+_BLOCKS_KEY = 2**32  # the stream that shuffles blocks; lower numbers are sources
 
 
 @dataclass(frozen=True)
@@ -54,18 +65,17 @@ class Batch:
 class Windows:
     """All windows of a split, numbered through: `windows.rows([0, 5])`, `windows.batch(0, 8)`.
 
-    A source shorter than a window has none; what is left over at the end of a source is not seen.
-    With `documents`, rows tell their documents apart, and the token after a document's end is no target.
+    A source shorter than a window has none, and the rest at the end of a source is not used. With `documents`, rows
+    say which document each token belongs to, and the token after a document's end is no target.
     """
 
     def __init__(self, data: TokenData, context: int, documents: bool = False, limit: int | None = None) -> None:
-        if context < 1:
-            raise LoopformerError(f"The context must be 1 token or more, got {context}.")
+        require(context >= 1, f"The context must be 1 token or more, got {context}.")
         self._data, self._context, self._documents = data, context, documents
         self.sizes = tuple((len(source.ids) - 1) // context for source in data.sources)
-        if not sum(self.sizes):
-            raise _too_short(f"{data.split} split", data.tokens, context)
-        self._starts = [0, *accumulate(self.sizes)]
+        self._starts = [0, *accumulate(self.sizes)]  # the first window of each source
+        if not self._starts[-1]:
+            raise _too_short_error(f"{data.split} split", data.tokens, context)
         self._length = min(limit or self._starts[-1], self._starts[-1])
 
     def __len__(self) -> int:
@@ -80,26 +90,26 @@ class Windows:
         """The windows of these numbers, whatever the limit."""
         import torch
 
-        windows = [self._window(number) for number in numbers]
-        shape = (len(windows), self._context + 1)
-        ids = np.stack([ids for ids, _ in windows]) if windows else np.zeros(shape, np.int64)
-        inputs, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
-        flags = np.stack([flags for _, flags in windows]) if windows else np.zeros(shape, np.uint8)
-        targets[(flags[:, 1:] & LOSS) == 0] = NO_LOSS
-        numbered = None
+        numbers = list(numbers)
+        ids = np.empty((len(numbers), self._context + 1), np.int64)  # [B, T + 1]
+        flags = np.empty_like(ids, np.uint8)
+        for row, number in enumerate(numbers):
+            ids[row], flags[row] = self._window(number)
+        targets = np.where(flags[:, 1:] & LOSS, ids[:, 1:], NO_LOSS)
+        documents = None
         if self._documents:
-            last = (flags[:, :-1] & LAST) != 0
-            targets[last] = NO_LOSS
-            numbered = torch.from_numpy(np.cumsum(last, axis=1) - last)
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), numbered)
+            is_last = (flags[:, :-1] & LAST) != 0
+            targets[is_last] = NO_LOSS
+            documents = torch.from_numpy(np.cumsum(is_last, axis=1) - is_last)
+        return Batch(torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(targets), documents)
 
     def _window(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
-        """Ids and flags of one window; text without flags is all to be learned."""
-        which = bisect_right(self._starts, number) - 1
-        start = (number - self._starts[which]) * self._context
-        source: SourceData = self._data.sources[which]
+        """Ids and flags of one window [T + 1]; all tokens of plain text are learned."""
+        index = bisect_right(self._starts, number) - 1
+        source = self._data.sources[index]
+        start = (number - self._starts[index]) * self._context
         ids = source.ids.read(start, start + self._context + 1).astype(np.int64)
-        self._data.check_ids(ids, source.name)  # a wrong one would be an index error in the model
+        self._data.check_ids(ids, source.name)  # a wrong id would be an index error in the model
         if source.flags is not None:
             return ids, source.flags.read(start, start + self._context + 1)
         return ids, np.where(ids == self._data.eot, LOSS | LAST, LOSS)
@@ -107,37 +117,29 @@ class Windows:
 
 def validation_windows(data: TokenData, context: int, limit: int | None = None, documents: bool = False) -> Windows:
     """The windows of a split in their own order; at most `limit`, spread evenly over all of them."""
-    if limit is not None and limit < 1:
-        raise LoopformerError(f"Validation needs 1 window or more, got {limit}.")
+    require(limit is None or limit >= 1, f"Validation needs 1 window or more, got {limit}.")
     return Windows(data, context, documents, limit)
 
 
-def _too_short(what: str, tokens: int, context: int) -> LoopformerError:
+def _too_short_error(name: str, tokens: int, context: int) -> LoopformerError:
     return LoopformerError(
-        f"The {what} has {tokens} tokens, too few for a window of {context} + 1; "
+        f"The {name} has {tokens} tokens, too few for a window of {context} + 1; "
         "prepare more text, raise --val-fraction or lower the context."
     )
 
 
 class Loader:
-    """Training batches by step number. Sources with weights are mixed; without, they are one big source."""
+    """Training batches by step number. Sources with weights are mixed; without weights they are read as one."""
 
     def __init__(self, data: TokenData, context: int, batch: int, seed: int = 0, documents: bool = False) -> None:
-        if batch < 1:
-            raise LoopformerError(f"A batch needs 1 row or more, got {batch}.")
+        require(batch >= 1, f"A batch needs 1 row or more, got {batch}.")
         self.batch_size = batch
         self._windows = Windows(data, context, documents)
-        weights = [source.weight for source in data.sources]
-        mixed = tuple(weight for weight in weights if weight is not None)
-        if mixed:
-            for source in data.sources:
-                if len(source.ids) <= context:
-                    raise _too_short(f"{data.split} split of {source.name}", len(source.ids), context)
-            self._names = [source.name for source in data.sources]
-            self._order = Order(seed, self._windows.sizes, mixed)
-        else:
-            self._names = [" + ".join(source.name for source in data.sources)]
-            self._order = Order(seed, (len(self._windows),))
+        weights = tuple(source.weight for source in data.sources if source.weight is not None)
+        for source in data.sources if weights else ():
+            if len(source.ids) <= context:
+                raise _too_short_error(f"{data.split} split of {source.name}", len(source.ids), context)
+        self._order = Order(seed, self._windows.sizes, weights) if weights else Order(seed, (len(self._windows),))
         self._starts = np.array([0, *accumulate(self._order.sizes)])
 
     @property
@@ -147,9 +149,8 @@ class Loader:
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """Rows start:stop of the global batch of a step."""
-        first = step * self.batch_size
-        rows = range(self.batch_size)[start:stop]
-        located = self._order.locate(np.arange(first + rows.start, first + rows.stop))
+        rows = step * self.batch_size + np.arange(self.batch_size)[start:stop]
+        located = self._order.locate(rows)
         return self._windows.rows((self._starts[located.source] + located.sample).tolist())
 
     def prefetch(
@@ -158,21 +159,107 @@ class Loader:
         """Batches from `first_step` on without end, made in a thread; close it when done."""
         return Prefetcher((self.batch(step, start, stop) for step in count(first_step)), depth)
 
-    def epochs(self, step: int) -> dict[str, float]:
-        """How often each source has been gone through before a step."""
-        drawn = self._order.drawn(step * self.batch_size)
-        return {
-            name: number / size for name, number, size in zip(self._names, drawn, self._order.sizes, strict=True)
-        }
-
     def epoch(self, step: int) -> float:
-        """Samples drawn before a step, in units of all samples there are."""
+        """Samples drawn before a step, divided by the number of samples in the data."""
         return step * self.batch_size / self.samples
+
+
+class Located(NamedTuple):
+    """For each position: the source, the sample in it, and how often that source was gone through before."""
+
+    source: npt.NDArray[np.int64]
+    sample: npt.NDArray[np.int64]
+    epoch: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A seeded order over sources of `sizes` samples, drawn in proportion to `weights`."""
+
+    seed: int
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        complete = len(self.sizes) == len(self.weights) and min(self.sizes, default=0) >= 1
+        require(complete, "An order needs at least one sample and a weight for every source.")
+        require(self.seed >= 0, f"A seed must be 0 or more, got {self.seed}.")
+        smallest = f"The smallest weight {min(self.weights):g} is under 1/{BLOCK} of the mixture"
+        require(min(self.shares) > 0, f"{smallest}; raise it or drop it.")
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How many positions of a block belong to each source."""
+        return shares(self.weights, BLOCK) if len(self.sizes) > 1 else (BLOCK,)
+
+    def locate(self, positions: npt.ArrayLike) -> Located:
+        """The sample at each position."""
+        numbers = np.asarray(positions, dtype=np.uint64)
+        block, slot = np.divmod(numbers, np.uint64(BLOCK))
+        if len(self.sizes) > 1:  # every block of a mixture has an order of its own
+            slot = permute(slot, BLOCK, stream_key(self.seed, _BLOCKS_KEY, block))
+        ends = np.cumsum(self.shares)
+        source = np.searchsorted(ends, slot, side="right")
+        sample, epoch = np.empty_like(numbers), np.empty_like(numbers)
+        for number, (size, share, end) in enumerate(zip(self.sizes, self.shares, ends, strict=True)):
+            mine = source == number
+            # How many positions of this source come before: its share of every earlier block, then its slots.
+            before = block[mine] * np.uint64(share) + slot[mine] - np.uint64(end - share)
+            epoch[mine], inside = np.divmod(before, np.uint64(size))
+            sample[mine] = permute(inside, size, stream_key(self.seed, number, epoch[mine]))
+        return Located(source.astype(np.int64), sample.astype(np.int64), epoch.astype(np.int64))
+
+
+def permute(index: UInt64s, size: int, key: UInt64s) -> UInt64s:
+    """A bijection of 0 … size-1 for each key."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    keys = [mix(key + np.uint64(number)) for number in range(_ROUNDS)]
+    result = index.astype(np.uint64)
+    # The network permutes 0 … 4^half-1. What lands outside 0 … size-1 goes through it again, until all are inside.
+    outside = np.arange(len(result))
+    while len(outside):
+        result[outside] = _feistel(result[outside], half, [key[outside] for key in keys])
+        outside = outside[result[outside] >= size]
+    return result
+
+
+def _feistel(value: UInt64s, half: int, keys: Sequence[UInt64s]) -> UInt64s:
+    """A bijection of 0 … 4^half-1: each round mixes one half with a hash of the other."""
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = value >> shift, value & mask
+    for key in keys:
+        left, right = right, left ^ (mix(right ^ key) & mask)
+    return (left << shift) | right
+
+
+def shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
+    """Whole parts of `total` in proportion to the weights, by largest remainder."""
+    exact = [Fraction(weight) for weight in weights]
+    wanted = [weight * total / sum(exact) for weight in exact]
+    parts = [int(part) for part in wanted]
+    by_remainder = sorted(range(len(parts)), key=lambda i: (parts[i] - wanted[i], i))
+    for number in by_remainder[: total - sum(parts)]:
+        parts[number] += 1
+    return tuple(parts)
+
+
+def stream_key(seed: int, stream: int, number: UInt64s) -> UInt64s:
+    """A key for each number of a stream of random draws."""
+    start = mix(np.array([seed % 2**64], dtype=np.uint64)) + np.uint64(stream)
+    return mix(mix(start) + number)
+
+
+def mix(value: UInt64s) -> UInt64s:
+    """SplitMix64's step: 64 bits in, 64 well mixed bits out, wrapping on purpose."""
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
 
 
 @dataclass(frozen=True)
 class _End:
-    """After the last item; with what went wrong, if something did."""
+    """Comes after the last item, with the error that ended the items, if any."""
 
     error: BaseException | None = None
 
@@ -181,55 +268,51 @@ class Prefetcher(Iterator[T], Generic[T]):
     """An iterator over `items` that stays up to `depth` of them ahead of its reader."""
 
     def __init__(self, items: Iterable[T], depth: int = 2) -> None:
-        if depth < 1:
-            raise LoopformerError(f"Prefetching needs a depth of 1 or more, got {depth}.")
+        require(depth >= 1, f"Prefetching needs a depth of 1 or more, got {depth}.")
         self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
-        self._over = False
+        self._is_over = False
         # The thread must not hold `self`, or a forgotten prefetcher would never be collected and stopped.
-        self._thread = threading.Thread(target=_fill, args=(items, self._queue, self._stop), daemon=True)
+        self._thread = threading.Thread(target=_fill_queue, args=(items, self._queue, self._stop), daemon=True)
         weakref.finalize(self, self._stop.set)
         self._thread.start()
 
     def __next__(self) -> T:
-        if self._over:
+        if self._is_over:
             raise StopIteration
         item = self._queue.get()
         if not isinstance(item, _End):
             return item
-        self._over = True
-        if item.error is not None:
-            raise item.error
-        raise StopIteration
+        self._is_over = True
+        raise StopIteration if item.error is None else item.error
 
     def close(self) -> None:
-        """Stop the thread and wait for it a little; calling twice does no harm."""
-        self._over = True
+        """Stop the thread and wait up to five seconds for it; calling twice does no harm."""
+        self._is_over = True
         self._stop.set()
         self._thread.join(timeout=5)  # it may hang in a network call; it is a daemon
 
 
-def _fill(items: Iterable[T], out: queue.Queue[T | _End], stop: threading.Event) -> None:
+def _fill_queue(items: Iterable[T], out: queue.Queue[T | _End], stop: threading.Event) -> None:
+    """Run the thread of a prefetcher until the items end or its reader has gone."""
+
+    def put(item: T | _End) -> bool:
+        """Wait for room; False when the reader has gone."""
+        while not stop.is_set():
+            with suppress(queue.Full):
+                out.put(item, timeout=0.1)
+                return True
+        return False
+
     try:
         iterator = iter(items)
         try:
             for item in iterator:
-                if not _put(item, out, stop):
+                if not put(item):
                     return
         finally:
             if close := getattr(iterator, "close", None):  # a generator still has files open
                 close()
-        _put(_End(), out, stop)
+        put(_End())
     except BaseException as error:
-        _put(_End(error), out, stop)
-
-
-def _put(item: T | _End, out: queue.Queue[T | _End], stop: threading.Event) -> bool:
-    """Wait for room; False when the reader has gone."""
-    while not stop.is_set():
-        try:
-            out.put(item, timeout=0.1)
-            return True
-        except queue.Full:
-            continue
-    return False
+        put(_End(error))

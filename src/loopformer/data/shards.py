@@ -1,17 +1,17 @@
-"""A prepared folder on disk: shards of token ids, the index over them, and what reads them.
+"""A prepared folder on disk: how its shards of token ids are written, and how they are read.
 
     data = TokenData.open("data/stdlib", "train")
     data.tokens, data.vocab_size, data.tokenizer.decode(data.sources[0].ids.read(0, 100))
     data.verify()                           # reads every byte and compares checksums; `train` does, once
 
-    writer = ShardWriter(folder, "stdlib-train", ".bin", np.uint16, shard_items=1 << 27)
+    writer = ShardWriter(folder, "stdlib-train", ".bin", np.uint16, shard_items=1 << 27, items=0, shards=[])
     writer.append(ids); writer.flush()      # on disk, whatever happens next
-    writer.finish()                         # [Shard(file="stdlib-train-00000.bin", items=…, sha256=…), …]
+    writer.finish(); writer.shards          # [Shard(file="stdlib-train-00000.bin", items=…, sha256=…), …]
 
-Shards hold numbers of one dtype and are cut after exactly `shard_items` of them, so what is on disk depends only
-on what was appended. A writer that is opened with the `items` and `shards` of an earlier one continues after its
-last flush. A folder is finished when it has its `index.json`; until then `prepare.state.json` says how far it is.
-Opening looks at names, sizes and the tokenizer's hash, which is quick for any corpus; tokens are memory-mapped.
+A shard ends after exactly `shard_items` numbers of one dtype, so the files depend only on what was appended. A
+writer with the `items` and `shards` of an earlier writer continues after its last flush. A folder is finished once
+it has its `index.json`; until then `prepare.state.json` says how far the work has come. Opening a folder checks
+names, sizes and the tokenizer's hash, which is quick for any corpus. Tokens are memory-mapped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,8 +38,8 @@ from loopformer.files import DamagedFile, read_json, sha256_of, write_json, writ
 
 INDEX_FILE = "index.json"
 STATE_FILE = "prepare.state.json"
-VERIFIED_FILE = "verified.json"  # the shards that a run has compared with their checksums
-_MUCH = 1 << 30  # bytes that take a while to read
+VERIFIED_FILE = "verified.json"  # shards that were compared with their checksums
+_LONG_READ = 1 << 30  # bytes that take a while to read
 _BLOCK = 1 << 20
 
 
@@ -53,7 +53,11 @@ class Shard:
 
 
 class ShardWriter:
-    """Appends numbers to `STEM-00000.bin`, `STEM-00001.bin`, …; see the top of this file."""
+    """Appends numbers to `STEM-00000.bin`, `STEM-00001.bin`, … of a folder.
+
+    `shards` are the finished ones and grow while it writes; `items` counts the numbers in all shards. What an
+    earlier writer had not flushed is cut off.
+    """
 
     def __init__(
         self,
@@ -62,25 +66,24 @@ class ShardWriter:
         suffix: str,
         dtype: npt.DTypeLike,
         shard_items: int,
-        items: int = 0,
-        shards: Sequence[Shard] = (),
+        items: int,
+        shards: list[Shard],
     ) -> None:
         self._folder, self._stem, self._suffix = folder, stem, suffix
         self._dtype, self._shard_items = np.dtype(dtype), shard_items
-        self.items = items  # in all shards
-        self.shards = list(shards)  # the finished ones
-        self._open(items - sum(shard.items for shard in self.shards))
+        self.items, self.shards = items, shards
+        self._open(items - sum(shard.items for shard in shards))
 
     def append(self, values: npt.NDArray[Any]) -> None:
         while len(values):
-            now = values[: self._shard_items - self._in_shard]
-            block = now.astype(self._dtype, copy=False).tobytes()
+            part = values[: self._shard_items - self._in_shard]
+            block = part.astype(self._dtype, copy=False).tobytes()
             with writing(self._path):
                 self._stream.write(block)
             self._sha.update(block)
-            self._in_shard += len(now)
-            self.items += len(now)
-            values = values[len(now) :]
+            self._in_shard += len(part)
+            self.items += len(part)
+            values = values[len(part) :]
             if self._in_shard == self._shard_items:
                 self._finish_shard()
                 self._open(0)
@@ -91,17 +94,16 @@ class ShardWriter:
             self._stream.flush()
             os.fsync(self._stream.fileno())
 
-    def finish(self) -> list[Shard]:
-        """Finish the last shard; all shards, in order."""
+    def finish(self) -> None:
+        """Finish the last shard; an empty one is removed."""
         if self._in_shard:
             self._finish_shard()
         else:
             self._stream.close()
             self._path.unlink()
-        return self.shards
 
     def close(self) -> None:
-        """Let go of the open file; what was flushed or finished stays."""
+        """Close the open file; what was flushed or finished stays."""
         with suppress(OSError):  # a full disk refuses what is still buffered
             self._stream.close()
 
@@ -110,7 +112,7 @@ class ShardWriter:
         return self._folder / f"{self._stem}-{len(self.shards):05d}{self._suffix}"
 
     def _open(self, items: int) -> None:
-        """Open the shard after the finished ones and cut off what was not flushed."""
+        """Open the shard after the finished ones, and cut off everything after its first `items`."""
         size = items * self._dtype.itemsize
         self._in_shard = items
         self._sha = hashlib.sha256()
@@ -135,10 +137,10 @@ def read_index(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
     except DamagedFile as error:
-        raise damaged_folder(path) from error
+        raise damaged_folder_error(path) from error
 
 
-def damaged_folder(path: Path) -> FileProblem:
+def damaged_folder_error(path: Path) -> FileProblem:
     return FileProblem(f"{path} is damaged; delete the folder and prepare it again.")
 
 
@@ -152,9 +154,8 @@ class ShardedArray:
 
     def __init__(self, folder: Path, shards: Sequence[Shard], dtype: npt.DTypeLike) -> None:
         self.shards = tuple(shards)
-        self._folder = folder
         self._starts = [0, *accumulate(shard.items for shard in shards)]
-        self._maps = [_map(folder / shard.file, shard.items, np.dtype(dtype)) for shard in shards]
+        self._maps = [_map_shard(folder / shard.file, shard.items, np.dtype(dtype)) for shard in shards]
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -173,7 +174,7 @@ class ShardedArray:
 
 @dataclass(frozen=True)
 class SourceData:
-    """The tokens of one source; `flags` (see supervised.py) only where examples are supervised."""
+    """The tokens of one source; `flags` (LOSS, LAST of tokenizer.py) only if its examples are supervised."""
 
     name: str
     weight: float | None
@@ -194,29 +195,37 @@ class TokenData:
 
     @classmethod
     def open(cls, folder: Path | str, split: str = "train") -> TokenData:
+        """A split of a finished folder; sizes and the tokenizer are checked, checksums of shards are not."""
         folder = Path(folder)
         path = folder / INDEX_FILE
         if not is_prepared(folder):
-            unfinished = (folder / STATE_FILE).exists()
             raise FileProblem(
                 f"{folder} is not prepared to the end; run the same loopformer prepare again, it continues."
-                if unfinished
+                if (folder / STATE_FILE).exists()
                 else f"{path} is missing; make the folder with loopformer prepare."
             )
         index = read_index(path)
+        sources = []
         try:
-            sources = tuple(_sources(folder, index, split))
+            for source in index["sources"]:
+                if written := source["splits"].get(split):
+                    shards, masks = ([Shard(**shard) for shard in written[kind]] for kind in ("shards", "masks"))
+                    ids = ShardedArray(folder, shards, index["dtype"])
+                    flags = ShardedArray(folder, masks, np.uint8) if masks else None
+                    sources.append(SourceData(source["name"], source["weight"], ids, flags))
             described = index["tokenizer"]
-            data = cls(folder, split, sources, described["vocab_size"], described["end"], sha256_of(path))
+            data = cls(folder, split, tuple(sources), described["vocab_size"], described["end"], sha256_of(path))
         except (KeyError, TypeError, AttributeError) as error:
-            raise damaged_folder(path) from error
+            raise damaged_folder_error(path) from error
         if not sources:
             raise FileProblem(f"{folder} has no {split} split; prepare it again with another --val-fraction.")
         tokenizer = folder / TOKENIZER_FILE
-        there = tokenizer.is_file()
-        if not there or sha256_of(tokenizer) != described["sha256"]:
-            what = "is not the tokenizer that made these shards" if there else "is missing"
-            raise FileProblem(f"{tokenizer} {what}; restore it or prepare the folder again.")
+        if not tokenizer.is_file():
+            raise FileProblem(f"{tokenizer} is missing; restore it or prepare the folder again.")
+        if sha256_of(tokenizer) != described["sha256"]:
+            raise FileProblem(
+                f"{tokenizer} is not the tokenizer that made these shards; restore it or prepare the folder again."
+            )
         return data
 
     @property
@@ -239,11 +248,15 @@ class TokenData:
     def verify(self, *, changed_only: bool = False, say: Callable[[str], None] | None = None) -> None:
         """Read every shard and compare it with the checksum of the index.
 
-        With `changed_only` a shard is read once, and again only after its size or time has changed: what was read
-        is noted in the folder, where that can be written to. `say` gets a sentence where there is much to read.
+        With `changed_only` a shard is read once, and again only after its size or time has changed. A note in the
+        folder remembers what was read, unless the folder is read-only. `say` gets a sentence if there is much to
+        read.
         """
         note = self.folder / VERIFIED_FILE
-        known = _verified(note) if changed_only else {}
+        known: dict[str, Any] = {}  # size, time and checksum of the shards that were found right, by name
+        if changed_only:
+            with suppress(FileProblem):  # there is no note yet, or it is damaged
+                known = read_json(note)
         arrays = [array for source in self.sources for array in (source.ids, source.flags) if array is not None]
         marks: dict[Shard, list[Any]] = {}
         for shard in (shard for array in arrays for shard in array.shards):
@@ -251,38 +264,20 @@ class TokenData:
             marks[shard] = [status.st_size, status.st_mtime_ns, shard.sha256]
         unknown = [shard for shard, mark in marks.items() if known.get(shard.file) != mark]
         size = sum(marks[shard][0] for shard in unknown)
-        if say and size >= _MUCH:
+        if say and size >= _LONG_READ:
             say(f"comparing {size / 1e9:.1f} GB of shards in {self.folder} with their checksums")
         paths = [self.folder / shard.file for shard in unknown]
-        with ThreadPoolExecutor(max_workers=8) as pool:  # hashing does not hold the interpreter
+        with ThreadPoolExecutor(max_workers=8) as pool:  # hashing releases the interpreter's lock
             for shard, path, digest in zip(unknown, paths, pool.map(sha256_of, paths), strict=True):
                 if digest != shard.sha256:
                     raise FileProblem(f"{path} has changed since it was made; prepare the folder again.")
         if changed_only and unknown:
             known |= {shard.file: mark for shard, mark in marks.items()}
-            with suppress(FileProblem):  # a folder that is read-only, or not ours
+            with suppress(FileProblem):  # the folder is read-only
                 write_json(note, known)
 
 
-def _verified(note: Path) -> dict[str, Any]:
-    """Size, time and checksum of the shards that were found right, by name."""
-    try:
-        return read_json(note)
-    except FileProblem:  # not there yet, or no use
-        return {}
-
-
-def _sources(folder: Path, index: dict[str, Any], split: str) -> Iterator[SourceData]:
-    for source in index["sources"]:
-        if split in source["splits"]:
-            written = source["splits"][split]
-            shards, masks = ([Shard(**shard) for shard in written[kind]] for kind in ("shards", "masks"))
-            ids = ShardedArray(folder, shards, index["dtype"])
-            flags = ShardedArray(folder, masks, np.uint8) if masks else None
-            yield SourceData(source["name"], source["weight"], ids, flags)
-
-
-def _map(path: Path, items: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def _map_shard(path: Path, items: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     if not path.is_file():
         raise FileProblem(f"The shard {path} is missing; delete the folder and prepare it again.")
     size = path.stat().st_size

@@ -1,18 +1,19 @@
-"""Words over a finite group, to be tracked: the label at place i is the product of the elements up to it.
+"""Words over a finite group for state tracking: the label at position i is the product of the elements up to it.
 
     group = Group.named("S3")
-    words = group.words(seed=0, stream=TRAIN, numbers=range(64), places=16)     # [64, 16], uniform
+    words = group.words(seed=0, stream=TRAIN, numbers=range(64), length=16)     # [64, 16], uniform
     group.products(words)                                                       # their prefix products
     StateLoader(group, context=17, batch=64).batch(step=7)                      # inputs and labels, not shifted
 
-Elements are permutations of 1…m in lexicographic order, the identity first; their names are cycles, `(12)(345)`.
-Products are read from left to right: x·y is first x, then y, so the label at place i is the state after i moves.
-A word is read after the end token, as any text, so a context of n + 1 holds words of n. Without it a model with
-rotary positions could not tell g·g from g: attention gives equal tokens equal outputs, however many they are.
+Elements are permutations of 1…m in lexicographic order, the identity first. Their names are cycles, `(12)(345)`.
+Products are read from left to right: x·y is first x, then y, so the label at position i is the state after i
+moves. The end token precedes a word, as it precedes any text, so a context of n + 1 holds words of n elements.
+Without it a model with rotary positions could not tell g·g from g: attention gives equal tokens equal outputs,
+however many there are.
 
-Each element of a word is a hash of (seed, stream, number of the word, place); a training word's number is
+Each element of a word is a hash of (seed, stream, number of the word, position). The number of a training word is
 step · batch + row. So every step has fresh words, resuming is exact, and ranks and micro-batches change nothing.
-Training, validation and test draw from streams of their own.
+Training, validation and test draw from different streams.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loopformer.config.run import DataConfig, GroupName
-from loopformer.data.loader import NO_LOSS, Batch
-from loopformer.data.order import mix, stream_key
+from loopformer.data.loader import NO_LOSS, Batch, mix, stream_key
 from loopformer.data.shards import TokenData
 from loopformer.data.tokenizer import END, Tokenizer
 from loopformer.errors import LoopformerError, nearest, require
@@ -44,18 +44,19 @@ GROUPS: list[str] = list(get_args(GroupName))
 
 @dataclass(frozen=True)
 class Group:
-    """A finite group of permutations; an element's id is its place among them."""
+    """A finite group of permutations; the id of an element is its index."""
 
     name: str
     elements: tuple[Permutation, ...]
 
     @classmethod
     def named(cls, name: str) -> Group:
-        """S3, A5 or S5: the symmetric or the alternating (even permutations) group on so many points."""
+        """S3, A5 or S5: the symmetric or the alternating group (even permutations) on three or five points."""
         if name not in GROUPS:
-            raise LoopformerError(f"There is no group {name!r}; {nearest(name, GROUPS, f'choose {_listed()}.')}")
-        every = permutations(range(int(name[1:])))
-        return cls(name, tuple(one for one in every if name[0] == "S" or _is_even(one)))
+            choices = f"choose {', '.join(GROUPS[:-1])} or {GROUPS[-1]}."
+            raise LoopformerError(f"There is no group {name!r}; {nearest(name, GROUPS, choices)}")
+        elements = permutations(range(int(name[1:])))
+        return cls(name, tuple(element for element in elements if name[0] == "S" or _is_even(element)))
 
     def __len__(self) -> int:
         return len(self.elements)
@@ -71,37 +72,42 @@ class Group:
         ids = {element: number for number, element in enumerate(self.elements)}
         return np.array([[ids[tuple(y[point] for point in x)] for y in self.elements] for x in self.elements])
 
-    def words(self, seed: int, stream: int, numbers: Iterable[int], places: int) -> WordIds:
+    def words(self, seed: int, stream: int, numbers: Iterable[int], length: int) -> WordIds:
         """Words [B, T] by their numbers, each element uniform."""
         keys = stream_key(seed, stream, np.fromiter(numbers, np.uint64))  # [B]
-        drawn = mix(np.add.outer(keys, np.arange(places, dtype=np.uint64)))  # [B, T]
+        drawn = mix(np.add.outer(keys, np.arange(length, dtype=np.uint64)))  # [B, T]
         return (drawn % np.uint64(len(self))).astype(np.int64)
 
     def products(self, words: WordIds) -> WordIds:
-        """The product of each word [B, T] up to and with every place [B, T]."""
+        """The product of each word [B, T] up to and including every position [B, T]."""
         states = words.copy()
-        for place in range(1, words.shape[1]):
-            states[:, place] = self.table[states[:, place - 1], words[:, place]]
+        for position in range(1, words.shape[1]):
+            states[:, position] = self.table[states[:, position - 1], words[:, position]]
         return states
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Names of elements, apart by spaces ↔ ids; after them the end token, which stands before a word."""
-        vocabulary = {name: number for number, name in enumerate((*self.names, END))}
-        return Tokenizer(_word_level(vocabulary), f"the tokenizer of {self.name}")
+        """Names of elements, separated by spaces ↔ ids; the last id is the end token."""
+        from tokenizers import AddedToken, models, pre_tokenizers
+        from tokenizers import Tokenizer as Library
+
+        library = Library(models.WordLevel({name: number for number, name in enumerate((*self.names, END))}))
+        library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        library.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+        return Tokenizer(library.to_str(), f"the tokenizer of {self.name}")
 
     @property
     def vocab_size(self) -> int:
-        """The elements and the end token, which every tokenizer has."""
+        """The elements and the end token."""
         return len(self) + 1
 
     @property
     def tokens(self) -> int:
-        """As of a prepared folder; words are drawn, none are stored."""
+        """Tokens on disk, as of a prepared folder: words are drawn, none are stored."""
         return 0
 
     def batch(self, words: WordIds) -> Batch:
-        """Words [B, T] after the end token, and the product at each of their places: both [B, T + 1]."""
+        """Inputs, which are words [B, T] after the end token, and the product at each position: both [B, T + 1]."""
         import torch
 
         before = np.full((len(words), 1), len(self))
@@ -111,8 +117,8 @@ class Group:
 
     @cached_property
     def index_hash(self) -> str:
-        """What a run's checkpoints keep of its data: the elements in their order, and how words are drawn."""
-        batch = self.batch(self.words(seed=0, stream=TRAIN, numbers=range(16), places=16))
+        """What identifies the data in checkpoints: the elements in their order, and how words are drawn."""
+        batch = self.batch(self.words(seed=0, stream=TRAIN, numbers=range(16), length=16))
         drawn = [self.elements, batch.inputs.tolist(), batch.targets.tolist()]
         return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
 
@@ -121,9 +127,8 @@ class StateWindows:
     """A fixed number of words from a stream: `windows.batch(0, 8)`."""
 
     def __init__(self, group: Group, context: int, words: int, seed: int = 0, stream: int = VALIDATION) -> None:
-        if words < 1:
-            raise LoopformerError(f"There must be 1 word or more, got {words}.")
-        self._group, self._places, self._words = group, word_length(context), words
+        require(words >= 1, f"There must be 1 word or more, got {words}.")
+        self._group, self._length, self._words = group, word_length(context), words
         self._seed, self._stream = seed, stream
 
     def __len__(self) -> int:
@@ -132,7 +137,7 @@ class StateWindows:
     def batch(self, start: int, stop: int) -> Batch:
         """Words start:stop and their products."""
         numbers = range(self._words)[start:stop]
-        return self._group.batch(self._group.words(self._seed, self._stream, numbers, self._places))
+        return self._group.batch(self._group.words(self._seed, self._stream, numbers, self._length))
 
 
 class StateLoader:
@@ -140,16 +145,16 @@ class StateLoader:
 
     def __init__(self, group: Group, context: int, batch: int, seed: int = 0) -> None:
         self.batch_size = batch
-        self._group, self._places, self._seed = group, word_length(context), seed
+        self._group, self._length, self._seed = group, word_length(context), seed
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """Rows start:stop of the global batch of a step."""
         first, rows = step * self.batch_size, range(self.batch_size)[start:stop]
         numbers = range(first + rows.start, first + rows.stop)
-        return self._group.batch(self._group.words(self._seed, TRAIN, numbers, self._places))
+        return self._group.batch(self._group.words(self._seed, TRAIN, numbers, self._length))
 
     def epoch(self, step: int) -> float:
-        """No word comes again."""
+        """Always 0: no word is repeated."""
         return 0.0
 
 
@@ -179,19 +184,5 @@ def cycles(permutation: Permutation) -> str:
 
 
 def _is_even(permutation: Permutation) -> bool:
-    pairs = ((a, b) for place, a in enumerate(permutation) for b in permutation[place + 1 :])
+    pairs = ((a, b) for index, a in enumerate(permutation) for b in permutation[index + 1 :])
     return sum(a > b for a, b in pairs) % 2 == 0
-
-
-def _listed() -> str:
-    return f"{', '.join(GROUPS[:-1])} or {GROUPS[-1]}"
-
-
-def _word_level(vocabulary: dict[str, int]) -> str:
-    from tokenizers import AddedToken, models, pre_tokenizers
-    from tokenizers import Tokenizer as Library
-
-    library = Library(models.WordLevel(vocabulary))
-    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    library.add_special_tokens([AddedToken(END, special=True, normalized=False)])
-    return library.to_str()

@@ -1,12 +1,26 @@
-"""Text ↔ token ids: a thin wrapper over the `tokenizers` library that travels as one file, tokenizer.json.
+"""Text ↔ token ids: a thin wrapper over the `tokenizers` library, and chats as tokens with loss on the responses.
 
     Tokenizer.find("gpt2")                      # GPT-2's BPE from the Hub
     Tokenizer.find("folder")                    # tokenizer.json, or GPT-2's encoder.json and vocab.bpe
-    Tokenizer.train(texts, vocab_size=4096)     # byte-level BPE, the same for the same text; also train_apart
+    Tokenizer.train(texts, vocab_size=4096)     # byte-level BPE, the same for the same text
     tokenizer.encode("Hello world"); tokenizer.decode([15496, 995])
 
-Text never encodes to a special token: a document that contains the characters `<|endoftext|>` stays text. Only what
-a chat template wrote is read otherwise (`encode_template`).
+A tokenizer is stored as a single file, tokenizer.json. Text never encodes to a special token: `<|endoftext|>` in a
+document stays text. Only the output of a chat template may contain special tokens (`encode_template`).
+
+A supervised example is a prompt and a response, or a chat:
+
+    {"prompt": "2 + 2?", "response": "4"}
+    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+
+Both become the same text, turn by turn. Here ⏎ is a line break and END is the tokenizer's end token:
+
+    System: content⏎⏎
+    User: content⏎⏎
+    Assistant: contentEND
+
+The loss is on the words of each assistant turn and on the END that closes it. For inference, `encode_prompt` gives
+the ids up to and including "Assistant:".
 """
 
 from __future__ import annotations
@@ -22,10 +36,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from loopformer.config.model import BOX, box_folder
-from loopformer.data.splits import cut
+from loopformer.data.splits import clean, cut
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.files import write_atomic
 
@@ -35,32 +52,34 @@ if TYPE_CHECKING:
 FILE = "tokenizer.json"
 END = "<|endoftext|>"
 _END_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
-_LAST_LINE = b"\n"  # no text is written so
-_TRAINING_MEMORY = 320 << 20  # bytes that training may take for the different words of the text, of which
-_WORD_MEMORY, _BYTE_MEMORY = 500, 110  # each takes so much, and so much for each of its bytes: measured
-_WORD = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")  # about what byte-level BPE takes for a word
-_PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, and the Hub's
+_LAST_LINE = b"\n"  # after the last text for the training process; a text in JSON is never an empty line
+_PIECE = (1 << 12, 1 << 16)  # characters in a text for the trainer, which buffers some hundreds of texts
+_TRAINING_TEXT = 256 << 20  # characters
+_TRAINING_MEMORY = 320 << 20  # bytes that training may take for the distinct words of the text
+_WORD_MEMORY, _BYTE_MEMORY = 500, 110  # measured bytes for each distinct word and for each byte in it
+_WORD = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")  # roughly the words of byte-level BPE
+_GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, and the Hub's
+
+LOSS = 1  # flag of a token that is learned
+LAST = 2  # flag of the last token of an example; a chat has an end token after every response
+ROLES = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
 
 
 class Tokenizer:
-    """A tokenizer and the very text of its tokenizer.json; `hash` is the sha256 of that file."""
+    """A tokenizer with the exact text of its tokenizer.json; `hash` is the SHA-256 of that file."""
 
     def __init__(self, text: str, name: str = FILE) -> None:
-        import tokenizers
-
+        self._text = text
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            self._tokenizer = self._parse()
         except Exception as error:  # the library raises plain Exception
             raise FileProblem(f"{name} is no tokenizer that the tokenizers library can read.") from error
-        self._text = text
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # as text, not as special tokens
         ends = [number for end in _END_NAMES if (number := self._tokenizer.token_to_id(end)) is not None]
         if not ends:
             raise FileProblem(f"{name} has no end token; add {END} to it.")
         self.eot = ends[0]
-        self._alone: dict[int, str] = {}  # the text of single ids
+        self._single: dict[int, str] = {}  # the text of single ids that were decoded
 
     @cached_property
     def vocab_size(self) -> int:
@@ -75,32 +94,35 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Each text on its own, in parallel."""
+        """The ids of each text, computed in parallel."""
         with _encoding(self._tokenizer):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
     def encode_template(self, text: str) -> list[int]:
-        """The ids of what a chat template wrote, in which special tokens are meant as such."""
+        """The ids of the output of a chat template, in which special tokens are meant as such."""
         with _encoding(self._tokenizer):
-            return self._reads_special.encode(text, add_special_tokens=False).ids
+            return self._template_tokenizer.encode(text, add_special_tokens=False).ids
 
     @cached_property
-    def _reads_special(self) -> tokenizers.Tokenizer:
+    def _template_tokenizer(self) -> tokenizers.Tokenizer:
+        return self._parse()
+
+    def _parse(self) -> tokenizers.Tokenizer:
         import tokenizers
 
-        reads_special = tokenizers.Tokenizer.from_str(self._text)
-        reads_special.no_truncation()
-        reads_special.no_padding()
-        return reads_special
+        library = tokenizers.Tokenizer.from_str(self._text)
+        library.no_truncation()
+        library.no_padding()
+        return library
 
     @cached_property
     def special_tokens(self) -> list[str]:
-        """The texts that stand for special tokens."""
+        """The texts of the special tokens."""
         return [added["content"] for added in json.loads(self._text).get("added_tokens", ()) if added["special"]]
 
     def ending_with(self, token: str) -> Tokenizer:
-        """The same with another token as the one that ends a text."""
+        """The same tokenizer with another end token."""
         number = self._tokenizer.token_to_id(token)
         if number is None:
             raise LoopformerError(f"The tokenizer has no token {token!r} that could end a text.")
@@ -112,20 +134,20 @@ class Tokenizer:
         """The text of the ids; the end token shows only with `special`."""
         if special or len(ids) != 1:
             return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
-        number = int(ids[0])  # texts that stream ask for one at every token
-        if number not in self._alone:
-            self._alone[number] = self._tokenizer.decode([number])
-        return self._alone[number]
+        number = int(ids[0])  # streaming decodes a single id for every token
+        if number not in self._single:
+            self._single[number] = self._tokenizer.decode([number])
+        return self._single[number]
 
     def byte_count(self, ids: Iterable[int]) -> int:
-        """UTF-8 bytes of the text that ids stand for; byte-level tokenizers count also parts of a character."""
+        """UTF-8 bytes of the text of the ids; byte-level tokenizers also count parts of a character."""
         if self._byte_lengths is None:
             return len(self.decode(list(ids)).encode())
         return sum(self._byte_lengths[number] for number in ids)
 
     @cached_property
     def _byte_lengths(self) -> list[int] | None:
-        """Bytes of each id where a character of a token is one byte; None for other kinds of tokenizers."""
+        """Bytes of each id of a byte-level tokenizer; None for other kinds."""
         saved = json.loads(self._text)
         decoder = saved.get("decoder") or {}
         if "ByteLevel" not in [part["type"] for part in (decoder, *decoder.get("decoders", ())) if part]:
@@ -150,67 +172,36 @@ class Tokenizer:
         return cls(_read(Path(path)), str(path))
 
     @classmethod
-    def find(cls, place: str) -> Tokenizer:
+    def find(cls, source: str) -> Tokenizer:
         """`gpt2` (from the Hub), `box`, a tokenizer.json, or a folder with one or with GPT-2's two files."""
-        path = Path(place)
+        path = Path(source)
         if path.is_file():
             return cls.from_file(path)
         if path.is_dir():
             if (path / FILE).is_file():
                 return cls.load(path)
-            for vocab, merges in _PAIRS:
+            for vocab, merges in _GPT2_FILES:
                 if (path / vocab).is_file() and (path / merges).is_file():
-                    return cls.from_gpt2_files(path / vocab, path / merges)
-            raise FileProblem(f"{place} holds neither tokenizer.json nor encoder.json and vocab.bpe.")
-        if place == "gpt2":
-            return cls.from_hub("openai-community/gpt2")
-        if place == BOX:
+                    return cls(_from_gpt2_files(path / vocab, path / merges), str(path / vocab))
+            raise FileProblem(f"{source} holds neither tokenizer.json nor encoder.json and vocab.bpe.")
+        if source == "gpt2":
+            return cls(_download("openai-community/gpt2"), "openai-community/gpt2")
+        if source == BOX:
             return cls.load(box_folder())
         raise FileProblem(
-            f"There is no tokenizer {place}; give gpt2, box, a tokenizer.json or a folder that has one."
+            f"There is no tokenizer {source}; give gpt2, box, a tokenizer.json or a folder that has one."
         )
-
-    @classmethod
-    def from_hub(cls, repository: str) -> Tokenizer:
-        import tokenizers
-
-        try:
-            downloaded = tokenizers.Tokenizer.from_pretrained(repository)
-        except Exception as error:  # whatever the network or the Hub throws
-            raise LoopformerError(
-                f"The tokenizer {repository} cannot be downloaded; connect, give --tokenizer a local folder, "
-                "or use --train-tokenizer 4096."
-            ) from error
-        return cls(downloaded.to_str(), repository)
-
-    @classmethod
-    def from_gpt2_files(cls, vocab: Path, merges: Path) -> Tokenizer:
-        """The byte-level BPE of OpenAI's `encoder.json` and `vocab.bpe`."""
-        from tokenizers import Tokenizer as Library
-        from tokenizers.models import BPE
-
-        try:
-            ids = json.loads(_read(vocab))
-            lines = [line for line in _read(merges).split("\n") if line and not line.startswith("#version")]
-            model = BPE(ids, [(first, second) for first, second in (line.split(" ") for line in lines)])
-        except FileProblem:
-            raise
-        except Exception as error:  # JSON, the pairs, or the library's own plain Exception
-            raise FileProblem(f"{vocab} and {merges.name} are no byte-level BPE that fits together.") from error
-        return cls(_byte_level(Library(model)).to_str(), str(vocab))
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Byte-level BPE, the end token included in `vocab_size`; the same text gives the same tokenizer."""
         check_vocab_size(vocab_size)
-        return cls(
-            _train((piece for text in texts for piece in training_pieces(text)), vocab_size),
-            "the trained tokenizer",
-        )
+        pieces = (piece for text in texts for piece in cut(text, *_PIECE))
+        return cls(_train(pieces, vocab_size), "the trained tokenizer")
 
     @classmethod
-    def train_apart(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """The same of `training_pieces` in a process of its own, which can be left where the library cannot."""
+    def train_in_subprocess(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Train on `training_pieces` in another process, because Ctrl-C cannot stop the library in this one."""
         check_vocab_size(vocab_size)
         code = "from loopformer.data.tokenizer import _train_from_stdin; _train_from_stdin()"
         process = subprocess.Popen(
@@ -218,12 +209,12 @@ class Tokenizer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # Ctrl-C is for us, who end it
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends the other
         )
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with suppress(BrokenPipeError):  # it has died, which its exit code tells
+            with suppress(BrokenPipeError):  # it has died; its exit code says so below
                 for text in texts:
                     process.stdin.write(json.dumps(text).encode() + b"\n")
                 process.stdin.write(_LAST_LINE)
@@ -240,22 +231,25 @@ class Tokenizer:
                     pipe.close()
 
 
-def training_pieces(text: str) -> list[str]:
-    """A text as a tokenizer is trained on it; the trainer buffers some hundreds, and pieces keep that small."""
-    return cut(text, 1 << 12, 1 << 16)
+def training_pieces(documents: Iterable[Sequence[str]], shares: int = 1) -> Iterator[str]:
+    """Pieces of the texts of each document, until they fill one of `shares` of what training may take.
 
-
-def within_memory(pieces: Iterable[str], shares: int) -> Iterator[str]:
-    """The pieces until their different words would take the trainer more than one of so many shares of memory."""
+    Training is bounded in characters and in the memory that the trainer needs for distinct words.
+    """
     words: set[str] = set()
-    room = _TRAINING_MEMORY // shares
-    for piece in pieces:
-        new = {word for word in _WORD.findall(piece) if word not in words}
-        room -= sum(_WORD_MEMORY + _BYTE_MEMORY * len(word.encode()) for word in new)
-        if room < 0:
+    characters, memory = _TRAINING_TEXT // shares, _TRAINING_MEMORY // shares
+    for texts in documents:
+        for text in texts:
+            characters -= len(text)
+            for piece in cut(text, *_PIECE):
+                new = {word for word in _WORD.findall(piece) if word not in words}
+                memory -= sum(_WORD_MEMORY + _BYTE_MEMORY * len(word.encode()) for word in new)
+                if memory < 0:
+                    return
+                words |= new
+                yield piece
+        if characters <= 0:
             return
-        words |= new
-        yield piece
 
 
 def check_vocab_size(vocab_size: int) -> None:
@@ -263,24 +257,19 @@ def check_vocab_size(vocab_size: int) -> None:
 
 
 def _train(texts: Iterable[str], vocab_size: int) -> str:
-    from tokenizers import Tokenizer as Library
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-    from tokenizers.trainers import BpeTrainer
+    from tokenizers import models, pre_tokenizers, trainers
 
-    library = _byte_level(Library(BPE()))
-    trainer = BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=sorted(ByteLevel.alphabet()),
-        show_progress=False,
+    library = _byte_level(models.BPE())
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     library.train_from_iterator(texts, trainer)
     return library.to_str()
 
 
 def _train_from_stdin() -> None:
-    """What `train_apart` runs: a text on each line, the tokenizer to stdout, if the last line came."""
+    """Train on a text from each line of stdin, and write the tokenizer to stdout once the last line has come."""
 
     def texts() -> Iterator[str]:
         for line in sys.stdin.buffer:
@@ -292,27 +281,35 @@ def _train_from_stdin() -> None:
     sys.stdout.buffer.write(_train(texts(), int(sys.argv[1])).encode())
 
 
-@contextmanager
-def _encoding(tokenizer: tokenizers.Tokenizer) -> Iterator[None]:
-    """Whatever the library raises, one sentence; a fault in its compiled code is no Exception."""
+def _download(repository: str) -> str:
+    import tokenizers
+
     try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        reason = " ".join(str(error).split())[:200]
-        if "[UNK]" in reason:
-            vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-            known = sorted(vocabulary, key=vocabulary.__getitem__)[:4]
-            reason = f"it knows nothing but words such as {' '.join(known)}"
-        elif "TextEncodeInput" in reason:  # what it says of a str that is no Unicode text
-            reason = "it holds half of a surrogate pair, which is no character"
-        raise LoopformerError(f"The tokenizer cannot turn a text into tokens ({reason}).") from error
+        return tokenizers.Tokenizer.from_pretrained(repository).to_str()
+    except Exception as error:  # whatever the network or the Hub throws
+        raise LoopformerError(
+            f"The tokenizer {repository} cannot be downloaded; connect, give --tokenizer a local folder, "
+            "or use --train-tokenizer 4096."
+        ) from error
 
 
-def _byte_level(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    from tokenizers import AddedToken, decoders, pre_tokenizers
+def _from_gpt2_files(vocab: Path, merges: Path) -> str:
+    """The byte-level BPE of OpenAI's `encoder.json` and `vocab.bpe`."""
+    from tokenizers.models import BPE
 
+    ids, pairs = _read(vocab), _read(merges)
+    try:
+        lines = [line.split(" ") for line in pairs.split("\n") if line and not line.startswith("#version")]
+        model = BPE(json.loads(ids), [(first, second) for first, second in lines])
+    except Exception as error:  # JSON, the pairs, or the library's own plain Exception
+        raise FileProblem(f"{vocab} and {merges.name} are no byte-level BPE that fits together.") from error
+    return _byte_level(model).to_str()
+
+
+def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+
+    library = Tokenizer(model)
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([AddedToken(END, special=True, normalized=False)])
@@ -324,3 +321,88 @@ def _read(path: Path) -> str:
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise FileProblem(f"The tokenizer file {path} is missing or unreadable.") from error
+
+
+@contextmanager
+def _encoding(tokenizer: tokenizers.Tokenizer) -> Iterator[None]:
+    """Turn whatever the library raises into one sentence; a panic in its compiled code is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        reason = " ".join(str(error).split())[:200]
+        if "[UNK]" in reason:
+            vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+            known = sorted(vocabulary, key=vocabulary.__getitem__)[:4]
+            reason = f"it knows nothing but words such as {' '.join(known)}"
+        elif "TextEncodeInput" in reason:  # its message for a str that is no Unicode text
+            reason = "it holds half of a surrogate pair, which is no character"
+        raise LoopformerError(f"The tokenizer cannot turn a text into tokens ({reason}).") from error
+
+
+class Segment(NamedTuple):
+    """A stretch of text; with `loss` it is a response, and an end token follows."""
+
+    text: str
+    loss: bool
+
+
+Example = tuple[Segment, ...]
+Encoded = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids (uint32) and flags (uint8)
+
+
+def parse_example(record: dict[str, Any], where: str) -> Example:
+    """The segments of one record; `where` names it in an error."""
+    if "messages" in record:
+        messages = record["messages"]
+    elif "prompt" in record and "response" in record:
+        turns = (("user", record["prompt"]), ("assistant", record["response"]))
+        messages = [{"role": role, "content": content} for role, content in turns]
+    else:
+        raise LoopformerError(f"{where} has neither prompt and response nor messages, as --supervised needs.")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise LoopformerError(f'{where} must have messages such as [{{"role": "user", "content": "…"}}].')
+    segments: list[Segment] = []
+    context = ""
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if role not in tuple(ROLES) or not isinstance(content, str):
+            raise LoopformerError(
+                f"{where} has a turn of role {role!r}; each needs a role of {', '.join(ROLES)} and text."
+            )
+        if role == "assistant":
+            segments += [Segment(context + ROLES[role], False), Segment(" " + clean(content), True)]
+            context = ""
+        else:
+            context += f"{ROLES[role]} {clean(content)}\n\n"
+    if not segments:
+        raise LoopformerError(f"{where} has no assistant turn to learn; add one or remove the record.")
+    return tuple(segments)
+
+
+def encode_prompt(tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> list[int]:
+    """The ids of a chat so far, ready for the model to answer as the assistant."""
+    *known, _ = parse_example({"messages": [*messages, {"role": "assistant", "content": ""}]}, "The chat")
+    ((ids, _),) = encode_examples(tokenizer, [tuple(known)])
+    return [int(number) for number in ids]
+
+
+def example_key(example: Example) -> str:
+    """What is hashed to choose the split: examples with the same words have the same key."""
+    return json.dumps(example, ensure_ascii=False)
+
+
+def example_text(example: Example) -> str:
+    return "".join(segment.text for segment in example)
+
+
+def encode_examples(tokenizer: Tokenizer, examples: Sequence[Example]) -> Iterator[Encoded]:
+    """The ids and flags of each example; an end token follows each segment with loss."""
+    encoded = iter(tokenizer.encode_batch([segment.text for example in examples for segment in example]))
+    for example in examples:
+        parts = [next(encoded) + [tokenizer.eot] * segment.loss for segment in example]
+        losses = np.array([LOSS * segment.loss for segment in example], np.uint8)
+        flags = np.repeat(losses, [len(part) for part in parts])
+        flags[-1] |= LAST
+        yield np.concatenate([np.array(part, np.uint32) for part in parts]), flags

@@ -44,8 +44,7 @@ import numpy.typing as npt
 import torch
 
 from loopformer.config import load_run
-from loopformer.data.corpus import PRESETS, Position, Source, parse_sources
-from loopformer.data.formats import Meter
+from loopformer.data.corpus import PRESETS, Source, parse_sources
 from loopformer.data.shards import TokenData, is_prepared
 from loopformer.data.splits import documents, survey
 from loopformer.data.tokenizer import Tokenizer
@@ -144,7 +143,7 @@ def _source_texts(source: Source, field: str) -> Iterator[str]:
     """The documents of a source; of a named source only the held-out ones."""
 
     def read() -> Iterator[str]:
-        for _, text in source.texts(field, Position(), Meter()):
+        for _, text in source.texts(field):
             yield from documents(text)
 
     try:

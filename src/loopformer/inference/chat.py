@@ -4,7 +4,7 @@
     fitted = template.fit([{"role": "user", "content": "2 + 2?"}], most=200)
     request = Request(fitted.ids, trajectory, stops=template.stops)
 
-The plain template is that of supervised examples (data/supervised.py): `User: 2 + 2?`, an empty line, `Assistant:`.
+The plain template is that of supervised examples (data/tokenizer.py): `User: 2 + 2?`, an empty line, `Assistant:`.
 The template of a model is Jinja, as in Transformers, and runs in Jinja's sandbox. Special tokens of the template
 are encoded as tokens. A message that spells one out stays text.
 """
@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from loopformer.data.supervised import ROLES, encode_prompt
-from loopformer.data.tokenizer import Tokenizer
+from loopformer.data.tokenizer import ROLES, Tokenizer, encode_prompt
 from loopformer.errors import LoopformerError
 from loopformer.files import read_json
 from loopformer.loading.folder import TEMPLATE, TOKENIZER_CONFIG, find_chat_template

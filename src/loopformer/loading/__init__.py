@@ -1,4 +1,4 @@
-"""Models on disk: folder.py (our own model and run folders) · published.py (the authors' weights).
+"""Models on disk: folder.py (the package's own model and run folders) · published.py (the authors' weights).
 
 model, tokenizer_folder = find_model("runs/demo")     # a run, a model folder, published weights, or "box"
 config, tokenizer_folder = find_config("runs/demo")   # the same without the weights
@@ -43,47 +43,44 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_ATTEMPTS = 20  # at a run whose checkpoints rotate faster than they can be read
+_ATTEMPTS = 20  # to read a run that rotates its checkpoints at the same time
 
 
 def find_model(
     source: str | Path, heads: int | None = None, loops: int | None = None
 ) -> tuple[LoopedLM, Path | None]:
-    """The model, in fp32 on the CPU, and the folder of its tokenizer where there is one."""
-
-    def read(folder: Path) -> tuple[LoopedLM, Path | None]:
-        if is_model_folder(folder):
-            _check_sizes(folder, heads, loops)
-            return read_model(folder)
-        return load_published(source, heads, loops), _tokenizer_folder(folder)
-
-    return from_model_folder(source, read)
-
-
-def read_model(folder: Path) -> tuple[LoopedLM, Path | None]:
-    """The same of one of our model folders, which is taken as it is: no checksum is looked at."""
-    return load_model(folder), _tokenizer_folder(folder)
+    """The model, in fp32 on the CPU, and the folder of its tokenizer if there is one."""
+    return _find(source, heads, loops, load_model, lambda model: model)
 
 
 def find_config(
     source: str | Path, heads: int | None = None, loops: int | None = None
 ) -> tuple[ModelConfig, Path | None]:
-    """The same without the weights, where their sizes are written beside them."""
+    """The model's settings and the folder of its tokenizer; weights are read only if they decide the settings."""
+    return _find(source, heads, loops, read_config, lambda model: model.config)
 
-    def read(folder: Path) -> tuple[ModelConfig, Path | None]:
-        if is_model_folder(folder):
-            _check_sizes(folder, heads, loops)
-            return read_config(folder), _tokenizer_folder(folder)
-        return load_published(source, heads, loops).config, _tokenizer_folder(folder)
+
+def _find(
+    source: str | Path,
+    heads: int | None,
+    loops: int | None,
+    read_folder: Callable[[Path], T],
+    from_published: Callable[[LoopedLM], T],
+) -> tuple[T, Path | None]:
+    def read(folder: Path) -> tuple[T, Path | None]:
+        if not is_model_folder(folder):
+            return from_published(load_published(source, heads, loops)), _tokenizer_folder(folder)
+        config = read_config(folder)
+        for name, given, stored in (("heads", heads, config.heads), ("loops", loops, config.loops)):
+            require(given in (None, stored), f"{folder / CONFIG} says {stored} {name}; leave --{name} out.")
+        return read_folder(folder), _tokenizer_folder(folder)
 
     return from_model_folder(source, read)
 
 
-def _check_sizes(folder: Path, heads: int | None, loops: int | None) -> None:
-    """Refuse heads and loops that are not those of a model folder, whose settings have both."""
-    config = read_config(folder)
-    for name, given, own in (("heads", heads, config.heads), ("loops", loops, config.loops)):
-        require(given in (None, own), f"{folder / CONFIG} says {own} {name}; leave --{name} out.")
+def read_model(folder: Path) -> tuple[LoopedLM, Path | None]:
+    """The model of a model folder and the folder of its tokenizer; no checksum is compared."""
+    return load_model(folder), _tokenizer_folder(folder)
 
 
 def _tokenizer_folder(folder: Path) -> Path | None:
@@ -93,31 +90,27 @@ def _tokenizer_folder(folder: Path) -> Path | None:
 def from_model_folder(source: str | Path, read: Callable[[Path], T]) -> T:
     """What `read` makes of the folder that holds the model.
 
-    A run that goes on may rotate its checkpoint away while it is read; then it is the next newest.
+    A running training may rotate its checkpoint away while it is read; then the next newest is read.
     """
     for attempt in range(_ATTEMPTS):
         folder = model_folder(source)
         try:
             return read(folder)
         except (FileProblem, OSError):
-            whole = folder.is_dir() and damage(folder, (WEIGHTS, CONFIG, TOKENIZER)) is None
-            if not is_run_folder(source) or whole or attempt == _ATTEMPTS - 1:
+            is_whole = folder.is_dir() and damage(folder, (WEIGHTS, CONFIG, TOKENIZER)) is None
+            if not is_run_folder(source) or is_whole or attempt == _ATTEMPTS - 1:
                 raise
     raise AssertionError("the last attempt returns or raises")
 
 
 def model_folder(source: str | Path) -> Path:
-    """The folder that holds the model: of a run its newest whole checkpoint, of `box` the one in the package.
+    """The folder that holds the model: the newest whole checkpoint of a run, or the bundled model for `box`.
 
-    A checkpoint that is named itself is held against its checksums, too.
+    A named checkpoint is compared with its checksums, too.
     """
     path = located(source)
     if is_run_folder(path):
-        return newest_model(path, _warn)
+        return newest_model(path, lambda sentence: print(sentence, file=sys.stderr))
     if is_checkpoint(path) and (wrong := damage(path, (WEIGHTS, CONFIG, TOKENIZER))) is not None:
         raise FileProblem(f"The checkpoint {path} is damaged ({wrong}); use another one of its run.")
     return path
-
-
-def _warn(sentence: str) -> None:
-    print(sentence, file=sys.stderr)

@@ -1,11 +1,11 @@
-"""Our own folders on disk: a model, and a run with its checkpoints.
+"""The package's own folders on disk: a model, and a run with its checkpoints.
 
     save_model(model, "models/mine")         # model.safetensors, config.json; tokenizer.json beside them
     model = load_model("models/mine")
-    newest_model("runs/x", print)            # the newest checkpoint of a run that is whole
+    newest_model("runs/x", print)            # the newest whole checkpoint of a run
 
-A model's config holds all its settings, so that loops, heads and switches are never lost. A folder that
-`loopformer.hf` wrote is a model folder too, and so is every checkpoint, which has checksums over all its files:
+A model's config holds all its settings, so that loops, heads and switches are never lost. Exports of
+`loopformer.hf` are model folders too, and so is every checkpoint, which also has checksums of all its files:
 
     runs/x/run.yaml, metrics.jsonl, checkpoints/step-00000100/{model.safetensors, config.json, …, checksums.json}
 """
@@ -37,15 +37,14 @@ WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside it, as Transformers names them
 CARD, GENERATION, SPECIAL = "README.md", "generation_config.json", "special_tokens_map.json"  # of an export
 FOLDER, CHECKSUMS, STATE, SETTINGS = "checkpoints", "checksums.json", "state.json", "run.yaml"  # of a run
-HELD_OUT = "held-out.jsonl"  # text beside it that it was not trained on
+HELD_OUT = "held-out.jsonl"  # text in a model folder that the model was not trained on
 _STEP = re.compile(r"step-\d+")
-MODEL_TYPE = "loopformer"  # of an export, as Transformers calls it; its source files begin with this name
-PREFIX = "model."  # what Transformers puts before our names, as its wrapper holds our model under this one
+MODEL_TYPE = "loopformer"  # of an export, in Transformers' sense; its source files begin with this name
+PREFIX = "model."  # of tensors in exports: the attribute of the Transformers wrapper that holds the model
 
 
 def located(source: str | Path) -> Path:
-    """Where a model is said to be: the model in the box by its name, anything else by its path, also that of its
-    weights."""
+    """The folder that a user means: the bundled model for `box`, else a path; for a weights file, its folder."""
     if str(source) == BOX:
         return box_folder()
     path = Path(source)
@@ -58,18 +57,16 @@ def is_model_folder(path: str | Path) -> bool:
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The model settings of one of our folders."""
+    """The model settings of a model folder."""
     path = Path(folder) / CONFIG
     content = read_json(path)
-    if content.get("version") != VERSION:
-        raise FileProblem(
-            f"{path} has version {content.get('version')!r}, this loopformer reads {VERSION}; update it."
-        )
+    if (version := content.get("version")) != VERSION:
+        raise FileProblem(f"{path} has version {version!r}, this loopformer reads {VERSION}; update it.")
     return from_mapping(ModelConfig, content.get("model"), "model")
 
 
 def default_trajectory(folder: str | Path) -> str | int | None:
-    """The trajectory or budget that a model folder names as its default, as exports may."""
+    """The default trajectory or budget of a model folder, if it has one, as exports may."""
     if not is_model_folder(folder):
         return None
     content = read_json(Path(folder) / CONFIG)
@@ -93,7 +90,7 @@ def find_chat_template(*folders: Path | None) -> str | None:
 
 
 def load_model(folder: str | Path) -> LoopedLM:
-    """The model of one of our folders, in fp32 on the CPU."""
+    """The model of a model folder, in fp32 on the CPU."""
     config = read_config(folder)
     tensors, _ = read_safetensors(Path(folder) / WEIGHTS)
     return build(config, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
@@ -102,7 +99,7 @@ def load_model(folder: str | Path) -> LoopedLM:
 def build(config: ModelConfig, tensors: Mapping[str, Tensor], alias: Callable[[str], str] = str) -> LoopedLM:
     """A model that owns these tensors, in fp32 on their device.
 
-    `alias` turns our name of a tensor into that of the file, so that an error names what the user can look for.
+    `alias` turns our name of a tensor into its name in the file, for error messages.
     """
     with torch.device("meta"):
         model = LoopedLM(config)
@@ -136,7 +133,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             metadata = file.metadata() or {}
     except OSError as error:
         raise unreadable(path, error) from error
-    except (SafetensorError, RuntimeError) as error:  # RuntimeError: it went away while it was read
+    except (SafetensorError, RuntimeError) as error:  # RuntimeError: the file was removed while it was read
         raise FileProblem(
             f"{path} is not a whole safetensors file ({error}); it may have been cut short, so fetch it again."
         ) from error
@@ -151,7 +148,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse weights that no training leaves: a file that was damaged, or saved too late."""
+    """Refuse weights that are not finite: the file is damaged, or the training had diverged."""
     for name, tensor in tensors.items():
         if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
             raise FileProblem(f"The tensor {name} has values that are no finite numbers; fetch or save it again.")
@@ -163,8 +160,10 @@ def save_model(
     source: dict[str, Any] | None = None,
     default: str | int | None = None,
 ) -> Path:
-    """Write a model; `source` says where it comes from, `default` the trajectory or budget that it follows where a
-    call does not say. Files appear whole or not at all."""
+    """Write a model; its files appear whole or not at all.
+
+    `source` says where it comes from. `default` is the trajectory or budget of calls that name none.
+    """
     return save_tensors(model.state_dict(), model.config, folder, source, default)
 
 
@@ -175,38 +174,34 @@ def save_tensors(
     source: dict[str, Any] | None = None,
     default: str | int | None = None,
 ) -> Path:
-    """Write a model that is in hand as tensors and settings."""
+    """Write a model that is given as tensors and settings."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in state.items()}
-    config = {
-        "format": FORMAT,
-        "version": VERSION,
-        "model": model.plain(),
-        "source": source or {},
-    }
+    config = {"format": FORMAT, "version": VERSION, "model": model.plain(), "source": source or {}}
     if default is not None:
         config["budget" if isinstance(default, int) else "trajectory"] = default
+    weights_part, config_part = folder / f"{WEIGHTS}.part", folder / f"{CONFIG}.part"
     try:
-        write_safetensors(tensors, folder / (WEIGHTS + ".part"))
-        (folder / (CONFIG + ".part")).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name in (WEIGHTS, CONFIG):
-            os.replace(folder / (name + ".part"), folder / name)
+        write_safetensors(tensors, weights_part)
+        config_part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        os.replace(weights_part, folder / WEIGHTS)
+        os.replace(config_part, folder / CONFIG)
     except Exception as error:
-        for name in (WEIGHTS, CONFIG):
+        for part in (weights_part, config_part):
             with suppress(OSError):
-                (folder / (name + ".part")).unlink()
+                part.unlink()
         raise FileProblem(f"The model could not be written to {folder} ({error}).") from error
     return folder
 
 
 @contextmanager
-def staged(place: Path) -> Iterator[Path]:
-    """An empty folder for what is put in a place when it is whole; in the end it is gone.
+def staged(target: Path) -> Iterator[Path]:
+    """An empty folder to build what later moves to `target`; it is removed in the end.
 
-    A folder that is there may be a disk of its own, or the one somebody works in: within it, not beside it.
+    An existing target may be a mounted disk or somebody's working directory, so the folder is made inside it then.
     """
-    stage = (place if place.is_dir() else place.parent) / f".{place.name}.{os.getpid()}.part"
+    stage = (target if target.is_dir() else target.parent) / f".{target.name}.{os.getpid()}.part"
     try:
         stage.mkdir(parents=True)
         yield stage
@@ -214,36 +209,31 @@ def staged(place: Path) -> Iterator[Path]:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def put_model(stage: Path, place: Path, others: Iterable[str] = ()) -> None:
-    """Move a finished model to its place: in one go where no folder is there, else file by file, settings last.
+def put_model(stage: Path, target: Path, others: Iterable[str] = ()) -> None:
+    """Move a finished model into place: at once if there is no folder, else file by file, the settings last.
 
-    Of the model that was there all files go, and those of `others`; what is not its own stays.
+    All files of the model that was there are removed, and `others`; files that are not the model's stay.
     """
-    if not place.exists():
-        os.replace(stage, place)
+    if not target.exists():
+        os.replace(stage, target)
         return
     new = {path.name for path in stage.iterdir()}
-    for name in model_files(place).union(others) - new:
-        (place / name).unlink(missing_ok=True)
+    old = {WEIGHTS, CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, *others}
+    if is_export(target):
+        old |= {CARD, GENERATION, SPECIAL, *(path.name for path in target.glob(f"{MODEL_TYPE}_*.py"))}
+    for name in old - new:
+        (target / name).unlink(missing_ok=True)
     for name in sorted(new, key=lambda name: name == CONFIG):
-        os.replace(stage / name, place / name)
-
-
-def model_files(folder: Path) -> set[str]:
-    """The names of the files in a model folder that belong to its model."""
-    names = {WEIGHTS, CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE}
-    if is_export(folder):
-        names |= {CARD, GENERATION, SPECIAL, *(path.name for path in folder.glob(f"{MODEL_TYPE}_*.py"))}
-    return names
+        os.replace(stage / name, target / name)
 
 
 def is_export(folder: str | Path) -> bool:
-    """Whether a model folder is one that `loopformer.hf` wrote."""
+    """Whether `loopformer.hf` wrote a model folder."""
     return is_model_folder(folder) and read_json(Path(folder) / CONFIG).get("model_type") == MODEL_TYPE
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a file that others may read as far as the umask allows; the library's own only we could."""
+    """Write a file with the permissions of the umask; the library alone makes it readable only to its owner."""
     save_file(tensors, path, metadata={"format": "pt"})  # what Hugging Face's tools look for
     mask = os.umask(0o022)  # a umask can only be read by setting it
     os.umask(mask)
@@ -255,45 +245,44 @@ def is_run_folder(path: str | Path) -> bool:
 
 
 def run_of(model: str | Path) -> Path | None:
-    """The run that a model belongs to, itself or as one of its checkpoints; None for any other model."""
+    """The run that a path names, itself or by one of its checkpoints; None for any other model."""
     path = Path(os.path.abspath(located(model)))
     run = path.parent.parent if path.parent.name == FOLDER else path
     return run if is_run_folder(run) else None
 
 
 def data_folder(run: Path, stored: str) -> Path | None:
-    """The prepared folder that a run was trained on, by the path in its settings; None where it cannot be found.
+    """The prepared folder that a run was trained on, by the path in its settings; None if it cannot be found.
 
-    Run and data may have been moved together, or the run may be of a version that stored the path as the user wrote
-    it: then the data is looked for under the same names in the run's folder and in all above it. Only the very data
-    that the run was trained on is taken, by the hash of its index, which every checkpoint holds.
+    Run and data may have been moved together, and earlier versions stored the path as the user wrote it. So the
+    data is also looked for under the same names in the run's folder and in all folders above. The hash of its
+    index, which every checkpoint holds, proves that it is the right data.
     """
-    trained_on = None
+    index_hash = None
     for checkpoint in reversed(checkpoints(run)):
         with suppress(FileProblem):
-            trained_on = read_json(checkpoint / STATE).get("data") or None
+            index_hash = read_json(checkpoint / STATE).get("data") or None
             break
-    places = [Path(stored)]
-    if trained_on is not None:
+    candidates = [Path(stored)]
+    if index_hash is not None:
         names = [name for name in Path(stored).parts if name != os.sep]
         tails = [Path(*names[start:]) for start in range(len(names))]
         root = Path(os.path.abspath(run))
-        places += [above / tail for above in (root, *root.parents) for tail in tails]
-    for place in places:
-        with suppress(OSError):  # a folder that we may not look into
-            if is_prepared(place) and trained_on in (None, sha256_of(place / INDEX_FILE)):
-                return place
+        candidates += [above / tail for above in (root, *root.parents) for tail in tails]
+    for folder in candidates:
+        with suppress(OSError):  # a folder without permission to read it
+            if is_prepared(folder) and index_hash in (None, sha256_of(folder / INDEX_FILE)):
+                return folder
     return None
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first; unfinished ones are not among them."""
-    paths = (run / FOLDER).glob("step-*") if (run / FOLDER).is_dir() else []
-    return sorted(path for path in paths if _STEP.fullmatch(path.name))
+    """The finished checkpoints of a run, oldest first."""
+    return sorted(path for path in (run / FOLDER).glob("step-*") if _STEP.fullmatch(path.name))
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is one of a run's checkpoints, also one that was copied elsewhere."""
+    """Whether a folder is a checkpoint of a run, or a copy of one."""
     return (path / CHECKSUMS).exists() or (path.parent.name == FOLDER and _STEP.fullmatch(path.name) is not None)
 
 
@@ -302,16 +291,15 @@ def step_of(checkpoint: Path) -> int:
 
 
 def damage(checkpoint: Path, names: Sequence[str] | None = None) -> str | None:
-    """What is wrong with a checkpoint, None where every file is there and matches its checksum; or only `names`.
+    """What is wrong with a checkpoint; None if every file, or every one of `names`, matches its checksum.
 
-    One that cannot be read, for want of a permission or on a failing disk, is not damaged: that is a FileProblem.
+    A checkpoint that cannot be read, for lack of permission or on a failing disk, is not damaged but a FileProblem.
     """
     name = CHECKSUMS
     try:
         sums = read_json(checkpoint / name)
-        for name in (WEIGHTS, CONFIG):
-            if name not in sums:
-                return f"{CHECKSUMS} does not list {name}"
+        if missing := [name for name in (WEIGHTS, CONFIG) if name not in sums]:
+            return f"{CHECKSUMS} does not list {missing[0]}"
         for name, expected in sums.items():
             if (names is None or name in names) and sha256_of(checkpoint / name) != expected:
                 return f"{name} does not match its checksum"
@@ -330,15 +318,14 @@ def damage(checkpoint: Path, names: Sequence[str] | None = None) -> str | None:
 
 
 def latest_good(run: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that is whole; damaged ones on the way are named."""
+    """The newest whole checkpoint; `say` gets a sentence about each newer one that is damaged."""
     named: set[Path] = set()
     while True:
         for path in reversed(checkpoints(run)):
-            wrong = damage(path)
-            if wrong is None:
+            if (wrong := damage(path)) is None:
                 return path
             if not path.is_dir():
-                break  # a run that goes on has rotated it away meanwhile; look again, there is a newer one
+                break  # a running training has rotated it away meanwhile; look again, there is a newer one
             if path not in named:
                 named.add(path)
                 say(f"The checkpoint {path} is damaged ({wrong}).")
@@ -349,8 +336,7 @@ def latest_good(run: Path, say: Callable[[str], None]) -> Path | None:
 def newest_model(run: str | Path, say: Callable[[str], None]) -> Path:
     """The model folder to use of a run: its newest whole checkpoint."""
     notes: list[str] = []
-    checkpoint = latest_good(Path(run), notes.append)
-    if checkpoint is None:
+    if (checkpoint := latest_good(Path(run), notes.append)) is None:
         raise FileProblem(
             f"No checkpoint of {run} is whole: {' '.join(notes)}"
             if notes

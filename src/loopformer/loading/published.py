@@ -3,17 +3,18 @@
     load_published("armenjeddi/LoopFormer-3block-8iterations", loops=8)    # a Hub id, a file or a folder
     from_state_dict(tensors, heads=32, loops=8)
 
-The kind of model and all sizes are inferred from the tensors. The number of heads and of loops are not in them:
-they come from the config or metadata beside the weights, else from the caller.
+The kind of model and all sizes are inferred from the tensors. The numbers of heads and loops are not in them. They
+come from the config or metadata beside the weights, else from the caller.
 
-Safetensors hold no code. A `.pt` is read with `weights_only=True`; the settings object that the authors' training
-pickles becomes an inert record, and a file that asks for anything else is refused.
+Safetensors hold no code. A `.pt` is read with `weights_only=True`. The settings object that the authors' training
+pickles becomes an inert record, and a file that needs any other class or function is refused.
 """
 
 from __future__ import annotations
 
 import pickle
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from loopformer.config import Conditioning, ModelConfig
-from loopformer.errors import FileProblem, LoopformerError, nearest
+from loopformer.errors import FileProblem, LoopformerError, nearest, require
 from loopformer.files import read_json
 from loopformer.loading.folder import CONFIG, SETTINGS, build, check_finite, checkpoints, read_safetensors
 from loopformer.model import LoopedLM
@@ -30,26 +31,33 @@ Tensors = dict[str, Tensor]
 Settings = dict[str, Any]
 HEAD_KEYS = ("n_head", "heads", "num_attention_heads")
 LOOP_KEYS = ("max_model_loops", "max_loops", "loops", "num_loops")
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 GPT2_TOKENS, GPT2_ROWS = 50257, 50304  # the published models pad GPT-2's vocabulary to this many rows
 _WRAPPERS = re.compile(r"^((gpt|module|_orig_mod)\.)+|_orig_mod\.")
-_NAMES = (  # theirs (one group at most: the block's number) → ours
-    (r"transformer\.wte\.weight", "tokens.weight"),
-    (r"transformer\.wpe\.weight", "places.weight"),
-    (r"transformer\.norm_f\.weight", "final_norm.weight"),
-    (r"transformer\.h\.(?:blocks\.)?(\d+)\.norm_1\.weight", r"stack.blocks.\1.norm_1.weight"),
-    (r"transformer\.h\.(?:blocks\.)?(\d+)\.norm_2\.weight", r"stack.blocks.\1.norm_2.weight"),
-    (r"transformer\.h\.(?:blocks\.)?(\d+)\.attn\.c_attn\.weight", r"stack.blocks.\1.attention.qkv.weight"),
-    (r"transformer\.h\.(?:blocks\.)?(\d+)\.attn\.c_proj\.weight", r"stack.blocks.\1.attention.out.weight"),
-    (r"transformer\.h\.(?:blocks\.)?(\d+)\.mlp\.c_fc\.weight", r"stack.blocks.\1.ffn.up.weight"),
-    (r"transformer\.h\.(?:blocks\.)?(\d+)\.mlp\.c_proj\.weight", r"stack.blocks.\1.ffn.down.weight"),
-    (r"transformer\.h\.blocks\.(\d+)\.adaLN_modulation\.1\.weight", r"conditioner.modulators.\1.weight"),
-    (r"transformer\.h\.blocks\.(\d+)\.adaLN_modulation\.1\.bias", r"conditioner.modulators.\1.bias"),
-    (r"time_embedder\.mlp\.0\.(weight|bias)", r"conditioner.time.up.\1"),
-    (r"time_embedder\.mlp\.2\.(weight|bias)", r"conditioner.time.out.\1"),
-    (r"dt_embedder\.mlp\.0\.(weight|bias)", r"conditioner.step.up.\1"),
-    (r"dt_embedder\.mlp\.2\.(weight|bias)", r"conditioner.step.out.\1"),
-)
+_NAMES = {  # the published name → the name in `LoopedLM`
+    "transformer.wte.weight": "tokens.weight",
+    "transformer.wpe.weight": "places.weight",
+    "transformer.norm_f.weight": "final_norm.weight",
+    "time_embedder.mlp.0.weight": "conditioner.time.up.weight",
+    "time_embedder.mlp.0.bias": "conditioner.time.up.bias",
+    "time_embedder.mlp.2.weight": "conditioner.time.out.weight",
+    "time_embedder.mlp.2.bias": "conditioner.time.out.bias",
+    "dt_embedder.mlp.0.weight": "conditioner.step.up.weight",
+    "dt_embedder.mlp.0.bias": "conditioner.step.up.bias",
+    "dt_embedder.mlp.2.weight": "conditioner.step.out.weight",
+    "dt_embedder.mlp.2.bias": "conditioner.step.out.bias",
+}
+_BLOCK_NAMES = {  # the same within block n
+    "norm_1.weight": "stack.blocks.{n}.norm_1.weight",
+    "norm_2.weight": "stack.blocks.{n}.norm_2.weight",
+    "attn.c_attn.weight": "stack.blocks.{n}.attention.qkv.weight",
+    "attn.c_proj.weight": "stack.blocks.{n}.attention.out.weight",
+    "mlp.c_fc.weight": "stack.blocks.{n}.ffn.up.weight",
+    "mlp.c_proj.weight": "stack.blocks.{n}.ffn.down.weight",
+    "adaLN_modulation.1.weight": "conditioner.modulators.{n}.weight",
+    "adaLN_modulation.1.bias": "conditioner.modulators.{n}.bias",
+}
+_BLOCK = re.compile(r"(transformer\.h\.(?:blocks\.)?)(\d{1,9})\.")
 _IGNORED = re.compile(r"transformer\.h\.(?:blocks\.)?\d+\.attn\.bias")  # a causal mask kept as a buffer
 
 
@@ -59,62 +67,73 @@ def load_published(source: str | Path, heads: int | None = None, loops: int | No
     check_finite(tensors)
     return from_state_dict(
         tensors,
-        heads=_settle("heads", settings, HEAD_KEYS, heads),
-        loops=_settle("loops", settings, LOOP_KEYS, loops),
+        heads=_stored_or_given("heads", settings, HEAD_KEYS, heads),
+        loops=_stored_or_given("loops", settings, LOOP_KEYS, loops),
     )
 
 
 def from_state_dict(tensors: dict[str, Tensor], heads: int | None = None, loops: int | None = None) -> LoopedLM:
     """A `LoopedLM` from tensors under the published names, with or without `gpt.`, `module.`, `_orig_mod.`."""
-    theirs = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
-    theirs = {name: tensor for name, tensor in theirs.items() if not _IGNORED.fullmatch(name)}
-    _drop_tied_head(theirs)
-    ours = {_translate(name): tensor for name, tensor in theirs.items()}
-    config = _infer(theirs, heads, loops)
-    return build(config, ours, lambda name: _published_name(name, theirs))
+    published = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
+    published = {name: tensor for name, tensor in published.items() if not _IGNORED.fullmatch(name)}
+    head, tokens = published.pop("lm_head.weight", None), published.get("transformer.wte.weight")
+    if head is not None and tokens is not None and not torch.equal(head, tokens):
+        raise FileProblem("lm_head.weight differs from transformer.wte.weight; only tied embeddings are supported.")
+    blocks = {match[0]: int(match[2]) for name in published if (match := _BLOCK.match(name))}
+    names = dict(_NAMES)
+    for prefix, number in blocks.items():
+        names |= {prefix + name: renamed.format(n=number) for name, renamed in _BLOCK_NAMES.items()}
+    for name in published:
+        if name not in names:
+            raise FileProblem(
+                f"The tensor {name} is not one of a published LoopFormer, TMLT, Base-Loop or Base model."
+            )
+    published_names = {renamed: name for name, renamed in names.items()}
+    config = _infer_config(published, blocks, heads, loops)
+    return build(
+        config,
+        {names[name]: tensor for name, tensor in published.items()},
+        lambda name: published_names.get(name, name),
+    )
 
 
-def _settle(what: str, settings: Settings, keys: tuple[str, ...], callers: int | None) -> int | None:
-    """The value that stands beside the weights, else the caller's; a contradiction is an error."""
+def _stored_or_given(option: str, settings: Settings, keys: tuple[str, ...], given: int | None) -> int | None:
+    """The value stored beside the weights, else the caller's; a contradiction is an error."""
     for key in keys:
-        if isinstance(settings.get(key), int):
-            if callers is not None and callers != settings[key]:
-                raise LoopformerError(
-                    f"The weights' own config says {key} = {settings[key]}, not {callers}; leave --{what} out."
-                )
-            return int(settings[key])
-    return callers
+        if isinstance(stored := settings.get(key), int):
+            contradiction = f"The weights' own config says {key} = {stored}, not {given}"
+            require(given in (None, stored), f"{contradiction}; leave --{option} out.")
+            return int(stored)
+    return given
 
 
-def _infer(tensors: dict[str, Tensor], heads: int | None, loops: int | None) -> ModelConfig:
-    """Kind and sizes from the tensors' names and shapes."""
-    blocks = {
-        int(match[2]) for name in tensors if (match := re.match(r"transformer\.h\.(blocks\.)?(\d{1,9})\.", name))
-    }
-    looped = _is_looped(tensors)
+def _infer_config(
+    tensors: dict[str, Tensor], blocks: dict[str, int], heads: int | None, loops: int | None
+) -> ModelConfig:
+    """Kind and sizes from the names and shapes of the tensors; `blocks` has the number of each block's prefix."""
     if not blocks:
         raise FileProblem("These tensors are no published LoopFormer, TMLT, Base-Loop or Base model.")
-    if max(blocks) >= len(blocks):
-        missing = min(set(range(len(blocks))) - blocks)
-        raise FileProblem(f"The weights have a block {max(blocks)} but no block {missing}; the file is not whole.")
+    numbers = set(blocks.values())
+    if max(numbers) >= len(numbers):
+        missing = min(set(range(len(numbers))) - numbers)
+        raise FileProblem(f"The weights have a block {max(numbers)} but no block {missing}; the file is not whole.")
     kind: Conditioning = "none"
     if any(name.startswith("dt_embedder.") for name in tensors):
         kind = "trajectory"
     elif any(name.startswith("time_embedder.") for name in tensors):
         kind = "index"
-    first = f"transformer.h.{'blocks.' if looped else ''}{min(blocks)}"
+    first = next(iter(blocks))
+    looped = first.startswith("transformer.h.blocks.")
     rows, width = _shape(tensors, "transformer.wte.weight")
     context, _ = _shape(tensors, "transformer.wpe.weight")
-    ffn, _ = _shape(tensors, f"{first}.mlp.c_fc.weight")
+    ffn, _ = _shape(tensors, f"{first}mlp.c_fc.weight")
     if heads is None:
         raise LoopformerError("The number of attention heads is not in the weights; give --heads (heads=…).")
-    if loops is None and looped:
-        raise LoopformerError(
-            "The number of loops L is not in the weights; give --loops (loops=…), 8 for a 3⊗8 model."
-        )
+    advice = "give --loops (loops=…), 8 for a 3⊗8 model"
+    require(loops is not None or not looped, f"The number of loops L is not in the weights; {advice}.")
     return ModelConfig(
         conditioning=kind,
-        blocks=max(blocks) + 1,
+        blocks=len(numbers),
         loops=loops if looped and loops is not None else 1,
         width=width,
         heads=heads,
@@ -135,86 +154,49 @@ def _shape(tensors: dict[str, Tensor], name: str) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _translate(name: str) -> str:
-    for pattern, replacement in _NAMES:
-        if match := re.fullmatch(pattern, name):
-            return match.expand(replacement)
-    raise FileProblem(f"The tensor {name} is not one of a published LoopFormer, TMLT, Base-Loop or Base model.")
-
-
-def _published_name(ours: str, tensors: dict[str, Tensor]) -> str:
-    """The published name of one of our tensors, for messages."""
-    for pattern, replacement in _NAMES:
-        back = re.escape(replacement).replace(r"\\1", r"(\w+)")
-        if match := re.fullmatch(back, ours):
-            plain = pattern.replace("\\.", ".").replace("(?:blocks.)?", "blocks." if _is_looped(tensors) else "")
-            return re.sub(r"\(.*?\)", match[1] if match.groups() else "", plain)
-    return ours
-
-
-def _is_looped(tensors: dict[str, Tensor]) -> bool:
-    return any(name.startswith("transformer.h.blocks.") for name in tensors)
-
-
-def _drop_tied_head(tensors: dict[str, Tensor]) -> None:
-    head, tokens = tensors.pop("lm_head.weight", None), tensors.get("transformer.wte.weight")
-    if head is not None and tokens is not None and not torch.equal(head, tokens):
-        raise FileProblem("lm_head.weight differs from transformer.wte.weight; only tied embeddings are supported.")
-
-
 def read_weights(source: str | Path) -> tuple[Tensors, Settings]:
     """Tensors and settings from a `.safetensors` or `.pt` file, a folder that holds one, or a Hub id."""
     path = Path(source)
     if path.is_dir():
         return read_folder(path)
-    if path.suffix == SUFFIXES[0] and path.is_file():
-        return read_safetensors(path)
-    if path.suffix in SUFFIXES[1:] and path.is_file():
-        return read_pt(path)
     if path.is_file():
+        if path.suffix == ".safetensors":
+            return read_safetensors(path)
+        if path.suffix in PICKLED:
+            return read_pt(path)
         raise FileProblem(
             f"{path} is neither .safetensors nor .pt; give a weights file or the folder that holds one."
         )
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)) and not path.parent.is_dir():
         return read_folder(fetch(str(source)))
-    raise FileProblem(f"There is no file or folder {source}; {_nearby(path)}")
-
-
-def _nearby(path: Path) -> str:
-    """What to name instead of a path that is not there: a model or run beside it."""
-    try:
-        beside = [str(other) for other in path.parent.iterdir() if other.is_dir() or other.suffix in SUFFIXES]
-    except OSError:
-        beside = []
-    return nearest(str(path), beside, otherwise="check the path.")
+    beside: list[str] = []  # models and runs that the user may have meant
+    with suppress(OSError):
+        suffixes = (".safetensors", *PICKLED)
+        beside = [str(other) for other in path.parent.iterdir() if other.is_dir() or other.suffix in suffixes]
+    hint = nearest(str(path), beside, otherwise="check the path.")
+    raise FileProblem(f"There is no file or folder {source}; {hint}")
 
 
 def fetch(hub_id: str) -> Path:
-    """Download (or find in the cache) a model's safetensors and JSON files; its code is never fetched."""
+    """The folder of a model's safetensors and JSON files from the Hub or its cache; code is never fetched."""
     import huggingface_hub
 
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # the Hub client raises many kinds, also from the HTTP library below it
-        reason = _first_sentence(str(error)) or type(error).__name__
+        # The reason is the first sentence: `ConnectError: …` of "Got: ConnectError: …" and a paragraph of advice.
+        line = str(error).strip().partition("\n")[0].removeprefix("Got: ")
+        reason = re.split(r"(?<=\w)[.;] ", line)[0].rstrip(".") or type(error).__name__
         raise FileProblem(
             f"{hub_id} is no local path and could not be had from the Hugging Face Hub ({reason}); "
             "check the name and the connection."
         ) from error
 
 
-def _first_sentence(text: str) -> str:
-    """What the Hub client says first: `ConnectError: …` of "Got: ConnectError: …" and a paragraph of advice."""
-    line = text.strip().partition("\n")[0].removeprefix("Got: ")
-    return re.split(r"(?<=\w)[.;] ", line)[0].rstrip(".")
-
-
 def read_folder(folder: Path) -> tuple[Tensors, Settings]:
     """All safetensors of a folder (sharded or not), or its only `.pt`; settings from its `config.json`."""
-    settings: Settings = {}
     config = folder / CONFIG
-    if config.is_file():
-        settings |= read_json(config)
+    settings: Settings = read_json(config) if config.is_file() else {}
     tensors: Tensors = {}
     if files := sorted(folder.glob("*.safetensors")):
         for file in files:
@@ -226,8 +208,8 @@ def read_folder(folder: Path) -> tuple[Tensors, Settings]:
     if len(pickled) == 1:
         tensors, more = read_pt(pickled[0])
         return tensors, more | settings
-    if not pickled and (ours := checkpoints(folder)):
-        newest = ours[-1]
+    if not pickled and (run := checkpoints(folder)):
+        newest = run[-1]
         copied = f"copy {newest / SETTINGS} there, or " if (newest / SETTINGS).is_file() else ""
         raise FileProblem(f"The run {folder} has lost its {SETTINGS}; {copied}name the checkpoint {newest} itself.")
     content = "more than one .pt file; name one of them" if pickled else "no .safetensors or .pt file"
@@ -235,7 +217,7 @@ def read_folder(folder: Path) -> tuple[Tensors, Settings]:
 
 
 def read_pt(path: Path) -> tuple[Tensors, Settings]:
-    """A training checkpoint of the authors, or a bare state dict."""
+    """Tensors and settings of a training checkpoint of the authors, or of a bare state dict."""
     try:
         stand_ins: list[Any] = [
             _stand_in(name, path) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -271,7 +253,7 @@ def read_pt(path: Path) -> tuple[Tensors, Settings]:
 
 
 def _stand_in(name: str, path: Path) -> tuple[Any, str]:
-    """What to put in the place of a name that a pickle asks for; refuse all but the settings and NumPy scalars."""
+    """A harmless class for a name in a pickle; only the settings object and NumPy scalars are allowed."""
     numpy_scalar = r"numpy\.(core|_core)\.multiarray\.scalar|numpy\.dtype|numpy\.dtypes\.\w+"
     if name.rpartition(".")[2] == "GPTConfig" or re.fullmatch(numpy_scalar, name):
         return type("Record", (_InertRecord,), {}), name
@@ -282,7 +264,7 @@ def _stand_in(name: str, path: Path) -> tuple[Any, str]:
 
 
 class _InertRecord:
-    """Takes the place of a pickled object: keeps its plain attributes, has no behaviour."""
+    """Replaces a pickled object: has its plain attributes and no behaviour."""
 
     def __init__(self, *args: object) -> None:
         pass
