@@ -25,7 +25,7 @@ from loopformer.config.model import BOX
 from loopformer.errors import require
 from loopformer.evaluation.text import default_text, read_text
 from loopformer.inference.decode import prefill
-from loopformer.inference.fused.backend import obstacle
+from loopformer.inference.fused.backend import unsupported_reason
 from loopformer.inference.request import Request
 
 WINDOWS, LENGTH = 24, 64
@@ -123,7 +123,7 @@ def main() -> None:
         wanted = uncached(exact, ids, budget)
         ways = {"fp32, cached": cached(exact, ids, budget), "bf16, uncached": uncached(low, ids, budget)}
         ways["bf16, cached"] = cached(low, ids, budget)
-        if obstacle(low) is None:
+        if unsupported_reason(low) is None:
             ways["bf16, fused, 1 row"] = fused(low, ids, budget, 1)
             ways["bf16, fused, 8 rows"] = fused(low, ids, budget, 8)
         for name, choices in ways.items():
@@ -143,7 +143,7 @@ def main() -> None:
             ("bf16 alone, fp32 alone", plain["bf16"], plain["fp32"]),
             ("bf16 together, bf16 alone", texts(rounded, prompts, budget, False, True), plain["bf16"]),
         ]
-        if obstacle(low) is None:
+        if unsupported_reason(low) is None:
             for dtype, one in (("fp32", full), ("bf16", rounded)):
                 for company, together in (("alone", False), ("together", True)):
                     made = texts(one, prompts, budget, True, together)

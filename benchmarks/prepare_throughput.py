@@ -24,7 +24,7 @@ import tokenizers
 
 from loopformer.data.corpus import parse_sources
 from loopformer.data.prepare import prepare
-from loopformer.data.tokenizer import FILE, Tokenizer
+from loopformer.data.tokenizer import TOKENIZER_FILE, Tokenizer
 
 RESULT = Path(__file__).parent.parent / "results" / "cpu" / "prepare_throughput.json"
 
@@ -50,7 +50,7 @@ def tokenizer_seconds(sample: Path, tokenizer: Path, method: str) -> float:
     """The seconds of the library's own `encode_batch` or `encode_batch_fast` on texts in memory."""
     with sample.open(encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for line in lines]
-    encode = getattr(tokenizers.Tokenizer.from_file(str(tokenizer / FILE)), method)
+    encode = getattr(tokenizers.Tokenizer.from_file(str(tokenizer / TOKENIZER_FILE)), method)
     encode(texts[:10], add_special_tokens=False)
     # Batches of prepare's size: all encodings at once would measure the machine's memory instead.
     batches: list[list[str]] = [[]]

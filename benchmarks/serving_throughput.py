@@ -55,7 +55,7 @@ from loopformer.inference.engine import Engine
 from loopformer.inference.request import Request
 from loopformer.inference.sampling import Sampling
 from loopformer.lm import LM
-from loopformer.loading.folder import located, save_model
+from loopformer.loading.folder import resolve_model_path, save_model
 from loopformer.model import LoopedLM
 from loopformer.serving.worker import WorkerSettings, load_served
 from loopformer.trajectory import Trajectory
@@ -190,7 +190,7 @@ def prepare(name: str, folder: Path, device: torch.device) -> str:
 
 def vocabulary(size: int) -> Tokenizer:
     """The tokenizer of the box, filled up to this size with pairs of its words."""
-    content = json.loads((located(BOX) / "tokenizer.json").read_text(encoding="utf-8"))
+    content = json.loads((resolve_model_path(BOX) / "tokenizer.json").read_text(encoding="utf-8"))
     known = content["model"]["vocab"]
     words = [word for word in known if word.isascii() and word.isalpha()]
     for first in words:

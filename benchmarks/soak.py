@@ -41,7 +41,7 @@ from serve_process import ServeProcess, wait_until
 import loopformer
 from loopformer.benchmark.machine import publish
 from loopformer.config.model import BOX
-from loopformer.loading.folder import HELD_OUT, located
+from loopformer.loading.folder import HELD_OUT, resolve_model_path
 
 Report = dict[str, Any]
 DEPTHS: list[Report] = [{"budget": 1}, {"budget": 2}, {"budget": 4}, {"budget": 8}, {"trajectory": "4-2-1-1"}]
@@ -155,7 +155,7 @@ class Case:
 def draw_cases(count: int, seed: int) -> list[Case]:
     """Requests with beginnings of held-out texts. Every eighth client leaves half way."""
     rng = random.Random(seed)
-    lines = (located(BOX) / HELD_OUT).read_text(encoding="utf-8").splitlines()
+    lines = (resolve_model_path(BOX) / HELD_OUT).read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines]
     cases = []
     for number in range(count):

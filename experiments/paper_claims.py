@@ -173,7 +173,7 @@ def load_tasks(folder: Path) -> "Suite":
 def train_and_measure(name: str, inputs: Path, run: Path, commit: str, changes: Sequence[str]) -> None:
     """Train one model, write its answers to all requests, and everything else that was measured into one file."""
     preset, model_settings = QUEUE[name]
-    elastic = load_run(preset)[0].objective.elastic
+    elastic = load_run(preset)[0].objective.is_elastic
     settings = SETTINGS | (ELASTIC if elastic else {}) | model_settings | {"data.path": inputs / DATA}
     facts = train_run(preset, settings, changes, run, commit)
     torch.set_float32_matmul_precision("high")  # TF32 matmuls: far faster, and far finer than bf16

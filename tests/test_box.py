@@ -13,9 +13,9 @@ from loopformer import LM
 from loopformer.cli import app
 from loopformer.config.model import BOX
 from loopformer.evaluation.text import perplexity, read_text
-from loopformer.loading.folder import HELD_OUT, located
+from loopformer.loading.folder import HELD_OUT, resolve_model_path
 
-FOLDER = located(BOX)
+FOLDER = resolve_model_path(BOX)
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def test_settings_beyond_the_paper_are_written_where_they_are_used(
     assert tiny.plain().items() < dataclasses.replace(tiny, **option).plain().items()
     used = dataclasses.replace(tiny, **option)
     assert from_mapping(ModelConfig, used.plain(), "model") == used
-    assert set(used.additions) == option.keys()
+    assert set(used.non_paper_settings) == option.keys()
     run, _ = load_run("demo", [f"model.{name}={value}" for name, value in option.items()])
     assert run_from_mapping(run_to_mapping(run)) == run
     assert option.items() <= run_to_mapping(run)["model"].items()

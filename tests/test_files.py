@@ -14,15 +14,15 @@ from loopformer import files
 from loopformer.errors import FileProblem, remedy
 from loopformer.files import (
     DamagedFile,
-    append,
+    append_line,
+    explain_write_errors,
     json_bytes,
-    locked,
-    opened_alone,
+    lock_folder,
+    open_exclusive,
     read_json,
     read_yaml,
     write_atomic,
     write_json,
-    writing,
 )
 
 
@@ -70,29 +70,32 @@ def test_what_could_not_be_written_leaves_nothing(
 def test_no_room_and_no_permission_are_told_apart(tmp_path: Path, error: Exception, what_to_do: str) -> None:
     assert remedy(error).startswith(what_to_do)
     if isinstance(error, OSError):
-        with pytest.raises(FileProblem, match=f"{error.strerror}; .* so {what_to_do}"), writing(tmp_path):
+        with (
+            pytest.raises(FileProblem, match=f"{error.strerror}; .* so {what_to_do}"),
+            explain_write_errors(tmp_path),
+        ):
             raise error
 
 
 def test_work_that_fails_leaves_no_empty_folder(tmp_path: Path) -> None:
     for error in (ValueError, KeyboardInterrupt):
-        with pytest.raises(error), locked(tmp_path / "deep" / "down"):
+        with pytest.raises(error), lock_folder(tmp_path / "deep" / "down"):
             raise error
         assert not list(tmp_path.iterdir())
-    with pytest.raises(FileNotFoundError), locked(tmp_path / "deep" / "down"):
+    with pytest.raises(FileNotFoundError), lock_folder(tmp_path / "deep" / "down"):
         (tmp_path / "deep" / "down").rename(tmp_path / "deep" / "other").joinpath("nothing").read_bytes()
     assert [path.name for path in tmp_path.rglob("*")] == ["deep", "other"], "what is not empty stays"
 
 
 def test_an_empty_folder_of_the_users_stays(tmp_path: Path) -> None:
-    with pytest.raises(BlockingIOError), locked(tmp_path):
+    with pytest.raises(BlockingIOError), lock_folder(tmp_path):
         raise BlockingIOError  # the work's own, not the lock's
     assert tmp_path.is_dir()
 
 
 def test_one_at_a_time(tmp_path: Path) -> None:
-    with locked(tmp_path / "out"):
-        with pytest.raises(FileProblem, match="Another process is at work"), locked(tmp_path / "out"):
+    with lock_folder(tmp_path / "out"):
+        with pytest.raises(FileProblem, match="Another process is at work"), lock_folder(tmp_path / "out"):
             pass
         assert (tmp_path / "out").is_dir()
     assert (tmp_path / "out").is_dir(), "work that ended well keeps its folder"
@@ -100,28 +103,27 @@ def test_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_killed_frees_its_lock(tmp_path: Path) -> None:
-    code = (
-        "import pathlib, sys, time; from loopformer.files import locked\nwith locked(pathlib.Path(sys.argv[1])): "
-    )
+    code = "import pathlib, sys, time; from loopformer.files import lock_folder\n"
+    code += "with lock_folder(pathlib.Path(sys.argv[1])): "
     command = [sys.executable, "-c", f"{code}print(flush=True); time.sleep(600)", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
-    with pytest.raises(FileProblem, match="Another process is at work"), locked(tmp_path):
+    with pytest.raises(FileProblem, match="Another process is at work"), lock_folder(tmp_path):
         pass
     process.kill()
     process.communicate()
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
 def test_a_file_grows_by_whole_pieces(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"one\n")
-    with opened_alone(path) as file:
-        with pytest.raises(FileProblem, match=f"Another process is at work on {path}"), opened_alone(path):
+    with open_exclusive(path) as file:
+        with pytest.raises(FileProblem, match=f"Another process is at work on {path}"), open_exclusive(path):
             pass
-        append(file, path, b"two\n")
+        append_line(file, path, b"two\n")
         assert path.read_bytes() == b"one\ntwo\n"
 
         class Full(io.FileIO):
@@ -131,9 +133,9 @@ def test_a_file_grows_by_whole_pieces(tmp_path: Path) -> None:
                 return super().write(content[:3])
 
         with Full(path, "r+") as full:
-            append(full, path, b"34")
+            append_line(full, path, b"34")
             with pytest.raises(FileProblem, match="No space left on device; what was finished is safe"):
-                append(full, path, b"56789")
+                append_line(full, path, b"56789")
         assert path.read_bytes() == b"one\ntwo\n34"
 
 

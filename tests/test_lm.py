@@ -5,7 +5,7 @@ import torch
 import loopformer
 from loopformer import LoopedLM
 from loopformer.config import ModelConfig
-from loopformer.lm import lay_out
+from loopformer.lm import optimize_weight_layout
 from loopformer.loading import save_model
 
 
@@ -14,7 +14,7 @@ def test_order_in_memory_changes_nothing_else(tiny: ModelConfig, tmp_path: Path)
     ids = torch.randint(tiny.vocab, (2, 9))
     expected = model(ids, "2-1-1").logits
     first = save_model(model, tmp_path / "first")
-    lay_out(model)
+    optimize_weight_layout(model)
     assert model.tokens.weight.stride() == (1, tiny.vocab_rows)
     torch.testing.assert_close(model(ids, "2-1-1").logits, expected)
     second = save_model(model, tmp_path / "second")

@@ -13,13 +13,13 @@ from loopformer.plots import (
     HeatMap,
     Line,
     Panel,
-    available,
     check_drawing,
+    has_matplotlib,
     line_figure,
     map_figure,
+    needs_log_axis,
     rendered,
     save,
-    wide,
 )
 
 pytest.importorskip("matplotlib")
@@ -56,7 +56,7 @@ def test_markers_are_drawn_only_where_there_is_room() -> None:
 
 def test_names_stand_above_the_highest_point_and_below_the_others() -> None:
     lines = [Line("a", [1.0], [5.0], names=["M=1"]), Line("b", [1.01], [4.0], names=["M=2"])]
-    (axis,) = line_figure([Panel(lines, falling=True)]).axes
+    (axis,) = line_figure([Panel(lines, lines_fall=True)]).axes
     looks: list[Any] = list(axis.texts)
     assert [(text.get_text(), text.get_va(), text.get_ha()) for text in looks] == [
         ("M=1", "bottom", "left"),
@@ -66,7 +66,7 @@ def test_names_stand_above_the_highest_point_and_below_the_others() -> None:
 
 def test_names_neither_touch_nor_cross_the_frame() -> None:
     near = Line("near", [1, 1.1, 1.2, 8], [1, 1.01, 1.02, 1.5], names=["M=1", "M=2", "M=3", "the last of them all"])
-    (axis,) = line_figure([Panel([near], falling=True)]).axes
+    (axis,) = line_figure([Panel([near], lines_fall=True)]).axes
     shown = [text for text in axis.texts if text.get_visible()]
     assert [text.get_text() for text in shown] == ["M=1", "the last of them all"]
     assert all(text.get_window_extent().x1 <= axis.get_window_extent().x1 for text in shown)
@@ -98,9 +98,9 @@ def test_one_legend_names_every_line_once_and_panels_may_have_their_own() -> Non
 def test_steps_are_whole_numbers_and_wide_values_want_a_log_axis() -> None:
     (axis,) = line_figure([Panel([Line("a", [2, 3, 4], [1.0, 2.0, 3.0])])]).axes
     assert all(float(tick).is_integer() for tick in axis.get_xticks())
-    assert wide([1.0, None, 5.0])
-    assert not wide([2.0, 5.0])
-    assert not wide([])
+    assert needs_log_axis([1.0, None, 5.0])
+    assert not needs_log_axis([2.0, 5.0])
+    assert not needs_log_axis([])
 
 
 def test_a_long_label_of_a_map_keeps_its_end() -> None:
@@ -129,7 +129,7 @@ def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None
 
 def test_without_matplotlib_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not available()
+    assert not has_matplotlib()
     for draw in (lambda: check_drawing("a.png"), lambda: line_figure([Panel([])])):
         with pytest.raises(LoopformerError, match=r"^Figures need matplotlib; pip install 'loopformer\[plot\]'\.$"):
             draw()

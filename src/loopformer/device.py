@@ -72,7 +72,7 @@ def peak_flops(device: torch.device) -> float | None:
     return None
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
+def device_context(device: torch.device) -> AbstractContextManager[object]:
     """A context in which kernels are launched on this GPU, even if it is not the first; empty for other devices."""
     if device.type != "cuda":
         return nullcontext()
@@ -81,7 +81,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return context
 
 
-def sent(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device_async(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Numbers on a device, copied asynchronously from pinned memory: a busy GPU is not waited for."""
     if device.type != "cuda":
         return torch.tensor(values, device=device, dtype=dtype)

@@ -1,8 +1,8 @@
 """Atomic writes, locks, checksums, and JSON and YAML read within limits.
 
     write_atomic(path, content)          # a reader sees the old content or the new, also after a crash
-    with locked(folder): ...             # make the folder and keep other processes from writing to it
-    with opened_alone(path) as file: ... # the same for a single file that grows: append(file, path, line)
+    with lock_folder(folder): ...        # make the folder and keep other processes from writing to it
+    with open_exclusive(path) as file: ... # the same for one file that grows: append_line(file, path, line)
     write_json(path, value)              # as write_atomic
     read_json(path); read_yaml(path)     # a mapping, or one sentence about the file
 
@@ -37,7 +37,7 @@ class DamagedFile(FileProblem):
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace a file atomically: a reader sees the old content or the new, also after a crash."""
-    with writing(path):
+    with explain_write_errors(path):
         try:
             _write_temporary(path, content)
             os.replace(_temporary(path), path)
@@ -56,9 +56,9 @@ def write_together(folder: Path, contents: dict[str, bytes]) -> list[Path]:
     parents = sorted({path.parent for path in paths})
     with ExitStack() as stack:
         for parent in parents:
-            stack.enter_context(no_empty_folder(parent))
+            stack.enter_context(remove_empty_on_failure(parent))
         try:
-            with writing(folder):
+            with explain_write_errors(folder):
                 for path, content in zip(paths, contents.values(), strict=True):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     _write_temporary(path, content)
@@ -66,7 +66,7 @@ def write_together(folder: Path, contents: dict[str, bytes]) -> list[Path]:
             for path in paths:
                 _remove(_temporary(path))
             raise
-    with writing(folder):
+    with explain_write_errors(folder):
         try:
             for path in paths:
                 os.replace(_temporary(path), path)
@@ -97,7 +97,7 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def no_empty_folder(folder: Path) -> Iterator[None]:
+def remove_empty_on_failure(folder: Path) -> Iterator[None]:
     """If the body fails or is stopped, remove the folders that it made for `folder` and left empty."""
     missing = _missing_folders(folder)
     try:
@@ -128,7 +128,7 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """Turn a full disk, a quota or a read-only folder into one sentence."""
     try:
         yield
@@ -140,13 +140,13 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Make the folder and keep other processes from writing to it; a process that dies frees its lock.
 
     If the body fails before it has written anything, no empty folder stays behind.
     """
     missing = _missing_folders(folder)
-    with writing(folder):
+    with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -162,9 +162,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def opened_alone(path: Path) -> Iterator[io.FileIO]:
+def open_exclusive(path: Path) -> Iterator[io.FileIO]:
     """Open a file for appending, make it if necessary, and keep other processes from opening it so."""
-    with writing(path):
+    with explain_write_errors(path):
         file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
     with file:
         _lock(file.fileno(), f"on {path}")
@@ -178,10 +178,10 @@ def _lock(descriptor: int, where: str) -> None:
         raise FileProblem(f"Another process is at work {where}; wait for it or choose another --out.")
 
 
-def append(file: io.FileIO, path: Path, content: bytes) -> None:
+def append_line(file: io.FileIO, path: Path, content: bytes) -> None:
     """Append all of the content or, if the disk is full or Ctrl-C comes, nothing."""
     end = file.seek(0, os.SEEK_END)
-    with writing(path):
+    with explain_write_errors(path):
         try:
             while content:
                 content = content[file.write(content) :]

@@ -21,10 +21,10 @@ from torch import nn
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import choose_device
 from loopformer.errors import REMOVED_CERTAINTY, LoopformerError, RunFailed, nearest, require
-from loopformer.inference.decode import Backend, PlainBackend, slot_bytes
+from loopformer.inference.decode import Backend, PlainBackend, kv_bytes_per_slot
 from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.engine import Engine, complete, generate, speculate
-from loopformer.inference.fused.backend import FusedPool, obstacle
+from loopformer.inference.fused.backend import BatchPool, unsupported_reason
 from loopformer.inference.request import Event, Request, Result
 from loopformer.inference.sampling import Sampling
 from loopformer.loading import find_model, from_model_folder, read_model
@@ -81,11 +81,11 @@ class LM:
     model: LoopedLM
     tokenizer: Tokenizer | None = None
     default: Trajectory | None = None  # what is followed where a call does not say; None is the full one
-    _pool: FusedPool | None = field(default=None, repr=False)  # made at first use
+    _pool: BatchPool | None = field(default=None, repr=False)  # made at first use
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
         """Move the model, in place, to a device and dtype."""
-        lay_out(self.model.to(device=device, dtype=dtype))
+        optimize_weight_layout(self.model.to(device=device, dtype=dtype))
         self._pool = None
         return self
 
@@ -185,7 +185,7 @@ class LM:
         """Whether fused kernels run these requests; an error if `fast` demands them and they cannot."""
         if fast not in (True, False, "auto"):
             raise LoopformerError(f"fast is True, False or 'auto', not {fast!r}.")
-        why = obstacle(self.model)
+        why = unsupported_reason(self.model)
         if fast is True and why is not None:
             raise LoopformerError(f"fast {why}; leave it out.")
         return fast is not False and why is None
@@ -198,7 +198,7 @@ class LM:
             return
         from loopformer.inference.fused.shared import SharedBackend  # needs Triton
 
-        self._pool = self._pool or FusedPool(self.model)
+        self._pool = self._pool or BatchPool(self.model)
         with self._pool.batch(max(1, len(requests))) as batch:
             yield SharedBackend(batch, remember=0)
 
@@ -230,8 +230,11 @@ class LM:
             raise LoopformerError("A draft runs on the plain path; leave out fast.")
         if draft is not None or not self._is_fused([], fast):
             if memory is not None:
-                rows = min(rows, memory // slot_bytes(self.model))
-                require(rows >= 1, f"{memory:,} bytes hold no row of keys, which takes {slot_bytes(self.model):,}.")
+                rows = min(rows, memory // kv_bytes_per_slot(self.model))
+                require(
+                    rows >= 1,
+                    f"{memory:,} bytes hold no row of keys, which takes {kv_bytes_per_slot(self.model):,}.",
+                )
             return Engine(self.model, self.need_tokenizer(), rows, queue, draft=draft)
         from loopformer.inference.fused.batch import SharedBatch  # needs Triton
         from loopformer.inference.fused.shared import SharedBackend
@@ -304,17 +307,17 @@ def load_official(source: str | Path, heads: int | None = None, loops: int | Non
     return _lm(*find_model(source, heads, loops))
 
 
-def place(lm: LM, device: str, dtype: torch.dtype | None, fast: Fast) -> bool:
+def move_to_device(lm: LM, device: str, dtype: torch.dtype | None, fast: Fast) -> bool:
     """Move the model to where a user lets it run, by default in the dtype that suits; whether fused kernels will
     run it."""
     where = choose_device(device)
-    fused = fast is not False and obstacle(lm.to(where).model) is None
+    fused = fast is not False and unsupported_reason(lm.to(where).model) is None
     lm.to(where, dtype or (torch.bfloat16 if fused else torch.float32))
     return fused
 
 
 @torch.no_grad()
-def lay_out(model: LoopedLM) -> LoopedLM:
+def optimize_weight_layout(model: LoopedLM) -> LoopedLM:
     """Put the weights that every token reads into the memory order that decoding reads fastest; in place.
 
     On the CPU a matmul with one row is limited by reading the weight, and PyTorch reads a weight [out, in] on all
@@ -328,7 +331,7 @@ def lay_out(model: LoopedLM) -> LoopedLM:
 
 
 def _lm(model: LoopedLM, tokenizer: Path | None) -> LM:
-    return LM(lay_out(model).eval(), Tokenizer.load(tokenizer) if tokenizer else None)
+    return LM(optimize_weight_layout(model).eval(), Tokenizer.load(tokenizer) if tokenizer else None)
 
 
 def _check_options(options: Any, known: Any) -> None:

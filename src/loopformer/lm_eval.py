@@ -36,7 +36,7 @@ from typing import Any
 
 from loopformer.device import choose_device, dtype_of
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
-from loopformer.evaluation.store import LoadedModel, Piece, ReportProgress, weights_hash
+from loopformer.evaluation.store import JsonDict, LoadedModel, ReportProgress, weights_hash
 from loopformer.evaluation.tasks import (
     TASKS,
     Answers,
@@ -213,7 +213,7 @@ class Suite(Requests):
                 loaded = manager.load([spec])
             tasks |= loaded["tasks"]
             groups |= {} if name in local else loaded["groups"]
-        queries, facts = dict[str, list[Query]](), dict[str, Piece]()
+        queries, facts = dict[str, list[Query]](), dict[str, JsonDict]()
         for number, (name, task) in enumerate(tasks.items()):
             if report:
                 report("building requests", number, len(tasks))
@@ -264,9 +264,9 @@ class Suite(Requests):
         names = [name for name in metrics if not name.split(",")[0].endswith("_stderr")]
         return next((name for usual in _USUAL_METRICS for name in names if name.split(",")[0] == usual), names[0])
 
-    def results(self, model: Mapping[str, Any], runs: Mapping[str, Mapping[str, TaskAnswers]]) -> Piece:
+    def results(self, model: Mapping[str, Any], runs: Mapping[str, Mapping[str, TaskAnswers]]) -> JsonDict:
         """All numbers in plain data: per trajectory and task the metric, its value, error, examples and seconds."""
-        rows = list[Piece]()
+        rows = list[JsonDict]()
         for trajectory, run in runs.items():
             all_metrics, groups = self.metrics(run)
             tasks = {}
@@ -297,7 +297,7 @@ class Suite(Requests):
             )
         return {"model": dict(model), **self.facts, "runs": rows}
 
-    def collect(self, answers: Answers) -> Piece:
+    def collect(self, answers: Answers) -> JsonDict:
         """The results from a file of answers, which must be to exactly the requests of this suite."""
         for task, facts in self.facts["tasks"].items():
             answered = answers.facts["tasks"].get(task)
@@ -371,7 +371,7 @@ def _local_source(name: str, local: LocalExamples) -> dict[str, Any]:
     return changes
 
 
-def _task_facts(task: Any, local: LocalExamples | None, queries: Sequence[Query]) -> Piece:
+def _task_facts(task: Any, local: LocalExamples | None, queries: Sequence[Query]) -> JsonDict:
     """Everything about a task that does not depend on a model, in plain data."""
     hub = {"dataset": ":".join(part for part in (task.config.dataset_path, task.config.dataset_name) if part)}
     return {

@@ -87,7 +87,7 @@ class Panel:
     ylabel: str = ""
     log_x: bool = False
     log_y: bool = False
-    falling: bool = False  # lines go down to the right, which decides where names of points find room
+    lines_fall: bool = False  # lines go down to the right, which decides where names of points find room
     level: tuple[str, float] | None = None  # a dashed line across, with its name
     note: str = ""  # in the upper right corner
     ticks: Mapping[str, float] | None = None  # along x, by label
@@ -222,7 +222,7 @@ def _name_points(axis: Axes, panel: Panel) -> None:
     ]
     for x, y, name, colour in points:
         above = y == max(other for other_x, other, _, _ in points if math.isclose(other_x, x, rel_tol=0.05))
-        right = above == panel.falling
+        right = above == panel.lines_fall
         axis.annotate(
             name,
             (x, y),
@@ -287,7 +287,7 @@ def _draw_shared_legend(figure: Figure, axes: Sequence[Axes], title: str) -> Non
     )
 
 
-def wide(values: Iterable[float | None]) -> bool:
+def needs_log_axis(values: Iterable[float | None]) -> bool:
     """Whether an axis of these values is better logarithmic."""
     known = [value for value in values if value]
     return bool(known) and min(known) > 0 and max(known) / min(known) > _LOG_RATIO
@@ -367,7 +367,7 @@ def grid_figure(rows: Mapping[str, Sequence[float]], *, label: str, xlabel: str 
     return figure
 
 
-def available() -> bool:
+def has_matplotlib() -> bool:
     """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
@@ -376,7 +376,7 @@ def check_drawing(path: str | Path) -> None:
     """Refuse a figure that cannot be drawn; call it before the work that the figure shows."""
     if Path(path).suffix.lower() not in _SUFFIXES:
         raise LoopformerError(f"No picture can be drawn as {path}; end the name with .png, .pdf or .svg.")
-    if not available():
+    if not has_matplotlib():
         raise LoopformerError(_NO_MATPLOTLIB)
 
 

@@ -130,12 +130,12 @@ class TrajectoryTree:
         for trajectory in self.trajectories:
             steps = list(zip(trajectory.times, trajectory.steps, strict=True))
             if not self._conditions.keys() >= set(steps):
-                self._conditions.update(zip(steps, model.passes(trajectory, 1).conditions, strict=True))
+                self._conditions.update(zip(steps, model.plan_loops(trajectory, 1).conditions, strict=True))
 
     def run(self, ids: Tensor) -> Iterator[tuple[Trajectory, Tensor]]:
         """Each trajectory with the hidden states [B, T, D] of ids [B, T] after its last loop."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        yield from self.run_from(*self.model.embed(ids), self.model.random_start(positions))
+        yield from self.run_from(*self.model.embed(ids), self.model.random_initial_state(positions))
 
     @torch.no_grad()
     def run_from(
@@ -227,8 +227,8 @@ class PackedBatch:
             # A token attends to its own row up to itself. Padding may attend to more tokens than a context has.
             positions = (visible.sum(-1) - 1).clamp(max=model.config.context - 1)
             mask = visible[:, None]  # [B, 1, T, T]
-        x, rotary = model.place(model.tokens(ids), positions)
-        return x, rotary, mask, model.random_start(positions)
+        x, rotary = model.add_positions(model.tokens(ids), positions)
+        return x, rotary, mask, model.random_initial_state(positions)
 
 
 def plan_batches(

@@ -35,13 +35,13 @@ from loopformer.analysis.report import (
 )
 from loopformer.errors import FileProblem
 from loopformer.model.cost import Cost
-from loopformer.plots import available
+from loopformer.plots import has_matplotlib
 
 from .samples import make_data, make_model, make_report, make_run, make_training
 
 STORED = Path(__file__).parent.parent / "fixtures" / "v1" / "report" / "report.json"
 FIGURES = ("perplexity", "accuracy", "representations", "changes", "cka", "schedules-1-one", "schedules-2-two")
-drawn = pytest.mark.skipif(not available(), reason="needs matplotlib")
+drawn = pytest.mark.skipif(not has_matplotlib(), reason="needs matplotlib")
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (1190).to_bytes(4) + (500).to_bytes(4)
 
 

@@ -8,7 +8,7 @@ import pytest
 from evaluation.examples import write_local
 
 from loopformer.errors import LoopformerError
-from loopformer.plots import available
+from loopformer.plots import has_matplotlib
 
 from .models import save_small
 from .process import invoke, run
@@ -166,14 +166,14 @@ def tracker(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_run_is_measured_on_its_own_group(tracker: str, tmp_path: Path) -> None:
     out, picture = tmp_path / "found.json", tmp_path / "map.png"
     words = ["eval", "states", tracker, "--device", "cpu", "--sequences", "32", "--seed", "5"]
-    drawn = ["--figure", str(picture)] if available() else []
+    drawn = ["--figure", str(picture)] if has_matplotlib() else []
     shown = invoke(*words, "--out", str(out), *drawn).stdout
     assert "products over S3 (6 elements, chance 16.7 %), 32 words of 16, seed 5, float32 on cpu" in shown
     assert "early exit" in shown
     found = json.loads(out.read_text())["states"]
     assert [row["budget"] for row in found["trajectories"]] == [1, 2, 3]
     assert all(len(row["right"]) == 16 for row in found["trajectories"])
-    assert picture.is_file() == available()
+    assert picture.is_file() == has_matplotlib()
     more = invoke(*words, "--group", "S3", "--budgets", "2,5", "--trajectory", "2-1", "--beyond", "--json").stdout
     again = json.loads(more)["states"]["trajectories"]
     assert [row["trajectory"] for row in again] == ["2", "5", "2-1"]

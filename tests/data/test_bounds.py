@@ -20,7 +20,7 @@ from loopformer.data.formats import BadRecord, read_records
 from loopformer.data.prepare import PrepareProgress, prepare
 from loopformer.data.shards import TokenData
 from loopformer.data.splits import LONGEST, cut, documents
-from loopformer.data.tokenizer import END, Tokenizer, training_pieces
+from loopformer.data.tokenizer import END_TOKEN, Tokenizer, training_pieces
 from loopformer.errors import FileProblem, LoopformerError
 
 from .words import document, stopping_at, write_jsonl
@@ -162,7 +162,7 @@ def test_bad_records_are_counted_once_wherever_it_stops(tmp_path: Path, prepared
 
     for stop in range(2, 30, 5):
         out = tmp_path / f"stopped {stop}"
-        often: dict[str, Any] = {"batch_chars": 1, "commit_seconds": 0, "report": stopping_at(stop)}
+        often: dict[str, Any] = {"batch_bytes": 1, "commit_seconds": 0, "report": stopping_at(stop)}
         with pytest.raises(KeyboardInterrupt):
             prepare([str(tmp_path / "news.jsonl.gz")], out, **often, **options)
         index = prepare([str(tmp_path / "news.jsonl.gz")], out, **options)
@@ -179,7 +179,7 @@ def test_bad_records_alone_take_little_memory_and_are_committed(tmp_path: Path, 
         tokenizer=str(prepared),
         val_fraction=0,
         on_bad="skip",
-        batch_chars=50_000,
+        batch_bytes=50_000,
         report=lambda progress: batches.append(progress.tokens),
     )
     assert index["sources"][0]["bad"] == 5000
@@ -193,7 +193,7 @@ def test_a_stop_inside_a_long_record(tmp_path: Path, prepared: Path, monkeypatch
     write_jsonl(tmp_path / "long.jsonl", [{"text": text}, {"text": document(1)}])
     options: dict[str, Any] = {"tokenizer": str(prepared), "val_fraction": 0.1}
     whole = prepare([str(tmp_path / "long.jsonl")], tmp_path / "whole", **options)
-    often: dict[str, Any] = {"batch_chars": 1, "commit_seconds": 0, "report": stopping_at(4)}
+    often: dict[str, Any] = {"batch_bytes": 1, "commit_seconds": 0, "report": stopping_at(4)}
     with pytest.raises(KeyboardInterrupt):
         prepare([str(tmp_path / "long.jsonl")], tmp_path / "out", **often, **options)
     state = json.loads((tmp_path / "out" / "prepare.state.json").read_text())
@@ -212,9 +212,9 @@ def test_examples_cannot_be_cut(tmp_path: Path, prepared: Path) -> None:
 
 
 def test_a_tokenizer_that_fails_names_the_document(tmp_path: Path) -> None:
-    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"loop": 0, "runs": 1, END: 2}, unk_token="?"))
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"loop": 0, "runs": 1, END_TOKEN: 2}, unk_token="?"))
     library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    library.add_special_tokens([END])
+    library.add_special_tokens([END_TOKEN])
     library.save(str(tmp_path / "tokenizer.json"))
     write_jsonl(tmp_path / "a.jsonl", [{"text": "loop runs"}, {"text": "loop stops"}, {"text": "runs"}])
     options: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer.json"), "val_fraction": 0}
@@ -263,7 +263,7 @@ def test_links_that_lead_back_are_followed_once(tmp_path: Path) -> None:
 
 def test_a_source_that_changes_between_stop_and_continuation(tmp_path: Path, prepared: Path) -> None:
     path = write_jsonl(tmp_path / "news.jsonl", [{"text": document(number)} for number in range(30)])
-    options: dict[str, Any] = {"tokenizer": str(prepared), "commit_seconds": 0, "batch_chars": 1}
+    options: dict[str, Any] = {"tokenizer": str(prepared), "commit_seconds": 0, "batch_bytes": 1}
     with pytest.raises(KeyboardInterrupt):
         prepare([str(path)], tmp_path / "out", report=stopping_at(4), **options)
     status, content = path.stat(), path.read_bytes()

@@ -15,7 +15,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopformer.data.loader import BLOCK, NO_LOSS, Loader, Order, Prefetcher, permute, shares, validation_windows
+from loopformer.data.loader import (
+    BLOCK,
+    IGNORE_INDEX,
+    Loader,
+    Order,
+    Prefetcher,
+    permute,
+    shares,
+    validation_windows,
+)
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData
 from loopformer.errors import LoopformerError
@@ -77,8 +86,8 @@ def test_documents(data: TokenData) -> None:
     assert ends.any()
     assert torch.equal(batch.documents[:, 0], torch.zeros(50, dtype=torch.int64))
     assert torch.equal(batch.documents[:, 1:] - batch.documents[:, :-1], ends[:, :-1].long())
-    assert torch.equal(batch.targets == NO_LOSS, ends)
-    assert not (Loader(data, CONTEXT, batch=50).batch(0).targets == NO_LOSS).any()
+    assert torch.equal(batch.targets == IGNORE_INDEX, ends)
+    assert not (Loader(data, CONTEXT, batch=50).batch(0).targets == IGNORE_INDEX).any()
 
 
 def test_prefetch_gives_the_same_batches(data: TokenData) -> None:

@@ -98,11 +98,11 @@ def test_index_and_shards(reference: dict[str, bytes]) -> None:
     assert "many-train-00001.bin" in listed
 
 
-@pytest.mark.parametrize("batch_chars", [1, 10_000])
+@pytest.mark.parametrize("batch_bytes", [1, 10_000])
 def test_batches_do_not_matter(
-    tmp_path: Path, sources: list[str], reference: dict[str, bytes], batch_chars: int
+    tmp_path: Path, sources: list[str], reference: dict[str, bytes], batch_bytes: int
 ) -> None:
-    prepare(sources, tmp_path / "out", batch_chars=batch_chars, **OPTIONS)
+    prepare(sources, tmp_path / "out", batch_bytes=batch_bytes, **OPTIONS)
     assert contents(tmp_path / "out") == reference
 
 
@@ -114,7 +114,7 @@ def test_interrupted_anywhere_ends_the_same(
     out = tmp_path_factory.mktemp("stops") / "data"
     for stop in stops:
         try:
-            prepare(sources, out, batch_chars=3000, commit_seconds=0, report=stopping_at(stop), **OPTIONS)
+            prepare(sources, out, batch_bytes=3000, commit_seconds=0, report=stopping_at(stop), **OPTIONS)
         except KeyboardInterrupt:
             assert (out / STATE_FILE).exists()
             with pytest.raises(FileProblem, match="is not prepared to the end"):
@@ -139,7 +139,7 @@ def test_killed_at_random_points_ends_the_same(
     progress = []
     while killed < 6:
         before = state.read_bytes() if state.exists() else b""
-        process = subprocess.Popen(job(sources, out, batch_chars=1000, commit_seconds=0))
+        process = subprocess.Popen(job(sources, out, batch_bytes=1000, commit_seconds=0))
         while process.poll() is None and (not state.exists() or state.read_bytes() == before):
             time.sleep(0.001)  # until it has gone further than the one before, however busy the machine is
         time.sleep(rng.uniform(0, 0.15))
@@ -161,7 +161,7 @@ def test_full_disk_is_one_sentence_and_harms_nothing(
     out = tmp_path / "out"
     code = (
         "import sys\nfrom loopformer.data.prepare import prepare\nfrom loopformer.errors import FileProblem\n"
-        f"try: prepare({sources!r}, {str(out)!r}, commit_seconds=0, batch_chars=5000, **{OPTIONS!r})\n"
+        f"try: prepare({sources!r}, {str(out)!r}, commit_seconds=0, batch_bytes=5000, **{OPTIONS!r})\n"
         "except FileProblem as error: sys.exit(str(error))"
     )
     smallest = max(len(content) for name, content in reference.items() if not name.endswith(".bin"))
@@ -248,7 +248,7 @@ def test_token_limits_are_exact(tmp_path: Path, corpus: Path, prepared: Path) ->
     index = prepare([str(corpus)], tmp_path / "cut", train_tokens=1234, val_tokens=77, **options)
     assert index["tokens"] == {"train": 1234, "val": 77}
     assert whole["tokens"]["train"] > 1234
-    prepare([str(corpus)], tmp_path / "same", train_tokens=1234, val_tokens=77, batch_chars=1, **options)
+    prepare([str(corpus)], tmp_path / "same", train_tokens=1234, val_tokens=77, batch_bytes=1, **options)
     assert contents(tmp_path / "same") == contents(tmp_path / "cut")
     for split in ("train", "val"):
         short, full = (TokenData.open(tmp_path / name, split).sources[0].ids for name in ("cut", "whole"))
@@ -332,7 +332,7 @@ def test_two_at_once(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_state_that_lacks_something(tmp_path: Path, corpus: Path, prepared: Path) -> None:
-    options: dict[str, Any] = {"tokenizer": str(prepared), "commit_seconds": 0, "batch_chars": 1}
+    options: dict[str, Any] = {"tokenizer": str(prepared), "commit_seconds": 0, "batch_bytes": 1}
     with pytest.raises(KeyboardInterrupt):
         prepare([str(corpus)], tmp_path, report=stopping_at(4), **options)
     whole = json.loads((tmp_path / STATE_FILE).read_text())

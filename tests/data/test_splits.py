@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopformer.data.splits import Splitter, clean, cut, reconcile, survey
+from loopformer.data.splits import Splitter, clean, cut, make_splitter, reconcile
 from loopformer.errors import LoopformerError
 
 text = st.text(st.sampled_from("ab \n"), max_size=300)
@@ -31,7 +31,7 @@ def test_cuts_prefer_paragraphs_then_lines_then_words() -> None:
 
 def test_fraction_of_documents() -> None:
     texts = [f"document {number}" for number in range(20_000)]
-    splitter = survey(lambda: iter(texts), 0.05, "texts")
+    splitter = make_splitter(lambda: iter(texts), 0.05, "texts")
     assert splitter == Splitter(0.05)
     held_out = sum(splitter.choose(text) == "val" for text in texts)
     assert 850 < held_out < 1150
@@ -40,7 +40,7 @@ def test_fraction_of_documents() -> None:
 @given(st.lists(st.text(st.sampled_from("abc \n"), min_size=1).filter(str.strip), min_size=1, max_size=30))
 def test_few_documents_give_two_disjoint_parts(texts: list[str]) -> None:
     try:
-        splitter = survey(lambda: iter(texts), 0.1, "texts")
+        splitter = make_splitter(lambda: iter(texts), 0.1, "texts")
     except LoopformerError as error:
         assert "too little text" in str(error)  # noqa: PT017
         return
@@ -56,7 +56,7 @@ def test_few_documents_give_two_disjoint_parts(texts: list[str]) -> None:
 
 def test_same_paragraph_goes_to_the_same_split() -> None:
     paragraphs = [f"Paragraph {number} " + "words " * 20 for number in range(50)]
-    splitter = survey(lambda: iter(["\n\n".join(paragraphs)]), 0.2, "text")
+    splitter = make_splitter(lambda: iter(["\n\n".join(paragraphs)]), 0.2, "text")
     again = [splitter.choose(paragraph + "\n\n") for paragraph in paragraphs]
     assert again == [splitter.choose("\n" + paragraph) for paragraph in paragraphs]
     assert set(again) == {"train", "val"}
@@ -64,12 +64,12 @@ def test_same_paragraph_goes_to_the_same_split() -> None:
 
 def test_neighbours_stay_together() -> None:
     text = "\n\n".join(f"Paragraph {number} " + "words " * 20 for number in range(50))
-    parts = survey(lambda: iter([text]), 0.1, "text").split(text)
+    parts = make_splitter(lambda: iter([text]), 0.1, "text").split(text)
     assert all(before[0] != after[0] for before, after in itertools.pairwise(parts))
 
 
 def test_no_validation() -> None:
-    splitter = survey(lambda: iter(["one"]), 0.0, "text")
+    splitter = make_splitter(lambda: iter(["one"]), 0.0, "text")
     assert splitter.split("one") == [("train", "one")]
 
 
@@ -85,7 +85,7 @@ def test_no_validation() -> None:
 )
 def test_impossible(texts: list[str], fraction: float, sentence: str) -> None:
     with pytest.raises(LoopformerError, match=sentence):
-        survey(lambda: iter(texts), fraction, "source")
+        make_splitter(lambda: iter(texts), fraction, "source")
 
 
 def test_sources_prepared_together_never_disagree() -> None:
@@ -94,8 +94,8 @@ def test_sources_prepared_together_never_disagree() -> None:
     many = few + [f"other {number}" for number in range(2000)]
     splitters = reconcile(
         [
-            survey(lambda: iter(few), 0.01, "few", can_cut=False),
-            survey(lambda: iter(many), 0.05, "many", can_cut=False),
+            make_splitter(lambda: iter(few), 0.01, "few", can_cut=False),
+            make_splitter(lambda: iter(many), 0.05, "many", can_cut=False),
         ]
     )
     chosen = [[splitter.choose(text) for text in few] for splitter in splitters]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from loopformer.config import DataConfig
-from loopformer.data.loader import NO_LOSS
+from loopformer.data.loader import IGNORE_INDEX
 from loopformer.data.states import (
     GROUPS,
     TEST,
@@ -51,7 +51,7 @@ def test_a_product_is_first_the_left_then_the_right() -> None:
 def test_labels_are_products_of_permutations(group: Group) -> None:
     batch = StateLoader(group, context=10, batch=5, seed=3).batch(step=2)
     assert (batch.inputs[:, 0] == group.tokenizer.eot).all()
-    assert (batch.targets[:, 0] == NO_LOSS).all()
+    assert (batch.targets[:, 0] == IGNORE_INDEX).all()
     for word, labels in zip(batch.inputs[:, 1:].tolist(), batch.targets[:, 1:].tolist(), strict=True):
         state = list(range(len(group.elements[0])))  # what stands where
         for element, label in zip(word, labels, strict=True):

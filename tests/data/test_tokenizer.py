@@ -8,10 +8,18 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopformer.data.loader import NO_LOSS, Loader, validation_windows
+from loopformer.data.loader import IGNORE_INDEX, Loader, validation_windows
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData
-from loopformer.data.tokenizer import END, LAST, LOSS, Tokenizer, encode_examples, encode_prompt, parse_example
+from loopformer.data.tokenizer import (
+    END_TOKEN,
+    LAST,
+    LOSS,
+    Tokenizer,
+    encode_examples,
+    encode_prompt,
+    parse_example,
+)
 from loopformer.errors import FileProblem, LoopformerError
 
 from .words import write_jsonl
@@ -64,12 +72,14 @@ def test_gpt2_files(tmp_path: Path, vocab: str, merges: str) -> None:
 
 
 def test_end_token_comes_only_from_us() -> None:
-    ids = TRAINED.encode(f"a{END}b")
+    ids = TRAINED.encode(f"a{END_TOKEN}b")
     assert TRAINED.eot not in ids
-    assert TRAINED.decode(ids) == f"a{END}b"
+    assert TRAINED.decode(ids) == f"a{END_TOKEN}b"
     assert TRAINED.decode([TRAINED.eot]) == ""
-    assert TRAINED.decode([TRAINED.eot], special=True) == END
-    assert TRAINED.encode_template(f"a{END}") == [*TRAINED.encode("a"), TRAINED.eot], "but what a template wrote"
+    assert TRAINED.decode([TRAINED.eot], special=True) == END_TOKEN
+    assert TRAINED.encode_template(f"a{END_TOKEN}") == [*TRAINED.encode("a"), TRAINED.eot], (
+        "but what a template wrote"
+    )
 
 
 def test_batch_equals_one_by_one() -> None:
@@ -103,7 +113,7 @@ def test_tokenizer_without_end_token(tmp_path: Path) -> None:
     TRAINED.save(tmp_path)
     plain = json.loads((tmp_path / "tokenizer.json").read_text())
     plain["added_tokens"] = []
-    number = plain["model"]["vocab"].pop(END)
+    number = plain["model"]["vocab"].pop(END_TOKEN)
     plain["model"]["vocab"]["<|something|>"] = number
     (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
     with pytest.raises(FileProblem, match="has no end token"):
@@ -118,10 +128,10 @@ def test_bytes_are_counted_token_by_token(text: str) -> None:
 
 
 def test_bytes_of_a_tokenizer_of_words() -> None:
-    words = {"naïve": 0, "loop": 1, END: 2, "?": 3}
+    words = {"naïve": 0, "loop": 1, END_TOKEN: 2, "?": 3}
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    library.add_special_tokens([END])
+    library.add_special_tokens([END_TOKEN])
     tokenizer = Tokenizer(library.to_str())
     assert tokenizer.byte_count(tokenizer.encode("naïve loop")) == len("naïve loop".encode())
 
@@ -163,7 +173,7 @@ def test_through_prepare_and_loader(tmp_path: Path, prepared: Path) -> None:
     data.verify()
     windows = validation_windows(data, 40, documents=True)
     batch = windows.batch(0, len(windows))
-    learned = batch.targets[batch.targets != NO_LOSS].tolist()
+    learned = batch.targets[batch.targets != IGNORE_INDEX].tolist()
     parts = data.tokenizer.decode(learned, special=True).split("<|endoftext|>")
     assert len(parts) > 100
     assert all(part.startswith((" It is ", " Four.", " Seven.")) for part in parts[1:-1])

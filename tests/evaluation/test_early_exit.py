@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from loopformer import LoopedLM, LoopformerError, ModelConfig
 from loopformer.evaluation.early_exit import early_exit, early_exit_flops
 from loopformer.model.block import rotate
-from loopformer.model.cache import Cache
+from loopformer.model.cache import KVCache
 from loopformer.model.cost import Cost
 
 SMALL = ModelConfig(blocks=2, loops=4, width=32, heads=2, ffn=64, context=24, vocab=20)
@@ -79,18 +79,18 @@ def test_predictions_are_read_from_the_last_state() -> None:
 
 
 @torch.no_grad()
-def decode(model: LoopedLM, ids: Tensor, cache: Cache, threshold: float) -> tuple[Tensor, int]:
+def decode(model: LoopedLM, ids: Tensor, cache: KVCache, threshold: float) -> tuple[Tensor, int]:
     """A decoder with early exit: one token [1, 1] on top of a cache; its hidden state [1, 1, D] and its loops.
 
     After it has exited, a token leaves only its keys and values in the remaining loops.
     """
-    positions, mask = cache.place(1)
-    embedded, rotary = model.place(model.tokens(ids), positions)
-    start = model.random_start(positions)
+    positions, mask = cache.positions_and_mask(1)
+    embedded, rotary = model.add_positions(model.tokens(ids), positions)
+    start = model.random_initial_state(positions)
     x, taken, exited = embedded if start is None else start.expand_as(embedded), 0, False
     for number, condition in enumerate(cache.passes.conditions):
         state = model.inject(x, embedded, condition, number)
-        for index, (block, slot) in enumerate(zip(model.stack.each(), cache.slots(number), strict=True)):
+        for index, (block, slot) in enumerate(zip(model.stack.typed_blocks(), cache.slots(number), strict=True)):
             modulation = None if condition.modulation is None else condition.modulation[:, index]
             if not exited:
                 state = block(state, modulation, rotary, mask, slot)

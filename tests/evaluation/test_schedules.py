@@ -24,7 +24,7 @@ from loopformer.evaluation.schedules import (
     search,
     spearman,
 )
-from loopformer.evaluation.store import SCHEDULES_FILE, Store, scheduled, weights_hash
+from loopformer.evaluation.store import SCHEDULES_FILE, Store, scheduled_trajectory, weights_hash
 from loopformer.evaluation.text import Protocol, Text, perplexity
 from loopformer.trajectory import Trajectory
 
@@ -206,8 +206,8 @@ def test_saved_schedules_are_used_and_merged(lm: LM, text: Text, tmp_path: Path)
     assert saved["2"]["weights"] == weights_hash(lm.model)
     for found in (two, three):
         best = Trajectory.parse(found["best"]["trajectory"])
-        assert scheduled(tmp_path, lm.model, found["budget"], "best") == best
-    assert scheduled(tmp_path, lm.model, 3, "uniform") == Trajectory.uniform(3)
+        assert scheduled_trajectory(tmp_path, lm.model, found["budget"], "best") == best
+    assert scheduled_trajectory(tmp_path, lm.model, 3, "uniform") == Trajectory.uniform(3)
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -250,25 +250,25 @@ def test_by_both_the_better_one_is_better_in_both(
 
 
 def test_the_only_schedule_needs_no_search(lm: LM, tmp_path: Path) -> None:
-    assert scheduled(tmp_path, lm.model, 1, "best") == Trajectory.uniform(1)
-    assert scheduled(tmp_path, lm.model, 4, "best") == Trajectory.uniform(4)
+    assert scheduled_trajectory(tmp_path, lm.model, 1, "best") == Trajectory.uniform(1)
+    assert scheduled_trajectory(tmp_path, lm.model, 4, "best") == Trajectory.uniform(4)
 
 
 def test_what_is_refused(lm: LM, text: Text, tmp_path: Path) -> None:
     with pytest.raises(LoopformerError, match=r"No best schedule of budget 2 .* loopformer search --model"):
-        scheduled(tmp_path, lm.model, 2, "best")
+        scheduled_trajectory(tmp_path, lm.model, 2, "best")
     with pytest.raises(LoopformerError, match="above the model's 4 loops"):
-        scheduled(tmp_path, lm.model, 5, "best")
+        scheduled_trajectory(tmp_path, lm.model, 5, "best")
     with pytest.raises(LoopformerError, match="did you mean best"):
-        scheduled(tmp_path, lm.model, 2, "bets")
+        scheduled_trajectory(tmp_path, lm.model, 2, "bets")
     save_best(tmp_path, search(lm.model, 2, text=text))
     with torch.no_grad():
         lm.model.tokens.weight += 1
     with pytest.raises(LoopformerError, match="was found for other weights"):
-        scheduled(tmp_path, lm.model, 2, "best")
+        scheduled_trajectory(tmp_path, lm.model, 2, "best")
     (tmp_path / SCHEDULES_FILE).write_text('{"2": 3}')
     with pytest.raises(LoopformerError, match="is damaged; delete it"):
-        scheduled(tmp_path, lm.model, 2, "best")
+        scheduled_trajectory(tmp_path, lm.model, 2, "best")
 
 
 def test_what_is_no_folder_holds_none(tmp_path: Path) -> None:

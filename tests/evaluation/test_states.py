@@ -9,8 +9,8 @@ from loopformer import LoopedLM, ModelConfig
 from loopformer.data.states import TEST, Group, StateWindows
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.evaluation.early_exit import early_exit
-from loopformer.evaluation.states import own_group, state_figure, summary, track_states
-from loopformer.plots import available
+from loopformer.evaluation.states import state_figure, summary, track_states, trained_group
+from loopformer.plots import has_matplotlib
 from loopformer.trajectory import Trajectory
 
 GROUP = Group.named("S3")
@@ -71,10 +71,10 @@ def test_what_is_wrong_is_one_sentence(model: LoopedLM) -> None:
 
 
 def test_only_some_models_have_a_group(tmp_path: object) -> None:
-    assert own_group(str(tmp_path)) is None
+    assert trained_group(str(tmp_path)) is None
 
 
-@pytest.mark.skipif(not available(), reason="needs matplotlib")
+@pytest.mark.skipif(not has_matplotlib(), reason="needs matplotlib")
 def test_a_heat_map_of_places_and_budgets(model: LoopedLM) -> None:
     found = track_states(model, GROUP, ALL, sequences=20)
     axis = state_figure(found).axes[0]

@@ -20,7 +20,7 @@ from loopformer.data.corpus import PRESETS, Preset
 from loopformer.data.loader import validation_windows
 from loopformer.data.prepare import prepare
 from loopformer.data.shards import TokenData
-from loopformer.data.splits import survey
+from loopformer.data.splits import make_splitter
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError
 from loopformer.evaluation.early_exit import early_exit, early_exit_flops
@@ -79,7 +79,7 @@ def test_a_prepared_folder_gives_its_held_out_documents(tmp_path: Path, tokenize
     path = str(write_jsonl(tmp_path / "a.jsonl", MANY))
     tokenizer.save(tmp_path)
     prepare([path], tmp_path / "data", tokenizer=str(tmp_path), val_fraction=0.3)
-    splitter = survey(lambda: iter(MANY), 0.3, path)
+    splitter = make_splitter(lambda: iter(MANY), 0.3, path)
     held = [piece for text in MANY for split, piece in splitter.split(text) if split == "val"]
     text = read_text(str(tmp_path / "data"), tokenizer)
     assert [tokenizer.decode(ids.tolist()) for ids in text.documents] == held

@@ -65,7 +65,7 @@ def test_attention_maps_are_what_each_block_of_each_pass_looked_at(tiny: ModelCo
     ids, mask = torch.randint(96, (2, 7)), torch.ones(2, 7, dtype=torch.long)
     mask[1, :2] = 0
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for block in model.stack.each():
+    for block in model.stack.typed_blocks():
         block.attention.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output)))
     expected = plain(ids, attention_mask=mask, budget=3)
     attended = seen[:]
@@ -73,7 +73,7 @@ def test_attention_maps_are_what_each_block_of_each_pass_looked_at(tiny: ModelCo
     torch.testing.assert_close(got.logits, expected.logits)
     assert [one.shape for one in got.attentions] == [(2, 4, 7, 7)] * 6  # layer = loop·k + block
     for number, (weights, (x, output)) in enumerate(zip(got.attentions, attended, strict=True)):
-        attention = list(model.stack.each())[number % 2].attention
+        attention = list(model.stack.typed_blocks())[number % 2].attention
         v = attention.qkv(x).chunk(3, dim=-1)[2].view(2, 7, 4, 8).transpose(1, 2)
         torch.testing.assert_close(attention.out((weights @ v).transpose(1, 2).flatten(2)), output)
     assert got.attentions[0][1, :, 2:, :2].eq(0).all()  # nobody looks at padding

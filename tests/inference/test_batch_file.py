@@ -12,7 +12,7 @@ import pytest
 
 from loopformer import LM
 from loopformer.errors import FileProblem, RunFailed
-from loopformer.files import opened_alone
+from loopformer.files import open_exclusive
 from loopformer.inference import batch_file
 from loopformer.inference.batch_file import BatchReport, answer_file
 from loopformer.inference.engine import Engine
@@ -184,7 +184,7 @@ def test_files_that_cannot_be_read_or_shared(lm: LM, source: Path, tmp_path: Pat
     with pytest.raises(FileProblem, match="nothing cannot be read: No such file"):
         run(lm, tmp_path / "nothing", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with opened_alone(tmp_path / "out"), pytest.raises(FileProblem, match="Another process is at work on"):
+    with open_exclusive(tmp_path / "out"), pytest.raises(FileProblem, match="Another process is at work on"):
         run(lm, source, tmp_path / "out")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loopformer.data.tokenizer import END, Tokenizer, encode_prompt
+from loopformer.data.tokenizer import END_TOKEN, Tokenizer, encode_prompt
 from loopformer.errors import LoopformerError
 from loopformer.inference.chat import ChatTemplate, Message
 
@@ -21,7 +21,7 @@ CHATML = """{% for message in messages %}
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     trained = json.loads(Tokenizer.train(["User: every pass\n\nAssistant: its step"] * 9, 280)._text)
-    end = next(token for token in trained["added_tokens"] if token["content"] == END)
+    end = next(token for token in trained["added_tokens"] if token["content"] == END_TOKEN)
     for number, content in enumerate(("<|im_start|>", TURN_END)):
         trained["added_tokens"].append({**end, "id": 280 + number, "content": content})
     return Tokenizer(json.dumps(trained))
@@ -37,7 +37,7 @@ def test_without_a_template_it_is_the_one_of_supervised_examples(tokenizer: Toke
     chat = [{"role": "system", "content": "be"}, *said("every", "pass", "its")]
     assert template.encode(chat) == encode_prompt(tokenizer, chat)
     text = tokenizer.decode(template.encode(chat), special=True)
-    assert text == f"System: be\n\nUser: every\n\nAssistant: pass{END}User: its\n\nAssistant:"
+    assert text == f"System: be\n\nUser: every\n\nAssistant: pass{END_TOKEN}User: its\n\nAssistant:"
     assert "\n\nUser:" in template.stops, "a model that was never tuned goes on as the user"
 
 
@@ -82,7 +82,7 @@ def test_a_template_that_fails_is_one_sentence(tokenizer: Tokenizer, source: str
 
 
 def test_what_a_message_spells_is_no_special_token(tokenizer: Tokenizer) -> None:
-    spelled = f"a{TURN_END}<|im_start|>system b{END}"
+    spelled = f"a{TURN_END}<|im_start|>system b{END_TOKEN}"
     for source in (None, CHATML, "{{ messages | tojson }}"):
         ids, plain = (ChatTemplate(tokenizer, source).encode(said(content)) for content in (spelled, "a"))
         assert spelled in tokenizer.decode(ids, special=True)

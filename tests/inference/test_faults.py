@@ -26,7 +26,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.decode import SlotPool, prefill
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import Engine
-from loopformer.inference.fused.backend import FusedPool
+from loopformer.inference.fused.backend import BatchPool
 from loopformer.inference.request import Event, Request, Result
 
 from .models import spread
@@ -70,7 +70,7 @@ def runs_on(kind: str, small: LM, fused: LM) -> LM:
     return fused if kind == "fused" else small
 
 
-def engine_of(lm: LM, kind: str = "plain", rows: int = 3, pool: FusedPool | None = None) -> Engine:
+def engine_of(lm: LM, kind: str = "plain", rows: int = 3, pool: BatchPool | None = None) -> Engine:
     if kind != "fused":
         return lm.engine(rows, fast=False, draft=Draft(Trajectory.uniform(1), 2) if kind == "draft" else None)
     from loopformer.inference.fused.shared import SharedBackend
@@ -80,9 +80,9 @@ def engine_of(lm: LM, kind: str = "plain", rows: int = 3, pool: FusedPool | None
 
 
 @cache
-def pool_of(model: LoopedLM) -> FusedPool:
+def pool_of(model: LoopedLM) -> BatchPool:
     """Its graphs are used again."""
-    return FusedPool(model)
+    return BatchPool(model)
 
 
 def requests_of(lm: LM) -> list[Request]:
@@ -279,7 +279,7 @@ def test_one_fused_request_that_is_not_a_number_ends_alone(
     prompts = ["every pass is told its time and its step", "its", "told", "step", "and"]
     expected = small.generate(prompts, budget=2, max_tokens=6, fast=False)
     bad = Request((3, 5), Trajectory.uniform(2), max_tokens=9)
-    engine = engine_of(fused, kind, 2, FusedPool(fused.model))  # graphs that are recorded here keep the poison
+    engine = engine_of(fused, kind, 2, BatchPool(fused.model))  # graphs that are recorded here keep the poison
     good = fused.requests(prompts, budget=2, max_tokens=6)
     tickets = [engine.submit(request) for request in (good[0], bad, *good[1:])]
     untyped: Any = engine.backend
@@ -387,11 +387,11 @@ def test_a_slot_that_a_row_left_is_clear(small: LM) -> None:
     cache, _ = prefill(small.model, [[5, 6, 7]], [Trajectory.uniform(2)])
     for ticket in (1, 2):
         pool.admit(ticket, table, cache.read(0), 3)
-    pool.tensors(0, 0)[1][1, :, 3] = float("nan")  # ticket 2's, beyond what counts
+    pool.layer_kv(0, 0)[1][1, :, 3] = float("nan")  # ticket 2's, beyond what counts
     pool.keep({2: 3})
     assert [slot and slot.ticket for slot in pool.layout] == [2, None, None]
     for loop in range(2):
-        assert all(not tensor[1:].any() for tensor in pool.tensors(loop, 0))
+        assert all(not tensor[1:].any() for tensor in pool.layer_kv(loop, 0))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -206,7 +206,7 @@ def test_recurrent_depth_joins_state_and_embedding_in_every_pass(tiny: ModelConf
     model, ids = spread(LoopedLM(config)).eval(), ids_for(tiny)
     embedded, rotary, mask = model.embed(ids)
     assert model.adapter is not None
-    x = _some(model.random_start(torch.arange(12)[None])).expand_as(embedded)
+    x = _some(model.random_initial_state(torch.arange(12)[None])).expand_as(embedded)
     table = model.condition(Trajectory.uniform(2)).modulation
     for number in range(2):
         modulation = None if table is None else table[number : number + 1]
@@ -217,7 +217,7 @@ def test_recurrent_depth_joins_state_and_embedding_in_every_pass(tiny: ModelConf
 
 def test_sandwich_norms_are_learned_and_come_after_each_sum(tiny: ModelConfig) -> None:
     model = spread(LoopedLM(replace(tiny, conditioning="none", norms="sandwich")))
-    block, x = next(iter(model.stack.each())), torch.randn(2, 5, 32)
+    block, x = next(iter(model.stack.typed_blocks())), torch.randn(2, 5, 32)
     expected = block.after_1(x + block.attention(block.norm_1(x), None, None, None))
     expected = block.after_2(expected + block.ffn(block.norm_2(expected)))
     torch.testing.assert_close(block(x, None, None, None, None), expected)
@@ -232,16 +232,16 @@ def test_a_random_start_is_fixed_by_position_and_in_training_by_the_row(tiny: Mo
     model, ids = spread(LoopedLM(replace(tiny, **RECURRENT_DEPTH))), ids_for(tiny, rows=3)
     ids[2] = ids[0]
     positions = torch.arange(12)[None]
-    trained = _some(model.random_start(positions, ids))
+    trained = _some(model.random_initial_state(positions, ids))
     assert torch.equal(trained[0], trained[2])  # also when the step is run again
     assert not torch.isclose(trained[0], trained[1]).any()
     with torch.no_grad():  # as in validation
-        fixed = _some(model.random_start(positions, ids))
-    assert torch.equal(fixed, _some(model.eval().random_start(positions, ids)))
+        fixed = _some(model.random_initial_state(positions, ids))
+    assert torch.equal(fixed, _some(model.eval().random_initial_state(positions, ids)))
     assert fixed.shape == (1, 12, 32)
     assert not torch.isclose(fixed, trained).any()
     assert float(fixed.std()) == pytest.approx((2 / 5) ** 0.5, rel=0.1)
-    assert torch.equal(_some(model.random_start(torch.tensor([[7]]))), fixed[:, 7:8])
+    assert torch.equal(_some(model.random_initial_state(torch.tensor([[7]]))), fixed[:, 7:8])
 
 
 @pytest.mark.parametrize("option", [*OPTIONS, RECURRENT_DEPTH], ids=str)

@@ -7,7 +7,7 @@ from torch import Tensor
 from loopformer import Trajectory
 from loopformer.config import ModelConfig, ObjectiveConfig
 from loopformer.config.run import TrainedTrajectory
-from loopformer.data.loader import NO_LOSS
+from loopformer.data.loader import IGNORE_INDEX
 from loopformer.training.objective import LossWeights, Match, Objective, head_losses
 
 from .runs import pair
@@ -21,7 +21,7 @@ def make(
     model = spread(tiny, std=0.1)
     ids = torch.randint(tiny.vocab, (4, 9))
     targets = ids[:, 1:].clone()
-    targets[1, 3] = NO_LOSS
+    targets[1, 3] = IGNORE_INDEX
     return Objective(model, config, checkpoint_loops), ids[:, :-1], targets
 
 
@@ -41,13 +41,13 @@ def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 def test_it_is_the_papers_sum(tiny: ModelConfig, kind: str) -> None:
     config = ObjectiveConfig(pair(0.2, 0.3), consistency=kind, chunk=5)  # type: ignore[arg-type]
     objective, inputs, targets = make(tiny, config)
-    counted = float((targets != NO_LOSS).sum())
+    counted = float((targets != IGNORE_INDEX).sum())
     got = objective(inputs, targets, None, [FULL, SHORT], [range(4)] * 2, [counted] * 2)
     got.total.backward()
     mine = grads(objective)
 
     full, short = objective.model(inputs), objective.model(inputs, SHORT)
-    ours = targets != NO_LOSS
+    ours = targets != IGNORE_INDEX
     ce = [F.cross_entropy(out.logits[ours], targets[ours]) for out in (full, short)]
     teacher = (full.hidden if kind == "hidden" else full.logits).detach()[ours]
     student = (short.hidden if kind == "hidden" else short.logits)[ours]
@@ -116,7 +116,7 @@ def test_a_list_is_the_sum_of_its_trajectories(tiny: ModelConfig, kind: str) -> 
     full = objective.model(inputs)
     total = torch.zeros(())
     for entry, trajectory, own, divisor in zip(entries, followed, rows, divisors, strict=True):
-        out, counted = objective.model(inputs[list(own)], trajectory), targets[list(own)] != NO_LOSS
+        out, counted = objective.model(inputs[list(own)], trajectory), targets[list(own)] != IGNORE_INDEX
         total = total + entry.weight / divisor * F.cross_entropy(
             out.logits[counted], targets[list(own)][counted], reduction="sum"
         )
@@ -150,7 +150,7 @@ def plain(
     weight: Tensor, hidden: list[Tensor], targets: Tensor, weights: list[LossWeights], match: Match | None = None
 ) -> Tensor:
     """The same sum with all logits at once."""
-    logits, counted = [one @ weight.T for one in hidden], targets != NO_LOSS
+    logits, counted = [one @ weight.T for one in hidden], targets != IGNORE_INDEX
     total = torch.zeros((), device=weight.device)
     for own, one in zip(weights, logits, strict=False):
         total = total + own.cross_entropy * F.cross_entropy(one, targets, reduction="sum")
@@ -166,7 +166,7 @@ def made(count: int, device: str = "cpu", vocab: int = 50, tokens: int = 13) -> 
     """The head and the hidden states of some trajectories, and targets."""
     tensors = [torch.randn(rows, 16, device=device, requires_grad=True) for rows in [vocab, *[tokens] * count]]
     targets = torch.randint(vocab, (tokens,), device=device)
-    targets[[2, 5]] = NO_LOSS
+    targets[[2, 5]] = IGNORE_INDEX
     return tensors, targets
 
 
@@ -186,7 +186,9 @@ def test_chunks_equal_the_plain_loss_and_its_gradients(chunk: int, match: Match 
 
 def test_no_gradients_without_need_and_all_ignored_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, full = torch.randn(50, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    assert float(head_losses(weight, [full], torch.full((4,), NO_LOSS), [LossWeights()], None, 2).terms[0]) == 0
+    assert (
+        float(head_losses(weight, [full], torch.full((4,), IGNORE_INDEX), [LossWeights()], None, 2).terms[0]) == 0
+    )
     monkeypatch.setattr(torch.autograd, "grad", None)  # calling it would fail
     with torch.no_grad():
         sums = head_losses(weight, [full], torch.randint(50, (4,)), [LossWeights()], None, 2)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from loopformer.errors import LoopformerError
-from loopformer.evaluation.states import own_group
+from loopformer.evaluation.states import trained_group
 from loopformer.lm import load
 from loopformer.loading.folder import checkpoints
 from loopformer.training.launch import launch, plan
@@ -43,7 +43,7 @@ def test_a_run_resumes_to_the_same_bits_and_its_model_is_whole(tmp_path: Path, t
     launch(None, [], moved, resume=True, quiet=True)
     assert weights(moved) == weights(straight)
     assert training_losses(moved, "any") == training_losses(straight, "any")
-    assert own_group(moved) == own_group(checkpoints(moved)[-1]) == "S3"
+    assert trained_group(moved) == trained_group(checkpoints(moved)[-1]) == "S3"
     lm = load(str(moved))
     assert lm.need_tokenizer().encode("(12) ()") == [2, 0]
     assert lm.model.config.vocab == 7

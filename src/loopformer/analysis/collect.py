@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopformer.analysis.dynamics import Prompts, analyze, model_names, read_prompts
-from loopformer.config import ModelConfig, RunConfig, load_run, whole_numbers
+from loopformer.config import ModelConfig, RunConfig, load_run, parse_counts
 from loopformer.config.run import validation_budgets
 from loopformer.device import DTYPES, choose_device, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
 from loopformer.evaluation.schedules import search
-from loopformer.evaluation.store import LoadedModel, Piece, ReportProgress, count_schedules, placement
+from loopformer.evaluation.store import JsonDict, LoadedModel, ReportProgress, count_schedules, device_and_dtype
 from loopformer.evaluation.tasks import model_facts, run_requests
 from loopformer.evaluation.text import (
     Protocol,
@@ -130,7 +130,7 @@ class ReportRequest:
             return validation_budgets(config.loops)
         return [budget for budget in self.budgets if budget <= config.loops] or [config.loops]
 
-    def to_json(self) -> Piece:
+    def to_json(self) -> JsonDict:
         """As report.json holds it, without paths of this machine."""
         plain = asdict(self)
         del plain["models"], plain["batch_tokens"]
@@ -164,7 +164,7 @@ def read_texts(texts: Sequence[str]) -> dict[str, str]:
 
 def read_budgets(budgets: str | None) -> tuple[int, ...] | None:
     """Loops such as 1,2,4, sorted and without repetition."""
-    return None if budgets is None else tuple(sorted(set(whole_numbers(budgets, "--budgets"))))
+    return None if budgets is None else tuple(sorted(set(parse_counts(budgets, "--budgets"))))
 
 
 def read_skip(skip: str | None) -> frozenset[str]:
@@ -176,7 +176,7 @@ def read_skip(skip: str | None) -> frozenset[str]:
     return frozenset(parts)
 
 
-def collect(request: ReportRequest, progress: ReportProgress | None = None) -> Piece:
+def collect(request: ReportRequest, progress: ReportProgress | None = None) -> JsonDict:
     """Measure whatever is missing of all models and put everything together."""
     require(request.dtype in DTYPES, f"There is no dtype {request.dtype!r}; choose one of {', '.join(DTYPES)}.")
     device = choose_device(request.device)
@@ -245,20 +245,20 @@ class _Collector:
     texts: dict[tuple[str, str], Text] = field(default_factory=dict)
     prompts: dict[str, Prompts] = field(default_factory=dict)
 
-    def measure(self, source: str, name: str) -> Piece:
+    def measure(self, source: str, name: str) -> JsonDict:
         """All parts of one model, and the reason for each part that is missing."""
         loaded, progress = LoadedModel.open(source, self.request.device, self.request.dtype), self.progress
         named = None if progress is None else lambda doing, done, total: progress(f"{name}: {doing}", done, total)
         training, missing = training_facts(source), dict[str, str]()
         if training is None:
             missing["training"] = "A model without a run says nothing about its training."
-        measures: dict[str, Callable[[LoadedModel, ReportProgress | None], Piece | list[Piece]]] = {
+        measures: dict[str, Callable[[LoadedModel, ReportProgress | None], JsonDict | list[JsonDict]]] = {
             "perplexity": self._perplexity,
             "tasks": self._tasks,
             "search": self._search,
             "analysis": self._analysis,
         }
-        parts: Piece = dict.fromkeys(measures)
+        parts: JsonDict = dict.fromkeys(measures)
         for part, measure in measures.items():
             if why := self._why_not(part, loaded):
                 missing[part] = why
@@ -281,7 +281,7 @@ class _Collector:
             "source": short_path(source),
             "weights": loaded.weights,
             "tokenizer": loaded.lm.tokenizer and loaded.lm.tokenizer.hash,
-            **placement(loaded.model),
+            **device_and_dtype(loaded.model),
             **size_facts(loaded.model.config),
             "training": training,
             **parts,
@@ -302,7 +302,7 @@ class _Collector:
             "No text was given, and no run has prepared data that can be found; give one with --text NAME=SOURCE."
         )
 
-    def _perplexity(self, loaded: LoadedModel, progress: ReportProgress | None) -> list[Piece]:
+    def _perplexity(self, loaded: LoadedModel, progress: ReportProgress | None) -> list[JsonDict]:
         context = loaded.model.config.context
         trajectories = [loaded.model.resolve(budget) for budget in self.request.budgets_of(loaded.model.config)]
         rows = []
@@ -315,14 +315,14 @@ class _Collector:
             rows += perplexity(loaded.model, text, trajectories, **self._scoring(loaded, progress))
         return rows
 
-    def _tasks(self, loaded: LoadedModel, progress: ReportProgress | None) -> list[Piece]:
+    def _tasks(self, loaded: LoadedModel, progress: ReportProgress | None) -> list[JsonDict]:
         assert self.suite is not None
         trajectories = [loaded.model.resolve(budget) for budget in self.request.budgets_of(loaded.model.config)]
         runs = run_requests(loaded, self.suite.queries, trajectories, self.request.batch_tokens, progress)
-        rows: list[Piece] = self.suite.results(model_facts(loaded, runs), runs)["runs"]
+        rows: list[JsonDict] = self.suite.results(model_facts(loaded, runs), runs)["runs"]
         return rows
 
-    def _search(self, loaded: LoadedModel, progress: ReportProgress | None) -> Piece:
+    def _search(self, loaded: LoadedModel, progress: ReportProgress | None) -> JsonDict:
         loops = loaded.model.config.loops
         budget = self.request.search or max(1, loops // 2)
         require(budget <= loops, f"This model has {loops} loops, fewer than the {budget} of --search.")
@@ -340,7 +340,7 @@ class _Collector:
             **self._scoring(loaded, progress),
         )
 
-    def _analysis(self, loaded: LoadedModel, progress: ReportProgress | None) -> Piece:
+    def _analysis(self, loaded: LoadedModel, progress: ReportProgress | None) -> JsonDict:
         """The dynamics of the states along the full trajectory, stored like the other parts."""
         (text, source), *_ = self.request.sources.items()
         tokenizer, model = loaded.lm.need_tokenizer(), loaded.model
@@ -372,7 +372,7 @@ class _Collector:
             self.texts[key] = replace(text, name=name)
         return self.texts[key]
 
-    def _scoring(self, loaded: LoadedModel, progress: ReportProgress | None) -> Piece:
+    def _scoring(self, loaded: LoadedModel, progress: ReportProgress | None) -> JsonDict:
         """What every measurement on a text needs besides the model and the text."""
         return {
             "protocol": Protocol(max_tokens=self.request.max_tokens),
@@ -383,7 +383,7 @@ class _Collector:
         }
 
 
-def size_facts(config: ModelConfig) -> Piece:
+def size_facts(config: ModelConfig) -> JsonDict:
     """The parameters and costs of a model with these settings."""
     cost = Cost(config)
     sizes = cost.parameters
@@ -398,7 +398,7 @@ def size_facts(config: ModelConfig) -> Piece:
     }
 
 
-def training_facts(source: str | Path) -> Piece | None:
+def training_facts(source: str | Path) -> JsonDict | None:
     """What training a run took; None for a model that is no run."""
     if not is_run_folder(source):
         return None
@@ -411,12 +411,12 @@ def training_facts(source: str | Path) -> Piece | None:
     return facts_of_run(run, step_of(checkpoint), speeds, state)
 
 
-def facts_of_run(run: RunConfig, step: int, speeds: Sequence[float], state: Mapping[str, Any]) -> Piece:
+def facts_of_run(run: RunConfig, step: int, speeds: Sequence[float], state: Mapping[str, Any]) -> JsonDict:
     """The same from a run's settings, its steps, and the tokens per second and the state that it recorded."""
     per_token, tokens = training_flops_per_token(run), step * run.training.batch * run.model.context
     short_rows = [entry.rows for entry in run.objective.trajectories if entry.budget != "full"]
     return {
-        "elastic": run.objective.elastic,
+        "elastic": run.objective.is_elastic,
         "short_fraction": max(short_rows, default=0.0),
         "step": step,
         "steps": run.training.steps,

@@ -263,7 +263,7 @@ def check_states(states: str) -> None:
 def _states(model: LoopedLM, ids: Tensor, trajectory: TrajectoryLike) -> Tensor:
     """ids [B, T] → the state before the first loop and after each, before the final norm [S, B, T, D]."""
     embedded, _, _ = model.embed(ids)
-    start = model.random_start(torch.arange(ids.shape[1], device=ids.device)[None])
+    start = model.random_initial_state(torch.arange(ids.shape[1], device=ids.device)[None])
     first = embedded if start is None else start.to(embedded.dtype).expand_as(embedded)
     return torch.stack([first, *model(ids, trajectory, logits=False, states=True).states])
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from loopformer.analysis.dynamics import Dynamics, Row
-from loopformer.plots import HeatMap, Line, Panel, house_style, line_figure, map_figure, new_figure, wide
+from loopformer.plots import HeatMap, Line, Panel, house_style, line_figure, map_figure, needs_log_axis, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -170,8 +170,8 @@ def perplexity_figure(rows: Sequence[Row], texts: Sequence[str]) -> Figure:
             [row.get(f"ppl:{text}") for row in rows],
             title=text,
             ylabel="perplexity (lower is better)",
-            log_y=wide(row.get(f"ppl:{text}") for row in rows),
-            falling=True,
+            log_y=needs_log_axis(row.get(f"ppl:{text}") for row in rows),
+            lines_fall=True,
         )
         for text in texts
     ]
@@ -214,7 +214,7 @@ def _compute_panel(
                 marker=number,
             )
             lines.append(line)
-    return Panel(lines, xlabel=f"{unit} per token, forward", log_x=wide(flops), **options)
+    return Panel(lines, xlabel=f"{unit} per token, forward", log_x=needs_log_axis(flops), **options)
 
 
 def line_labels(results: Sequence[Dynamics]) -> list[str]:

@@ -33,10 +33,10 @@ from loopformer.analysis.dynamics import DEFINITIONS, Dynamics, Row, cka_rows, m
 from loopformer.analysis.figures import accuracy_figure, perplexity_figure, search_figure, state_figures
 from loopformer.config.run import validation_budgets
 from loopformer.errors import FileProblem
-from loopformer.evaluation.store import Piece
+from loopformer.evaluation.store import JsonDict
 from loopformer.evaluation.tasks import PAPER
 from loopformer.files import json_bytes, read_yaml, write_together
-from loopformer.plots import available, rendered
+from loopformer.plots import has_matplotlib, rendered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,7 +116,7 @@ class ReportData:
 
     def __init__(self, measured: Mapping[str, Any]) -> None:
         self.made, self.asked, self.suite = measured["made"], measured["asked"], measured["tasks"]
-        self.models: list[Piece] = [
+        self.models: list[JsonDict] = [
             {**model, "perplexity": model["perplexity"] or [], "tasks": model["tasks"] or []}
             for model in measured["models"]
         ]
@@ -143,7 +143,7 @@ class ReportData:
             for name, metric in metrics.items()
         ]
 
-    def _rows(self, model: Piece) -> list[Row]:
+    def _rows(self, model: JsonDict) -> list[Row]:
         """By the keys of columns, the deepest budget last; a model without measurements still shows its costs."""
         blocks, runs = model["settings"]["blocks"], {run["budget"]: run for run in model["tasks"]}
         measured = {row["budget"] for row in model["perplexity"]} | runs.keys()
@@ -172,7 +172,7 @@ class ReportData:
             rows.append(row)
         return rows
 
-    def _score_cells(self, tasks: Piece) -> Piece:
+    def _score_cells(self, tasks: JsonDict) -> JsonDict:
         scores, errors = {}, {}
         for score in self.scores:
             scores[f"score:{score.key}"] = _mean([tasks[name]["value"] for name in score.tasks])
@@ -192,7 +192,7 @@ def _mean_error(errors: Sequence[Any]) -> float | None:
     return None if not errors or None in errors else math.hypot(*errors) / len(errors)
 
 
-def gaps(models: Sequence[Piece], part: str) -> list[str]:
+def gaps(models: Sequence[JsonDict], part: str) -> list[str]:
     """Why a part is missing, once if the reason is the same for all models."""
     reasons = {model["name"]: model["missing"][part] for model in models if part in model["missing"]}
     names_by_reason: dict[str, list[str]] = {}
@@ -346,7 +346,7 @@ def matched(rows: Sequence[Row], cost: str, tolerance: float = TOLERANCE) -> lis
     return [group for group in sorted_groups if len({row["model"] for row in group}) > 1]
 
 
-def training_rows(models: Sequence[Piece]) -> list[Row]:
+def training_rows(models: Sequence[JsonDict]) -> list[Row]:
     """What training each model took, and how much slower elastic training was than a fixed-depth run like it."""
     rows: list[Row] = []
     for model in models:
@@ -371,7 +371,7 @@ def training_rows(models: Sequence[Piece]) -> list[Row]:
     return rows
 
 
-def slowdown(elastic: Piece, others: Mapping[str, Piece | None]) -> tuple[float | None, str]:
+def slowdown(elastic: JsonDict, others: Mapping[str, JsonDict | None]) -> tuple[float | None, str]:
     """How many times slower an elastic run was than a fixed-depth run, and its name; or None and the reason.
 
     Only runs that differ in the objective alone are compared, because other settings change the speed too.
@@ -510,7 +510,7 @@ def write_report(measured: Mapping[str, Any], out: Path) -> list[Path]:
     check_folder(out)
     earlier = _earlier_files(out) or []
     report = ReportData(measured)
-    figures = draw_figures(report) if available() else {}
+    figures = draw_figures(report) if has_matplotlib() else {}
     pictures = {name: rendered(figure, ".png", _DPI) for name, figure in figures.items()}
     contents = {f"report.{layout}": render(layout, report, pictures).encode() for layout in ("html", "md")}
     contents |= {f"{TABLES}/{name}.csv": table.to_csv() for name, table in report.tables.items()}

@@ -46,7 +46,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, nearest, require
 from loopformer.inference.decode import PlainBackend
 from loopformer.inference.engine import Engine, warm_up
-from loopformer.inference.fused.backend import obstacle
+from loopformer.inference.fused.backend import unsupported_reason
 from loopformer.inference.request import Event, Request
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
@@ -116,7 +116,7 @@ def decode(
 def left_out(model: LoopedLM, paths: Sequence[str]) -> dict[str, str]:
     """The paths that cannot run here, each with what it needs."""
     needs = {}
-    if (why := obstacle(model)) is not None:
+    if (why := unsupported_reason(model)) is not None:
         needs["fused"] = f"it {why}"
     if find_spec("transformers") is None:
         needs["transformers"] = "it needs Transformers: pip install 'loopformer[hf]'"

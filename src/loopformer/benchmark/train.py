@@ -34,7 +34,7 @@ from loopformer.errors import LoopformerError, nearest, require
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
 from loopformer.training.fused.ops import Precision
-from loopformer.training.fused.passes import obstacle
+from loopformer.training.fused.passes import unsupported_reason
 from loopformer.training.objective import Objective
 from loopformer.trajectory import Trajectory
 
@@ -67,7 +67,7 @@ def train(
             raise LoopformerError(f"There is no path {path!r} of training; {nearest(path, list(CHOICES))}")
         fp8 = path == "fused fp8"
         require(low or not fp8, "fused fp8 is measured with --dtype bfloat16, which the rest of it runs in.")
-        why = obstacle(config, device, fp8) if path.startswith("fused") else None
+        why = unsupported_reason(config, device, fp8) if path.startswith("fused") else None
         require(why is None, f"{path} cannot be measured: {why}.")
     machine = describe(device)
     generator = torch.Generator().manual_seed(0)
@@ -130,7 +130,7 @@ def usual_paths(config: ModelConfig, device: torch.device, low: bool) -> list[st
     paths = ["naive", "compiled" if device.type == "cuda" else "plain"]
     if device.type == "cuda" and low:
         fused = {"fused": False, "fused fp8": True}
-        paths += [path for path, fp8 in fused.items() if obstacle(config, device, fp8) is None]
+        paths += [path for path, fp8 in fused.items() if unsupported_reason(config, device, fp8) is None]
     return [*paths, *(["transformers"] if find_spec("transformers") else [])]
 
 

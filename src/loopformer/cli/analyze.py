@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loopformer.cli.options import MODEL, Device, Field, Json, OutFolder, Trajectories, complete_model, own_text
+from loopformer.cli.options import (
+    MODEL,
+    Device,
+    Field,
+    Json,
+    OutFolder,
+    Trajectories,
+    complete_model,
+    text_of_model,
+)
 from loopformer.cli.output import number, output_folder, print_files, print_table, progress, stoppable
 from loopformer.config.model import BOX
 
@@ -65,7 +74,7 @@ def analyze(
     from loopformer.errors import require
     from loopformer.lm import load
     from loopformer.loading import find_config
-    from loopformer.plots import available
+    from loopformer.plots import has_matplotlib
 
     sources = model or [BOX]
     check_states(states)
@@ -84,8 +93,8 @@ def analyze(
             for along in trajectories[name]:
                 label = name if along is None else f"{name} along {along}"
                 results.append(run(lm.model, windows, name, along, states=states, progress=partial(report, label)))
-        files = write_results(results, out, state_figures(results, debiased) if available() else None)
-    if not available():
+        files = write_results(results, out, state_figures(results, debiased) if has_matplotlib() else None)
+    if not has_matplotlib():
         typer.echo("No figures are drawn without matplotlib; pip install 'loopformer[plot]'.", err=True)
     if as_json:
         typer.echo(json.dumps({**to_json(results), "files": [str(file) for file in files]}))
@@ -96,24 +105,24 @@ def analyze(
 
 def _default_text(models: Sequence[str]) -> str:
     """The held-out text of the first model that has one; otherwise stdlib, with a message that says so."""
-    from loopformer.loading.folder import run_of
+    from loopformer.loading.folder import run_folder_of
 
-    first = next((model for model in models if model == BOX or run_of(model) is not None), None)
+    first = next((model for model in models if model == BOX or run_folder_of(model) is not None), None)
     if first is None:
         typer.echo("No model here is a run with data of its own; measured on stdlib, or give --text.", err=True)
         return "stdlib"
-    return own_text(first)
+    return text_of_model(first)
 
 
 def _trajectories(
     budgets: str | None, schedules: Sequence[str], models: "dict[str, ModelConfig]"
 ) -> "dict[str, list[Trajectory | None]]":
     """The trajectories of each model, None for its full one, without those that it has too few loops for."""
-    from loopformer.config import whole_numbers
+    from loopformer.config import parse_counts
     from loopformer.errors import LoopformerError
     from loopformer.trajectory import Trajectory, resolve
 
-    numbers = [] if budgets is None else whole_numbers(budgets, "--budgets")
+    numbers = [] if budgets is None else parse_counts(budgets, "--budgets")
     wanted = list(dict.fromkeys([*map(Trajectory.uniform, numbers), *map(Trajectory.parse, schedules)]))
     by_model: dict[str, list[Trajectory | None]] = {}
     for name, config in models.items():

@@ -64,14 +64,14 @@ def decode(
     """
     from loopformer.benchmark.decode import DECODE_PATHS, WARM_UP_TOKENS, left_out
     from loopformer.benchmark.decode import decode as measure
-    from loopformer.config import whole_numbers
+    from loopformer.config import parse_counts
     from loopformer.errors import require
 
-    rows = whole_numbers(batches, "--batches")
+    rows = parse_counts(batches, "--batches")
     require(tokens >= 1, f"--tokens must be 1 or more, got {tokens}.")
     lm = _model(model, device, dtype)
     config = lm.config
-    lengths = [config.context // 2] if contexts is None else whole_numbers(contexts, "--contexts")
+    lengths = [config.context // 2] if contexts is None else parse_counts(contexts, "--contexts")
     numbers = _budgets(lm, budgets)
     require(
         max(lengths) + WARM_UP_TOKENS + tokens <= config.context,
@@ -198,14 +198,14 @@ def memory(
     """
     from loopformer.benchmark.train import memory as measure
     from loopformer.cli.info import config_of
-    from loopformer.config import whole_numbers
+    from loopformer.config import parse_counts
     from loopformer.device import choose_device
 
     def print_row(row: dict[str, Any]) -> None:
         peak = "did not fit" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB"
         typer.echo(f"{row['path']:23s} micro-batch {row['micro_batch']:<4d} {peak}", err=as_json)
 
-    sizes = whole_numbers(micro_batches, "--micro-batches")
+    sizes = parse_counts(micro_batches, "--micro-batches")
     with output_file(out):
         _finish(measure(config_of(model), sizes, choose_device(device), print_row), model, out, as_json)
 
@@ -216,11 +216,11 @@ def _names(text: str) -> list[str]:
 
 def _budgets(model: "LoopedLM", text: str | None) -> list[int]:
     """The budgets to measure, which the model must have: L, L/2 and L/4 by default."""
-    from loopformer.config import whole_numbers
+    from loopformer.config import parse_counts
 
     loops = model.config.loops
     default = sorted({loops, max(1, loops // 2), max(1, loops // 4)}, reverse=True)
-    budgets = default if text is None else whole_numbers(text, "--budgets")
+    budgets = default if text is None else parse_counts(text, "--budgets")
     for budget in budgets:
         model.resolve(budget)
     return budgets
@@ -241,7 +241,7 @@ def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
     from loopformer.config import load_run, preset_names, with_expected_vocab
     from loopformer.device import DTYPES
     from loopformer.errors import require
-    from loopformer.lm import lay_out, load
+    from loopformer.lm import load, optimize_weight_layout
     from loopformer.model import LoopedLM
 
     chosen, wanted = _device_and_dtype(device, dtype)
@@ -251,7 +251,7 @@ def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
         model = LoopedLM(with_expected_vocab(*load_run(name)).model)
     else:
         model = load(name).model
-    return lay_out(model.to(chosen, DTYPES[wanted])).eval()
+    return optimize_weight_layout(model.to(chosen, DTYPES[wanted])).eval()
 
 
 def _finish(report: dict[str, Any], model: str, out: Path | None, as_json: bool) -> None:

@@ -79,13 +79,13 @@ def chat(
     from loopformer.inference.chat import ChatTemplate
     from loopformer.inference.request import Request
     from loopformer.inference.sampling import Sampling
-    from loopformer.lm import load, place
-    from loopformer.loading.folder import located, run_of
+    from loopformer.lm import load, move_to_device
+    from loopformer.loading.folder import resolve_model_path, run_folder_of
 
     chosen_dtype = None if dtype is None else dtype_of(dtype)
     lm = load(model)
-    fused = place(lm, device, chosen_dtype, "auto" if fast is None else fast)
-    template = ChatTemplate.find(lm.need_tokenizer(), located(model), run_of(model))
+    fused = move_to_device(lm, device, chosen_dtype, "auto" if fast is None else fast)
+    template = ChatTemplate.find(lm.need_tokenizer(), resolve_model_path(model), run_folder_of(model))
     lm.tokenizer = template.tokenizer
     (first_trajectory,) = lm.trajectories(1, budget, trajectory)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)

@@ -32,7 +32,7 @@ from loopformer.cli.options import (
     Trajectories,
     Window,
     complete_model,
-    own_text,
+    text_of_model,
 )
 from loopformer.cli.output import number, output_file, print_table, progress, stoppable
 from loopformer.config.model import BOX
@@ -66,14 +66,14 @@ class EvalGroup(TyperGroup):
 def _with_subcommand(args: list[str]) -> list[str]:
     """Arguments of the earlier `eval` as those of today's subcommands."""
     from loopformer.errors import require
-    from loopformer.evaluation.states import own_group
+    from loopformer.evaluation.states import trained_group
 
     words = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
     if _TASK_OPTIONS.intersection(words):
         require("--text" not in words, "Texts and tasks are two commands: `eval text` and `eval tasks`.")
         return ["tasks", *args]
     named = [value for option, value in pairwise(words) if option in ("--model", "-m")]
-    if "--states" in words or ("--text" not in words and own_group(named[-1] if named else BOX)):
+    if "--states" in words or ("--text" not in words and trained_group(named[-1] if named else BOX)):
         return ["states", *(word.replace("--states", "--group", 1) for word in args)]
     return ["text", *args]
 
@@ -127,7 +127,7 @@ def eval_text(
         protocol.sizes(loaded.model.config.context)  # before a text is read, which may take long
         rows = []
         with progress() as report:
-            for source in text or [own_text(model)]:
+            for source in text or [text_of_model(model)]:
                 read = read_text(source, loaded.lm.need_tokenizer(), field, max_tokens, report)
                 for threshold in (None, *thresholds):
                     rows += perplexity(
@@ -268,15 +268,15 @@ def eval_states(
 
     Example: loopformer eval states runs/s3 --budgets 1,2,4 --figure s3.png
     """
-    from loopformer.config import whole_numbers
+    from loopformer.config import parse_counts
     from loopformer.data.states import Group
     from loopformer.errors import LoopformerError, require
-    from loopformer.evaluation.states import THRESHOLDS, own_group, state_figure, track_states
+    from loopformer.evaluation.states import THRESHOLDS, state_figure, track_states, trained_group
     from loopformer.evaluation.store import LoadedModel
     from loopformer.plots import check_drawing, save
 
     model = _named(path, model)
-    if (group := group or own_group(model)) is None:
+    if (group := group or trained_group(model)) is None:
         raise LoopformerError(f"{model} was not trained to track states; name a group with --group, such as S3.")
     thresholds = [] if certainty is None else _thresholds(certainty)
     if figure is not None:
@@ -285,7 +285,7 @@ def eval_states(
         loaded = LoadedModel.open(model, device, dtype)
         numbers = [] if trajectory else list(range(1, loaded.model.config.loops + 1))
         if budgets is not None:
-            numbers = whole_numbers(budgets, "--budgets")
+            numbers = parse_counts(budgets, "--budgets")
         resolved = (loaded.model.resolve(each, beyond) for each in (*numbers, *(trajectory or ())))
         trajectories = list(dict.fromkeys(resolved))
         elements, tokenizer = Group.named(group), loaded.lm.tokenizer

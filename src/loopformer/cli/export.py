@@ -38,14 +38,14 @@ def export(
     Example: loopformer export runs/mine exported --self-contained
     """
     from loopformer.errors import LoopformerError
-    from loopformer.files import no_empty_folder
+    from loopformer.files import remove_empty_on_failure
     from loopformer.hf.export import export as run
 
     if model_option is not None and out is None and model is not None:  # `export --model MODEL OUT`
         model, out = model_option, Path(model)
     elif model is None or out is None or model_option is not None:
         raise LoopformerError("Give the model and the folder to write, as in loopformer export runs/mine exported.")
-    with no_empty_folder(out):
+    with remove_empty_on_failure(out):
         exported = run(
             model,
             out,

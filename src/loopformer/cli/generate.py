@@ -106,8 +106,8 @@ def generate(
     """
     from loopformer.device import dtype_of
     from loopformer.errors import require
-    from loopformer.evaluation.store import scheduled, weights_hash
-    from loopformer.lm import load, place
+    from loopformer.evaluation.store import scheduled_trajectory, weights_hash
+    from loopformer.lm import load, move_to_device
 
     targets = {"--max-ms-per-token": max_ms_per_token, "--max-flops": max_flops}
     check_at_most_one({"--budget": budget, "--trajectory": trajectory, **targets, "--compare": compare})
@@ -136,7 +136,7 @@ def generate(
     weights = None if schedule == "uniform" and source is None else weights_hash(lm.model)
     is_plain = any(value is not None for value in plain.values())
     mode: Fast = "auto" if fast is None and not is_plain else bool(fast)
-    fused = place(lm, device, chosen_dtype, mode)
+    fused = move_to_device(lm, device, chosen_dtype, mode)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -157,7 +157,7 @@ def generate(
         if max_flops is not None or max_ms_per_token is not None:
             budget = _budget_for(lm, text, max_flops, max_ms_per_token)
         if schedule != "uniform":
-            budget, trajectory = None, str(scheduled(model, lm.model, budget or 0, schedule, weights))
+            budget, trajectory = None, str(scheduled_trajectory(model, lm.model, budget or 0, schedule, weights))
         requests = lm.requests([text], budget, trajectory, **options)
         _stream(lm, requests, draft, draft_length, mode, fused, max_ms_per_token, as_json)
 

@@ -32,28 +32,28 @@ def import_(
     from loopformer.data.tokenizer import Tokenizer
     from loopformer.errors import require
     from loopformer.evaluation.store import SCHEDULES_FILE
-    from loopformer.files import no_empty_folder
+    from loopformer.files import remove_empty_on_failure
     from loopformer.lm import LM, load_official
     from loopformer.loading import from_model_folder
     from loopformer.loading.folder import (
         TEMPLATE,
         default_trajectory,
         find_chat_template,
-        put_model,
-        run_of,
+        install_model,
+        run_folder_of,
         save_model,
-        staged,
+        staging_folder,
     )
 
     _check_target(out, force)
     chosen = None if tokenizer is None else Tokenizer.find(tokenizer)
-    with no_empty_folder(out):
+    with remove_empty_on_failure(out):
         lm, default, template = from_model_folder(
             source,
             lambda folder: (
                 load_official(folder, heads, loops),
                 default_trajectory(folder),
-                find_chat_template(folder, run_of(folder)),
+                find_chat_template(folder, run_folder_of(folder)),
             ),
         )
         if chosen is not None:
@@ -63,13 +63,13 @@ def import_(
             )
             lm = LM(lm.model, chosen)
         target = out.resolve()
-        with staged(target) as stage:
+        with staging_folder(target) as stage:
             save_model(lm.model, stage, source={"imported_from": source}, default=default)
             if lm.tokenizer is not None:
                 lm.tokenizer.save(stage)
             if template is not None:
                 (stage / TEMPLATE).write_text(template, encoding="utf-8")
-            put_model(stage, target, [SCHEDULES_FILE])
+            install_model(stage, target, [SCHEDULES_FILE])
     config = lm.model.config
     if as_json:
         typer.echo(json.dumps({"out": str(out), "parameters": lm.model.cost.parameters.total}))

@@ -60,11 +60,11 @@ def info(
 
 def _show_presets(as_json: bool) -> None:
     from loopformer.config import load_run, with_expected_vocab
-    from loopformer.config.run import preset_summaries
+    from loopformer.config.run import list_presets
     from loopformer.model.cost import Cost
 
     rows = []
-    for preset in preset_summaries():
+    for preset in list_presets():
         config = with_expected_vocab(*load_run(preset.name)).model
         shape, parameters = f"{config.blocks}⊗{config.loops}", Cost(config).parameters.total
         rows.append({**dataclasses.asdict(preset), "shape": shape, "parameters": parameters})
@@ -87,9 +87,9 @@ def _show_presets(as_json: bool) -> None:
 
 
 def _show_settings(as_json: bool) -> None:
-    from loopformer.config.run import described_settings
+    from loopformer.config.run import describe_settings
 
-    rows = [list(row) for row in described_settings()]
+    rows = [list(row) for row in describe_settings()]
     if as_json:
         names = ("name", "default", "meaning")
         typer.echo(json.dumps([dict(zip(names, row, strict=True)) for row in rows]))

@@ -15,8 +15,8 @@ from typing import Annotated
 from typer import Argument, Context, Option
 
 from loopformer.config import load_run
-from loopformer.config.model import BOX, box_folder
-from loopformer.config.run import preset_summaries
+from loopformer.config.model import BOX, bundled_model_dir
+from loopformer.config.run import list_presets
 from loopformer.errors import REMOVED_CERTAINTY, LoopformerError, require
 from loopformer.files import read_json, read_yaml
 
@@ -39,7 +39,7 @@ def complete_from(*choices: str) -> Callable[[str], list[str]]:
 def complete_preset(incomplete: str) -> list[str]:
     """Presets of the package. The sizes of a preset are offered once its name is typed."""
     names = []
-    for preset in preset_summaries():
+    for preset in list_presets():
         sizes = preset.sizes if incomplete.startswith(preset.name) else ()
         names += [preset.name, *(f"{preset.name}-{size}" for size in sizes)]
     return complete_from(*names)(incomplete)
@@ -64,7 +64,7 @@ def complete_model_or_preset(incomplete: str) -> list[str]:
 def complete_budget(context: Context, incomplete: str) -> list[str]:
     """1 to L of the model on the command line, or of the bundled model."""
     model = str(context.params.get("model") or next(iter(context.args), BOX))  # --model, or the first argument
-    folder = box_folder() if model == BOX else Path(model)
+    folder = bundled_model_dir() if model == BOX else Path(model)
     try:
         if (folder / RUN_FILE).is_file():
             loops = read_yaml(folder / RUN_FILE)["model"]["loops"]
@@ -190,21 +190,21 @@ def check_at_most_one(options: Mapping[str, object]) -> None:
     require(len(given) <= 1, f"{' and '.join(given)} exclude each other; give only one of them.")
 
 
-def own_text(model: str) -> str:
+def text_of_model(model: str) -> str:
     """The text to measure on when --text is missing: the validation split of the data a run was trained on."""
     from loopformer.errors import FileProblem
-    from loopformer.evaluation.states import own_group
+    from loopformer.evaluation.states import trained_group
     from loopformer.evaluation.text import default_text
-    from loopformer.loading.folder import run_of
+    from loopformer.loading.folder import run_folder_of
 
     if prepared := default_text(model):
         return prepared
-    if group := own_group(model):
+    if group := trained_group(model):
         raise LoopformerError(
             f"{model} was trained on words over {group}, not on text; give a text with --text, or measure it on "
             f"its own task with loopformer eval states --model {model}."
         )
-    if run_of(model) is not None:
+    if run_folder_of(model) is not None:
         raise FileProblem(
             f"The data that {model} was trained on cannot be found; give its folder or another text with --text."
         )

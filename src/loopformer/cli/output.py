@@ -127,11 +127,11 @@ def print_files(files: Iterable[Path]) -> None:
 def output_folder(out: Path, option: str = "--out") -> Iterator[None]:
     """Create the folder to write to. A folder that cannot be written to is refused."""
     from loopformer.errors import FileProblem
-    from loopformer.files import check_writable, no_empty_folder
+    from loopformer.files import check_writable, remove_empty_on_failure
 
     if out.exists() and not out.is_dir():
         raise FileProblem(f"{out} is a file; give a folder with {option}.")
-    with no_empty_folder(out):
+    with remove_empty_on_failure(out):
         out.mkdir(parents=True, exist_ok=True)
         check_writable(out, option)
         yield

@@ -21,7 +21,7 @@ from loopformer.cli.options import (
     TaskData,
     Window,
     complete_budget,
-    own_text,
+    text_of_model,
 )
 from loopformer.cli.output import number, output_file, print_table, progress, stoppable
 from loopformer.config.model import BOX
@@ -78,7 +78,7 @@ def search(
         protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
         protocol.sizes(loaded.model.config.context)
         suite = None if tasks is None else load_tasks(tasks, data, None, examples)
-        source = None if by == "accuracy" and text is None else text or own_text(model)
+        source = None if by == "accuracy" and text is None else text or text_of_model(model)
         with progress("done") as report:
             tokenizer = loaded.lm.need_tokenizer()
             ranking = run(

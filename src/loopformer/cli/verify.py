@@ -90,11 +90,11 @@ def _check_model(path: str) -> None:
     from loopformer.data.tokenizer import Tokenizer
     from loopformer.errors import FileProblem
     from loopformer.loading import find_model, read_model
-    from loopformer.loading.folder import check_finite, damage, is_checkpoint, located
+    from loopformer.loading.folder import check_finite, find_damage, is_checkpoint, resolve_model_path
 
-    folder = located(path)
+    folder = resolve_model_path(path)
     if is_checkpoint(folder):
-        if (problem := damage(folder)) is not None:
+        if (problem := find_damage(folder)) is not None:
             raise FileProblem(problem)
         model, tokenizer = read_model(folder)  # `find_model` would hash the weights a second time
     else:

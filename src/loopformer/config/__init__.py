@@ -20,7 +20,7 @@ from loopformer.config.run import (
     run_to_yaml,
     with_expected_vocab,
 )
-from loopformer.config.schema import from_mapping, whole_numbers
+from loopformer.config.schema import from_mapping, parse_counts
 
 __all__ = [
     "DEFAULT_PRESET",
@@ -33,10 +33,10 @@ __all__ = [
     "from_mapping",
     "load_preset",
     "load_run",
+    "parse_counts",
     "preset_names",
     "run_from_mapping",
     "run_to_mapping",
     "run_to_yaml",
-    "whole_numbers",
     "with_expected_vocab",
 ]

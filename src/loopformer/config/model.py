@@ -20,7 +20,7 @@ FORMAT, VERSION = "loopformer-model", 1  # the mark of our model folders in thei
 BOX = "box"  # the name of the bundled model
 
 
-def box_folder() -> Path:
+def bundled_model_dir() -> Path:
     """The folder of the bundled model."""
     return Path(str(resources.files("loopformer") / BOX))
 
@@ -84,19 +84,19 @@ class ModelConfig:
         So a model of the paper has the same file and the same hash in every version.
         """
         known = [field.name for field in dataclasses.fields(self) if "beyond_paper" not in field.metadata]
-        return {name: getattr(self, name) for name in (*known, *self.additions)}
+        return {name: getattr(self, name) for name in (*known, *self.non_paper_settings)}
 
     @property
-    def additions(self) -> list[str]:
+    def non_paper_settings(self) -> list[str]:
         """The settings beyond the paper that are not at their defaults."""
         known = [field for field in dataclasses.fields(self) if "beyond_paper" in field.metadata]
         return [field.name for field in known if getattr(self, field.name) != field.default]
 
     @property
-    def plain_only(self) -> str | None:
+    def fused_unsupported(self) -> str | None:
         """The setting that the fused decoding kernels do not support, if any."""
         fused = {"inject": self.inject == "gated", "start": self.start == "normed" and self.positions == "rotary"}
-        return next((name for name in self.additions if not fused.get(name)), None)
+        return next((name for name in self.non_paper_settings if not fused.get(name)), None)
 
     @property
     def vocab_rows(self) -> int:

@@ -143,7 +143,7 @@ class ObjectiveConfig:
             )
 
     @property
-    def elastic(self) -> bool:
+    def is_elastic(self) -> bool:
         """Whether more than one budget is trained."""
         budgets = {tuple(entry.budgets(1 << 30)) for entry in self.trajectories}
         return len(budgets) > 1 or any(low < high for low, high in budgets)
@@ -355,7 +355,7 @@ class PresetSummary:
     sizes: tuple[str, ...]
 
 
-def preset_summaries() -> list[PresetSummary]:
+def list_presets() -> list[PresetSummary]:
     summaries = []
     for name, file in _preset_files().items():
         comment = itertools.takewhile(lambda line: line.startswith("#"), file.read_text("utf-8").splitlines())
@@ -366,11 +366,11 @@ def preset_summaries() -> list[PresetSummary]:
 
 def preset_names() -> list[str]:
     """Every preset of the package, each of its sizes included."""
-    names = [(preset.name, *(f"{preset.name}-{size}" for size in preset.sizes)) for preset in preset_summaries()]
+    names = [(preset.name, *(f"{preset.name}-{size}" for size in preset.sizes)) for preset in list_presets()]
     return list(itertools.chain(*names))
 
 
-def described_settings() -> Iterator[tuple[str, str, str]]:
+def describe_settings() -> Iterator[tuple[str, str, str]]:
     """Every setting: its name, its default with the other choices, and its help text."""
     for section, cls in SECTIONS.items():
         hints = get_type_hints(cls)

@@ -142,7 +142,7 @@ def _describe(hint: Any) -> str:
     return names.get(kind or hint, str(hint))
 
 
-def whole_numbers(text: str, option: str) -> list[int]:
+def parse_counts(text: str, option: str) -> list[int]:
     """The numbers of 1 or more in an option's text, such as 1,2,4."""
     try:
         numbers = [int(part) for part in text.split(",")]

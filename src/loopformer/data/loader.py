@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-NO_LOSS = -100  # the target that torch's cross-entropy ignores
+IGNORE_INDEX = -100  # the target that torch's cross-entropy ignores
 UInt64s = npt.NDArray[np.uint64]
 
 BLOCK = 4096  # positions in which a mixture's shares are exact, rounded to whole samples
@@ -55,7 +55,7 @@ class Batch:
     """Rows of tokens: what goes in, what should come out, and where documents change."""
 
     inputs: torch.Tensor  # [B, T] int64
-    targets: torch.Tensor  # [B, T] int64, NO_LOSS where nothing is to be learned
+    targets: torch.Tensor  # [B, T] int64, IGNORE_INDEX where nothing is to be learned
     documents: torch.Tensor | None  # [B, T] int64: the document of each input, counted from 0 in its window
 
     def __len__(self) -> int:
@@ -95,11 +95,11 @@ class Windows:
         flags = np.empty_like(ids, np.uint8)
         for row, number in enumerate(numbers):
             ids[row], flags[row] = self._window(number)
-        targets = np.where(flags[:, 1:] & LOSS, ids[:, 1:], NO_LOSS)
+        targets = np.where(flags[:, 1:] & LOSS, ids[:, 1:], IGNORE_INDEX)
         documents = None
         if self._documents:
             is_last = (flags[:, :-1] & LAST) != 0
-            targets[is_last] = NO_LOSS
+            targets[is_last] = IGNORE_INDEX
             documents = torch.from_numpy(np.cumsum(is_last, axis=1) - is_last)
         return Batch(torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(targets), documents)
 

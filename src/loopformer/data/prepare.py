@@ -33,8 +33,17 @@ from loopformer.data.corpus import Position, Source, parse_sources
 from loopformer.data.formats import BadRecord, Meter, Record, import_optional
 from loopformer.data.loader import Prefetcher
 from loopformer.data.shards import INDEX_FILE, STATE_FILE, Shard, ShardWriter, damaged_folder_error, read_index
-from loopformer.data.splits import SPLITS, Split, Splitter, check_fraction, documents, fits, reconcile, survey
-from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
+from loopformer.data.splits import (
+    SPLITS,
+    Split,
+    Splitter,
+    check_fraction,
+    documents,
+    fits,
+    make_splitter,
+    reconcile,
+)
+from loopformer.data.tokenizer import TOKENIZER_FILE as TOKENIZER_FILE
 from loopformer.data.tokenizer import (
     Encoded,
     Example,
@@ -48,7 +57,15 @@ from loopformer.data.tokenizer import (
     training_pieces,
 )
 from loopformer.errors import FileProblem, LoopformerError, require
-from loopformer.files import DamagedFile, check_writable, json_bytes, locked, read_json, sync_folder, write_json
+from loopformer.files import (
+    DamagedFile,
+    check_writable,
+    json_bytes,
+    lock_folder,
+    read_json,
+    sync_folder,
+    write_json,
+)
 
 DEFAULT_VOCAB = 4096  # of the tokenizer that is trained if none is named
 MARKS_FILE = "sources.json"  # modification time and checksum of each file that was read
@@ -86,7 +103,7 @@ def prepare(
     on_bad: OnBad = "stop",
     shard_tokens: int = 1 << 27,
     workers: int | None = None,
-    batch_chars: int = 2 << 20,
+    batch_bytes: int = 2 << 20,
     commit_seconds: float = 2.0,
     report: Report | None = None,
 ) -> dict[str, Any]:
@@ -96,7 +113,7 @@ def prepare(
     neither it is GPT-2's if text comes from the Hub, else a trained one of 4096 ids. `val_fraction`, `train_tokens`
     and `val_tokens` hold for each source and overrule its preset; a split ends after exactly that many tokens. With
     `on_bad="skip"` unusable records do not end the work: the index counts them and quotes the first. `workers`
-    (cores for tokenizing), `batch_chars` (UTF-8 bytes tokenized at a time), `commit_seconds` and `report` do not
+    (cores for tokenizing), `batch_bytes` (UTF-8 bytes tokenized at a time), `commit_seconds` and `report` do not
     change the result.
     """
     require(tokenizer is None or train_tokenizer is None, "Choose --tokenizer or --train-tokenizer, not both.")
@@ -132,7 +149,7 @@ def prepare(
     def announce(name: str, phase: str) -> None:
         show(PrepareProgress(name, 0, 0, None, phase))
 
-    with locked(Path(out)):
+    with lock_folder(Path(out)):
         ledger = Ledger(Path(out), settings, parsed, show)
         if (index := ledger.begin()) is not None:
             return index
@@ -141,7 +158,7 @@ def prepare(
             splitters = []
             for source in parsed:
                 announce(source.name, "looking through")
-                splitters.append(reader.survey(source))
+                splitters.append(reader.make_splitter(source))
             ledger.sources = [SourceState(splitter) for splitter in reconcile(splitters)]
         if (ledger.folder / TOKENIZER_FILE).exists():
             chosen = Tokenizer.load(ledger.folder)
@@ -155,7 +172,7 @@ def prepare(
         chosen.save(ledger.folder)
         for source, state in zip(parsed, ledger.sources, strict=True):
             if not state.done:
-                _tokenize(ledger, source, state, reader, chosen, batch_chars, commit_seconds)
+                _tokenize(ledger, source, state, reader, chosen, batch_bytes, commit_seconds)
         return ledger.finish(chosen)
 
 
@@ -367,13 +384,13 @@ class _Reader:
             return example
         return BadRecord(f"{where} has more than a million characters, too many for one example.")
 
-    def survey(self, source: Source) -> Splitter:
+    def make_splitter(self, source: Source) -> Splitter:
         def keys() -> Iterator[str]:
             for _, item in self.read(source, Position(), Meter()):
                 if not isinstance(item, BadRecord):
                     yield example_key(item) if self.supervised else example_text(item)
 
-        return survey(keys, source.val_fraction, source.given, can_cut=not self.supervised)
+        return make_splitter(keys, source.val_fraction, source.given, can_cut=not self.supervised)
 
     def split(self, splitter: Splitter, example: Example) -> list[tuple[Split, Example]]:
         """The document in its split; a text may be cut between both splits."""

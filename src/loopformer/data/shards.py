@@ -31,10 +31,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from loopformer.data.tokenizer import FILE as TOKENIZER_FILE
+from loopformer.data.tokenizer import TOKENIZER_FILE as TOKENIZER_FILE
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem
-from loopformer.files import DamagedFile, read_json, sha256_of, write_json, writing
+from loopformer.files import DamagedFile, explain_write_errors, read_json, sha256_of, write_json
 
 INDEX_FILE = "index.json"
 STATE_FILE = "prepare.state.json"
@@ -78,7 +78,7 @@ class ShardWriter:
         while len(values):
             part = values[: self._shard_items - self._in_shard]
             block = part.astype(self._dtype, copy=False).tobytes()
-            with writing(self._path):
+            with explain_write_errors(self._path):
                 self._stream.write(block)
             self._sha.update(block)
             self._in_shard += len(part)
@@ -90,7 +90,7 @@ class ShardWriter:
 
     def flush(self) -> None:
         """Everything appended so far survives a crash."""
-        with writing(self._path):
+        with explain_write_errors(self._path):
             self._stream.flush()
             os.fsync(self._stream.fileno())
 
@@ -116,7 +116,7 @@ class ShardWriter:
         size = items * self._dtype.itemsize
         self._in_shard = items
         self._sha = hashlib.sha256()
-        with writing(self._path):
+        with explain_write_errors(self._path):
             self._stream: BinaryIO = self._path.open("r+b" if self._path.exists() else "w+b")
             while size and (block := self._stream.read(min(size, _BLOCK))):
                 self._sha.update(block)

@@ -52,7 +52,9 @@ class Splitter:
         return [(split, "".join(pieces)) for split, pieces in groups]
 
 
-def survey(read: Callable[[], Iterator[str]], fraction: float, name: str, *, can_cut: bool = True) -> Splitter:
+def make_splitter(
+    read: Callable[[], Iterator[str]], fraction: float, name: str, *, can_cut: bool = True
+) -> Splitter:
     """The splitter of a source, after reading all of it or, if it is long, its beginning.
 
     Without `can_cut` documents are not cut, as supervised examples must not be.

@@ -30,9 +30,9 @@ import numpy as np
 import numpy.typing as npt
 
 from loopformer.config.run import DataConfig, GroupName
-from loopformer.data.loader import NO_LOSS, Batch, mix, stream_key
+from loopformer.data.loader import IGNORE_INDEX, Batch, mix, stream_key
 from loopformer.data.shards import TokenData
-from loopformer.data.tokenizer import END, Tokenizer
+from loopformer.data.tokenizer import END_TOKEN, Tokenizer
 from loopformer.errors import LoopformerError, nearest, require
 
 Permutation = tuple[int, ...]  # what each of 0…m-1 goes to
@@ -91,9 +91,9 @@ class Group:
         from tokenizers import AddedToken, models, pre_tokenizers
         from tokenizers import Tokenizer as Library
 
-        library = Library(models.WordLevel({name: number for number, name in enumerate((*self.names, END))}))
+        library = Library(models.WordLevel({name: number for number, name in enumerate((*self.names, END_TOKEN))}))
         library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        library.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+        library.add_special_tokens([AddedToken(END_TOKEN, special=True, normalized=False)])
         return Tokenizer(library.to_str(), f"the tokenizer of {self.name}")
 
     @property
@@ -112,7 +112,7 @@ class Group:
 
         before = np.full((len(words), 1), len(self))
         inputs = np.concatenate([before, words], axis=1)
-        targets = np.concatenate([np.full_like(before, NO_LOSS), self.products(words)], axis=1)
+        targets = np.concatenate([np.full_like(before, IGNORE_INDEX), self.products(words)], axis=1)
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), None)
 
     @cached_property

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from loopformer.config.model import BOX, box_folder
+from loopformer.config.model import BOX, bundled_model_dir
 from loopformer.data.splits import clean, cut
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.files import write_atomic
@@ -49,9 +49,9 @@ from loopformer.files import write_atomic
 if TYPE_CHECKING:
     import tokenizers
 
-FILE = "tokenizer.json"
-END = "<|endoftext|>"
-_END_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
+TOKENIZER_FILE = "tokenizer.json"
+END_TOKEN = "<|endoftext|>"
+_END_NAMES = (END_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 _LAST_LINE = b"\n"  # after the last text for the training process; a text in JSON is never an empty line
 _PIECE = (1 << 12, 1 << 16)  # characters in a text for the trainer, which buffers some hundreds of texts
 _TRAINING_TEXT = 256 << 20  # characters
@@ -68,7 +68,7 @@ ROLES = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
 class Tokenizer:
     """A tokenizer with the exact text of its tokenizer.json; `hash` is the SHA-256 of that file."""
 
-    def __init__(self, text: str, name: str = FILE) -> None:
+    def __init__(self, text: str, name: str = TOKENIZER_FILE) -> None:
         self._text = text
         try:
             self._tokenizer = self._parse()
@@ -77,7 +77,7 @@ class Tokenizer:
         self._tokenizer.encode_special_tokens = True  # as text, not as special tokens
         ends = [number for end in _END_NAMES if (number := self._tokenizer.token_to_id(end)) is not None]
         if not ends:
-            raise FileProblem(f"{name} has no end token; add {END} to it.")
+            raise FileProblem(f"{name} has no end token; add {END_TOKEN} to it.")
         self.eot = ends[0]
         self._single: dict[int, str] = {}  # the text of single ids that were decoded
 
@@ -121,7 +121,7 @@ class Tokenizer:
         """The texts of the special tokens."""
         return [added["content"] for added in json.loads(self._text).get("added_tokens", ()) if added["special"]]
 
-    def ending_with(self, token: str) -> Tokenizer:
+    def with_end_token(self, token: str) -> Tokenizer:
         """The same tokenizer with another end token."""
         number = self._tokenizer.token_to_id(token)
         if number is None:
@@ -160,12 +160,12 @@ class Tokenizer:
         return lengths
 
     def save(self, folder: Path | str) -> None:
-        write_atomic(Path(folder) / FILE, self._text.encode())
+        write_atomic(Path(folder) / TOKENIZER_FILE, self._text.encode())
 
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
         """The tokenizer that `save` left in a folder."""
-        return cls.from_file(Path(folder) / FILE)
+        return cls.from_file(Path(folder) / TOKENIZER_FILE)
 
     @classmethod
     def from_file(cls, path: Path | str) -> Tokenizer:
@@ -178,7 +178,7 @@ class Tokenizer:
         if path.is_file():
             return cls.from_file(path)
         if path.is_dir():
-            if (path / FILE).is_file():
+            if (path / TOKENIZER_FILE).is_file():
                 return cls.load(path)
             for vocab, merges in _GPT2_FILES:
                 if (path / vocab).is_file() and (path / merges).is_file():
@@ -187,7 +187,7 @@ class Tokenizer:
         if source == "gpt2":
             return cls(_download("openai-community/gpt2"), "openai-community/gpt2")
         if source == BOX:
-            return cls.load(box_folder())
+            return cls.load(bundled_model_dir())
         raise FileProblem(
             f"There is no tokenizer {source}; give gpt2, box, a tokenizer.json or a folder that has one."
         )
@@ -262,7 +262,7 @@ def _train(texts: Iterable[str], vocab_size: int) -> str:
     library = _byte_level(models.BPE())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=[END_TOKEN], initial_alphabet=alphabet, show_progress=False
     )
     library.train_from_iterator(texts, trainer)
     return library.to_str()
@@ -312,7 +312,7 @@ def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
     library = Tokenizer(model)
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    library.add_special_tokens([AddedToken(END_TOKEN, special=True, normalized=False)])
     return library
 
 

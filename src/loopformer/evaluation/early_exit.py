@@ -50,18 +50,18 @@ def early_exit(
     model.check(ids)
     trajectory = model.resolve(trajectory, beyond)
     embedded, rotary, mask = model.embed(ids)  # [B, T, D]
-    start = model.random_start(torch.arange(ids.shape[1], device=ids.device)[None])
+    start = model.random_initial_state(torch.arange(ids.shape[1], device=ids.device)[None])
     x = embedded if start is None else start.to(embedded.dtype).expand_as(embedded)
     exited = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
     loops, predictions = (torch.zeros(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
     logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
 
-    for number, condition in enumerate(model.passes(trajectory, len(ids)).conditions):
+    for number, condition in enumerate(model.plan_loops(trajectory, len(ids)).conditions):
         loops += ~exited
         # An exited position goes through each block as well: its frozen state gives the keys and values that later
         # positions attend to in this loop. Only its output is dropped, after every block and after the loop.
         state = model.inject(x, embedded, condition, number)
-        for block_number, block in enumerate(model.stack.each()):
+        for block_number, block in enumerate(model.stack.typed_blocks()):
             modulation = None if condition.modulation is None else condition.modulation[:, block_number]
             state = torch.where(exited[..., None], state, block(state, modulation, rotary, mask, None))
         x = torch.where(exited[..., None], x, state)

@@ -31,7 +31,7 @@ from typing import Any
 from loopformer.errors import LoopformerError, RunFailed, nearest, require
 from loopformer.evaluation.store import (
     SCHEDULES_FILE,
-    Piece,
+    JsonDict,
     ReportProgress,
     Store,
     count_schedules,
@@ -42,8 +42,8 @@ from loopformer.evaluation.text import (
     Protocol,
     Text,
     cut_text,
-    likelihoods,
-    piece_key,
+    result_key,
+    sum_likelihoods,
     summary,
     text_facts,
 )
@@ -56,7 +56,7 @@ RANKINGS = ("perplexity", "accuracy", "both")
 MAX_EXHAUSTIVE = 500  # schedules to measure one by one, above which a beam search begins
 
 Accuracies = Callable[[Sequence[Trajectory]], Mapping[Trajectory, float]]
-MeasureSchedules = Callable[[Sequence[Trajectory]], dict[Trajectory, Piece]]
+MeasureSchedules = Callable[[Sequence[Trajectory]], dict[Trajectory, JsonDict]]
 MeasuredSchedules = Mapping[Trajectory, Mapping[str, Any]]
 
 _BEAM_WIDTH = 2  # a wide beam spends its limit on neighbours before it moves; 2 came closest on test landscapes
@@ -78,7 +78,7 @@ def search(
     store: Store | None = None,
     batch_tokens: int = BATCH_TOKENS,
     report: ReportProgress | None = None,
-) -> Piece:
+) -> JsonDict:
     """The schedules of a budget ranked by perplexity on the text, by `accuracy` or by both, as plain data.
 
     `tasks` describes in plain data what `accuracy` measures.
@@ -99,17 +99,19 @@ def search(
     protocol, store = protocol or Protocol(), store or Store(None)
     cut = None if text is None else cut_text(text, protocol, model.config.context)
 
-    def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, Piece]:
-        rows: dict[Trajectory, Piece] = {trajectory: {} for trajectory in trajectories}
+    def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, JsonDict]:
+        rows: dict[Trajectory, JsonDict] = {trajectory: {} for trajectory in trajectories}
         if text is not None and cut is not None:
-            keys = {each: piece_key("schedule", model, weights, text, protocol, cut, each) for each in trajectories}
+            keys = {
+                each: result_key("schedule", model, weights, text, protocol, cut, each) for each in trajectories
+            }
             done = {each: piece for each in trajectories if (piece := store.get(keys[each])) is not None}
             missing = sorted((each for each in trajectories if each not in done), key=lambda each: each.steps)
             # Schedules with the same first step run together, and each group is stored when it is done.
             for _, same in itertools.groupby(missing, key=lambda each: each.steps[0]):
                 group = list(same)
                 doing = f"schedules {len(done) + 1}-{len(done) + len(group)} of {len(trajectories)}"
-                sums = likelihoods(model, cut, text.tokenizer.eot, group, batch_tokens, report, doing)
+                sums = sum_likelihoods(model, cut, text.tokenizer.eot, group, batch_tokens, report, doing)
                 done |= {each: store.put(keys[each], summary(sums[each], cut)) for each in group}
             rows |= {each: dict(piece) for each, piece in done.items()}
         if accuracy is not None:
@@ -141,12 +143,12 @@ def search(
 
 def explore(
     loops: int, uniform: Trajectory, measure: MeasureSchedules, by: str, limit: int
-) -> tuple[dict[Trajectory, Piece], str]:
+) -> tuple[dict[Trajectory, JsonDict], str]:
     """Results of every schedule of the budget, or of those along a beam where there are more than `limit`."""
     budget = uniform.budget
     if count_schedules(loops, budget) <= limit:
         return measure(list(dict.fromkeys([*Trajectory.enumerate(loops, budget), uniform]))), "all"
-    measured: dict[Trajectory, Piece] = {}
+    measured: dict[Trajectory, JsonDict] = {}
     front = list(dict.fromkeys([uniform, *_starts(loops, budget)]))
     while front := front[: limit - len(measured)]:
         measured |= measure(front)
@@ -188,7 +190,7 @@ def rank(measured: MeasuredSchedules, by: str) -> list[Trajectory]:
     return sorted(measured, key=lambda trajectory: (mean_rank[trajectory], trajectory.steps))
 
 
-def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: int) -> Piece:
+def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: int) -> JsonDict:
     """The ranking as plain data: best, worst, uniform, spread, mean steps, agreement of perplexity and accuracy."""
     order = rank(measured, by)
     rows = [
@@ -257,7 +259,7 @@ def can_save(source: str | Path) -> bool:
     return Path(source).is_dir() and os.access(source, os.W_OK)
 
 
-def save_best(source: str | Path, ranking: Piece) -> tuple[Path, str | None]:
+def save_best(source: str | Path, ranking: JsonDict) -> tuple[Path, str | None]:
     """Save the best schedule of a search unless a better one is saved; the file, and why nothing was saved if so.
 
     Entries of other budgets stay. A saved schedule is better if it was found for the same weights, was ranked by

@@ -26,8 +26,8 @@ from loopformer.config import load_run
 from loopformer.data.states import TEST, Group, StateWindows, word_length
 from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.evaluation.early_exit import early_exit
-from loopformer.evaluation.store import ReportProgress, placement
-from loopformer.loading.folder import SETTINGS, located, run_of
+from loopformer.evaluation.store import ReportProgress, device_and_dtype
+from loopformer.loading.folder import SETTINGS, resolve_model_path, run_folder_of
 from loopformer.model import LoopedLM
 from loopformer.plots import grid_figure
 from loopformer.scoring import BATCH_TOKENS, TrajectoryTree
@@ -43,9 +43,9 @@ SURE = 0.95  # the accuracy that every place of a tracked prefix has
 THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999)
 
 
-def own_group(model: str | Path) -> str | None:
+def trained_group(model: str | Path) -> str | None:
     """The group whose states a run, or a checkpoint of one, was trained to track; None for any other model."""
-    settings = (run_of(model) or located(model)) / SETTINGS
+    settings = (run_folder_of(model) or resolve_model_path(model)) / SETTINGS
     return load_run(settings)[0].data.states if settings.is_file() else None
 
 
@@ -98,7 +98,7 @@ def track_states(
         "places": shape[1],
         "sequences": sequences,
         "seed": seed,
-        **placement(model),
+        **device_and_dtype(model),
         "trajectories": [
             {
                 "budget": trajectory.budget,

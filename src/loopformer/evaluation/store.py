@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from loopformer.config import whole_numbers
+from loopformer.config import parse_counts
 from loopformer.config.run import validation_budgets
 from loopformer.device import choose_device, dtype_of
 from loopformer.errors import FileProblem, LoopformerError, nearest
@@ -35,7 +35,7 @@ from loopformer.lm import LM, load
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
-Piece = dict[str, Any]
+JsonDict = dict[str, Any]
 ReportProgress = Callable[[str, int, int | None], None]  # what is done, how much, of how much (None: unknown)
 
 RESULTS_VERSION = 1  # of what results hold and how they are measured; a new version finds none of the old ones
@@ -63,7 +63,7 @@ class Store:
                 return cls(folder)
         return cls(None)
 
-    def get(self, key: Mapping[str, Any]) -> Piece | None:
+    def get(self, key: Mapping[str, Any]) -> JsonDict | None:
         """The value stored under this key; a damaged file counts as none."""
         path = self._path(key)
         if path is None or not path.is_file():
@@ -75,7 +75,7 @@ class Store:
         value = piece.get("value") if isinstance(piece, dict) else None
         return value if isinstance(value, dict) else None
 
-    def put(self, key: Mapping[str, Any], value: Piece) -> Piece:
+    def put(self, key: Mapping[str, Any], value: JsonDict) -> JsonDict:
         """Store a value and return it."""
         path = self._path(key)
         if path is not None:
@@ -99,7 +99,7 @@ def weights_hash(model: LoopedLM) -> str:
     return digest.hexdigest()
 
 
-def placement(model: LoopedLM) -> dict[str, str]:
+def device_and_dtype(model: LoopedLM) -> dict[str, str]:
     """The dtype and the kind of device a model runs in, as results state them."""
     return {"dtype": model.dtype_name, "device": model.device.type}
 
@@ -126,9 +126,9 @@ class LoadedModel:
         return self.lm.model
 
     @property
-    def identity(self) -> Piece:
+    def identity(self) -> JsonDict:
         """What answers depend on besides the requests and the trajectory."""
-        return {"weights": self.weights, "tokenizer": self.lm.need_tokenizer().hash, **placement(self.model)}
+        return {"weights": self.weights, "tokenizer": self.lm.need_tokenizer().hash, **device_and_dtype(self.model)}
 
     def trajectories(
         self, budgets: str | None = None, trajectories: Sequence[str] = (), schedule: str = "uniform"
@@ -136,12 +136,14 @@ class LoadedModel:
         """Budgets such as "1,2,4" at uniform or best schedules, and trajectories; 1, L/4, L/2 and L by default."""
         numbers = [] if trajectories else validation_budgets(self.model.config.loops)
         if budgets is not None:
-            numbers = whole_numbers(budgets, "--budgets")
-        by_budget = [scheduled(self.source, self.model, number, schedule, self.weights) for number in numbers]
+            numbers = parse_counts(budgets, "--budgets")
+        by_budget = [
+            scheduled_trajectory(self.source, self.model, number, schedule, self.weights) for number in numbers
+        ]
         return list(dict.fromkeys([*by_budget, *map(self.model.resolve, trajectories)]))
 
 
-def scheduled(
+def scheduled_trajectory(
     source: str | Path, model: LoopedLM, budget: int, schedule: str, weights: str | None = None
 ) -> Trajectory:
     """The trajectory of a budget: the uniform one, or the best one that is saved with the model."""

@@ -33,7 +33,7 @@ from typing import Any
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError
-from loopformer.evaluation.store import LoadedModel, Piece, ReportProgress
+from loopformer.evaluation.store import JsonDict, LoadedModel, ReportProgress
 from loopformer.files import write_atomic
 from loopformer.inference.request import Request
 from loopformer.inference.sampling import Sampling
@@ -391,7 +391,7 @@ def run_requests(
     return runs
 
 
-def model_facts(loaded: LoadedModel, runs: Iterable[str]) -> Piece:
+def model_facts(loaded: LoadedModel, runs: Iterable[str]) -> JsonDict:
     """What was evaluated, and what a token of it costs along each trajectory."""
     config, cost = loaded.model.config, loaded.model.cost
     return {

@@ -46,12 +46,12 @@ import torch
 from loopformer.config import load_run
 from loopformer.data.corpus import PRESETS, Source, parse_sources
 from loopformer.data.shards import TokenData, is_prepared
-from loopformer.data.splits import documents, survey
+from loopformer.data.splits import documents, make_splitter
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, nearest, require
 from loopformer.evaluation.early_exit import check_threshold, early_exit_flops, score_with_early_exit
-from loopformer.evaluation.store import Piece, ReportProgress, Store, placement, weights_hash
-from loopformer.loading.folder import HELD_OUT, SETTINGS, data_folder, located, run_of
+from loopformer.evaluation.store import JsonDict, ReportProgress, Store, device_and_dtype, weights_hash
+from loopformer.loading.folder import HELD_OUT, SETTINGS, data_folder, resolve_model_path, run_folder_of
 from loopformer.model import LoopedLM
 from loopformer.model.looped import TrajectoryLike
 from loopformer.scoring import BATCH_TOKENS, Span, score_spans
@@ -116,9 +116,9 @@ def read_text(
 
 def default_text(model: str | Path) -> str | None:
     """The held-out text in a model's folder, or the data of its run; None where neither is found."""
-    if (held_out := located(model) / HELD_OUT).is_file():
+    if (held_out := resolve_model_path(model) / HELD_OUT).is_file():
         return str(held_out)
-    if (run := run_of(model)) is None:
+    if (run := run_folder_of(model)) is None:
         return None
     data = load_run(run / SETTINGS)[0].data
     folder = data_folder(run, data.path) if data.states is None else None
@@ -150,7 +150,7 @@ def _source_texts(source: Source, field: str) -> Iterator[str]:
         if source.given not in NAMED_SOURCES:
             yield from read()
             return
-        splitter = survey(read, source.val_fraction, source.given)
+        splitter = make_splitter(read, source.val_fraction, source.given)
         for text in read():
             yield from (piece for split, piece in splitter.split(text) if split == "val")
     except FileProblem as error:
@@ -284,7 +284,7 @@ def perplexity(
     store: Store | None = None,
     batch_tokens: int = BATCH_TOKENS,
     report: ReportProgress | None = None,
-) -> list[Piece]:
+) -> list[JsonDict]:
     """One plain row of results per trajectory, in the order given.
 
     With `certainty`, the threshold of early exit (early_exit.py), `passes` counts the positions that took 1…M
@@ -302,7 +302,7 @@ def perplexity(
     facts = text_facts(text, protocol, cut)
     rows = []
     for trajectory in resolved:
-        key = piece_key("perplexity", model, weights, text, protocol, cut, trajectory)
+        key = result_key("perplexity", model, weights, text, protocol, cut, trajectory)
         key |= {} if certainty is None else {"certainty": certainty}
         value = kept = store.get(key)
         if value is None:
@@ -310,9 +310,9 @@ def perplexity(
             doing += "" if certainty is None else f" above {certainty:g}"
             started = time.perf_counter()
             end = text.tokenizer.eot
-            exits: Piece = {}
+            exits: JsonDict = {}
             if certainty is None:
-                sums = likelihoods(model, cut, end, [trajectory], batch_tokens, report, doing)[trajectory]
+                sums = sum_likelihoods(model, cut, end, [trajectory], batch_tokens, report, doing)[trajectory]
             else:
                 sums, loops = _with_early_exit(model, cut, end, trajectory, certainty, batch_tokens, report, doing)
                 exits = {"certainty": certainty, "passes": loops}
@@ -320,7 +320,7 @@ def perplexity(
             took = {"seconds": seconds, "tokens_per_second": cut.tokens / seconds}
             value = store.put(key, {**summary(sums, cut), **took, **exits})
         flops = model.cost.forward_flops(trajectory.budget, cut.window)
-        measured: Piece = {}
+        measured: JsonDict = {}
         if certainty is not None:
             depths = range(1, trajectory.budget + 1)
             each = [early_exit_flops(model.cost, depth, trajectory.budget, cut.window) for depth in depths]
@@ -331,13 +331,13 @@ def perplexity(
             "trajectory": str(trajectory),
             "flops_per_token": flops,
             "flops_per_scored_token": flops * facts["forward_tokens"] / cut.tokens,
-            **placement(model),
+            **device_and_dtype(model),
         }
         rows.append({**facts, **measured, **value, "reused": kept is not None})
     return rows
 
 
-def likelihoods(
+def sum_likelihoods(
     model: LoopedLM,
     cut: CutText,
     end: int,
@@ -391,7 +391,7 @@ def summary(likelihood: Likelihood, cut: CutText) -> dict[str, float | None]:
     }
 
 
-def piece_key(
+def result_key(
     kind: str, model: LoopedLM, weights: str, text: Text, protocol: Protocol, cut: CutText, trajectory: Trajectory
 ) -> dict[str, Any]:
     """The key of a stored result: everything that its numbers depend on."""
@@ -405,11 +405,11 @@ def piece_key(
         "joined": protocol.join,
         "tokens": cut.tokens,
         "trajectory": str(trajectory),
-        **placement(model),
+        **device_and_dtype(model),
     }
 
 
-def text_facts(text: Text, protocol: Protocol, cut: CutText) -> Piece:
+def text_facts(text: Text, protocol: Protocol, cut: CutText) -> JsonDict:
     """The text and the protocol as plain data."""
     limited = protocol.max_tokens == cut.tokens
     return {

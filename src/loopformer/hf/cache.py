@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.errors import LoopformerError
-from loopformer.model.cache import Passes
+from loopformer.model.cache import LoopPlan
 from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -42,7 +42,7 @@ class CacheSlot:
 class _Bound:
     model: ref[LoopedLM]
     trajectory: Trajectory
-    passes: Passes | None  # what they are told, to be computed once per sequence; None while gradients are wanted
+    passes: LoopPlan | None  # what they are told, to be computed once per sequence; None while gradients are wanted
 
 
 def slots(cache: Any, number: int, blocks: int) -> list[CacheSlot]:
@@ -50,7 +50,7 @@ def slots(cache: Any, number: int, blocks: int) -> list[CacheSlot]:
     return [CacheSlot(cache, number * blocks + block) for block in range(blocks)]
 
 
-def bind(cache: Any, model: LoopedLM, trajectory: Trajectory, rows: int) -> Passes:
+def bind(cache: Any, model: LoopedLM, trajectory: Trajectory, rows: int) -> LoopPlan:
     """The passes of a trajectory, for a cache (or None) that from now on belongs to it."""
     bound: _Bound | None = getattr(cache, _BOUND, None)
     if cache is not None and cache.get_seq_length() > 0:
@@ -63,7 +63,7 @@ def bind(cache: Any, model: LoopedLM, trajectory: Trajectory, rows: int) -> Pass
             )
         if bound.passes is not None and not torch.is_grad_enabled():
             return replace(bound.passes, rows=[rows] * trajectory.budget)
-    passes = model.passes(trajectory, rows)
+    passes = model.plan_loops(trajectory, rows)
     if cache is not None:
         setattr(cache, _BOUND, _Bound(ref(model), trajectory, None if torch.is_grad_enabled() else passes))
     return passes

@@ -39,11 +39,11 @@ from loopformer.loading.folder import (
     TOKENIZER_CONFIG,
     WEIGHTS,
     find_chat_template,
+    install_model,
     is_export,
     is_model_folder,
-    put_model,
-    run_of,
-    staged,
+    run_folder_of,
+    staging_folder,
     step_of,
     write_safetensors,
 )
@@ -110,7 +110,7 @@ def export(
     LoopFormerForCausalLM(config, model)  # refuses a default trajectory that the model cannot follow
 
     try:
-        with staged(target) as stage:
+        with staging_folder(target) as stage:
             tensors = {PREFIX + name: tensor.contiguous() for name, tensor in model.state_dict().items()}
             write_safetensors(tensors, stage / WEIGHTS)
             if validation:
@@ -118,14 +118,14 @@ def export(
             config.save_pretrained(stage)
             GenerationConfig(**special).save_pretrained(stage)
             if tokenizer:
-                template = find_chat_template(folder, run_of(folder))
+                template = find_chat_template(folder, run_folder_of(folder))
                 save_tokenizer(tokenizer, stage, model.config.context, template)
             for name, text in (flatten([CONFIGURATION, MODELING]) if self_contained else {}).items():
                 (stage / name).write_text(text, encoding="utf-8")
             card = write_card(target.name, config, validation, tokenizer is not None, self_contained)
             (stage / CARD).write_text(card, encoding="utf-8")
             files = sorted(path.name for path in stage.iterdir())
-            put_model(stage, target)
+            install_model(stage, target)
     except SafetensorError as error:
         raise FileProblem(f"The weights could not be written to {target} ({error}); free some space.") from error
     return Exported(Path(out), model, config, files)
@@ -177,7 +177,7 @@ class Validation:
 
 def find_validation(folder: Path, exported: dict[str, Any] | None = None) -> Validation | None:
     """The validation losses of the model in a folder, from its run or from the entry of an earlier export."""
-    if run := run_of(folder):
+    if run := run_folder_of(folder):
         step = step_of(folder)
         for record in read_metrics(run):
             if record.get("kind") == "validation" and record.get("step") == step:

@@ -114,11 +114,11 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         self._check_context(position_ids)
         mask = visible(attention_mask, past_key_values, x.shape[1], x.device)
 
-        x, rotary = self.model.place(x, position_ids)
+        x, rotary = self.model.add_positions(x, position_ids)
         states = [x] if _either(output_hidden_states, config.output_hidden_states) else None
-        start = self.model.random_start(position_ids, input_ids)
+        start = self.model.random_initial_state(position_ids, input_ids)
         step = partial(self._step, past_key_values, states, maps)
-        x = self.model.loop(step, x, passes, rotary, mask, None, start)
+        x = self.model.run_loops(step, x, passes, rotary, mask, None, start)
         hidden = self.model.final_norm(x)
         wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.head(hidden[:, wanted])[..., :vocab]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from loopformer.errors import REMOVED_CERTAINTY, FileProblem, LoopformerError, RunFailed, nearest, unreadable
-from loopformer.files import append, opened_alone, read_json, write_json, writing
+from loopformer.files import append_line, explain_write_errors, open_exclusive, read_json, write_json
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Event, Request, Result
 
@@ -83,12 +83,14 @@ def answer_file(
             raise
         prompts = _prompts(lines)
         done, errors, end = _skip_answered(source, out, prompts)
-        with writing(out):
+        with explain_write_errors(out):
             file.truncate(end)  # drop an answer that was cut off
         report(done, total)
         for answer in _answers(engine, request_of, prompts):
             # An id may hold half a surrogate pair, which UTF-8 cannot encode: it becomes its JSON escape.
-            append(file, out, (json.dumps(answer, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
+            append_line(
+                file, out, (json.dumps(answer, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+            )
             done, errors = done + 1, errors + ("error" in answer)
             report(done, max(done, total))
     if done < total:
@@ -106,7 +108,7 @@ def _opened(source: Path) -> IO[bytes]:
 def _opened_other(out: Path, source: Path) -> AbstractContextManager[FileIO]:
     if out.exists() and out.samefile(source):
         raise FileProblem(f"{out} is the file of prompts itself; give another --out.")
-    return opened_alone(out)
+    return open_exclusive(out)
 
 
 # Reading prompts.

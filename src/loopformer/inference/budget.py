@@ -56,7 +56,7 @@ def milliseconds_per_token(model: LoopedLM, trajectory: Trajectory, prompt: Sequ
         (first,) = backend.prefill([row])
     row, _ = row.take([first])
     times = []
-    for _ in range(max(1, min(TIMED_TOKENS, row.places_left))):
+    for _ in range(max(1, min(TIMED_TOKENS, row.free_positions))):
         synchronise(model.device)
         started = time.perf_counter()
         row, _ = row.take(backend.decode([row])[0])

@@ -57,7 +57,7 @@ class ChatTemplate:
         settings = [folder / TOKENIZER_CONFIG for folder in folders if folder is not None]
         end = next((read_json(path).get("eos_token") for path in settings if path.is_file()), None)
         end = end.get("content") if isinstance(end, dict) else end
-        return cls(tokenizer.ending_with(end) if isinstance(end, str) else tokenizer, source)
+        return cls(tokenizer.with_end_token(end) if isinstance(end, str) else tokenizer, source)
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -22,18 +22,18 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from loopformer.device import sent
+from loopformer.device import to_device_async
 from loopformer.inference.draft import HOPED_RATE, LONGEST, Draft, DraftReport, best_length, updated_rate
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import Choice, sample
 from loopformer.model import LoopedLM
-from loopformer.model.cache import Cache, Passes, RowKeys
+from loopformer.model.cache import KVCache, LoopPlan, SequenceKV
 from loopformer.model.conditioning import Condition
 from loopformer.scoring import common_prefix
 from loopformer.trajectory import Trajectory
 
-PIECE = 512  # tokens of a long prompt that are run at a time
-WORTH_WAITING = 8  # tokens that a prompt shares with one beside it: then it waits for that one's keys
+PREFILL_CHUNK = 512  # tokens of a long prompt that are run at a time
+MIN_SHARED_PREFIX = 8  # tokens that a prompt shares with one beside it: then it waits for that one's keys
 MOST_TABLES = 32  # of trajectories that were followed last
 NOBODY = -1  # the ticket of a slot that is still to be cleared
 
@@ -42,7 +42,7 @@ class Backend(Protocol):
     """What decodes: rows are known by their tickets, and given in their present states."""
 
     draft_report: DraftReport
-    piece: int  # tokens of prompts that may be run at a time beside rows that run
+    prefill_chunk: int  # tokens of prompts that may be run at a time beside rows that run
     prompt_tokens: int  # that were run
     shared_tokens: int  # that were not, as another prompt had them
 
@@ -83,25 +83,25 @@ def padded(model: LoopedLM, rows: Sequence[Sequence[int]]) -> tuple[Tensor, list
     """ids [B, longest] on the model's device, padded at the end, and how many tokens of each row count."""
     counts = [len(row) for row in rows]
     filled = [[*row, *[0] * (max(counts) - len(row))] for row in rows]
-    return sent(filled, model.device), counts
+    return to_device_async(filled, model.device), counts
 
 
 def ends(hidden: Tensor, counts: Sequence[int]) -> Tensor:
     """Of padded rows [B, T, …] the last one that counts, each [B, …]."""
     rows = torch.arange(len(counts), device=hidden.device)
-    return hidden[rows, sent([count - 1 for count in counts], hidden.device)]
+    return hidden[rows, to_device_async([count - 1 for count in counts], hidden.device)]
 
 
 def prefill(
     model: LoopedLM, prompts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory]
-) -> tuple[Cache, Tensor]:
+) -> tuple[KVCache, Tensor]:
     """Run prompts of any lengths: their KV cache, and the hidden state [B, D] of each one's last token."""
     ids, counts = padded(model, prompts)
     cache = model.cache(list(trajectories), len(prompts))
     return cache, ends(model.extend(ids, cache, counts), counts)
 
 
-def slot_bytes(model: LoopedLM) -> int:
+def kv_bytes_per_slot(model: LoopedLM) -> int:
     """Keys and values of a slot that is used in every loop; it has room for a whole context."""
     return model.config.context * model.cost.kv_bytes(value_bytes=model.tokens.weight.element_size())
 
@@ -114,7 +114,7 @@ class BatchSlot(NamedTuple):
     length: int  # tokens that had keys before the present step
 
 
-class SlotPool(Cache):
+class SlotPool(KVCache):
     """A KV cache whose rows come and go. A loop takes memory when it is first used.
 
     Slots lie longest trajectory first, so that the rows still in the loop are always the first ones. `layout` says
@@ -124,7 +124,7 @@ class SlotPool(Cache):
 
     def __init__(self, model: LoopedLM, slots: int, reach: int) -> None:
         """`reach`: the most tokens that a step writes beyond those that count."""
-        super().__init__(model.config, [], Passes([], [], []), model.config.context, model.tokens.weight)
+        super().__init__(model.config, [], LoopPlan([], [], []), model.config.context, model.tokens.weight)
         self._slots, self._reach = slots, reach
         self._order = list(range(slots))
         self._conditions: list[Condition] = []  # of each loop, for every slot
@@ -156,7 +156,7 @@ class SlotPool(Cache):
             after = next(self._budget(place) for place in taken if place > hole)
             self._move(max(place for place in taken if self._budget(place) == after), hole)
 
-    def admit(self, ticket: int, table: Condition, keys: RowKeys, length: int) -> None:
+    def admit(self, ticket: int, table: Condition, keys: SequenceKV, length: int) -> None:
         """Take in a row that has run `length` tokens, with what its M passes are told."""
         budget = keys.trajectory.budget
         while len(self._kept) < budget:
@@ -173,7 +173,7 @@ class SlotPool(Cache):
                 part[place] = of_row[loop_number]
         self._publish({place: BatchSlot(ticket, budget, length)})
 
-    def place_tokens(self, lengths: dict[int, int]) -> list[int]:
+    def arrange_rows(self, lengths: dict[int, int]) -> list[int]:
         """Get ready to extend rows that have so many tokens each; the tickets in the order of their slots."""
         rows = [slot for slot in self.layout if slot is not None]
         self.lengths = [lengths[slot.ticket] for slot in rows]
@@ -181,7 +181,7 @@ class SlotPool(Cache):
         loops = zip(self._conditions, counts, strict=False)
         conditions = [condition.at(slice(count)) for condition, count in loops]
         mixed = counts[-1] < counts[0]
-        self.passes = Passes(counts, conditions, list(range(len(rows))) if mixed else None)
+        self.passes = LoopPlan(counts, conditions, list(range(len(rows))) if mixed else None)
         return [slot.ticket for slot in rows]
 
     def _budget(self, place: int) -> int:
@@ -228,7 +228,7 @@ class Prefix:
     """A prompt and its keys."""
 
     tokens: tuple[int, ...]
-    keys: RowKeys
+    keys: SequenceKV
 
 
 class PrefixCache:
@@ -242,22 +242,22 @@ class PrefixCache:
         self.most_tokens = most_tokens
         self._kept: list[Prefix] = []  # the one used last at the end
 
-    def find(self, request: Request) -> tuple[RowKeys, int]:
+    def find(self, request: Request) -> tuple[SequenceKV, int]:
         """The keys of the prompt that shares the longest beginning, and its length; all but the last token at most,
         since that one's output is what is wanted."""
         prompt = request.prompt
         best = max(self._like(request), key=lambda prefix: common_prefix(prefix.tokens, prompt), default=None)
         shared = min(common_prefix(best.tokens, prompt), len(prompt) - 1) if best is not None else 0
         if best is None or shared == 0:
-            return RowKeys(request.trajectory, []), 0
+            return SequenceKV(request.trajectory, []), 0
         self._kept = [prefix for prefix in self._kept if prefix is not best] + [best]
         return best.keys, shared
 
-    def remember(self, request: Request, keys: RowKeys) -> None:
+    def remember(self, request: Request, keys: SequenceKV) -> None:
         """Keep a prompt, unless nearly all of it is known; one that it begins with is then forgotten."""
         prompt, same = request.prompt, self._like(request)
         known = max((common_prefix(prefix.tokens, prompt) for prefix in same), default=0)
-        if len(prompt) > self.most_tokens or len(prompt) - known < WORTH_WAITING:
+        if len(prompt) > self.most_tokens or len(prompt) - known < MIN_SHARED_PREFIX:
             return
         beginnings = [prefix for prefix in same if common_prefix(prefix.tokens, prompt) == len(prefix.tokens)]
         kept = [prefix for prefix in self._kept if not any(prefix is other for other in beginnings)]
@@ -274,7 +274,7 @@ class RunPrompts(NamedTuple):
     """Prompts that were run together: what their next tokens are chosen from, and the keys they leave."""
 
     rows: tuple[RowState, ...]
-    cache: Cache
+    cache: KVCache
     logits: Tensor  # [B, V]
 
 
@@ -285,7 +285,7 @@ class PromptBackend(ABC):
     draft runs of a prompt is not cut.
     """
 
-    piece = PIECE
+    prefill_chunk = PREFILL_CHUNK
 
     def __init__(self, model: LoopedLM, remember: int | None) -> None:
         """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default."""
@@ -297,7 +297,7 @@ class PromptBackend(ABC):
     def forget(self) -> None:
         """Keep nothing that the model's weights were used for."""
         self._prefixes = PrefixCache(self._remember)
-        self._begun: dict[int, Cache] = {}  # of prompts that were run in part, by ticket
+        self._begun: dict[int, KVCache] = {}  # of prompts that were run in part, by ticket
         self._tables: dict[Trajectory, Condition] = {}
 
     @abstractmethod
@@ -305,7 +305,7 @@ class PromptBackend(ABC):
         """Whether there is room for these, besides those that run."""
 
     @abstractmethod
-    def admit(self, row: RowState, keys: RowKeys) -> None:
+    def admit(self, row: RowState, keys: SequenceKV) -> None:
         """Give a row, whose prompt was run, its slot."""
 
     def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
@@ -324,17 +324,17 @@ class PromptBackend(ABC):
                 for other in (*under_way, *(other for _, _, other in chosen))
                 if other.trajectory == row.trajectory
             )
-            if self._prefixes.most_tokens and max(beside, default=0) >= shared + WORTH_WAITING:
+            if self._prefixes.most_tokens and max(beside, default=0) >= shared + MIN_SHARED_PREFIX:
                 break
             chosen.append((len(prompt) - shared, shared, row))
-            long = len(prompt) - shared > self.piece
-            tokens -= self.piece if long else len(prompt) - shared
+            long = len(prompt) - shared > self.prefill_chunk
+            tokens -= self.prefill_chunk if long else len(prompt) - shared
             if long or tokens <= 0:
                 break
         groups: list[list[RowState]] = []
         longest = 0
         for rest, shared, row in sorted(chosen, key=lambda entry: -entry[0]):
-            alike = 0 < longest <= self.piece and 4 * rest >= 3 * longest
+            alike = 0 < longest <= self.prefill_chunk and 4 * rest >= 3 * longest
             if alike and shared + longest <= self.model.config.context:
                 groups[-1].append(row)
             else:
@@ -359,7 +359,7 @@ class PromptBackend(ABC):
         """Run prompts; or one more piece of a long one: how many tokens of it were run by now."""
         shared = [self._known(row) for row in rows]
         left = len(rows[0].request.prompt) - shared[0][1]
-        if len(rows) == 1 and left > self.piece:
+        if len(rows) == 1 and left > self.prefill_chunk:
             return self._run_a_piece(rows[0], *shared[0])
         ids, counts = padded(self.model, [row.request.prompt[n:] for row, (_, n) in zip(rows, shared, strict=True)])
         capacity = max(count for _, count in shared) + max(counts)
@@ -386,26 +386,26 @@ class PromptBackend(ABC):
             self._prefixes.remember(row.request, keys)
             self.admit(row, keys)
 
-    def _known(self, row: RowState) -> tuple[RowKeys, int]:
+    def _known(self, row: RowState) -> tuple[SequenceKV, int]:
         """The keys that a prompt need not run, and of how many tokens: of its own pieces, or of another prompt."""
         if row.ticket in self._begun:
             cache = self._begun[row.ticket]
             return cache.read(0), cache.lengths[0]
         return self._prefixes.find(row.request)
 
-    def _run_a_piece(self, row: RowState, keys: RowKeys, known: int) -> int:
+    def _run_a_piece(self, row: RowState, keys: SequenceKV, known: int) -> int:
         prompt, cache = row.request.prompt, self._begun.get(row.ticket)
         if cache is None:
             cache = self.model.cache(row.trajectory, 1, len(prompt), condition=self._table)
             cache.write(0, keys, known)
             self.shared_tokens += known
-        ids, counts = padded(self.model, [prompt[known : known + self.piece]])
+        ids, counts = padded(self.model, [prompt[known : known + self.prefill_chunk]])
         self._extend(ids, cache, counts)
-        self.prompt_tokens += self.piece
+        self.prompt_tokens += self.prefill_chunk
         self._begun = {**self._begun, row.ticket: cache}
-        return known + self.piece
+        return known + self.prefill_chunk
 
-    def _extend(self, ids: Tensor, cache: Cache, counts: Sequence[int]) -> Tensor:
+    def _extend(self, ids: Tensor, cache: KVCache, counts: Sequence[int]) -> Tensor:
         """Run tokens of prompts on top of their cache, as `model.extend` does."""
         return self.model.extend(ids, cache, counts, check=False)
 
@@ -447,9 +447,9 @@ class PlainBackend(PromptBackend):
 
     @property
     def memory_bytes(self) -> int:
-        return self._slots * slot_bytes(self.model)
+        return self._slots * kv_bytes_per_slot(self.model)
 
-    def admit(self, row: RowState, keys: RowKeys) -> None:
+    def admit(self, row: RowState, keys: SequenceKV) -> None:
         if self._draft_pool is not None:
             self._prefill_draft(row)
         self.pool.admit(row.ticket, self._table(row.trajectory), keys, len(row.request.prompt))
@@ -459,7 +459,7 @@ class PlainBackend(PromptBackend):
         length = self._draft_length(rows)
         drafts = self._draft(rows, length)
         by_ticket = {row.ticket: row for row in rows}
-        placed = [by_ticket[ticket] for ticket in self.pool.place_tokens({row.ticket: row.cached for row in rows})]
+        placed = [by_ticket[ticket] for ticket in self.pool.arrange_rows({row.ticket: row.cached for row in rows})]
         new = [[row.ids[-1], *drafts[row.ticket]] for row in placed]
         ids = torch.tensor(new, device=self.model.device)
         hidden = self.model.extend(ids, self.pool, check=False)  # [B, 1 + length, D]
@@ -485,7 +485,7 @@ class PlainBackend(PromptBackend):
         assert self.draft is not None
         assert self._draft_pool is not None
         prompt, trajectory = row.request.prompt[:-1], self.draft.trajectory
-        keys = RowKeys(trajectory, [])
+        keys = SequenceKV(trajectory, [])
         if prompt:
             cache = self.model.cache(trajectory, 1, len(prompt), condition=self._table)
             self.model.extend(padded(self.model, [prompt])[0], cache, check=False)
@@ -499,7 +499,7 @@ class PlainBackend(PromptBackend):
         budget = round(sum(row.trajectory.budget for row in rows) / len(rows))
         length = self.draft.length or best_length(self.model.cost, self.draft, budget, self._draft_rate)
         wanted = max(row.request.max_tokens - len(row.ids) for row in rows) - 1  # one comes from the verification
-        return max(0, min(length, wanted, *(row.places_left for row in rows)))
+        return max(0, min(length, wanted, *(row.free_positions for row in rows)))
 
     def _draft(self, rows: Sequence[RowState], length: int) -> dict[int, list[int]]:
         """`length` tokens for each row along the draft's trajectory."""
@@ -509,7 +509,7 @@ class PlainBackend(PromptBackend):
             assert pool is not None
             # A draft that was accepted whole leaves its last token unrun, so the first pass runs two tokens.
             known = {row.ticket: row.length - 2 if turn == 0 else row.length + turn - 1 for row in rows}
-            placed = [by_ticket[ticket] for ticket in pool.place_tokens(known)]
+            placed = [by_ticket[ticket] for ticket in pool.arrange_rows(known)]
             new = [row.tail(2) if turn == 0 else drafts[row.ticket][-1:] for row in placed]
             ids = torch.tensor(new, device=self.model.device)
             hidden = self.model.extend(ids, pool, check=False)[:, -1]

@@ -26,7 +26,7 @@ from threading import Lock
 
 import torch
 
-from loopformer.device import current
+from loopformer.device import device_context
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.decode import Backend, PlainBackend
 from loopformer.inference.draft import Draft, DraftReport
@@ -59,7 +59,7 @@ class _State:
     waiting: tuple[RowState, ...] = ()
     running: tuple[RowState, ...] = ()  # those that have slots
     faults: frozenset[int] = frozenset()  # requests whose own work failed the last time
-    run_in_part: Mapping[int, int] = field(default_factory=dict)  # most tokens of a prompt, by ticket
+    prefilled_tokens: Mapping[int, int] = field(default_factory=dict)  # most tokens of a prompt, by ticket
     events: tuple[Event, ...] = ()
     first_event: int = 0  # the number of the first of these, counted from the engine's beginning
 
@@ -89,7 +89,7 @@ class Engine:
         self._tickets = count()
         self._state = _State()
         self._taken = 0  # events that were handed out
-        self._door, self._work = Lock(), Lock()  # who may replace the state; who runs
+        self._state_lock, self._work = Lock(), Lock()  # who may replace the state; who runs
 
     @property
     def waiting(self) -> int:
@@ -129,7 +129,7 @@ class Engine:
         self.model.resolve(request.trajectory)
         self.backend.check(request)
         row = RowState.start(next(self._tickets), request, self._tokenizer, self.model.config)
-        with self._door:
+        with self._state_lock:
             if len(self._state.waiting) >= self._most_waiting:
                 raise Busy(f"The queue is full ({self._most_waiting} requests are waiting); try again later.")
             self._state = replace(self._state, waiting=(*self._state.waiting, row))
@@ -167,7 +167,7 @@ class Engine:
     def _step(self) -> None:
         gradients = torch.is_grad_enabled()
         try:
-            with self._work, current(self.model.device):
+            with self._work, device_context(self.model.device):
                 taken = self._taken
                 self._publish(
                     lambda state: replace(
@@ -186,7 +186,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Run the prompts of waiting requests, as many as there are slots for, and few enough at a time."""
-        most = self.backend.prompt_tokens + (self.backend.piece if self._state.running else PROMPT_TOKENS)
+        most = self.backend.prompt_tokens + (self.backend.prefill_chunk if self._state.running else PROMPT_TOKENS)
         while (tokens := most - self.backend.prompt_tokens) > 0:
             groups = self.backend.plan(self._state.waiting, tokens)
             if not groups:
@@ -206,14 +206,16 @@ class Engine:
             for row, outcome in zip(group, choices, strict=True):
                 if isinstance(outcome, Choice):
                     run.append((row, outcome))
-                elif outcome > self._state.run_in_part.get(row.ticket, 0):
+                elif outcome > self._state.prefilled_tokens.get(row.ticket, 0):
                     further[row.ticket] = outcome
             if run:
                 self._take([row for row, _ in run], [[choice] for _, choice in run])
             if further:  # a piece that was never run before is work that did not fail
                 self._publish(
                     lambda state: replace(
-                        state, faults=state.faults - further.keys(), run_in_part={**state.run_in_part, **further}
+                        state,
+                        faults=state.faults - further.keys(),
+                        prefilled_tokens={**state.prefilled_tokens, **further},
                     )
                 )
             return
@@ -248,7 +250,9 @@ class Engine:
                 waiting=tuple(row for row in state.waiting if row.ticket not in after),
                 running=tuple(row for row in running if row.ticket not in ended),
                 faults=state.faults - after.keys(),
-                run_in_part={ticket: count for ticket, count in state.run_in_part.items() if ticket not in after},
+                prefilled_tokens={
+                    ticket: count for ticket, count in state.prefilled_tokens.items() if ticket not in after
+                },
                 events=(*state.events, *(event for event in events if event.ticket in present)),
             )
 
@@ -274,7 +278,7 @@ class Engine:
             raise error
 
     def _publish(self, change: Callable[[_State], _State]) -> None:
-        with self._door:
+        with self._state_lock:
             self._state = change(self._state)
 
 
@@ -284,7 +288,7 @@ def _without(state: _State, ticket: int) -> _State:
         waiting=tuple(row for row in state.waiting if row.ticket != ticket),
         running=tuple(row for row in state.running if row.ticket != ticket),
         faults=state.faults - {ticket},
-        run_in_part={other: count for other, count in state.run_in_part.items() if other != ticket},
+        prefilled_tokens={other: count for other, count in state.prefilled_tokens.items() if other != ticket},
     )
 
 

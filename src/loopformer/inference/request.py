@@ -140,7 +140,7 @@ class RowState(NamedTuple):
         return self.length - bool(self.ids)
 
     @property
-    def places_left(self) -> int:
+    def free_positions(self) -> int:
         """How many tokens after the last one the context can hold."""
         return self.context - self.length
 
@@ -182,7 +182,7 @@ class RowState(NamedTuple):
     def _until_end(self, choices: Sequence[Choice]) -> tuple[Sequence[Choice], Reason | None]:
         """The choices up to an end that does not depend on the text, and the reason for that end, if any."""
         remaining = self.request.max_tokens - len(self.ids)
-        fitting = self.places_left + 1  # the last token is never run, so it needs no position
+        fitting = self.free_positions + 1  # the last token is never run, so it needs no position
         for number, (token, logprob) in enumerate(choices[: min(remaining, fitting)]):
             if math.isnan(logprob):
                 return choices[:number], "error"

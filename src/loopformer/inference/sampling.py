@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from loopformer.device import sent
+from loopformer.device import to_device_async
 from loopformer.errors import LoopformerError
-from loopformer.model.noise import GOLDEN, MIX_1, MIX_2, hashed, shifted, signed
+from loopformer.model.noise import GOLDEN, MIX_1, MIX_2, as_int64, hashed, logical_shift
 
 _64_BITS = (1 << 64) - 1
 
@@ -114,7 +114,7 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
         if drawn:
             keys = [_key(draws[row].seed, draws[row].position) for row in drawn]
             noise = gumbel_noise(keys, logits.shape[-1], logits.device).to(scores.dtype)
-            scores.index_add_(0, sent(drawn, logits.device), noise)
+            scores.index_add_(0, to_device_async(drawn, logits.device), noise)
     tokens = scores.argmax(-1)
     return tokens, logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
@@ -135,12 +135,12 @@ def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     ]
     if seen:
         rows, tokens, penalties = zip(*seen, strict=True)
-        penalty = sent(penalties, device, scores.dtype)
-        index = sent(rows, device), sent(tokens, device)
+        penalty = to_device_async(penalties, device, scores.dtype)
+        index = to_device_async(rows, device), to_device_async(tokens, device)
         before = scores[index]
         scores[index] = torch.where(before > 0, before / penalty, before * penalty)
 
-    rules = sent([rule(draw.sampling, vocab) for draw in draws], device, scores.dtype)  # [B, 4]
+    rules = to_device_async([rule(draw.sampling, vocab) for draw in draws], device, scores.dtype)  # [B, 4]
     temperature, top_k, top_p, least = rules[:, :, None].unbind(1)  # [B, 1] each
     samplings = [draw.sampling for draw in draws]
     # Less the largest, so that the smallest temperature gives finite numbers. Greedy rows keep their order.
@@ -161,9 +161,9 @@ def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 def gumbel_noise(keys: Sequence[int], vocab: int, device: torch.device) -> Tensor:
     """Gumbel noise [B, V] in fp64, which follows from the row's key and the token alone."""
     compute = torch.device("cpu") if device.type == "mps" else device  # MPS has no fp64
-    key = sent([signed(key) for key in keys], compute)[:, None]
-    bits = hashed(key + torch.arange(vocab, device=compute) * signed(GOLDEN))
-    uniform = (shifted(bits, 12).double() + 0.5) * 2.0**-52  # never 0 and never 1
+    key = to_device_async([as_int64(key) for key in keys], compute)[:, None]
+    bits = hashed(key + torch.arange(vocab, device=compute) * as_int64(GOLDEN))
+    uniform = (logical_shift(bits, 12).double() + 0.5) * 2.0**-52  # never 0 and never 1
     noise = -(-uniform.log()).log()
     return noise.float().to(device) if device.type == "mps" else noise
 
@@ -176,7 +176,7 @@ def rule(sampling: Sampling, vocab: int) -> tuple[float, float, float, float]:
 
 def hashed_seed(seed: int) -> int:
     """A seed as 64 random-looking bits in an int64, so that neighbouring seeds have unrelated noise."""
-    return signed(_mixed(seed & _64_BITS))
+    return as_int64(_mixed(seed & _64_BITS))
 
 
 def _key(seed: int, position: int) -> int:

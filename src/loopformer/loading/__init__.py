@@ -17,14 +17,14 @@ from loopformer.loading.folder import (
     CONFIG,
     TOKENIZER,
     WEIGHTS,
-    damage,
+    find_damage,
     is_checkpoint,
     is_model_folder,
     is_run_folder,
     load_model,
-    located,
     newest_model,
     read_config,
+    resolve_model_path,
     save_model,
 )
 from loopformer.loading.published import from_state_dict, load_published
@@ -97,7 +97,7 @@ def from_model_folder(source: str | Path, read: Callable[[Path], T]) -> T:
         try:
             return read(folder)
         except (FileProblem, OSError):
-            is_whole = folder.is_dir() and damage(folder, (WEIGHTS, CONFIG, TOKENIZER)) is None
+            is_whole = folder.is_dir() and find_damage(folder, (WEIGHTS, CONFIG, TOKENIZER)) is None
             if not is_run_folder(source) or is_whole or attempt == _ATTEMPTS - 1:
                 raise
     raise AssertionError("the last attempt returns or raises")
@@ -108,9 +108,9 @@ def model_folder(source: str | Path) -> Path:
 
     A named checkpoint is compared with its checksums, too.
     """
-    path = located(source)
+    path = resolve_model_path(source)
     if is_run_folder(path):
         return newest_model(path, lambda sentence: print(sentence, file=sys.stderr))
-    if is_checkpoint(path) and (wrong := damage(path, (WEIGHTS, CONFIG, TOKENIZER))) is not None:
+    if is_checkpoint(path) and (wrong := find_damage(path, (WEIGHTS, CONFIG, TOKENIZER))) is not None:
         raise FileProblem(f"The checkpoint {path} is damaged ({wrong}); use another one of its run.")
     return path

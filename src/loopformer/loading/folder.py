@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loopformer.config import ModelConfig, from_mapping
-from loopformer.config.model import BOX, FORMAT, VERSION, box_folder
+from loopformer.config.model import BOX, FORMAT, VERSION, bundled_model_dir
 from loopformer.data.shards import INDEX_FILE, is_prepared
 from loopformer.errors import FileProblem, unreadable
 from loopformer.files import DamagedFile, read_json, sha256_of
@@ -43,10 +43,10 @@ MODEL_TYPE = "loopformer"  # of an export, in Transformers' sense; its source fi
 PREFIX = "model."  # of tensors in exports: the attribute of the Transformers wrapper that holds the model
 
 
-def located(source: str | Path) -> Path:
+def resolve_model_path(source: str | Path) -> Path:
     """The folder that a user means: the bundled model for `box`, else a path; for a weights file, its folder."""
     if str(source) == BOX:
-        return box_folder()
+        return bundled_model_dir()
     path = Path(source)
     return path.parent if path.name == WEIGHTS and path.is_file() and is_model_folder(path.parent) else path
 
@@ -196,7 +196,7 @@ def save_tensors(
 
 
 @contextmanager
-def staged(target: Path) -> Iterator[Path]:
+def staging_folder(target: Path) -> Iterator[Path]:
     """An empty folder to build what later moves to `target`; it is removed in the end.
 
     An existing target may be a mounted disk or somebody's working directory, so the folder is made inside it then.
@@ -209,7 +209,7 @@ def staged(target: Path) -> Iterator[Path]:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def put_model(stage: Path, target: Path, others: Iterable[str] = ()) -> None:
+def install_model(stage: Path, target: Path, others: Iterable[str] = ()) -> None:
     """Move a finished model into place: at once if there is no folder, else file by file, the settings last.
 
     All files of the model that was there are removed, and `others`; files that are not the model's stay.
@@ -244,9 +244,9 @@ def is_run_folder(path: str | Path) -> bool:
     return (Path(path) / SETTINGS).is_file() and (Path(path) / FOLDER).is_dir()
 
 
-def run_of(model: str | Path) -> Path | None:
+def run_folder_of(model: str | Path) -> Path | None:
     """The run that a path names, itself or by one of its checkpoints; None for any other model."""
-    path = Path(os.path.abspath(located(model)))
+    path = Path(os.path.abspath(resolve_model_path(model)))
     run = path.parent.parent if path.parent.name == FOLDER else path
     return run if is_run_folder(run) else None
 
@@ -290,7 +290,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def damage(checkpoint: Path, names: Sequence[str] | None = None) -> str | None:
+def find_damage(checkpoint: Path, names: Sequence[str] | None = None) -> str | None:
     """What is wrong with a checkpoint; None if every file, or every one of `names`, matches its checksum.
 
     A checkpoint that cannot be read, for lack of permission or on a failing disk, is not damaged but a FileProblem.
@@ -317,12 +317,12 @@ def damage(checkpoint: Path, names: Sequence[str] | None = None) -> str | None:
     return None
 
 
-def latest_good(run: Path, say: Callable[[str], None]) -> Path | None:
+def latest_good_checkpoint(run: Path, say: Callable[[str], None]) -> Path | None:
     """The newest whole checkpoint; `say` gets a sentence about each newer one that is damaged."""
     named: set[Path] = set()
     while True:
         for path in reversed(checkpoints(run)):
-            if (wrong := damage(path)) is None:
+            if (wrong := find_damage(path)) is None:
                 return path
             if not path.is_dir():
                 break  # a running training has rotated it away meanwhile; look again, there is a newer one
@@ -336,7 +336,7 @@ def latest_good(run: Path, say: Callable[[str], None]) -> Path | None:
 def newest_model(run: str | Path, say: Callable[[str], None]) -> Path:
     """The model folder to use of a run: its newest whole checkpoint."""
     notes: list[str] = []
-    if (checkpoint := latest_good(Path(run), notes.append)) is None:
+    if (checkpoint := latest_good_checkpoint(Path(run), notes.append)) is None:
         raise FileProblem(
             f"No checkpoint of {run} is whole: {' '.join(notes)}"
             if notes

@@ -27,7 +27,7 @@ ROTARY_BASE = 10_000.0
 Rotary = tuple[Tensor, Tensor]  # cos and sin, each [B or 1, 1, T, head_width / 2]
 
 
-class Slot(Protocol):
+class KVStore(Protocol):
     """Where one (loop, block) stores its keys and values: `LayerKV` in cache.py, or a cache of Transformers."""
 
     def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,21 +66,21 @@ class Attention(nn.Module):
         x: Tensor,
         rotary: Rotary | None,
         mask: Tensor | None,
-        slot: Slot | None,
+        slot: KVStore | None,
         maps: list[Tensor] | None = None,
     ) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        out: Tensor = self.out(self.mix(q, k, v, rotary, mask, slot, maps))
+        out: Tensor = self.out(self.attend(q, k, v, rotary, mask, slot, maps))
         return out
 
-    def mix(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         rotary: Rotary | None,
         mask: Tensor | None,
-        slot: Slot | None,
+        slot: KVStore | None,
         maps: list[Tensor] | None = None,
     ) -> Tensor:
         """Attention between the two projections: queries, keys and values [B, T, D] each → [B, T, D]."""
@@ -134,7 +134,7 @@ class Block(nn.Module):
         modulation: Tensor | None,
         rotary: Rotary | None,
         mask: Tensor | None,
-        slot: Slot | None,
+        slot: KVStore | None,
         maps: list[Tensor] | None = None,
     ) -> Tensor:
         if modulation is None:
@@ -154,7 +154,7 @@ class Stack(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
 
-    def each(self) -> Iterator[Block]:
+    def typed_blocks(self) -> Iterator[Block]:
         """The blocks, with their type."""
         for block in self.blocks:
             assert isinstance(block, Block)
@@ -166,7 +166,7 @@ class Stack(nn.Module):
         modulation: Tensor | None,
         rotary: Rotary | None = None,
         mask: Tensor | None = None,
-        slots: Sequence[Slot] | None = None,
+        slots: Sequence[KVStore] | None = None,
         states: list[Tensor] | None = None,
         maps: list[Tensor] | None = None,
     ) -> Tensor:

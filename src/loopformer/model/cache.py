@@ -16,26 +16,26 @@ import torch
 from torch import Tensor
 
 from loopformer.config import ModelConfig
-from loopformer.device import sent
+from loopformer.device import to_device_async
 from loopformer.errors import LoopformerError
 from loopformer.model.conditioning import Condition
 from loopformer.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
-class RowKeys:
+class SequenceKV:
     """The keys and values of one row along its trajectory."""
 
     trajectory: Trajectory
     loops: list[Tensor]  # [k, 2, H, T, D/H] for each loop: few tensors, since many small copies take long to launch
 
-    def copy(self) -> "RowKeys":
+    def copy(self) -> "SequenceKV":
         """The same keys and values in new memory."""
-        return RowKeys(self.trajectory, list(torch.stack(self.loops)) if self.loops else [])
+        return SequenceKV(self.trajectory, list(torch.stack(self.loops)) if self.loops else [])
 
 
 @dataclass(frozen=True)
-class Passes:
+class LoopPlan:
     """The loops of a batch: how many rows take part in each, longest trajectories first, and their conditions."""
 
     rows: list[int]
@@ -45,7 +45,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """The keys and values of one (loop, block), as the `Slot` (block.py) of a forward pass over new tokens."""
+    """The keys and values of one (loop, block), as the `KVStore` (block.py) of a forward pass over new tokens."""
 
     keys: Tensor  # [rows, H, capacity, D/H]
     values: Tensor
@@ -64,14 +64,14 @@ class LayerKV:
         return self.keys[:, :, : self.end], self.values[:, :, : self.end]
 
 
-class Cache:
+class KVCache:
     """The KV cache of some sequences, each along its own trajectory."""
 
     def __init__(
         self,
         config: ModelConfig,
         trajectories: Sequence[Trajectory],
-        passes: Passes,
+        passes: LoopPlan,
         capacity: int,
         weight: Tensor,
     ) -> None:
@@ -97,7 +97,7 @@ class Cache:
         if weight is not self._weight:
             raise LoopformerError("This cache was made for another model; make one with this model's cache(…).")
 
-    def need_room(self, count: int) -> None:
+    def check_room(self, count: int) -> None:
         """Refuse more new tokens than fit behind the longest row."""
         longest = max(self.lengths)
         if longest + count > self.capacity:
@@ -106,9 +106,9 @@ class Cache:
                 "the model's context is the limit."
             )
 
-    def place(self, count: int) -> tuple[Tensor, Tensor | None]:
+    def positions_and_mask(self, count: int) -> tuple[Tensor, Tensor | None]:
         """The positions of `count` new tokens [B or 1, T], and their attention mask [B or 1, 1, T, end], if any."""
-        self.need_room(count)
+        self.check_room(count)
         self._end = max(self.lengths) + count
         new = torch.arange(count, device=self._weight.device)
         if len(set(self.lengths)) == 1:
@@ -116,7 +116,7 @@ class Cache:
             positions = (new + self._start)[None]
         else:
             self._start = None
-            positions = sent(self.lengths, new.device)[:, None] + new
+            positions = to_device_async(self.lengths, new.device)[:, None] + new
         self._positions = positions
         if self._start is not None and (count == 1 or self._start == 0):
             return positions, None  # one token may attend to all stored ones; a prompt is plain causal attention
@@ -129,21 +129,21 @@ class Cache:
         if len(positions) > 1:
             first = self._order[:rows]  # positions are in the order of the caller, keys in that of the loop
             in_order = first == list(range(rows))
-            positions = positions[:rows] if in_order else positions[sent(first, positions.device)]
+            positions = positions[:rows] if in_order else positions[to_device_async(first, positions.device)]
         return [LayerKV(k[:rows], v[:rows], positions, self._start, self._end) for k, v in self._kept[loop]]
 
-    def tensors(self, loop: int, block: int) -> tuple[Tensor, Tensor]:
+    def layer_kv(self, loop: int, block: int) -> tuple[Tensor, Tensor]:
         """The keys and values of a (loop, block), each [rows, H, capacity, D/H]."""
         keys, values = self._kept[loop][block]
         return keys, values
 
-    def read(self, row: int) -> RowKeys:
+    def read(self, row: int) -> SequenceKV:
         """The keys and values of a row, as views."""
         index, length = self._order.index(row), self.lengths[row]
         loops = self._kept[: self.trajectories[row].budget]
-        return RowKeys(self.trajectories[row], [loop[:, :, index, :, :length] for loop in loops])
+        return SequenceKV(self.trajectories[row], [loop[:, :, index, :, :length] for loop in loops])
 
-    def write(self, row: int, kept: RowKeys, length: int) -> None:
+    def write(self, row: int, kept: SequenceKV, length: int) -> None:
         """Start a row with the first `length` tokens of another one along the same trajectory."""
         if kept.trajectory != self.trajectories[row]:
             raise LoopformerError(
@@ -153,7 +153,7 @@ class Cache:
         self._fill(self._order.index(row), kept, length)
         self.lengths[row] = length
 
-    def _fill(self, index: int, kept: RowKeys, length: int) -> None:
+    def _fill(self, index: int, kept: SequenceKV, length: int) -> None:
         """Copy keys and values of `length` tokens to the row at `index` in the tensors."""
         targets = [loop[:, :, index, :, :length] for loop in self._kept[: len(kept.loops)]]
         if targets:

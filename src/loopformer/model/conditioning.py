@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from loopformer.config import ModelConfig
-from loopformer.device import sent
+from loopformer.device import to_device_async
 from loopformer.trajectory import Trajectory
 
 FOURIER_WIDTH = 256
@@ -67,7 +67,7 @@ class ScalarEmbedding(nn.Module):
 
     def forward(self, scalars: list[float]) -> Tensor:
         weight = self.up.weight
-        features = fourier_features(sent(scalars, weight.device)).to(weight.dtype)
+        features = fourier_features(to_device_async(scalars, weight.device)).to(weight.dtype)
         out: Tensor = self.out(nn.functional.silu(self.up(features)))
         return out
 

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.model.block import EPSILON, RMSNorm, Rotary, Stack, rotary_angles
-from loopformer.model.cache import Cache, Passes
+from loopformer.model.cache import KVCache, LoopPlan
 from loopformer.model.conditioning import Condition, Conditioner, ZeroLinear
 from loopformer.model.cost import Cost
-from loopformer.model.noise import GOLDEN, hashed, normal, signed
+from loopformer.model.noise import GOLDEN, as_int64, hashed, normal_noise
 from loopformer.trajectory import Trajectory, resolve
 
 INITIAL_STATE_STD = math.sqrt(2 / 5)  # of a random initial state, as in Geiping et al. (2025)
@@ -63,6 +63,7 @@ class LoopedLM(nn.Module):
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(config.vocab_rows, config.width)  # tied: also the head
+        # Learned position embeddings. The attribute is named as its key in weight files.
         self.places = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
         self.conditioner = Conditioner(config) if config.conditioning != "none" else None
         self.stack = Stack(config)
@@ -113,15 +114,15 @@ class LoopedLM(nn.Module):
         stack      runs a loop in place of `self.stack`, as training does
         """
         self.check(ids, documents, check)
-        passes = self.passes(self.trajectories(trajectory, len(ids), beyond), len(ids))
+        passes = self.plan_loops(self.trajectories(trajectory, len(ids), beyond), len(ids))
         x, rotary, mask = self.embed(ids, documents)
-        start = self.random_start(torch.arange(ids.shape[1], device=ids.device)[None], ids)
+        start = self.random_initial_state(torch.arange(ids.shape[1], device=ids.device)[None], ids)
         run_stack, kept = stack or self.stack, list[Tensor]()
 
         def step(number: int, *inputs: Any) -> Tensor:
             return run_stack(*inputs)
 
-        x = self.loop(step, x, passes, rotary, mask, kept if states else None, start)
+        x = self.run_loops(step, x, passes, rotary, mask, kept if states else None, start)
         hidden: Tensor = self.final_norm(x)
         return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
 
@@ -134,10 +135,10 @@ class LoopedLM(nn.Module):
             same = documents[:, None, :, None] == documents[:, None, None, :]  # [B, 1, T, T]
             mask = same.tril()
             positions = positions - same.squeeze(1).int().argmax(dim=-1)  # less the first position of the document
-        x, rotary = self.place(self.tokens(ids), positions)
+        x, rotary = self.add_positions(self.tokens(ids), positions)
         return x, rotary, mask
 
-    def place(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Rotary | None]:
+    def add_positions(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Rotary | None]:
         """Embedded tokens x [B, T, D] at positions [B or 1, T] → states [B, T, D] and rotary angles, if any."""
         rotary = None
         if self.places is not None:
@@ -149,7 +150,7 @@ class LoopedLM(nn.Module):
         return x, rotary
 
     @_never_compile
-    def random_start(self, positions: Tensor, ids: Tensor | None = None) -> Tensor | None:
+    def random_initial_state(self, positions: Tensor, ids: Tensor | None = None) -> Tensor | None:
         """The state before the first loop [B or 1, T, D], at positions [B or 1, T]; None where it is the embedding.
 
         In evaluation it follows from the position alone: a token that is decoded on top of a cache starts from the
@@ -160,22 +161,22 @@ class LoopedLM(nn.Module):
             return None
         keys = positions.new_zeros(1)
         if ids is not None and self.training and torch.is_grad_enabled():
-            keys = hashed(ids + positions * signed(GOLDEN)).sum(1)
-        return INITIAL_STATE_STD * normal(keys, positions, self.config.width)
+            keys = hashed(ids + positions * as_int64(GOLDEN)).sum(1)
+        return INITIAL_STATE_STD * normal_noise(keys, positions, self.config.width)
 
     @_never_compile
-    def passes(
+    def plan_loops(
         self,
         trajectories: Trajectory | list[Trajectory],
         rows: int,
         condition: Callable[[Trajectory], Condition] | None = None,
-    ) -> Passes:
+    ) -> LoopPlan:
         """How many rows take part in each loop, and their conditions, from `condition` or the model's own."""
         condition = condition or self.condition
         if isinstance(trajectories, Trajectory):
             table, budget = condition(trajectories), trajectories.budget
             # Slices keep the row dimension at 1, so one modulation is broadcast to all rows.
-            return Passes([rows] * budget, [table.at(slice(step, step + 1)) for step in range(budget)], None)
+            return LoopPlan([rows] * budget, [table.at(slice(step, step + 1)) for step in range(budget)], None)
         tables = {trajectory: condition(trajectory) for trajectory in set(trajectories)}
         order = sorted(range(rows), key=lambda row: -trajectories[row].budget)
         counts, conditions = [], []
@@ -183,7 +184,7 @@ class LoopedLM(nn.Module):
             active = [trajectories[row] for row in order if trajectories[row].budget > step]
             counts.append(len(active))
             conditions.append(Condition.stack([tables[trajectory].at(step) for trajectory in active]))
-        return Passes(counts, conditions, order)
+        return LoopPlan(counts, conditions, order)
 
     @_never_compile
     def condition(self, trajectory: Trajectory) -> Condition:
@@ -194,11 +195,11 @@ class LoopedLM(nn.Module):
         return condition
 
     @_compile_only_submodules
-    def loop(
+    def run_loops(
         self,
         step: Step,
         x: Tensor,
-        passes: Passes,
+        passes: LoopPlan,
         rotary: Rotary | None,
         mask: Tensor | None,
         keep: list[Tensor] | None,
@@ -253,7 +254,7 @@ class LoopedLM(nn.Module):
         rows: int,
         capacity: int | None = None,
         condition: Callable[[Trajectory], Condition] | None = None,
-    ) -> Cache:
+    ) -> KVCache:
         """An empty cache for `rows` sequences of at most `capacity` tokens, along one trajectory or one for each.
 
         `condition` replaces the model's own, for callers that keep the conditions they have computed.
@@ -261,11 +262,13 @@ class LoopedLM(nn.Module):
         trajectories = self.trajectories(trajectory, rows)
         each = [trajectories] * rows if isinstance(trajectories, Trajectory) else trajectories
         with torch.no_grad():
-            passes = self.passes(trajectories, rows, condition)
-        return Cache(self.config, each, passes, capacity or self.config.context, self.tokens.weight)
+            passes = self.plan_loops(trajectories, rows, condition)
+        return KVCache(self.config, each, passes, capacity or self.config.context, self.tokens.weight)
 
     @torch.no_grad()
-    def extend(self, ids: Tensor, cache: Cache, counts: Sequence[int] | None = None, check: bool = True) -> Tensor:
+    def extend(
+        self, ids: Tensor, cache: KVCache, counts: Sequence[int] | None = None, check: bool = True
+    ) -> Tensor:
         """Run new tokens [B, T] on top of the cache and store them there: hidden [B, T, D] after the final norm.
 
         Where rows are padded at the end, `counts` says how many tokens of each are real. Outputs of padding mean
@@ -278,15 +281,15 @@ class LoopedLM(nn.Module):
         counts = [ids.shape[1]] * len(ids) if counts is None else counts
         if len(counts) != len(ids) or not all(0 <= count <= ids.shape[1] for count in counts):
             raise LoopformerError(f"counts must be {len(ids)} numbers of tokens in 0…{ids.shape[1]}, got {counts}.")
-        positions, mask = cache.place(ids.shape[1])
-        x, rotary = self.place(self.tokens(ids), positions)
+        positions, mask = cache.positions_and_mask(ids.shape[1])
+        x, rotary = self.add_positions(self.tokens(ids), positions)
 
         def step(number: int, *inputs: Any) -> Tensor:
             out: Tensor = self.stack(*inputs, cache.slots(number))
             return out
 
         with without_cudnn_attention():
-            x = self.loop(step, x, cache.passes, rotary, mask, None, self.random_start(positions))
+            x = self.run_loops(step, x, cache.passes, rotary, mask, None, self.random_initial_state(positions))
         hidden: Tensor = self.final_norm(x)
         # Last: after an error above the cache is as long as before, and the next call overwrites what was stored.
         cache.advance(counts)

@@ -16,25 +16,25 @@ GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 
 def hashed(bits: Tensor) -> Tensor:
     """64 bits that look random for each int64: the finisher of splitmix64."""
-    bits = (bits ^ shifted(bits, 30)) * signed(MIX_1)
-    bits = (bits ^ shifted(bits, 27)) * signed(MIX_2)
-    return bits ^ shifted(bits, 31)
+    bits = (bits ^ logical_shift(bits, 30)) * as_int64(MIX_1)
+    bits = (bits ^ logical_shift(bits, 27)) * as_int64(MIX_2)
+    return bits ^ logical_shift(bits, 31)
 
 
-def normal(keys: Tensor, positions: Tensor, width: int) -> Tensor:
+def normal_noise(keys: Tensor, positions: Tensor, width: int) -> Tensor:
     """N(0, 1) in fp32 [B, T, D] for rows with keys [B or 1], at positions [B or 1, T]."""
     counter = positions[:, :, None] * width + torch.arange(width, device=positions.device)
-    bits = hashed(keys[:, None, None] + counter * signed(GOLDEN))
-    uniform = (shifted(bits, 41).float() + 0.5) * 2.0**-23  # never 0 and never 1
+    bits = hashed(keys[:, None, None] + counter * as_int64(GOLDEN))
+    uniform = (logical_shift(bits, 41).float() + 0.5) * 2.0**-23  # never 0 and never 1
     noise: Tensor = torch.special.ndtri(uniform)
     return noise
 
 
-def shifted(bits: Tensor, by: int) -> Tensor:
+def logical_shift(bits: Tensor, by: int) -> Tensor:
     """A logical right shift; that of PyTorch extends the sign."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
-def signed(bits: int) -> int:
+def as_int64(bits: int) -> int:
     """64 bits as the int64 that a tensor can hold."""
     return bits - (1 << 64) if bits >> 63 else bits

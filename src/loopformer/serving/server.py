@@ -40,7 +40,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.inference.chat import ChatTemplate
 from loopformer.loading import find_config
-from loopformer.loading.folder import located, run_of
+from loopformer.loading.folder import resolve_model_path, run_folder_of
 from loopformer.serving.app import PAGE_FILES, create_app
 from loopformer.serving.engine_process import EngineProcess
 from loopformer.serving.protocol import ApiError, Served
@@ -118,7 +118,7 @@ def inspect_model(model: str) -> tuple[ModelConfig, ChatTemplate]:
     config, folder = find_config(model)
     if folder is None:
         raise LoopformerError("This model came without a tokenizer; put its tokenizer.json beside its weights.")
-    chat = ChatTemplate.find(Tokenizer.load(folder), located(model), run_of(model))
+    chat = ChatTemplate.find(Tokenizer.load(folder), resolve_model_path(model), run_folder_of(model))
     chat.encode([{"role": "user", "content": "?"}])  # a broken template fails here, not at the first chat
     return config, chat
 

@@ -43,9 +43,9 @@ from loopformer.inference.chat import ChatTemplate
 from loopformer.inference.engine import Engine, warm_up
 from loopformer.inference.request import Reason, Request, Result
 from loopformer.inference.sampling import Choice
-from loopformer.lm import LM, Fast, load, place
+from loopformer.lm import LM, Fast, load, move_to_device
 from loopformer.loading import from_model_folder
-from loopformer.loading.folder import is_run_folder, located, run_of
+from loopformer.loading.folder import is_run_folder, resolve_model_path, run_folder_of
 from loopformer.model import LoopedLM
 from loopformer.scoring import head_chunks
 from loopformer.trajectory import Trajectory
@@ -195,8 +195,8 @@ def load_served(settings: WorkerSettings) -> tuple[LM, str]:
         lm, source = from_model_folder(model, lambda checkpoint: (load(checkpoint), str(checkpoint)))
     else:
         lm, source = load(model), model
-    lm.tokenizer = ChatTemplate.find(lm.need_tokenizer(), located(model), run_of(model)).tokenizer
-    place(lm, settings.device, None if settings.dtype is None else dtype_of(settings.dtype), settings.fast)
+    lm.tokenizer = ChatTemplate.find(lm.need_tokenizer(), resolve_model_path(model), run_folder_of(model)).tokenizer
+    move_to_device(lm, settings.device, None if settings.dtype is None else dtype_of(settings.dtype), settings.fast)
     return lm, source
 
 

@@ -37,10 +37,10 @@ from loopformer.data.states import Group, open_data
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import available_bytes
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
-from loopformer.files import locked, read_yaml, writing
+from loopformer.files import explain_write_errors, lock_folder, read_yaml
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, checkpoints, data_folder
-from loopformer.plots import available
+from loopformer.plots import has_matplotlib
 from loopformer.training.distributed import Ranks
 from loopformer.training.plan import estimated_micro_batch, make_plan, micro_batches
 from loopformer.training.reporting import draw_curves
@@ -77,7 +77,7 @@ def launch(
     run, written = _settings(source, overrides, out, resume)
     run = _from_anywhere(run)
     ranks = Ranks.start(run.training.device)
-    with locked(out) if ranks.is_main else nullcontext(), _out_of_memory_advice():
+    with lock_folder(out) if ranks.is_main else nullcontext(), _out_of_memory_advice():
         if checkpoints(out):
             run = _run_of_folder(run, written, out, resume)
         else:
@@ -92,9 +92,9 @@ def launch(
         ranks.wait()
         result = Trainer(run, out, ranks, resume, quiet).train()
         if ranks.is_main:
-            with writing(out):
+            with explain_write_errors(out):
                 result["curves"] = draw_curves(out)
-            if not available() and not quiet:
+            if not has_matplotlib() and not quiet:
                 say("no curves.png: it needs matplotlib, pip install 'loopformer[plot]'")
         ranks.close()
     return result

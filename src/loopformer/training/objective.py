@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from loopformer.config import ObjectiveConfig, RunConfig
-from loopformer.data.loader import NO_LOSS
+from loopformer.data.loader import IGNORE_INDEX
 from loopformer.model import LoopedLM
 from loopformer.scoring import token_logprobs
 from loopformer.training.fused.ops import Precision, add_matmul
@@ -146,14 +146,14 @@ class Objective(nn.Module):
         for number, (state, weight) in enumerate(zip(states, matches, strict=True)):
             if weight:
                 per_token = (state - states[teacher].detach()).float().square().mean(-1)  # [b, T]
-                distance = (per_token * (targets != NO_LOSS)).sum()
+                distance = (per_token * (targets != IGNORE_INDEX)).sum()
                 total, terms[1, number] = total + weight * distance, distance.detach()
         return Losses(total, terms)
 
     def logprobs(self, inputs: Tensor, targets: Tensor, documents: Tensor | None, trajectory: Trajectory) -> Tensor:
         """log p of the counted targets [N] as `loopformer eval` has it, without rows that pad the vocabulary."""
         hidden = self._hidden(inputs, documents, trajectory, self._stack())  # [B, T, D]
-        counted = targets != NO_LOSS
+        counted = targets != IGNORE_INDEX
         return token_logprobs(self.model, hidden[counted], targets[counted])[0]
 
     def _stack(self) -> Callable[..., Tensor] | None:
@@ -185,7 +185,7 @@ def head_losses(
     match: Match | None,
     chunk: int,
 ) -> Losses:
-    """Losses of the hidden states of E trajectories, each [N, D], against targets [N]; NO_LOSS is ignored.
+    """Losses of the hidden states of E trajectories, each [N, D], against targets [N]; IGNORE_INDEX is skipped.
 
     head is [V, D]. With autocast on, matmuls run in its dtype. Losses are always fp32.
     """
@@ -270,7 +270,7 @@ def _fused_loss(
 
     inputs = state.detach().to(head.dtype)
     logits = F.linear(inputs, head)  # [n, V]
-    losses = cross_entropy_(logits, targets, scale if grad_head is not None else None, NO_LOSS)
+    losses = cross_entropy_(logits, targets, scale if grad_head is not None else None, IGNORE_INDEX)
     if grad_head is not None and grad_state is not None:  # the logits are their own gradient now
         grad_state.copy_(logits @ head)
         add_matmul(grad_head, logits.t(), inputs)
@@ -281,9 +281,9 @@ def _chunk_losses(
     head: Tensor, states: list[Tensor], targets: Tensor, weights: list[LossWeights], match: Match | None
 ) -> tuple[Tensor, Tensor]:
     """The weighted total of one chunk, and its terms [2, E]; each summed over the tokens."""
-    counted = targets != NO_LOSS
+    counted = targets != IGNORE_INDEX
     logits = [F.linear(state, head).float() for state in states]  # each [n, V]
-    losses = [F.cross_entropy(own, targets, ignore_index=NO_LOSS, reduction="sum") for own in logits]
+    losses = [F.cross_entropy(own, targets, ignore_index=IGNORE_INDEX, reduction="sum") for own in logits]
     weighted = (weight.cross_entropy * loss for weight, loss in zip(weights, losses, strict=True))
     total = sum(weighted, losses[0].new_zeros(()))
     distances = [loss.new_zeros(()) for loss in losses]

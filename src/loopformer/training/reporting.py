@@ -26,8 +26,8 @@ import torch
 from loopformer.config import RunConfig
 from loopformer.device import peak_flops
 from loopformer.errors import LoopformerError, unreadable
-from loopformer.files import write_atomic, writing
-from loopformer.plots import Line, Panel, available, line_figure, save, wide
+from loopformer.files import explain_write_errors, write_atomic
+from loopformer.plots import Line, Panel, has_matplotlib, line_figure, needs_log_axis, save
 
 METRICS, CURVES = "metrics.jsonl", "curves.png"
 
@@ -65,7 +65,7 @@ class Reporter:
         if not self.active:
             return
         finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
-        with writing(self._path):
+        with explain_write_errors(self._path):
             self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
             self._file.flush()
         for writer in self._writers:
@@ -98,7 +98,7 @@ class Reporter:
             if self._path.is_file():
                 kept = [record for record in read_metrics(self._path.parent) if record["step"] <= self._first]
                 write_atomic(self._path, "".join(json.dumps(record) + "\n" for record in kept).encode())
-            with writing(self._path):
+            with explain_write_errors(self._path):
                 self._file = self._path.open("a", encoding="utf-8")
         if self._bar is not None:
             self._bar.start()
@@ -279,7 +279,7 @@ def draw_curves(run: Path) -> str | None:
     train = [record for record in records if record["kind"] == "train"]
     tested = [record for record in records if record["kind"] == "validation"]
     names = dict.fromkeys(name for record in train for name in record if name.startswith("loss_"))
-    if not names or not available():
+    if not names or not has_matplotlib():
         return None
     labels = {"loss_full": "full trajectory", "loss_short": "short ones"}
     losses = []
@@ -297,6 +297,6 @@ def draw_curves(run: Path) -> str | None:
             perplexities.append(Line(f"M = {name.removeprefix('loss_at_')}", steps, values))
     panels = [Panel(losses, title="training", xlabel="optimizer step", ylabel="cross-entropy")]
     if perplexities:
-        log = wide(value for line in perplexities for value in line.y)
+        log = needs_log_axis(value for line in perplexities for value in line.y)
         panels.append(Panel(perplexities, "validation", "optimizer step", "perplexity", log_y=log))
     return str(save(line_figure(panels, legend=None), run / CURVES))

@@ -31,19 +31,26 @@ from torch import Tensor
 from loopformer.config import RunConfig, run_to_yaml
 from loopformer.config.run import validation_budgets
 from loopformer.config.schema import with_current_keys
-from loopformer.data.loader import NO_LOSS, Batch, Loader, Prefetcher, Windows, validation_windows
+from loopformer.data.loader import IGNORE_INDEX, Batch, Loader, Prefetcher, Windows, validation_windows
 from loopformer.data.shards import TokenData
 from loopformer.data.states import Group, StateLoader, StateWindows, open_data
 from loopformer.device import available_bytes, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, require
 from loopformer.files import read_json, write_atomic
 from loopformer.loading import find_model
-from loopformer.loading.folder import SETTINGS, STATE, check_finite, latest_good, load_model, save_tensors
+from loopformer.loading.folder import (
+    SETTINGS,
+    STATE,
+    check_finite,
+    latest_good_checkpoint,
+    load_model,
+    save_tensors,
+)
 from loopformer.model import LoopedLM
 from loopformer.training.checkpoint import restore_optimizer, rotate, set_aside_newer, write_checkpoint
 from loopformer.training.distributed import Parallel, Ranks, full_tensor
 from loopformer.training.fused.ops import Precision
-from loopformer.training.fused.passes import obstacle
+from loopformer.training.fused.passes import unsupported_reason
 from loopformer.training.objective import Objective, autocast
 from loopformer.training.optimizer import ModelOptimizer, learning_rate
 from loopformer.training.plan import (
@@ -101,7 +108,7 @@ class Trainer:
         self.loader, self.windows = batches_of(run, data)
 
         damaged: list[str] = []
-        checkpoint = latest_good(out, damaged.append) if resume else None
+        checkpoint = latest_good_checkpoint(out, damaged.append) if resume else None
         if checkpoint is None and damaged:
             raise FileProblem(
                 f"{' '.join(damaged)} None is left; restore one, or start a new run with another --out."
@@ -284,7 +291,7 @@ class Trainer:
         """
         counts = torch.zeros(len(self.run.objective.trajectories))
         for micro_batch, rows in batch:
-            counted = (rows.targets != NO_LOSS).sum(1)
+            counted = (rows.targets != IGNORE_INDEX).sum(1)
             drawn = None if step is None else draw_trajectories(self.run, step, micro_batch.group)
             for index, entry_rows in enumerate(micro_batch.rows):
                 if drawn is None or drawn[index] is not None:
@@ -363,9 +370,9 @@ def validate(
     for turn in range(math.ceil(math.ceil(len(windows) / rows) / ranks.world)):
         first = (turn * ranks.world + ranks.rank) * rows
         batch = windows.batch(first, first + rows)
-        sums[-1] += float((batch.targets != NO_LOSS).sum())
+        sums[-1] += float((batch.targets != IGNORE_INDEX).sum())
         if missing := rows - len(batch):  # another shape would be another graph; padding does not count
-            targets = F.pad(batch.targets, (0, 0, 0, missing), value=NO_LOSS)
+            targets = F.pad(batch.targets, (0, 0, 0, missing), value=IGNORE_INDEX)
             batch = replace(map_tensors(batch, partial(F.pad, pad=(0, 0, 0, missing))), targets=targets)
         tensors = to_device_async(batch, ranks.device)
         for index, budget in enumerate(budgets):
@@ -415,7 +422,7 @@ def fused_precision(run: RunConfig, ranks: Ranks, say: Callable[[str], None] = l
     """
     training, fp8 = run.training, run.training.dtype == "float8"
     precision = Precision(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
-    reason = obstacle(run.model, ranks.device, fp8)
+    reason = unsupported_reason(run.model, ranks.device, fp8)
     if ranks.world > 1 and training.is_sharded:
         reason = "with training.strategy=fsdp weights are gathered inside the stack; use ddp"
     if training.fused is True or fp8:

@@ -21,7 +21,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.draft import Draft
 from loopformer.inference.engine import generate
 from loopformer.inference.fused import backend
-from loopformer.inference.fused.backend import MAX_FREE, FusedPool, fingerprint, obstacle, weights_by_rows
+from loopformer.inference.fused.backend import MAX_FREE, BatchPool, fingerprint, unsupported_reason, weights_by_rows
 from loopformer.inference.request import Event, Request, Result
 
 from ..models import spread
@@ -47,7 +47,7 @@ def test_nothing_is_lent_twice_and_the_last_few_are_kept(
     tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "loopformer.inference.fused.batch", SimpleNamespace(SharedBatch=FakeBatch))
-    pool: Any = FusedPool(LoopedLM(tiny))
+    pool: Any = BatchPool(LoopedLM(tiny))
     with pool.batch(1) as one, pool.batch(1) as other:
         assert one is not other
     with pool.batch(1) as again:
@@ -91,7 +91,7 @@ def test_what_fast_cannot_do_is_said(lm: LM) -> None:
 
 def test_a_setting_without_kernels_is_named_and_it_decodes_plainly(lm: LM) -> None:
     other = LM(spread(replace(lm.model.config, norms="sandwich"), std=0.3), lm.tokenizer)
-    assert obstacle(other.model) == "has no kernels for model.norms"
+    assert unsupported_reason(other.model) == "has no kernels for model.norms"
     with pytest.raises(LoopformerError, match=r"fast has no kernels for model.norms; leave it out"):
         other.generate("told", fast=True)
     assert other.generate("told", max_tokens=4) == other.generate("told", fast=False, max_tokens=4)
@@ -121,7 +121,7 @@ def model(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> LoopedLM:
     return model.eval().to(DEVICE)
 
 
-def fused(pool: FusedPool, tokenizer: Tokenizer, requests: list[Request]) -> Iterator[Event]:
+def fused(pool: BatchPool, tokenizer: Tokenizer, requests: list[Request]) -> Iterator[Event]:
     from loopformer.inference.fused.shared import SharedBackend
 
     with pool.batch(len(requests)) as batch:
@@ -141,7 +141,7 @@ def results(events: Iterable[Event]) -> list[Result]:
 def test_texts_at_once_do_not_meet(model: LoopedLM, tokenizer: Tokenizer) -> None:
     requests = asked(2, 5)
     expected = [result.ids for result in results(generate(model, tokenizer, requests))]
-    pool = FusedPool(model)
+    pool = BatchPool(model)
     for _ in range(2):  # with batches that were used before, too
         runs = [fused(pool, tokenizer, [request]) for request in requests]
         in_turn = list(zip_longest(*runs))  # a step of each, which may bring several tokens
@@ -156,7 +156,7 @@ def test_batches_are_bounded_and_kept_where_there_is_room(
 ) -> None:
     requests = asked(3, 3)
     expected = [result.ids for result in results(generate(model, tokenizer, requests))]
-    pool = FusedPool(model)
+    pool = BatchPool(model)
     monkeypatch.setattr(backend, "MAX_SLOTS", 2)
     monkeypatch.setattr(backend, "available_bytes", lambda device: 0)
     assert [result.ids for result in results(fused(pool, tokenizer, requests))] == expected  # one waits
@@ -183,16 +183,16 @@ def test_a_user_can_change_the_weights(lm: LM) -> None:
 @pytest.mark.parametrize("start", ["embedding", "normed"])
 def test_passes_start_from_what_the_model_starts_from(tiny: ModelConfig, start: str) -> None:
     model = spread(replace(tiny, positions="rotary", inject="gated", start=start))  # type: ignore[arg-type]
-    assert model.config.plain_only is None
+    assert model.config.fused_unsupported is None
     ids = torch.arange(tiny.vocab)
     weights = weights_by_rows(model)
-    expected, _ = model.place(model.tokens(ids)[None], ids[None])
+    expected, _ = model.add_positions(model.tokens(ids)[None], ids[None])
     torch.testing.assert_close(weights.embedding, expected[0].detach())
     torch.testing.assert_close(weights.head, model.tokens.weight.detach())
 
 
 def test_where_positions_are_learned_no_table_has_the_start(tiny: ModelConfig) -> None:
-    assert replace(tiny, positions="learned", start="normed").plain_only == "start"
+    assert replace(tiny, positions="learned", start="normed").fused_unsupported == "start"
 
 
 def test_other_weights_have_another_fingerprint(tiny: ModelConfig) -> None:

@@ -349,7 +349,7 @@ def test_norms_of_an_unconditioned_model_keep_their_weights_in_bf16() -> None:
     config = replace(BASE, conditioning="none", modulator_start="zero")
     model = spread(config, std=0.1).to(DEVICE, torch.bfloat16)
     table = SharedBatch(model, slots=1)._modulation(Condition(), 2)
-    for number, block in enumerate(model.stack.each()):
+    for number, block in enumerate(model.stack.typed_blocks()):
         assert block.norm_1.weight is not None
         torch.testing.assert_close(1 + table[1, number, 2], block.norm_1.weight.float(), atol=1e-6, rtol=0)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from loopformer import LoopedLM, Trajectory
 from loopformer.config import ModelConfig, ObjectiveConfig
 from loopformer.training.fused.ops import Precision
-from loopformer.training.fused.passes import FusedStack, obstacle
+from loopformer.training.fused.passes import FusedStack, unsupported_reason
 from loopformer.training.objective import Objective
 
 PLAIN = Precision(torch.float32)
@@ -54,7 +54,7 @@ def test_gradients_are_autograds(tiny: ModelConfig, conditioning: str, positions
 
 
 def fusible(option: Option) -> bool:
-    return obstacle(ModelConfig(**option), torch.device("cpu"), fp8=False) is None
+    return unsupported_reason(ModelConfig(**option), torch.device("cpu"), fp8=False) is None
 
 
 @pytest.mark.parametrize("option", [each for each in OPTIONS if fusible(each)], ids=str)
@@ -67,7 +67,7 @@ def test_settings_beyond_the_paper_train_alike(tiny: ModelConfig, option: Option
 
 
 def test_what_the_kernels_lack_is_named(tiny: ModelConfig) -> None:
-    why = obstacle(replace(tiny, norms="sandwich"), torch.device("cpu"), fp8=False)
+    why = unsupported_reason(replace(tiny, norms="sandwich"), torch.device("cpu"), fp8=False)
     assert why == "its kernels have no norms after a sum; leave model.norms at pre"
 
 
@@ -138,7 +138,7 @@ def test_what_is_not_a_number_is_not_hidden(tiny: ModelConfig, precision: Precis
     """fp8 is clamped, but a step that went wrong must be seen."""
     model = model_of(tiny, width=32, ffn=64).to(device)
     with torch.no_grad():
-        next(iter(model.stack.each())).attention.qkv.weight[3, 5] = torch.nan
+        next(iter(model.stack.typed_blocks())).attention.qkv.weight[3, 5] = torch.nan
     assert not torch.stack([gradient.norm() for gradient in run(model, precision)]).isfinite().all()
 
 

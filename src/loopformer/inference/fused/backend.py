@@ -1,6 +1,6 @@
 """What decoding on a GPU needs that can be imported without Triton: whether it can run, weights, a pool of batches.
 
-pool = FusedPool(model)                  # if obstacle(model) is None
+pool = BatchPool(model)                  # if obstacle(model) is None
 with pool.batch(slots=4) as batch:
     backend = SharedBackend(batch)       # shared.py
 
@@ -32,10 +32,10 @@ MAX_FREE = 4  # batches that nobody uses; each has memory for the whole context 
 MAX_SLOTS = 256  # of one batch; more requests wait for each other
 
 
-def obstacle(model: LoopedLM) -> str | None:
+def unsupported_reason(model: LoopedLM) -> str | None:
     """What the kernels lack to run a model here, as in "it …"; None if nothing."""
-    if model.config.plain_only is not None:
-        return f"has no kernels for model.{model.config.plain_only}"
+    if model.config.fused_unsupported is not None:
+        return f"has no kernels for model.{model.config.fused_unsupported}"
     ready = model.tokens.weight.device.type == "cuda" and find_spec("triton") is not None
     return None if ready else "needs a CUDA device and Triton"
 
@@ -63,7 +63,7 @@ class Weights:
 def weights_by_rows(model: LoopedLM) -> Weights:
     """The model's own weights, copied only where they do not lie by rows or the embedding is normalised."""
     blocks = []
-    for block in model.stack.each():
+    for block in model.stack.typed_blocks():
         linears = (block.attention.qkv, block.attention.out, block.ffn.up, block.ffn.down)
         qkv, out, up, down = (linear.weight.detach().contiguous() for linear in linears)
         blocks.append((qkv, out, up, down))
@@ -72,7 +72,7 @@ def weights_by_rows(model: LoopedLM) -> Weights:
     return Weights(blocks, tokens, embedding)
 
 
-class FusedPool:
+class BatchPool:
     """The batches of a model. They are used again, as recording their graphs takes long; each is lent to one run at
     a time."""
 

@@ -28,13 +28,13 @@ import torch
 import triton
 from torch import Tensor
 
-from loopformer.device import available_bytes, sent
+from loopformer.device import available_bytes, to_device_async
 from loopformer.errors import require
 from loopformer.inference.fused import kernels
 from loopformer.inference.fused.backend import fingerprint, weights_by_rows
 from loopformer.inference.fused.graphs import (
-    LoneRow,
     PromptGraphs,
+    SingleRowRunner,
     allocate_scratch,
     launch_attention,
     record,
@@ -43,7 +43,7 @@ from loopformer.inference.fused.graphs import (
 from loopformer.inference.sampling import GREEDY, Draw, hashed_seed, rule
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON
-from loopformer.model.cache import RowKeys
+from loopformer.model.cache import SequenceKV
 from loopformer.model.conditioning import Condition
 
 PAGE = 64  # tokens
@@ -111,8 +111,8 @@ class SharedBatch:
         self._normed, self._change = like.new_zeros(most, config.width), like.new_zeros(most, config.width)
         self._logits = torch.zeros(most, config.vocab_rows, device=like.device)
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
-        self._lone_rows: dict[int, LoneRow] = {}  # by budget
-        self._alone: tuple[int, LoneRow] | None = None  # the slot that runs alone, and where it does
+        self._lone_rows: dict[int, SingleRowRunner] = {}  # by budget
+        self._alone: tuple[int, SingleRowRunner] | None = None  # the slot that runs alone, and where it does
 
     @property
     def is_current(self) -> bool:
@@ -138,7 +138,7 @@ class SharedBatch:
         self,
         slot: int,
         pages: Sequence[int],
-        keys: RowKeys,
+        keys: SequenceKV,
         length: int,
         condition: Condition,
         draw: Draw = GREEDY,
@@ -149,14 +149,16 @@ class SharedBatch:
         budget = len(keys.loops)
         if self._alone is not None and self._alone[0] == slot:
             self._alone = None
-        taken = sent(pages, self.device, torch.int32).view(budget, -1)
+        taken = to_device_async(pages, self.device, torch.int32).view(budget, -1)
         self._pages[slot].fill_(self.page_count)
         self._pages[slot, :budget, : taken.shape[1]] = taken
         self._table[slot, :budget] = self._modulation(condition, budget)
         if condition.injection is not None:
             self._injection[slot, :budget] = condition.injection
-        self._rules[slot] = sent(rule(draw.sampling, self.model.config.vocab), self.device, torch.float64)
-        self._seeds[slot] = sent([hashed_seed(draw.seed)], self.device)[0]
+        self._rules[slot] = to_device_async(
+            rule(draw.sampling, self.model.config.vocab), self.device, torch.float64
+        )
+        self._seeds[slot] = to_device_async([hashed_seed(draw.seed)], self.device)[0]
         used = -(-length // PAGE)
         every = torch.stack([loop[:, :, :, :length] for loop in keys.loops])
         every = torch.nn.functional.pad(every, (0, 0, 0, used * PAGE - length))  # [M, K, 2, H, tokens, W]
@@ -169,7 +171,7 @@ class SharedBatch:
             return condition.modulation.float()
         table = torch.zeros_like(self._table[0, :budget])
         table[:, :, :2] = 1
-        for number, block in enumerate(self.model.stack.each()):
+        for number, block in enumerate(self.model.stack.typed_blocks()):
             for scale, norm in ((2, block.norm_1), (3, block.norm_2)):
                 assert norm.weight is not None
                 table[:, number, scale] = norm.weight.detach().float() - 1
@@ -178,8 +180,8 @@ class SharedBatch:
     def start(self, tokens: Mapping[int, tuple[int, int]]) -> None:
         """Begin the trajectories of tokens: the token of each slot, and its position."""
         self._rejoin()
-        slots = sent(list(tokens), self.device)
-        state = sent(list(tokens.values()), self.device)  # [B, 2]
+        slots = to_device_async(list(tokens), self.device)
+        state = to_device_async(list(tokens.values()), self.device)  # [B, 2]
         self._ids[slots], self._lengths[slots], self._loops[slots] = state[:, 0], state[:, 1], 0
 
     # Launches.
@@ -243,12 +245,14 @@ class SharedBatch:
         row.ids.copy_(self._choices[:1, 0])
         return self._choices[:1]
 
-    def _lone_row(self, slot: int, budget: int) -> LoneRow:
+    def _lone_row(self, slot: int, budget: int) -> SingleRowRunner:
         """The graph of a slot that runs alone, after it has taken over the slot's state."""
         if self._alone is None or self._alone[0] != slot:
             self._rejoin()
             if budget not in self._lone_rows:
-                self._lone_rows[budget] = LoneRow(self.model, budget, self._weights, self._scratch, self._pool)
+                self._lone_rows[budget] = SingleRowRunner(
+                    self.model, budget, self._weights, self._scratch, self._pool
+                )
             row = self._lone_rows[budget]
             wait_for(
                 COPIES, self.device
@@ -272,7 +276,7 @@ class SharedBatch:
         if self._written.get(name) != tuple(numbers):
             self._written.pop(name, None)  # a fault while they are written must not leave them noted
             filled = [*numbers, *[fill] * (count - len(numbers))]
-            self._numbers[name][:count] = sent(filled, self.device)
+            self._numbers[name][:count] = to_device_async(filled, self.device)
             self._written[name] = tuple(numbers)
         return count
 

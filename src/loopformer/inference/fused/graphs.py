@@ -2,7 +2,7 @@
 
 prompts = PromptGraphs(model)
 hidden = prompts.extend(ids, cache)                   # as model.extend does, for a cache of one row
-row = LoneRow(model, budget, weights, scratch, pool)  # the memory of batch.py
+row = SingleRowRunner(model, budget, weights, scratch, pool)  # the memory of batch.py
 row.enter(token, length, pages, table, injection)     # a slot's
 row.replay(greedy=True)                               # its next token, and the most likely one after it
 
@@ -26,12 +26,12 @@ import triton
 from torch import Tensor
 
 from loopformer.config import ModelConfig
-from loopformer.device import current
+from loopformer.device import device_context
 from loopformer.inference.fused import kernels
 from loopformer.inference.fused.backend import Weights
 from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
-from loopformer.model.cache import Cache, Passes, RowKeys
+from loopformer.model.cache import KVCache, LoopPlan, SequenceKV
 from loopformer.model.conditioning import Condition
 from loopformer.trajectory import Trajectory
 
@@ -108,7 +108,7 @@ def launch_attention(
     )
 
 
-class LoneRow:
+class SingleRowRunner:
     """A row that runs alone, along any trajectory of one budget, with its keys and values in pages.
 
     Its kernels read each weight once. `chosen` and `logprobs` [context + 1, 1] have the tokens that were chosen, by
@@ -242,14 +242,14 @@ class LoneRow:
             self._x,
             outputs,
             K=inner,
-            PIECE=min(triton.next_power_of_2(inner), INNER_PIECE),
+            PREFILL_CHUNK=min(triton.next_power_of_2(inner), INNER_PIECE),
             ROWS=rows,
             num_warps=WARPS[name],
             **self._launch,
         )
 
 
-class PlacedOnDevice(Cache):
+class PlacedOnDevice(KVCache):
     """A cache of one row that writes new tokens at positions given on the device."""
 
     def __init__(
@@ -258,16 +258,16 @@ class PlacedOnDevice(Cache):
         """`keys` [L, K, 2, 1, H, context and spare, D/H]; tokens from `start` [] on, of which `count` [] count.
         Without `start` they begin a text: attention that is only causal is much faster than with a mask."""
         super().__init__(
-            model.config, [trajectory], Passes([], [], None), model.config.context, model.tokens.weight
+            model.config, [trajectory], LoopPlan([], [], None), model.config.context, model.tokens.weight
         )
-        passes = model.passes(trajectory, 1)
-        self.passes = Passes(passes.rows, [one.map(torch.clone) for one in passes.conditions], None)
+        passes = model.plan_loops(trajectory, 1)
+        self.passes = LoopPlan(passes.rows, [one.map(torch.clone) for one in passes.conditions], None)
         self._kept = list(keys[: trajectory.budget])
         self._from, self._count = start, count
 
-    def place(self, count: int) -> tuple[Tensor, Tensor | None]:
+    def positions_and_mask(self, count: int) -> tuple[Tensor, Tensor | None]:
         if self._from is None:
-            return super().place(count)
+            return super().positions_and_mask(count)
         new = torch.arange(count, device=self._from.device)
         positions = torch.where(new < self._count, self._from + new, self.capacity)[None]
         self._start, self._end, self._positions = None, self.capacity + SPARE, positions
@@ -302,11 +302,11 @@ class PromptGraphs:
         self._pool: Any = None  # the memory that all of them compute in, one at a time
 
     @torch.no_grad()
-    def extend(self, ids: Tensor, cache: Cache) -> Tensor:
+    def extend(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Run tokens [1, T] on top of a cache of one row, which keeps them: hidden [1, T, D] after the final norm,
         valid until the next call."""
         (trajectory,), (start,), count = cache.trajectories, cache.lengths, ids.shape[1]
-        cache.need_room(count)
+        cache.check_room(count)
         budget = trajectory.budget
         tokens = min(self.model.config.context, max(FEWEST, triton.next_power_of_2(count)))
         graph = self._graph(budget, tokens, begins=start == 0)
@@ -325,7 +325,7 @@ class PromptGraphs:
             keys.zero_()  # what lies beyond the prompt is multiplied by 0, and must be finite
             torch._foreach_copy_(list(keys[..., :start, :]), cache.read(0).loops)
         graph.replay()
-        cache.write(0, RowKeys(trajectory, list(keys)), start + count)
+        cache.write(0, SequenceKV(trajectory, list(keys)), start + count)
         return graph.hidden[:, :count]
 
     def _graph(self, budget: int, tokens: int, begins: bool) -> PromptGraph:
@@ -374,7 +374,7 @@ def record(
     that of the stream it was recorded from. Graphs that never run at once may share a `pool` of memory.
     """
     graph = torch.cuda.CUDAGraph()
-    with RECORDING, current(device):
+    with RECORDING, device_context(device):
         before = [tensor.clone() for tensor in state]
         index = torch.cuda.current_device()
         warm_up = side_stream(index, "warm-up")

@@ -491,20 +491,20 @@ def linear_residual_kernel(
     x,  # [N] fp32, added to
     N,
     K: tl.constexpr,
-    PIECE: tl.constexpr,
+    PREFILL_CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """x += gate · (W · a) of one row."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = rows < N
-    k = tl.arange(0, PIECE)
+    k = tl.arange(0, PREFILL_CHUNK)
     first = tl.load(weight + rows[:, None] * K + k[None, :], mask=valid[:, None] & (k < K)[None, :], other=0)
     factor = tl.load(gate + rows, mask=valid, other=0).to(tl.float32)
     wait(PDL)
     value = tl.load(a + k, mask=k < K, other=0).to(tl.float32)
     out = tl.sum(first.to(tl.float32) * value[None, :], axis=1)
-    for start in tl.static_range(PIECE, K, PIECE):
+    for start in tl.static_range(PREFILL_CHUNK, K, PREFILL_CHUNK):
         inside = start + k < K
         tile = rows[:, None] * K + (start + k)[None, :]
         w = tl.load(weight + tile, mask=valid[:, None] & inside[None, :], other=0)

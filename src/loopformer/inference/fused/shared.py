@@ -36,7 +36,7 @@ from loopformer.inference.fused.batch import COPIES, PROMPTS, SharedBatch, page_
 from loopformer.inference.fused.graphs import side_stream, wait_for
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import GREEDY, Choice, Draw, choose
-from loopformer.model.cache import Cache, RowKeys
+from loopformer.model.cache import KVCache, SequenceKV
 
 MOST_APART = 4  # prompts that came at once and are run one after the other
 MOST_UNDER_WAY = 4  # prompts; more would only wait for each other
@@ -112,7 +112,7 @@ class DeviceState:
         default_factory=dict
     )  # by ticket; the last ones chosen and not pending
 
-    def astray(self, rows: Sequence[RowState]) -> list[RowState]:
+    def out_of_sync(self, rows: Sequence[RowState]) -> list[RowState]:
         """Rows whose next tokens neither are here or under way nor follow from what the device has."""
 
         def stands(row: RowState) -> bool:
@@ -243,30 +243,30 @@ class SharedBackend(PromptBackend):
         _held_back(PROMPTS, self._batch.device)  # others may be given the memory that was just read
         return [choices[row.ticket] for row in rows]
 
-    def _known(self, row: RowState) -> tuple[RowKeys, int]:
+    def _known(self, row: RowState) -> tuple[SequenceKV, int]:
         keys, count = super()._known(row)
         if keys.loops and keys.loops[0].is_cuda:
             # Forgotten while decoding, its memory would be given away there, though prompts are yet to read it.
             keys.loops[0].record_stream(torch.cuda.current_stream())
         return keys, count
 
-    def _extend(self, ids: Tensor, cache: Cache, counts: Sequence[int]) -> Tensor:
+    def _extend(self, ids: Tensor, cache: KVCache, counts: Sequence[int]) -> Tensor:
         if len(counts) > 1:
             return super()._extend(ids, cache, counts)
         return self._batch.prompts.extend(ids, cache)
 
     @torch.no_grad()
-    def admit(self, row: RowState, keys: RowKeys) -> None:
+    def admit(self, row: RowState, keys: SequenceKV) -> None:
         # Only a slot and pages that nobody has are written, so what is noted stays true if that fails.
         self._device = self._placed(self._device or self._empty, row, keys, len(row.request.prompt), 1)
 
     @torch.no_grad()
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
         device, self._device = self._device or self._empty, None
-        astray = device.astray(rows)
-        if astray:
+        out_of_sync = device.out_of_sync(rows)
+        if out_of_sync:
             wait_for(PROMPTS, self._batch.device)  # what they compute may be used here, too
-        for row in astray:  # by running all its tokens but the last again
+        for row in out_of_sync:  # by running all its tokens but the last again
             cache, _ = prefill(self.model, [row.history[:-1]], [row.trajectory])
             device = self._placed(device.without({row.ticket}), row, cache.read(0), row.length - 1, len(row.ids))
         given, pending = {row.ticket: _untaken(device, row) for row in rows}, list(device.pending)
@@ -338,7 +338,9 @@ class SharedBackend(PromptBackend):
             standing[row.ticket] = mine.after(passes)
         return Pending(passes, tuple([going[number].ticket for number in ended]), *there)
 
-    def _placed(self, device: DeviceState, row: RowState, keys: RowKeys, length: int, tokens: int) -> DeviceState:
+    def _placed(
+        self, device: DeviceState, row: RowState, keys: SequenceKV, length: int, tokens: int
+    ) -> DeviceState:
         """A row takes a slot and pages, with the keys of `length` tokens and so many new tokens chosen."""
         count, request = self._needed(row.request), row.request
         most = min(request.max_tokens, row.context - len(request.prompt) + 1)  # the last one needs no place

@@ -35,7 +35,7 @@ FP8_PASSES_PER_GRADIENT = 4  # loops that share one fp8 matmul for a weight's gr
 GATE_1, GATE_2, GAIN_1, GAIN_2 = range(4)  # of a block's table [4, D]
 
 
-def obstacle(config: ModelConfig, device: torch.device, fp8: bool) -> str | None:
+def unsupported_reason(config: ModelConfig, device: torch.device, fp8: bool) -> str | None:
     """Why a model cannot use the fused kernels on a device, and what to do; None if it can."""
     if device.type not in ("cpu", "cuda"):
         return f"it runs on CUDA and the CPU, not on {device.type}"
@@ -106,7 +106,8 @@ class FusedStack:
     def __init__(self, stack: Stack, precision: Precision, recompute: bool = False) -> None:
         self.stack, self.precision, self.recompute = stack, precision, recompute
         layers = [
-            (block.attention.qkv, block.attention.out, block.ffn.up, block.ffn.down) for block in stack.each()
+            (block.attention.qkv, block.attention.out, block.ffn.up, block.ffn.down)
+            for block in stack.typed_blocks()
         ]
         self.linears: list[list[SharedLinear]] = []  # [k][4], filled by the next call
         apply: Any = _SharedWeights.apply
@@ -126,7 +127,7 @@ class FusedStack:
             gates, scales = modulation[0].float().chunk(2, dim=1)
             return torch.cat([gates, 1 + scales], dim=1)
         rows = []
-        for block in self.stack.each():
+        for block in self.stack.typed_blocks():
             gain_1, gain_2 = block.norm_1.weight, block.norm_2.weight
             assert gain_1 is not None
             assert gain_2 is not None
@@ -213,13 +214,13 @@ def _forward(
     saved = []
     with torch.autocast(x.device.type, enabled=False):
         for block, modulation, (qkv_linear, out_linear, up_linear, down_linear) in zip(
-            fused.stack.each(), table, fused.linears, strict=True
+            fused.stack.typed_blocks(), table, fused.linears, strict=True
         ):
             x_1, inverse_1, h_1 = ops.norm_forward(x, change, gate, modulation[GAIN_1], precision)
             qkv = qkv_linear(h_1).view(*shape[:2], -1)  # [B, T, 3D]
             with torch.enable_grad():  # attention's backward is autograd's, on a graph of its own
                 q, k, v = (part.detach().requires_grad_() for part in qkv.chunk(3, dim=-1))
-                mixed = block.attention.mix(q, k, v, rotary, mask, None)  # [B, T, D]
+                mixed = block.attention.attend(q, k, v, rotary, mask, None)  # [B, T, D]
             mixed_operand = ops.operand(precision, mixed.detach().flatten(0, 1))
             change_1 = out_linear(mixed_operand)
             x_2, inverse_2, h_2 = ops.norm_forward(x_1, change_1, modulation[GATE_1], modulation[GAIN_2], precision)
