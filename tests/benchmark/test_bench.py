@@ -68,7 +68,7 @@ def test_the_command_prints_lines_or_json_and_writes_it(tiny: ModelConfig, tmp_p
         (["engine", "--context", "32"], "lower --tokens, "),
         (["engine", "--paths", "static,fused"], "The path static was removed; leave it out: --paths plain,fused."),
         (["decode", "--dtype", "int3"], "Unknown dtype"),
-        (["decode", "--int8"], "--int8 was removed; leave it out, and on a GPU decode in bfloat16"),
+        (["decode", "--int8"], "--int8 was removed; leave it out"),
         (
             ["decode", "--tokens", "2", "--paths", "plane"],
             "There is no path 'plane' of decoding; did you mean plain?",

@@ -148,9 +148,7 @@ RemovedInt8 = Annotated[
     Option(
         "--int8",
         hidden=True,
-        callback=_removed(
-            "--int8 was removed, because it gained little; decode in bfloat16, the default on a GPU."
-        ),
+        callback=_removed("--int8 was removed; leave it out, and on a GPU decode in bfloat16, its default."),
     ),
 ]
 
@@ -202,7 +200,7 @@ def text_of_model(model: str) -> str:
     if group := trained_group(model):
         raise LoopformerError(
             f"{model} was trained on words over {group}, not on text; give a text with --text, or measure it on "
-            f"its own task with loopformer eval states --model {model}."
+            f"its own task with loopformer eval states {model}."
         )
     if run_folder_of(model) is not None:
         raise FileProblem(
