@@ -1,5 +1,6 @@
 """`loopformer search`: the best schedule of a budget."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,9 +63,9 @@ def search(
     """
     from loopformer.analysis.figures import search_figure
     from loopformer.errors import require
+    from loopformer.evaluation.loaded import LoadedModel
     from loopformer.evaluation.schedules import can_save, save_best
     from loopformer.evaluation.schedules import search as run
-    from loopformer.evaluation.store import LoadedModel
     from loopformer.evaluation.text import Protocol, read_text
     from loopformer.plots import check_drawing, save
 
@@ -77,15 +78,17 @@ def search(
         loaded.model.resolve(budget)  # refuse a wrong budget and window before reading, which may take long
         protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
         protocol.sizes(loaded.model.config.context)
-        suite = None if tasks is None else load_tasks(tasks, data, None, examples)
         source = None if by == "accuracy" and text is None else text or text_of_model(model)
         with progress("done") as report:
+            suite = None if tasks is None else load_tasks(tasks, data, None, examples, report)
             tokenizer = loaded.lm.need_tokenizer()
             ranking = run(
                 loaded.model,
                 budget,
                 text=None if source is None else read_text(source, tokenizer, field, max_tokens, report),
-                accuracy=None if suite is None else suite.accuracy(loaded, batch_tokens, report),
+                accuracy=None
+                if suite is None
+                else partial(suite.accuracy, loaded, batch_tokens=batch_tokens, report=report),
                 tasks=None if suite is None else suite.facts,
                 by=by,
                 limit=limit,

@@ -1,16 +1,16 @@
-"""A model under evaluation, and what is stored with it: finished results and the best schedules.
+"""What is stored with a model under evaluation: finished results and the best schedules.
 
-    loaded = LoadedModel.open("runs/mine")
-    loaded.trajectories("1,2,4", ["4-2-1-1"], schedule="best")
-    key = {"weights": loaded.weights, "text": sha256, "trajectory": "4-2-1-1"}
-    value = loaded.store.get(key) or loaded.store.put(key, measure())    # plain JSON
+    store = Store.beside("runs/mine")
+    key = {"weights": weights_hash(model), "text": sha256, "trajectory": "4-2-1-1"}
+    value = store.get(key) or store.put(key, measure())    # plain JSON
+    scheduled_trajectory("runs/mine", model, budget=4, schedule="best")
 
 A finished result is one file in the folder `evaluation`, named by the hash of its key and written atomically. So an
 interrupted or extended evaluation computes only what is missing. Everything that changes a number belongs in the
-key. The hash of the weights does, so results of other weights are never found.
+key. The hash of the weights does, so results of other weights are never used.
 
 The best schedules of a model are in `schedules.json` in the folder of the run or model, written by `save_best` in
-schedules.py. An entry belongs to the weights it was found with and is refused for others.
+schedules.py. An entry belongs to the weights it was measured with and is refused for others.
 """
 
 from __future__ import annotations
@@ -19,19 +19,14 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from loopformer.config import parse_counts
-from loopformer.config.run import validation_budgets
-from loopformer.device import choose_device, dtype_of
 from loopformer.errors import FileProblem, LoopformerError, nearest
 from loopformer.files import read_json, write_json
-from loopformer.lm import LM, load
 from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -102,45 +97,6 @@ def weights_hash(model: LoopedLM) -> str:
 def device_and_dtype(model: LoopedLM) -> dict[str, str]:
     """The dtype and the kind of device a model runs in, as results state them."""
     return {"dtype": model.dtype_name, "device": model.device.type}
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model under evaluation, the hash of its weights, and the store of its finished results."""
-
-    source: str
-    lm: LM
-    weights: str  # as loaded: casting to another dtype does not change it
-    store: Store
-
-    @classmethod
-    def open(cls, source: str, device: str = "auto", dtype: str = "float32") -> LoadedModel:
-        """Load a run, a model folder or published weights onto a device."""
-        number_type, chosen = dtype_of(dtype), choose_device(device)  # before the weights are loaded
-        lm = load(source)
-        weights = weights_hash(lm.model)  # before the cast, so that all dtypes share one hash
-        return cls(source, lm.to(chosen, number_type), weights, Store.beside(source))
-
-    @property
-    def model(self) -> LoopedLM:
-        return self.lm.model
-
-    @property
-    def identity(self) -> JsonDict:
-        """What answers depend on besides the requests and the trajectory."""
-        return {"weights": self.weights, "tokenizer": self.lm.need_tokenizer().hash, **device_and_dtype(self.model)}
-
-    def trajectories(
-        self, budgets: str | None = None, trajectories: Sequence[str] = (), schedule: str = "uniform"
-    ) -> list[Trajectory]:
-        """Budgets such as "1,2,4" at uniform or best schedules, and trajectories; 1, L/4, L/2 and L by default."""
-        numbers = [] if trajectories else validation_budgets(self.model.config.loops)
-        if budgets is not None:
-            numbers = parse_counts(budgets, "--budgets")
-        by_budget = [
-            scheduled_trajectory(self.source, self.model, number, schedule, self.weights) for number in numbers
-        ]
-        return list(dict.fromkeys([*by_budget, *map(self.model.resolve, trajectories)]))
 
 
 def scheduled_trajectory(
