@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
@@ -299,6 +300,18 @@ class BatchScores:
     targets: Tensor  # [N]
     along: dict[Trajectory, tuple[Tensor, Tensor]]  # log-probabilities [N] in fp32; whether each is most likely [N]
     tokens: int  # that were run for them, padding not counted
+    loops: Sequence[int] = ()  # with early exit, those that each position of the batch took
+
+
+@contextmanager
+def explain_memory(batch_tokens: int) -> Iterator[None]:
+    """Turn a lack of memory into one sentence with a remedy."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(
+            f"Batches of {batch_tokens} tokens do not fit into the device's memory; lower --batch-tokens."
+        ) from error
 
 
 @torch.no_grad()
@@ -322,24 +335,17 @@ def score_spans(
         sizes = [spans[number].scored for number in numbers]
         targets = torch.tensor([token for number in numbers for token in spans[number].targets])  # [N]
         length = max(map(len, batch.packs))  # outputs are looked up in the flattened batch [B * T]
-        places = torch.tensor(
-            [
-                pack * length + position
-                for number, pack, end in batch.spans
-                for position in range(end - spans[number].scored, end)
-            ]
-        )
+        outputs = [
+            pack * length + position
+            for number, pack, end in batch.spans
+            for position in range(end - spans[number].scored, end)
+        ]
+        positions, wanted = torch.tensor(outputs, device=model.device), targets.to(model.device)
         along = {}
-        try:
-            start = batch.start(model)
-            where, wanted = places.to(start[0].device), targets.to(start[0].device)
-            for trajectory, hidden in tree.run_from(*start):
-                logprobs, greedy = token_logprobs(model, hidden.flatten(0, 1)[where], wanted)
+        with explain_memory(batch_tokens):
+            for trajectory, hidden in tree.run_from(*batch.start(model)):
+                logprobs, greedy = token_logprobs(model, hidden.flatten(0, 1)[positions], wanted)
                 along[trajectory] = logprobs.cpu(), greedy.cpu()
-        except torch.OutOfMemoryError as error:
-            raise RunFailed(
-                f"Batches of {batch_tokens} tokens do not fit into the device's memory; lower --batch-tokens."
-            ) from error
         yield BatchScores(numbers, sizes, targets, along, batch.tokens)
 
 

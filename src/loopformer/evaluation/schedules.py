@@ -38,18 +38,10 @@ from loopformer.evaluation.store import (
     saved_schedules,
     weights_hash,
 )
-from loopformer.evaluation.text import (
-    Protocol,
-    Text,
-    cut_text,
-    result_key,
-    sum_likelihoods,
-    summary,
-    text_facts,
-)
+from loopformer.evaluation.text import Protocol, Text, cut_text, sum_likelihoods
 from loopformer.files import write_json
 from loopformer.model import LoopedLM
-from loopformer.scoring import BATCH_TOKENS, count_passes
+from loopformer.scoring import BATCH_TOKENS, count_passes, score_spans
 from loopformer.trajectory import Trajectory
 
 RANKINGS = ("perplexity", "accuracy", "both")
@@ -96,23 +88,22 @@ def search(
         "budget are the same; there is nothing to search.",
     )
     weights = weights or weights_hash(model)
-    protocol, store = protocol or Protocol(), store or Store(None)
-    cut = None if text is None else cut_text(text, protocol, model.config.context)
+    store = store or Store(None)
+    cut = None if text is None else cut_text(text, protocol or Protocol(), model.config.context)
 
     def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, JsonDict]:
         rows: dict[Trajectory, JsonDict] = {trajectory: {} for trajectory in trajectories}
-        if text is not None and cut is not None:
-            keys = {
-                each: result_key("schedule", model, weights, text, protocol, cut, each) for each in trajectories
-            }
+        if cut is not None:
+            keys = {each: cut.key("schedule", model, weights, each) for each in trajectories}
             done = {each: piece for each in trajectories if (piece := store.get(keys[each])) is not None}
             missing = sorted((each for each in trajectories if each not in done), key=lambda each: each.steps)
             # Schedules with the same first step run together, and each group is stored when it is done.
             for _, same in itertools.groupby(missing, key=lambda each: each.steps[0]):
                 group = list(same)
                 doing = f"schedules {len(done) + 1}-{len(done) + len(group)} of {len(trajectories)}"
-                sums = sum_likelihoods(model, cut, text.tokenizer.eot, group, batch_tokens, report, doing)
-                done |= {each: store.put(keys[each], summary(sums[each], cut)) for each in group}
+                batches = score_spans(model, cut.windows, group, batch_tokens, share=False)
+                sums = sum_likelihoods(batches, cut, report, doing)
+                done |= {each: store.put(keys[each], sums[each].summarize(cut)) for each in group}
             rows |= {each: dict(piece) for each, piece in done.items()}
         if accuracy is not None:
             for trajectory, share in accuracy(trajectories).items():
@@ -133,7 +124,7 @@ def search(
         "by": by,
         "method": method,
         "on_grid": on_grid,  # the uniform schedule may not be among them
-        "text": None if text is None or cut is None else text_facts(text, protocol, cut),
+        "text": None if cut is None else cut.facts,
         "tasks": tasks,
         "passes": passes if method == "all" else None,
         "seconds": time.perf_counter() - started,
