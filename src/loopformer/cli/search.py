@@ -64,7 +64,7 @@ def search(
     from loopformer.analysis.figures import search_figure
     from loopformer.errors import require
     from loopformer.evaluation.loaded import LoadedModel
-    from loopformer.evaluation.schedules import can_save, save_best
+    from loopformer.evaluation.schedules import save_best
     from loopformer.evaluation.schedules import search as run
     from loopformer.evaluation.text import Protocol, read_text
     from loopformer.plots import check_drawing, save
@@ -100,14 +100,10 @@ def search(
             )
         if write_results({"model": model, **ranking}, out, as_json):
             _show(ranking)
-        if can_save(model):
-            path, better = save_best(model, ranking)
-            saved = f"saved in {path}; use it with --schedule best" if better is None else f"not saved: {better}"
-            typer.echo(f"best schedule {saved}", err=True)
+        if path := save_best(model, ranking):
+            typer.echo(f"best schedule saved in {path}; use it with --schedule best", err=True)
         else:
-            typer.echo(
-                f"best schedule not saved, as {model} cannot be written to; use it with --trajectory", err=True
-            )
+            typer.echo(f"best schedule not saved, {model} cannot be written to; use it with --trajectory", err=True)
         if figure is not None:
             typer.echo(f"drawn: {save(search_figure(ranking), figure)}", err=True)
 

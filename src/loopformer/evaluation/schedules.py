@@ -53,7 +53,6 @@ MeasuredSchedules = Mapping[Trajectory, Mapping[str, Any]]
 
 _BEAM_WIDTH = 2  # a wide beam spends its limit on neighbours before it moves; 2 came closest on test landscapes
 _RANDOM_STARTS = 8
-_TENTH = 10
 
 
 def search(
@@ -87,8 +86,7 @@ def search(
         f"A model with conditioning {conditioning!r} does not depend on its steps, so all its schedules of a "
         "budget are the same; there is nothing to search.",
     )
-    weights = weights or weights_hash(model)
-    store = store or Store(None)
+    weights, store = weights or weights_hash(model), store or Store(None)
     cut = None if text is None else cut_text(text, protocol or Protocol(), model.config.context)
 
     def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, JsonDict]:
@@ -115,7 +113,7 @@ def search(
     described = describe(measured, uniform, by, loops)
     if by != "accuracy" and described["best"]["perplexity"] is None:
         raise RunFailed("No schedule gives a number; the model's weights are damaged or its training diverged.")
-    # Passes through the stack for one batch, with common first steps computed once and without.
+    # Loops through the stack for one batch, with common first steps computed once and without.
     passes = {"shared": count_passes(measured), "separate": budget * len(measured)}
     return {
         "weights": weights,
@@ -124,7 +122,7 @@ def search(
         "by": by,
         "method": method,
         "on_grid": on_grid,  # the uniform schedule may not be among them
-        "text": None if cut is None else cut.facts,
+        "text": cut and cut.facts,
         "tasks": tasks,
         "passes": passes if method == "all" else None,
         "seconds": time.perf_counter() - started,
@@ -151,26 +149,26 @@ def explore(
 
 def _starts(loops: int, budget: int) -> Iterator[Trajectory]:
     """Schedules to start from: one heavy step at each position, even steps, and random ones of a fixed seed."""
-    spare = loops - budget
-    for i in range(budget):
-        parts = [1] * budget
-        parts[i] += spare
-        yield Trajectory.from_weights(parts)
-    yield Trajectory.from_weights([1 + spare * (i + 1) // budget - spare * i // budget for i in range(budget)])
-    rng = random.Random(0)
+    spare, rng = loops - budget, random.Random(0)
+    heavy = ([1 + spare * (i == position) for i in range(budget)] for position in range(budget))
+    even = [1 + spare * (i + 1) // budget - spare * i // budget for i in range(budget)]
+    yield from map(Trajectory.from_weights, [*heavy, even])
     yield from (Trajectory.sample(loops, rng, budget) for _ in range(_RANDOM_STARTS))
+
+
+def _grid_steps(trajectory: Trajectory, loops: int) -> list[int] | None:
+    """Steps in units of 1/L; None for a schedule that is not on the grid."""
+    steps = [step * loops for step in trajectory.steps]
+    return None if any(step.denominator != 1 for step in steps) else list(map(int, steps))
 
 
 def _neighbours(trajectory: Trajectory, loops: int) -> Iterator[Trajectory]:
     """The schedules with 1/L moved from one step to another; none for a schedule that is not on the grid."""
-    parts = [step * loops for step in trajectory.steps]
-    if any(part.denominator != 1 for part in parts):
-        return
-    for source, target in itertools.permutations(range(len(parts)), 2):
-        if parts[source] > 1:
-            moved = list(parts)
-            moved[source], moved[target] = moved[source] - 1, moved[target] + 1
-            yield Trajectory.from_weights(moved)
+    steps = _grid_steps(trajectory, loops) or []
+    for source, target in itertools.permutations(range(len(steps)), 2):
+        if steps[source] > 1:
+            change = {source: -1, target: 1}
+            yield Trajectory.from_weights([step + change.get(i, 0) for i, step in enumerate(steps)])
 
 
 def rank(measured: MeasuredSchedules, by: str) -> list[Trajectory]:
@@ -187,43 +185,31 @@ def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: i
     rows = [
         {
             "rank": number,
-            "schedule": in_units(trajectory, loops),
-            "trajectory": str(trajectory),
-            "steps": [float(step) for step in trajectory.steps],
-            **measured[trajectory],
+            "schedule": "-".join(map(str, grid)) if grid else ("uniform" if each.is_uniform else str(each)),
+            "trajectory": str(each),
+            "steps": [float(step) for step in each.steps],
+            **measured[each],
         }
-        for number, trajectory in enumerate(order, 1)
+        for number, each in enumerate(order, 1)
+        for grid in [_grid_steps(each, loops)]
     ]
-    tenth = math.ceil(len(order) / _TENTH)
-
-    def mean_steps(trajectories: Sequence[Trajectory]) -> list[float]:  # by position
-        steps = zip(*(trajectory.steps for trajectory in trajectories), strict=True)
-        return [float(sum(each) / len(trajectories)) for each in steps]
-
-    known = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("perplexity", "accuracy")}
+    tenth = math.ceil(len(order) / 10)
+    groups = {"best_tenth": order[:tenth], "worst_tenth": order[-tenth:], "all": order}
+    values = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("perplexity", "accuracy")}
     return {
         "measured": len(rows),
         "best": rows[0],
         "worst": rows[-1],
         "uniform": rows[order.index(uniform)],
-        "spread": {name: max(values) - min(values) for name, values in known.items() if values},
-        "mean_steps": {
-            "best_tenth": mean_steps(order[:tenth]),
-            "worst_tenth": mean_steps(order[-tenth:]),
-            "all": mean_steps(order),
+        "spread": {name: max(column) - min(column) for name, column in values.items() if column},
+        "mean_steps": {  # by position
+            name: [float(sum(steps) / len(group)) for steps in zip(*(each.steps for each in group), strict=True)]
+            for name, group in groups.items()
         },
         # 1 means that a lower perplexity always goes with a higher accuracy.
         "rank_correlation": spearman(_costs(measured, "perplexity"), _costs(measured, "accuracy")),
         "schedules": rows,
     }
-
-
-def in_units(trajectory: Trajectory, loops: int) -> str:
-    """Steps in units of 1/L, such as 4-2-1-1, or the usual name of a schedule that is not on the grid."""
-    units = [step * loops for step in trajectory.steps]
-    if any(unit.denominator != 1 for unit in units):
-        return "uniform" if trajectory.is_uniform else str(trajectory)
-    return "-".join(map(str, units))
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
@@ -245,48 +231,22 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [(bisect_left(ordered, value) + bisect_right(ordered, value) + 1) / 2 for value in values]
 
 
-def can_save(source: str | Path) -> bool:
-    """Whether the source is a writable folder, where schedules can be saved."""
-    return Path(source).is_dir() and os.access(source, os.W_OK)
+def save_best(source: str | Path, ranking: JsonDict) -> Path | None:
+    """Save the best schedule of a search with the model; None where the model is no folder that can be written to.
 
-
-def save_best(source: str | Path, ranking: JsonDict) -> tuple[Path, str | None]:
-    """Save the best schedule of a search unless a better one is saved; the file, and why nothing was saved if so.
-
-    Entries of other budgets stay. A saved schedule is better if it was found for the same weights, was ranked by
-    the same measure, and was measured on more text or, on as much text, with a better result.
+    It replaces an earlier schedule of the same budget. Entries of other budgets stay.
     """
-    path, budget = Path(source) / SCHEDULES_FILE, str(ranking["budget"])
-    saved = saved_schedules(source)
-    text = ranking["text"] and {name: ranking["text"][name] for name in ("text", "sha256", "tokens")}
-    numbers = {name: ranking["best"][name] for name in ("perplexity", "accuracy") if name in ranking["best"]}
-    facts = {name: ranking[name] for name in ("by", "method", "measured", "weights")}
-    facts |= {"text": text, "tasks": ranking["tasks"] and ranking["tasks"]["names"]}
-    entry = {"trajectory": ranking["best"]["trajectory"], **numbers, **facts}
-    before = saved.get(budget)
-    if before is not None and _is_better(before, entry):
-        where = f"{_tokens(before):,} tokens" if before.get("text") else ", ".join(before.get("tasks") or ())
-        return path, (
-            f"{path} has a better one of budget {budget}, {before['trajectory']}, measured on {where}; "
-            "measure on more, or delete its entry there"
-        )
-    saved[budget] = entry
+    if not (Path(source).is_dir() and os.access(source, os.W_OK)):
+        return None
+    best, text = ranking["best"], ranking["text"]
+    entry = {
+        "trajectory": best["trajectory"],
+        **{name: best[name] for name in ("perplexity", "accuracy") if name in best},
+        **{name: ranking[name] for name in ("by", "method", "measured", "weights")},
+        "text": text and {name: text[name] for name in ("text", "sha256", "tokens")},
+        "tasks": ranking["tasks"] and ranking["tasks"]["names"],
+    }
+    path = Path(source) / SCHEDULES_FILE
+    saved = {**saved_schedules(source), str(ranking["budget"]): entry}
     write_json(path, dict(sorted(saved.items(), key=lambda pair: int(pair[0]))))
-    return path, None
-
-
-def _is_better(before: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-    """Whether the saved entry was measured on more text, or on as much text with a better result."""
-    by = entry["by"]
-    same = ("weights", "by") if by == "perplexity" else ("weights", "by", "tasks")
-    if any(before.get(name) != entry[name] for name in same):
-        return False
-    if by != "accuracy" and _tokens(before) != _tokens(entry):
-        return _tokens(before) > _tokens(entry)
-    costs = [_costs({0: before, 1: entry}, name) for name in ("perplexity", "accuracy") if by in (name, "both")]
-    return all(old <= new for old, new in costs) and any(old < new for old, new in costs)
-
-
-def _tokens(entry: Mapping[str, Any]) -> int:
-    """The tokens of text that a schedule was measured on; 0 where it was found by tasks alone."""
-    return int((entry.get("text") or {}).get("tokens", 0))
+    return path
