@@ -255,10 +255,11 @@ def _thresholds(certainty: str | None) -> list[float]:
 
     try:
         thresholds = [float(part) for part in certainty.split(",")] if certainty else []
+        for threshold in thresholds:
+            check_threshold(threshold)
     except ValueError as error:
-        raise LoopformerError(f"--certainty takes numbers such as 0.5,0.9, not {certainty!r}.") from error
-    for threshold in thresholds:
-        check_threshold(threshold)
+        sentence = f"--certainty takes numbers above 0 and up to 1, such as 0.5,0.9, not {certainty!r}."
+        raise LoopformerError(sentence) from error
     return thresholds
 
 
@@ -281,10 +282,10 @@ def write_results(report: dict[str, Any], out: Path | None, as_json: bool) -> bo
     return not as_json
 
 
-def _show_table(rows: Iterable[dict[str, str]], left: int = 0) -> None:
+def show_table(rows: Iterable[dict[str, str]]) -> None:
     """Print rows of cells by column."""
     cells = list(rows)
-    print_table(list(cells[0]), [list(row.values()) for row in cells], left)
+    print_table(list(cells[0]), [list(row.values()) for row in cells])
 
 
 def _schedule(row: dict[str, Any]) -> str:
@@ -295,20 +296,22 @@ def _show_perplexity(rows: list[dict[str, Any]]) -> None:
     """Print for each text what was scored, and a table."""
     has_exits = any("certainty" in row for row in rows)
 
+    # The evaluation of early exit runs every loop, so its times say nothing.
+    hidden = ("seconds", "tokens/s") if has_exits else ("certainty", "passes")
+
     def cells(row: dict[str, Any]) -> dict[str, str]:
-        followed = {"budget": str(row["budget"]), "schedule": _schedule(row)}
-        if has_exits:
-            followed["certainty"] = number(row.get("certainty"), "g", missing="-")
-            followed["passes"] = f"{row.get('mean_passes', row['budget']):.2f}"
-        measured = {
+        columns = {
+            "budget": str(row["budget"]),
+            "schedule": _schedule(row),
+            "certainty": number(row.get("certainty"), "g", missing="-"),
+            "passes": f"{row.get('mean_passes', row['budget']):.2f}",
             "perplexity": number(row["perplexity"], ".3f"),
             "bits/byte": number(row["bits_per_byte"], ".4f"),
             "MFLOP/token": f"{row['flops_per_scored_token'] / 1e6:,.4g}",
+            "seconds": f"{row['seconds']:.1f}",
+            "tokens/s": f"{row['tokens_per_second']:,.0f}",
         }
-        if not has_exits:  # this evaluation of early exit runs every loop, so its times say nothing
-            measured["seconds"] = f"{row['seconds']:.1f}"
-            measured["tokens/s"] = f"{row['tokens_per_second']:,.0f}"
-        return followed | measured
+        return {name: cell for name, cell in columns.items() if name not in hidden}
 
     for name in dict.fromkeys(row["text"] for row in rows):
         of_text = [row for row in rows if row["text"] == name]
@@ -321,7 +324,7 @@ def _show_perplexity(rows: list[dict[str, Any]]) -> None:
             f"{how}, windows of {first['window']}, {stride}, {first['dtype']} on {first['device']}\n"
             f"sha256 {first['sha256']}"
         )
-        _show_table(map(cells, of_text))
+        show_table(map(cells, of_text))
 
 
 def _show_states(tracking: dict[str, Any]) -> None:
@@ -334,7 +337,7 @@ def _show_states(tracking: dict[str, Any]) -> None:
     )
     ends = [1 << power for power in range(length.bit_length()) if 1 << power < length]
     ranges = {f"{a + 1}-{b}" if b > a + 1 else str(b): (a, b) for a, b in pairwise([0, *ends, length])}
-    _show_table(
+    show_table(
         {
             "budget": str(row["budget"]),
             "schedule": _schedule(row),
@@ -345,7 +348,7 @@ def _show_states(tracking: dict[str, Any]) -> None:
     )
     typer.echo("tracked: the longest prefix with 95 % or more at every position\n")
     typer.echo("early exit: a position takes no further loop once its top element is likelier than this certainty")
-    _show_table(
+    show_table(
         {
             "trajectory": row["trajectory"],
             "certainty": f"{row['threshold']:g}",
@@ -360,29 +363,27 @@ def _show_states(tracking: dict[str, Any]) -> None:
 def _show_tasks(results: dict[str, Any]) -> None:
     """Print a row per task and a column per trajectory, in percent, then the data and any deviation."""
     runs = results["runs"]
-    heads = [f"M={run['budget']}" if run["trajectory"] == str(run["budget"]) else run["trajectory"] for run in runs]
+    heads = [run["trajectory"] if _schedule(run) != "uniform" else f"M={run['budget']}" for run in runs]
     rows = []
     for name, facts in results["tasks"].items():
         scores = [run["tasks"][name] for run in runs]
-        cells = [_metric(task["metric"], task["value"], task["stderr"]) for task in scores]
+        cells = [_percent(score["metric"], score["value"], score["stderr"]) for score in scores]
         rows.append([name, scores[0]["metric"], f"{facts['examples']:,}", *cells])
-    for name in dict.fromkeys(name for run in runs for name in run["groups"]):
-        for metric in (metric for metric in runs[0]["groups"][name] if "_stderr" not in metric):
-            cells = [_metric(metric, run["groups"][name].get(metric)) for run in runs]
+    for name, metrics in runs[0]["groups"].items():
+        for metric in (metric for metric in metrics if "_stderr" not in metric):
+            cells = [_percent(metric, run["groups"][name].get(metric)) for run in runs]
             rows.append([f"{name} (group)", metric, "", *cells])
     if all(run["paper"] for run in runs):
         for name, label in {"arc": "ARC, mean of both", "average": "average of 10"}.items():
-            rows.append([label, "", "", *(_metric("acc", run["paper"][name]) for run in runs)])
+            rows.append([label, "", "", *(_percent("acc", run["paper"][name]) for run in runs)])
     rows.append(["MFLOP/token", "", "", *(f"{run['flops_per_token'] / 1e6:,.4g}" for run in runs)])
     rows.append(["seconds", "", "", *(f"{run['seconds']:.1f}" for run in runs)])
     print_table(["task", "metric", "examples", *heads], rows, left=2)
 
     model = results["model"]
     limit = "all examples" if results["limit"] is None else f"the first {results['limit']} examples of each task"
-    typer.echo(
-        f"accuracy in percent ± standard error; {limit}; lm-evaluation-harness {results['harness']}; "
-        f"{model['dtype']} on {model['device']}"
-    )
+    harness = f"lm-evaluation-harness {results['harness']}; {model['dtype']} on {model['device']}"
+    typer.echo(f"accuracy in percent ± standard error; {limit}; {harness}")
     for name, facts in results["tasks"].items():
         data, cut = facts["data"], runs[0]["tasks"][name]["cut"]
         source = f"{data['file']} sha256 {data['sha256']}" if "file" in data else data["dataset"]
@@ -392,9 +393,9 @@ def _show_tasks(results: dict[str, Any]) -> None:
         typer.echo(f"note: {note}")
 
 
-def _metric(metric: str, value: float | None, stderr: float | None = None) -> str:
+def _percent(metric: str, value: float | None, stderr: float | None = None) -> str:
     """A metric for a table, fractions in percent, with its standard error if there is one."""
     if value is None:
         return "none"
     shown = f"{100 * value:.2f}" if metric.startswith(_FRACTIONS) else f"{value:.4g}"
-    return shown if stderr is None else f"{shown} ± {_metric(metric, stderr)}"
+    return shown if stderr is None else f"{shown} ± {_percent(metric, stderr)}"

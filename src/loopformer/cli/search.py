@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from loopformer.cli.eval import load_tasks, write_results
+from loopformer.cli.eval import load_tasks, show_table, write_results
 from loopformer.cli.options import (
     TEXT,
     BatchTokens,
@@ -24,7 +24,7 @@ from loopformer.cli.options import (
     complete_budget,
     text_of_model,
 )
-from loopformer.cli.output import number, output_file, print_table, progress, stoppable
+from loopformer.cli.output import number, output_file, progress, stoppable
 from loopformer.config.model import BOX
 
 _SHOWN = 5  # schedules at each end of the table
@@ -35,17 +35,11 @@ def search(
     budget: Annotated[int, typer.Option(help="Loops M, 1 to L.", autocompletion=complete_budget)],
     model: Model = BOX,
     text: Annotated[str | None, typer.Option(help=f"{TEXT}. A run's own data by default.")] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Tasks, as in `loopformer eval tasks`: paper, or names, as in piqa,arc_easy.")
-    ] = None,
-    by: Annotated[
-        str | None, typer.Option(help="Rank by perplexity, accuracy or both; both if --tasks are given.")
-    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks: paper, or names, as in piqa,arc_easy.")] = None,
+    by: Annotated[str | None, typer.Option(help="Rank by perplexity, accuracy or both.")] = None,
     data: TaskData = None,
     examples: Examples = None,
-    limit: Annotated[
-        int, typer.Option(help="Measure all schedules up to this number, else search along a beam.")
-    ] = 500,
+    limit: Annotated[int, typer.Option(help="Measure at most so many schedules.")] = 500,
     window: Window = None,
     max_tokens: MaxTokens = None,
     join: Join = False,
@@ -72,40 +66,38 @@ def search(
     require(tasks is not None or (data is None and examples is None), "--data and --examples go with --tasks.")
     if figure is not None:
         check_drawing(figure)
-    with output_file(out), output_file(figure, "--figure"):
+    with output_file(out), output_file(figure, "--figure"), progress("done") as report:
         by = by or ("perplexity" if tasks is None else "both")
         loaded = LoadedModel.open(model, device, dtype)
+        tokenizer = loaded.lm.need_tokenizer()
         loaded.model.resolve(budget)  # refuse a wrong budget and window before reading, which may take long
         protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
         protocol.sizes(loaded.model.config.context)
+        suite = None if tasks is None else load_tasks(tasks, data, None, examples, report)
         source = None if by == "accuracy" and text is None else text or text_of_model(model)
-        with progress("done") as report:
-            suite = None if tasks is None else load_tasks(tasks, data, None, examples, report)
-            tokenizer = loaded.lm.need_tokenizer()
-            ranking = run(
-                loaded.model,
-                budget,
-                text=None if source is None else read_text(source, tokenizer, field, max_tokens, report),
-                accuracy=None
-                if suite is None
-                else partial(suite.accuracy, loaded, batch_tokens=batch_tokens, report=report),
-                tasks=None if suite is None else suite.facts,
-                by=by,
-                limit=limit,
-                protocol=protocol,
-                weights=loaded.weights,
-                store=loaded.store,
-                batch_tokens=batch_tokens,
-                report=report,
-            )
-        if write_results({"model": model, **ranking}, out, as_json):
-            _show(ranking)
-        if path := save_best(model, ranking):
-            typer.echo(f"best schedule saved in {path}; use it with --schedule best", err=True)
-        else:
-            typer.echo(f"best schedule not saved, {model} cannot be written to; use it with --trajectory", err=True)
-        if figure is not None:
-            typer.echo(f"drawn: {save(search_figure(ranking), figure)}", err=True)
+        score = None if suite is None else partial(suite.accuracy, loaded, batch_tokens=batch_tokens, report=report)
+        ranking = run(
+            loaded.model,
+            budget,
+            text=None if source is None else read_text(source, tokenizer, field, max_tokens, report),
+            accuracy=score,
+            tasks=None if suite is None else suite.facts,
+            by=by,
+            limit=limit,
+            protocol=protocol,
+            weights=loaded.weights,
+            store=loaded.store,
+            batch_tokens=batch_tokens,
+            report=report,
+        )
+    if write_results({"model": model, **ranking}, out, as_json):
+        _show(ranking)
+    if path := save_best(model, ranking):
+        typer.echo(f"best schedule saved in {path}; use it with --schedule best", err=True)
+    else:
+        typer.echo(f"best schedule not saved, {model} cannot be written to; use it with --trajectory", err=True)
+    if figure is not None:
+        typer.echo(f"drawn: {save(search_figure(ranking), figure)}", err=True)
 
 
 def _show(ranking: dict[str, Any]) -> None:
@@ -120,21 +112,15 @@ def _show(ranking: dict[str, Any]) -> None:
 
     rows = ranking["schedules"]
     measures = [name for name in ("perplexity", "bits_per_byte", "accuracy") if rows[0].get(name) is not None]
-    names = {row["rank"]: "" for row in rows}
-    for name in ("best", "worst", "uniform"):
-        names[ranking[name]["rank"]] += f" {name}"
-    print_table(
-        ["rank", "schedule", *(name.replace("_", " ") for name in measures), ""],
-        [
-            [
-                str(row["rank"]),
-                row["schedule"],
-                *(number(row[name], ".4f") for name in measures),
-                names[row["rank"]],
-            ]
-            for row in rows
-            if row["rank"] <= _SHOWN or row["rank"] > len(rows) - _SHOWN or row is ranking["uniform"]
-        ],
+    show_table(
+        {
+            "rank": str(row["rank"]),
+            "schedule": row["schedule"],
+            **{name.replace("_", " "): number(row[name], ".4f") for name in measures},
+            "": " ".join(name for name in ("best", "worst", "uniform") if ranking[name]["rank"] == row["rank"]),
+        }
+        for row in rows
+        if row["rank"] <= _SHOWN or row["rank"] > len(rows) - _SHOWN or row == ranking["uniform"]
     )
     typer.echo(f"spread: {', '.join(f'{name} {value:.4g}' for name, value in ranking['spread'].items())}")
     for which in ("best_tenth", "worst_tenth"):
