@@ -232,7 +232,7 @@ def test_what_is_refused(lm: LM, text: Text, tmp_path: Path) -> None:
     save_best(tmp_path, search(lm.model, 2, text=text))
     with torch.no_grad():
         lm.model.tokens.weight += 1
-    with pytest.raises(LoopformerError, match="was found for other weights"):
+    with pytest.raises(LoopformerError, match="No best schedule of budget 2 .* for its weights"):
         scheduled_trajectory(tmp_path, lm.model, 2, "best")
     (tmp_path / SCHEDULES_FILE).write_text('{"2": 3}')
     with pytest.raises(LoopformerError, match="is damaged; delete it"):

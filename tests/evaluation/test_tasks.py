@@ -170,5 +170,5 @@ def test_other_and_damaged_files_are_refused(tmp_path: Path) -> None:
             read_requests(file)
     head = json.loads(lines[0])
     file.write_text(json.dumps({**head, "version": 9}) + "\n")
-    with pytest.raises(FileProblem, match="has version 9"):
+    with pytest.raises(FileProblem, match="no file of requests of this version"):
         read_requests(file)

@@ -20,6 +20,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,10 @@ class Store:
     def get(self, key: Mapping[str, Any]) -> JsonDict | None:
         """The value stored under this key; a damaged file counts as none."""
         path = self._path(key)
-        if path is None or not path.is_file():
-            return None
-        try:
-            piece = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError):
-            return None
-        value = piece.get("value") if isinstance(piece, dict) else None
-        return value if isinstance(value, dict) else None
+        with suppress(FileProblem, KeyError):
+            if path is not None and path.is_file():
+                return dict(read_json(path)["value"])
+        return None
 
     def put(self, key: Mapping[str, Any], value: JsonDict) -> JsonDict:
         """Store a value and return it."""
@@ -79,10 +76,8 @@ class Store:
         return value
 
     def _path(self, key: Mapping[str, Any]) -> Path | None:
-        name = hashlib.sha256(json.dumps({"version": RESULTS_VERSION, **key}, sort_keys=True).encode()).hexdigest()[
-            :32
-        ]
-        return self.folder and self.folder / f"{name}.json"
+        text = json.dumps({"version": RESULTS_VERSION, **key}, sort_keys=True)
+        return self.folder and self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def weights_hash(model: LoopedLM) -> str:
@@ -108,16 +103,11 @@ def scheduled_trajectory(
     trajectory = model.resolve(budget)
     if schedule == "uniform" or count_schedules(model.config.loops, trajectory.budget) == 1:
         return trajectory
-    entry = saved_schedules(source).get(str(trajectory.budget))
-    command = f"loopformer search --model {source} --budget {trajectory.budget}"
-    if entry is None:
-        raise LoopformerError(
-            f"No best schedule of budget {budget} is saved with {source}; find it with {command}."
-        )
+    entry = saved_schedules(source).get(str(trajectory.budget), {})
     if entry.get("weights") != (weights or weights_hash(model)):
         raise LoopformerError(
-            f"The best schedule of budget {budget} was found for other weights of {source}; find it again with "
-            f"{command}."
+            f"No best schedule of budget {budget} is saved with {source} for its weights; find it with "
+            f"loopformer search --model {source} --budget {trajectory.budget}."
         )
     return model.resolve(str(entry.get("trajectory")))
 

@@ -231,18 +231,12 @@ def answer_requests(
     # A long text is scored in several windows, so only a context can be cut.
     sizes = [len(span.tokens) for span, query in zip(spans, queries, strict=True) if query.kind == _PAIR]
     cut = sum(size > lm.model.config.context + 1 for size in sizes)
-    return {
-        trajectory: TaskAnswers(
-            [
-                [total, greedy] if query.kind == _PAIR else total
-                for query, (total, greedy) in zip(queries, scored.answers, strict=True)
-            ],
-            scored.tokens,
-            cut,
-            seconds,
-        )
-        for trajectory, scored in scores.items()
-    }
+    answers = dict[Trajectory, TaskAnswers]()
+    for trajectory, scored in scores.items():
+        answered = zip(queries, scored.answers, strict=True)
+        values = [list(answer) if query.kind == _PAIR else answer[0] for query, answer in answered]
+        answers[trajectory] = TaskAnswers(values, scored.tokens, cut, seconds)
+    return answers
 
 
 def run_requests(
@@ -334,10 +328,9 @@ def _lines(path: str | Path, form: str, option: str) -> Iterator[tuple[JsonDict,
     """The first line of a file, and all others; whatever is damaged in them is one sentence."""
     try:
         head, *lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n") if line]
-        if head["format"] != form:
-            raise FileProblem(f"{path} is no file of {form.removeprefix('loopformer-')}; write it with {option}.")
-        if (version := head["version"]) != FORMAT_VERSION:
-            raise FileProblem(f"{path} has version {version!r}, this loopformer reads {FORMAT_VERSION}; update it.")
+        if (head["format"], head["version"]) != (form, FORMAT_VERSION):
+            kind = form.removeprefix("loopformer-")
+            raise FileProblem(f"{path} is no file of {kind} of this version; write it with {option}.")
         yield head, lines
     except LoopformerError:
         raise
