@@ -39,7 +39,7 @@ def search(
     by: Annotated[str | None, typer.Option(help="Rank by perplexity, accuracy or both.")] = None,
     data: TaskData = None,
     examples: Examples = None,
-    limit: Annotated[int, typer.Option(help="Measure at most so many schedules.")] = 500,
+    limit: Annotated[int, typer.Option(help="Where there are more schedules, measure so many at random.")] = 500,
     window: Window = None,
     max_tokens: MaxTokens = None,
     join: Join = False,
@@ -104,8 +104,8 @@ def _show(ranking: dict[str, Any]) -> None:
     """Print the best and the worst schedules, and what each group has in common."""
     budget, loops, on_grid, measured = (ranking[key] for key in ("budget", "loops", "on_grid", "measured"))
     count = "the only schedule" if on_grid == 1 else f"all {on_grid:,} schedules"
-    if ranking["method"] == "beam":
-        count = f"{measured:,} of {on_grid:,} schedules, along a beam,"
+    if ranking["method"] == "sample":
+        count = f"{measured:,} of {on_grid:,} schedules, drawn at random,"
     extra = " and the uniform one" if measured > on_grid else ""
     text = ranking["text"] and f" on {ranking['text']['tokens']:,} tokens of {ranking['text']['text']}"
     typer.echo(f"M = {budget}, L = {loops}: {count} in steps of 1/{loops}{extra}{text or ''}")

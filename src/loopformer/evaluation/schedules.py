@@ -1,4 +1,4 @@
-"""The best schedule of a budget, found by measuring all schedules or, where there are too many, by beam search.
+"""The best schedule of a budget, by measuring all schedules or, where there are too many, a random sample.
 
     ranking = search(model, budget=4, text=text)                     # 35 schedules for L = 8
     ranking["best"]["trajectory"], ranking["spread"]["perplexity"]
@@ -7,9 +7,6 @@
 
 Schedules lie on the training grid: their steps are multiples of 1/L. The uniform schedule is measured in any case.
 Schedules with the same first steps run together (scoring.py), and each such group is stored when it is complete.
-
-The beam search starts from a few different schedules. It measures the neighbours of the best ones (1/L moved from
-one step to another) until all their neighbours are measured, or `limit` schedules are.
 
 An entry of schedules.json names the weights it was found with, and LoadedModel refuses it for others (store.py):
     {"4": {"trajectory": "4-2-1-1", "perplexity": 20.1, "by": "perplexity", "text": …, "weights": …}, …}
@@ -24,7 +21,7 @@ import random
 import statistics
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +42,10 @@ from loopformer.scoring import BATCH_TOKENS, count_passes, score_spans
 from loopformer.trajectory import Trajectory
 
 RANKINGS = ("perplexity", "accuracy", "both")
-MAX_EXHAUSTIVE = 500  # schedules to measure one by one, above which a beam search begins
+MAX_SCHEDULES = 500  # to measure, above which there is a random sample
 
 Accuracies = Callable[[Sequence[Trajectory]], Mapping[Trajectory, float]]
-MeasureSchedules = Callable[[Sequence[Trajectory]], dict[Trajectory, JsonDict]]
 MeasuredSchedules = Mapping[Trajectory, Mapping[str, Any]]
-
-_BEAM_WIDTH = 2  # a wide beam spends its limit on neighbours before it moves; 2 came closest on test landscapes
-_RANDOM_STARTS = 8
 
 
 def search(
@@ -63,7 +56,7 @@ def search(
     accuracy: Accuracies | None = None,
     tasks: Mapping[str, Any] | None = None,
     by: str = "perplexity",
-    limit: int = MAX_EXHAUSTIVE,
+    limit: int = MAX_SCHEDULES,
     protocol: Protocol | None = None,
     weights: str | None = None,
     store: Store | None = None,
@@ -89,27 +82,30 @@ def search(
     weights, store = weights or weights_hash(model), store or Store(None)
     cut = None if text is None else cut_text(text, protocol or Protocol(), model.config.context)
 
-    def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, JsonDict]:
-        rows: dict[Trajectory, JsonDict] = {trajectory: {} for trajectory in trajectories}
-        if cut is not None:
-            keys = {each: cut.key("schedule", model, weights, each) for each in trajectories}
-            done = {each: piece for each in trajectories if (piece := store.get(keys[each])) is not None}
-            missing = sorted((each for each in trajectories if each not in done), key=lambda each: each.steps)
-            # Schedules with the same first step run together, and each group is stored when it is done.
-            for _, same in itertools.groupby(missing, key=lambda each: each.steps[0]):
-                group = list(same)
-                doing = f"schedules {len(done) + 1}-{len(done) + len(group)} of {len(trajectories)}"
-                batches = score_spans(model, cut.windows, group, batch_tokens, share=False)
-                sums = sum_likelihoods(batches, cut, report, doing)
-                done |= {each: store.put(keys[each], sums[each].summarize(cut)) for each in group}
-            rows |= {each: dict(piece) for each, piece in done.items()}
-        if accuracy is not None:
-            for trajectory, share in accuracy(trajectories).items():
-                rows[trajectory]["accuracy"] = share
-        return rows
-
-    started = time.perf_counter()
-    measured, method = explore(loops, uniform, measure, by, limit)
+    started, is_exhaustive, rng = time.perf_counter(), on_grid <= limit, random.Random(0)
+    if is_exhaustive:
+        trajectories = list(dict.fromkeys([*Trajectory.enumerate(loops, budget), uniform]))
+    else:
+        sample = {uniform}
+        while len(sample) < limit:
+            sample.add(Trajectory.sample(loops, rng, budget))
+        trajectories = sorted(sample, key=lambda each: each.steps)
+    measured: dict[Trajectory, JsonDict] = {trajectory: {} for trajectory in trajectories}
+    if cut is not None:
+        keys = {each: cut.key("schedule", model, weights, each) for each in trajectories}
+        done = {each: stored for each in trajectories if (stored := store.get(keys[each])) is not None}
+        missing = sorted((each for each in trajectories if each not in done), key=lambda each: each.steps)
+        # Schedules with the same first step run together, and each group is stored when it is done.
+        for _, same in itertools.groupby(missing, key=lambda each: each.steps[0]):
+            group = list(same)
+            doing = f"schedules {len(done) + 1}-{len(done) + len(group)} of {len(trajectories)}"
+            batches = score_spans(model, cut.windows, group, batch_tokens, share=False)
+            sums = sum_likelihoods(batches, cut, report, doing)
+            done |= {each: store.put(keys[each], sums[each].summarize(cut)) for each in group}
+        measured |= {each: dict(stored) for each, stored in done.items()}
+    if accuracy is not None:
+        for trajectory, share in accuracy(trajectories).items():
+            measured[trajectory]["accuracy"] = share
     described = describe(measured, uniform, by, loops)
     if by != "accuracy" and described["best"]["perplexity"] is None:
         raise RunFailed("No schedule gives a number; the model's weights are damaged or its training diverged.")
@@ -120,55 +116,14 @@ def search(
         "loops": loops,
         "budget": budget,
         "by": by,
-        "method": method,
+        "method": "all" if is_exhaustive else "sample",
         "on_grid": on_grid,  # the uniform schedule may not be among them
         "text": cut and cut.facts,
         "tasks": tasks,
-        "passes": passes if method == "all" else None,
+        "passes": passes if is_exhaustive else None,
         "seconds": time.perf_counter() - started,
         **described,
     }
-
-
-def explore(
-    loops: int, uniform: Trajectory, measure: MeasureSchedules, by: str, limit: int
-) -> tuple[dict[Trajectory, JsonDict], str]:
-    """Results of every schedule of the budget, or of those along a beam where there are more than `limit`."""
-    budget = uniform.budget
-    if count_schedules(loops, budget) <= limit:
-        return measure(list(dict.fromkeys([*Trajectory.enumerate(loops, budget), uniform]))), "all"
-    measured: dict[Trajectory, JsonDict] = {}
-    front = list(dict.fromkeys([uniform, *_starts(loops, budget)]))
-    while front := front[: limit - len(measured)]:
-        measured |= measure(front)
-        best = rank(measured, by)[:_BEAM_WIDTH]
-        neighbours = (neighbour for schedule in best for neighbour in _neighbours(schedule, loops))
-        front = [neighbour for neighbour in dict.fromkeys(neighbours) if neighbour not in measured]
-    return measured, "beam"
-
-
-def _starts(loops: int, budget: int) -> Iterator[Trajectory]:
-    """Schedules to start from: one heavy step at each position, even steps, and random ones of a fixed seed."""
-    spare, rng = loops - budget, random.Random(0)
-    heavy = ([1 + spare * (i == position) for i in range(budget)] for position in range(budget))
-    even = [1 + spare * (i + 1) // budget - spare * i // budget for i in range(budget)]
-    yield from map(Trajectory.from_weights, [*heavy, even])
-    yield from (Trajectory.sample(loops, rng, budget) for _ in range(_RANDOM_STARTS))
-
-
-def _grid_steps(trajectory: Trajectory, loops: int) -> list[int] | None:
-    """Steps in units of 1/L; None for a schedule that is not on the grid."""
-    steps = [step * loops for step in trajectory.steps]
-    return None if any(step.denominator != 1 for step in steps) else list(map(int, steps))
-
-
-def _neighbours(trajectory: Trajectory, loops: int) -> Iterator[Trajectory]:
-    """The schedules with 1/L moved from one step to another; none for a schedule that is not on the grid."""
-    steps = _grid_steps(trajectory, loops) or []
-    for source, target in itertools.permutations(range(len(steps)), 2):
-        if steps[source] > 1:
-            change = {source: -1, target: 1}
-            yield Trajectory.from_weights([step + change.get(i, 0) for i, step in enumerate(steps)])
 
 
 def rank(measured: MeasuredSchedules, by: str) -> list[Trajectory]:
@@ -185,13 +140,12 @@ def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: i
     rows = [
         {
             "rank": number,
-            "schedule": "-".join(map(str, grid)) if grid else ("uniform" if each.is_uniform else str(each)),
+            "schedule": _in_units(each, loops),
             "trajectory": str(each),
             "steps": [float(step) for step in each.steps],
             **measured[each],
         }
         for number, each in enumerate(order, 1)
-        for grid in [_grid_steps(each, loops)]
     ]
     tenth = math.ceil(len(order) / 10)
     groups = {"best_tenth": order[:tenth], "worst_tenth": order[-tenth:], "all": order}
@@ -210,6 +164,14 @@ def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: i
         "rank_correlation": spearman(_costs(measured, "perplexity"), _costs(measured, "accuracy")),
         "schedules": rows,
     }
+
+
+def _in_units(trajectory: Trajectory, loops: int) -> str:
+    """Steps in units of 1/L, such as 4-2-1-1, or the usual name of a schedule that is not on the grid."""
+    units = [step * loops for step in trajectory.steps]
+    if any(unit.denominator != 1 for unit in units):
+        return "uniform" if trajectory.is_uniform else str(trajectory)
+    return "-".join(map(str, units))
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
