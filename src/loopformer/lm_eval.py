@@ -222,13 +222,13 @@ def _task_manager(names: Sequence[str], include: str | Path | None) -> Any:
     """The harness's index of tasks: the paper's and your own if they are enough, else all, which takes long."""
     if include is not None and not Path(include).is_dir():
         raise FileProblem(f"There is no folder {include}; --include takes a folder of task definitions (YAML).")
-    own = [] if include is None else [str(include)]
+    included = [] if include is None else [str(include)]
     root = Path(lm_eval.tasks.__file__).parent
     folders = dict.fromkeys(str(root / task.folder) for task in TASKS.values())
-    manager = lm_eval.tasks.TaskManager(include_path=[*folders, *own], include_defaults=False)
+    manager = lm_eval.tasks.TaskManager(include_path=[*folders, *included], include_defaults=False)
     if set(names) <= set(manager.all_subtasks):  # a group may have members elsewhere, so it needs the full index
         return manager
-    manager = lm_eval.tasks.TaskManager(include_path=own or None)
+    manager = lm_eval.tasks.TaskManager(include_path=included or None)
     for name in set(names) - set(manager.all_tasks):
         hint = nearest(name, manager.all_tasks, otherwise="`lm_eval ls tasks` lists all that there are.")
         raise LoopformerError(f"There is no task {name}; {hint}")
@@ -279,7 +279,7 @@ def _task_errors(name: str, local: LocalExamples | None) -> Iterator[None]:
 
 
 def _plain_numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
-    """The numbers alone: `acc` and `acc_stderr`, with the name of the filter of answers where there is one."""
+    """The numbers of a task, as in `acc` and `acc_stderr`, with the name of a filter of answers if there is one."""
     return {
         key.removesuffix(",none"): None if value is None or isinstance(value, str) else float(value)
         for key, value in values.items()

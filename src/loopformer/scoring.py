@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens: one scorer for perplexity, tasks, `lm.score` and validation.
+"""Log-probabilities of known tokens: one scorer for perplexity, tasks, `lm.score` and validation.
 
     spans = [Span((*context, *continuation), scored=len(continuation))]
     loglikelihoods(model, spans, trajectories)[trajectory].answers[0]    # (log-likelihood, is it the greedy choice)
@@ -142,7 +142,7 @@ class TrajectoryTree:
     def run_from(
         self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, start: Tensor | None = None
     ) -> Iterator[tuple[Trajectory, Tensor]]:
-        """The same from the embeddings [B, T, D], and the state before the first pass where that is another."""
+        """The same from the embeddings [B, T, D]; `start` is the state before the first loop, by default `x`."""
         first = x if start is None else start.to(x.dtype).expand_as(x)
         path: list[Tensor] = [first]  # path[i]: the state after i steps of `before`
         before: tuple[Fraction, ...] = ()
@@ -321,11 +321,11 @@ def score_spans(
             for number, pack, end in batch.spans
             for position in range(end - spans[number].scored, end)
         ]
-        positions, wanted = torch.tensor(outputs, device=model.device), targets.to(model.device)
+        positions, device_targets = torch.tensor(outputs, device=model.device), targets.to(model.device)
         along = {}
         with explain_memory(batch_tokens):
             for trajectory, hidden in tree.run_from(*batch.embed(model)):
-                logprobs, greedy = token_logprobs(model, hidden.flatten(0, 1)[positions], wanted)
+                logprobs, greedy = token_logprobs(model, hidden.flatten(0, 1)[positions], device_targets)
                 along[trajectory] = logprobs.cpu(), greedy.cpu()
         yield BatchScores(numbers, sizes, targets, along, batch.tokens)
 

@@ -34,7 +34,7 @@ _SHOWN = 5  # schedules at each end of the table
 def search(
     budget: Annotated[int, typer.Option(help="Loops M, 1 to L.", autocompletion=complete_budget)],
     model: Model = BOX,
-    text: Annotated[str | None, typer.Option(help=f"{TEXT}. A run's own data by default.")] = None,
+    text: Annotated[str | None, typer.Option(help=f"{TEXT}. The data of a run by default.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Tasks: paper, or names, as in piqa,arc_easy.")] = None,
     by: Annotated[str | None, typer.Option(help="Rank by perplexity, accuracy or both.")] = None,
     data: TaskData = None,

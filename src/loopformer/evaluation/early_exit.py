@@ -51,7 +51,7 @@ def early_exit(
     trajectory = model.resolve(trajectory, beyond)
     embedded, rotary, mask = model.embed(ids)  # [B, T, D]
     start = model.random_initial_state(torch.arange(ids.shape[1], device=ids.device)[None])
-    x = embedded if start is None else start.to(embedded.dtype).expand_as(embedded)
+    x = embedded if start is None else start.to(embedded.dtype).expand_as(embedded)  # [B, T, D]
     exited = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
     loops, predictions = (torch.zeros(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
     logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
@@ -91,7 +91,7 @@ def score_with_early_exit(
 ) -> Iterator[BatchScores]:
     """Score spans as `score_spans` does, batch by batch, with early exit along one trajectory."""
     for batch in plan_batches(spans, model.config.context, batch_tokens, share=False):
-        rows = [torch.tensor(pack.rows[0]) for pack in batch.packs]  # padded at the end, where nothing attends to
+        rows = [torch.tensor(pack.rows[0]) for pack in batch.packs]  # padded at the end, which no token attends to
         numbers = [number for number, _, _ in batch.spans]
         targets = torch.tensor([token for number in numbers for token in spans[number].targets])  # [N]
         with explain_memory(batch_tokens):

@@ -65,8 +65,7 @@ class LoadedModel:
     ) -> list[Trajectory]:
         """Budgets such as "1,2,4" at uniform or best schedules, then trajectories.
 
-        Where neither is given these are the `default` budgets, else 1, L/4, L/2 and L. `beyond` allows more loops
-        than L.
+        Without either, these are the `default` budgets, else 1, L/4, L/2 and L. `beyond` allows more loops than L.
         """
         numbers = [] if trajectories else default or validation_budgets(self.model.config.loops)
         if budgets is not None:

@@ -8,7 +8,7 @@
 Schedules lie on the training grid: their steps are multiples of 1/L. The uniform schedule is measured in any case.
 Schedules with the same first steps run together (scoring.py), and each such group is stored when it is complete.
 
-An entry of schedules.json names the weights it was found with, and LoadedModel refuses it for others (store.py):
+An entry of schedules.json names the weights it was measured with, and is refused for others (store.py):
     {"4": {"trajectory": "4-2-1-1", "perplexity": 20.1, "by": "perplexity", "text": …, "weights": …}, …}
 """
 
@@ -194,7 +194,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def save_best(source: str | Path, ranking: JsonDict) -> Path | None:
-    """Save the best schedule of a search with the model; None where the model is no folder that can be written to.
+    """Save the best schedule of a search in the model's folder; None if there is no folder that can be written to.
 
     It replaces an earlier schedule of the same budget. Entries of other budgets stay.
     """

@@ -4,11 +4,11 @@
     tracking["trajectories"][0]["accuracy"]          # at each position along the first trajectory
     tracking["certainty"][0]["mean_passes"]          # with early exit, beside the fixed budgets
 
-The words are drawn from a stream of their own (data/states.py), which training never sees. The answer at a position
+The words come from a random stream that training never sees (data/states.py). The answer at a position
 is the most likely element. Right answers are counted by position, so any mean and its standard error follow.
 
-Early exit (early_exit.py) is measured along the full trajectory, and also along the longest of the given ones where
-that is longer: a position leaves the loop once the probability of its top token exceeds a threshold.
+Early exit (early_exit.py) is measured along the full trajectory, and along the longest one if that is longer.
+A position leaves the loop once the probability of its top token exceeds a threshold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from loopformer.config import load_run
 from loopformer.data.states import TEST, Group, StateWindows, word_length
-from loopformer.errors import LoopformerError, RunFailed, require
+from loopformer.errors import RunFailed, require
 from loopformer.evaluation.early_exit import early_exit
 from loopformer.evaluation.store import ReportProgress, device_and_dtype
 from loopformer.loading.folder import SETTINGS, resolve_model_path, run_folder_of
@@ -64,10 +64,6 @@ def track_states(
     config, device = model.config, model.device
     require(sequences >= 1, f"--sequences must be 1 or more, got {sequences}.")
     require(seed >= 0, f"--seed must be 0 or more, got {seed}.")
-    if config.vocab < group.vocab_size:
-        raise LoopformerError(
-            f"The model knows {config.vocab} tokens, {group.name} has {len(group)} elements and the end token."
-        )
     tree = TrajectoryTree(model, trajectories)
     longest = max(config.loops, *(trajectory.budget for trajectory in trajectories))
     shape = (sequences, word_length(config.context))

@@ -34,7 +34,7 @@ from loopformer.trajectory import Trajectory
 JsonDict = dict[str, Any]
 ReportProgress = Callable[[str, int, int | None], None]  # what is done, how much, of how much (None: unknown)
 
-RESULTS_VERSION = 1  # of what results hold and how they are measured; a new version finds none of the old ones
+RESULTS_VERSION = 1  # of what results hold and how they are measured; results of other versions are ignored
 SCHEDULES_FILE = "schedules.json"
 SCHEDULES = ("uniform", "best")
 

@@ -7,7 +7,7 @@
 
 Kinds of requests and their arguments are those of the harness:
     loglikelihood          (context, continuation) → [log-likelihood, whether greedy decoding would give it]
-    loglikelihood_rolling  (text,)                 → log-likelihood, each token given as much before it as fits
+    loglikelihood_rolling  (text,)                 → log-likelihood of all tokens, each with as much context as fits
 
 Local files of the paper's tasks are JSON lines named TASK.SPLIT.jsonl, with the fields in docs/benchmarks.md. Files
 of requests and answers are JSON lines too. The first line says what the file is. Each other line is one request, or
@@ -192,7 +192,7 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[Sequence[str]]) -> list[S
     """Contexts and their continuations as tokens, split exactly as lm-evaluation-harness splits them.
 
     Spaces at the end of a context belong to the continuation. Both are tokenized together, and the number of tokens
-    that the context has alone is taken off. An empty context becomes the end token.
+    that the context has alone is cut off. An empty context becomes the end token.
     """
     splits = [(context.rstrip(), context + continuation) for context, continuation in pairs]
     texts = list({text for split in splits for text in split})

@@ -10,14 +10,14 @@
 sources (stdlib, pile, fineweb-edu, openwebtext) are trained on as well, so only their held-out part is read: the
 documents that `prepare` puts into the validation split, up to the token count of the preset.
 
-**Documents apart** (the default). Each document follows one end token. Its first token is scored given that end
-token, every other token given those before it. All tokens of a document are scored and no others, so the bytes are
+**Documents apart** (the default). Each document follows one end token. The context of its first token is that end
+token, and of every other token those before it. All tokens of a document are scored and no others, so the bytes are
 those of the documents. The end token itself is never scored.
 
 **Joined** (`join`). Documents follow one another with an end token between two, as in training, and attention
 crosses them. End tokens are scored too, but count neither in the bytes nor in bits per byte. The first token of the
 stream has no context and is not scored, nor are its bytes counted. Without a stride these are the windows of
-training's own validation, and also the last window, which may be shorter.
+training's validation, and also the last window, which may be shorter.
 
 **Windows.** A window holds at most `window` inputs. Without a stride windows do not overlap: the last token of a
 window is the first input of the next, and the only context of that window's first target. With a stride of S each
@@ -158,7 +158,7 @@ def _prepared_documents(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[st
 
 
 def default_text(model: str | Path) -> str | None:
-    """The held-out text in a model's folder, or the data of its run; None where neither is found."""
+    """The held-out text in a model's folder, or the data of its run; None if there is neither."""
     if (held_out := resolve_model_path(model) / HELD_OUT).is_file():
         return str(held_out)
     if (run := run_folder_of(model)) is None:
