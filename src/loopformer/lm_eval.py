@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
-from loopformer.evaluation.loaded import LoadedModel
 from loopformer.evaluation.store import JsonDict, ReportProgress
 from loopformer.evaluation.tasks import (
     TASKS,
@@ -39,6 +38,9 @@ from loopformer.evaluation.tasks import (
 )
 from loopformer.scoring import BATCH_TOKENS
 from loopformer.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from loopformer.evaluation.loaded import LoadedModel
 
 try:
     import lm_eval.tasks

@@ -24,16 +24,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError
-from loopformer.evaluation.loaded import LoadedModel
 from loopformer.evaluation.store import JsonDict, ReportProgress
 from loopformer.files import write_atomic
-from loopformer.lm import LM
 from loopformer.scoring import BATCH_TOKENS, Count, Span, loglikelihoods
 from loopformer.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from loopformer.evaluation.loaded import LoadedModel
+    from loopformer.lm import LM
 
 REQUESTS_FORMAT, ANSWERS_FORMAT, FORMAT_VERSION = "loopformer-requests", "loopformer-answers", 1
 
