@@ -33,7 +33,7 @@ from common import (
 
 from loopformer.data.prepare import prepare
 from loopformer.device import device_name
-from loopformer.evaluation.store import LoadedModel
+from loopformer.evaluation.loaded import LoadedModel
 from loopformer.evaluation.text import perplexity, read_text
 from loopformer.loading import find_model
 from loopformer.loading.folder import HELD_OUT, TOKENIZER, save_tensors

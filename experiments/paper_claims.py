@@ -37,11 +37,9 @@ from paper_judge import Results, fill
 from loopformer.analysis.dynamics import analyze, read_prompts
 from loopformer.config import load_run
 from loopformer.data.prepare import prepare as prepare_data
+from loopformer.evaluation.loaded import LoadedModel
 from loopformer.evaluation.schedules import search
-from loopformer.evaluation.store import LoadedModel
 from loopformer.evaluation.tasks import (
-    Answers,
-    model_facts,
     read_answers,
     read_requests,
     run_requests,
@@ -197,8 +195,7 @@ def train_and_measure(name: str, inputs: Path, run: Path, commit: str, changes: 
         ],
     }
     requests = read_requests(inputs / REQUESTS)
-    runs = run_requests(loaded, requests.queries, trajectories, BATCH_TOKENS, together=True)
-    write_answers(run / ANSWERS, Answers(requests.facts, model_facts(loaded, runs), runs))
+    write_answers(run / ANSWERS, run_requests(loaded, requests, trajectories, BATCH_TOKENS, together=True))
     prompts = read_prompts(str(inputs / TEXTS[-1]), tokenizer, PROMPTS, PROMPT_TOKENS)
     result["analysis"] = [analyze(loaded.model, prompts, name, trajectory).to_json() for trajectory in trajectories]
     if loaded.model.config.conditioning == "trajectory":
@@ -209,7 +206,7 @@ def train_and_measure(name: str, inputs: Path, run: Path, commit: str, changes: 
 def publish(run: Path, suite: "Suite", out: Path) -> None:
     """Write the results of one model, the tasks' scores and which examples were right into one compact file."""
     result, answers = json.loads((run / RAW).read_text("utf-8")), read_answers(run / ANSWERS)
-    result["tasks"] = suite.collect(answers)
+    result["tasks"] = suite.results(answers)
     result["outcomes"] = {
         "meaning": "of each trajectory and task, 1 or 0 per example in the order of the data, by the task's metric",
         **{

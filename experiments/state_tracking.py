@@ -34,8 +34,8 @@ from common import RAW, collect_results, mean_and_range, run_suite, suite_parser
 
 from loopformer.data.states import Group
 from loopformer.device import device_name
+from loopformer.evaluation.loaded import LoadedModel
 from loopformer.evaluation.states import track_states
-from loopformer.evaluation.store import LoadedModel
 from loopformer.model import LoopedLM
 from loopformer.plots import Line, Panel, line_figure, save
 from loopformer.trajectory import Trajectory

@@ -33,7 +33,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL)
 NOT_RUN = {
-    "docs/benchmarks.md": ["needs the Hub"],
     "docs/huggingface.md": ["needs Transformers' tests"],
     "docs/inference.md": ["needs a GPU"],
 }

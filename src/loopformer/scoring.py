@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens: one scorer for perplexity, tasks, `lm.score` and validation.
+"""Log-probabilities of known tokens: one scorer for perplexity, tasks, `lm.score` and validation.
 
     spans = [Span((*context, *continuation), scored=len(continuation))]
     loglikelihoods(model, spans, trajectories)[trajectory].answers[0]    # (log-likelihood, is it the greedy choice)
@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -139,13 +140,9 @@ class TrajectoryTree:
 
     @torch.no_grad()
     def run_from(
-        self,
-        x: Tensor,
-        rotary: Rotary | None,
-        mask: Tensor | None,
-        start: Tensor | None = None,
+        self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, start: Tensor | None = None
     ) -> Iterator[tuple[Trajectory, Tensor]]:
-        """The same from the embeddings [B, T, D], and the state before the first pass where that is another."""
+        """The same from the embeddings [B, T, D]; `start` is the state before the first loop, by default `x`."""
         first = x if start is None else start.to(x.dtype).expand_as(x)
         path: list[Tensor] = [first]  # path[i]: the state after i steps of `before`
         before: tuple[Fraction, ...] = ()
@@ -172,7 +169,7 @@ class Pack:
     suffixes: tuple[Tokens, ...]
 
     def __len__(self) -> int:
-        return len(self.prefix) + sum(map(len, self.suffixes))
+        return self.ends[-1]
 
     @property
     def shared(self) -> bool:
@@ -186,10 +183,7 @@ class Pack:
     @property
     def ends(self) -> list[int]:
         """Where each row ends in the sequence."""
-        ends = [len(self.prefix)]
-        for suffix in self.suffixes:
-            ends.append(ends[-1] + len(suffix))
-        return ends[1:]
+        return list(accumulate(map(len, self.suffixes), initial=len(self.prefix)))[1:]
 
 
 @dataclass(frozen=True)
@@ -204,30 +198,23 @@ class PackedBatch:
         """Tokens that run through the model, without padding."""
         return sum(map(len, self.packs))
 
-    def start(self, model: LoopedLM) -> tuple[Tensor, Rotary | None, Tensor | None, Tensor | None]:
+    def embed(self, model: LoopedLM) -> tuple[Tensor, Rotary | None, Tensor | None, Tensor | None]:
         """The embeddings [B, T, D], angles, mask and random start, with each row of a pack as if it were alone."""
-        device = model.device
-
-        def padded(
-            rows: Iterable[Iterable[int]],
-        ) -> Tensor:  # [B, T]; no token attends to the padding after it
-            return pad_sequence([torch.tensor([*row]) for row in rows], batch_first=True).to(device)
-
-        ids = padded(chain(pack.prefix, *pack.suffixes) for pack in self.packs)
-        positions, mask = torch.arange(ids.shape[1], device=device)[None], None
-        if self.packs[0].shared:  # then all of them are
+        ids, owners = list[Tensor](), list[Tensor]()
+        for pack in self.packs:
+            ids.append(torch.tensor([*pack.prefix, *chain(*pack.suffixes)]))
             # 0 for the prefix, which all rows attend to; a number for each suffix, which only attends to itself.
-            owners = padded(
-                chain(
-                    [0] * len(pack.prefix), *([number] * len(each) for number, each in enumerate(pack.suffixes, 1))
-                )
-                for pack in self.packs
-            )
-            visible = ((owners[:, None, :] == owners[:, :, None]) | (owners[:, None, :] == 0)).tril()  # [B, T, T]
+            sizes = torch.tensor([len(pack.prefix), *map(len, pack.suffixes)])
+            owners.append(torch.arange(len(sizes)).repeat_interleave(sizes))
+        # [B, T]; no token attends to the padding after it.
+        tokens, owner = (pad_sequence(rows, batch_first=True).to(model.device) for rows in (ids, owners))
+        positions, mask = torch.arange(tokens.shape[1], device=model.device)[None], None
+        if self.packs[0].shared:  # then all of them are
+            visible = ((owner[:, None, :] == owner[:, :, None]) | (owner[:, None, :] == 0)).tril()  # [B, T, T]
             # A token attends to its own row up to itself. Padding may attend to more tokens than a context has.
             positions = (visible.sum(-1) - 1).clamp(max=model.config.context - 1)
             mask = visible[:, None]  # [B, 1, T, T]
-        x, rotary = model.add_positions(model.tokens(ids), positions)
+        x, rotary = model.add_positions(model.tokens(tokens), positions)
         return x, rotary, mask, model.random_initial_state(positions)
 
 
@@ -244,8 +231,8 @@ def plan_batches(
         numbers.setdefault(span.inputs, []).append(number)
         before = len(span.inputs) - span.scored
         free[span.inputs] = min(before, free.get(span.inputs, before))
-    rows = (Pack((), (row,)) for row in numbers)
-    packs = _packs(sorted(numbers), free, _MAX_PACK_CONTEXTS * context) if share else rows
+    single_rows = (Pack((), (row,)) for row in numbers)
+    packs = _packs(sorted(numbers), free, _MAX_PACK_CONTEXTS * context) if share else single_rows
     groups: list[list[Pack]] = []
     for pack in sorted(packs, key=lambda pack: (pack.shared, -len(pack), pack.prefix, pack.suffixes)):
         last = groups[-1] if groups else []
@@ -253,18 +240,14 @@ def plan_batches(
             last.append(pack)
         else:
             groups.append([pack])
-    return [
-        PackedBatch(
-            tuple(group),
-            tuple(
-                (number, index, end)
-                for index, pack in enumerate(group)
-                for row, end in zip(pack.rows, pack.ends, strict=True)
-                for number in numbers[row]
-            ),
+    batches = []
+    for group in groups:
+        rows = (
+            (index, *each) for index, pack in enumerate(group) for each in zip(pack.rows, pack.ends, strict=True)
         )
-        for group in groups
-    ]
+        scored = tuple((number, index, end) for index, row, end in rows for number in numbers[row])
+        batches.append(PackedBatch(tuple(group), scored))
+    return batches
 
 
 def _packs(rows: Sequence[Tokens], free: dict[Tokens, int], longest: int) -> Iterator[Pack]:
@@ -274,9 +257,8 @@ def _packs(rows: Sequence[Tokens], free: dict[Tokens, int], longest: int) -> Ite
         # A family is a run of neighbours with enough in common; `shared` is the prefix of all of them.
         shared, stop = 0, start + 1
         while stop < len(rows):
-            before, row = rows[stop - 1], rows[stop]
-            limit = min(free[before], free[row])
-            common = min(common_prefix(before, row), limit)
+            limit = min(free[rows[stop - 1]], free[rows[stop]])
+            common = min(common_prefix(rows[stop - 1], rows[stop]), limit)
             if common < max(MIN_SHARED_TOKENS, limit / 2):
                 break
             shared, stop = (min(shared, common) if shared else common), stop + 1
@@ -299,6 +281,18 @@ class BatchScores:
     targets: Tensor  # [N]
     along: dict[Trajectory, tuple[Tensor, Tensor]]  # log-probabilities [N] in fp32; whether each is most likely [N]
     tokens: int  # that were run for them, padding not counted
+    loops: Sequence[int] = ()  # with early exit, those that each position of the batch took
+
+
+@contextmanager
+def explain_memory(batch_tokens: int) -> Iterator[None]:
+    """Turn a lack of memory into one sentence with a remedy."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(
+            f"Batches of {batch_tokens} tokens do not fit into the device's memory; lower --batch-tokens."
+        ) from error
 
 
 @torch.no_grad()
@@ -322,34 +316,26 @@ def score_spans(
         sizes = [spans[number].scored for number in numbers]
         targets = torch.tensor([token for number in numbers for token in spans[number].targets])  # [N]
         length = max(map(len, batch.packs))  # outputs are looked up in the flattened batch [B * T]
-        places = torch.tensor(
-            [
-                pack * length + position
-                for number, pack, end in batch.spans
-                for position in range(end - spans[number].scored, end)
-            ]
-        )
+        outputs = [
+            pack * length + position
+            for number, pack, end in batch.spans
+            for position in range(end - spans[number].scored, end)
+        ]
+        positions, device_targets = torch.tensor(outputs, device=model.device), targets.to(model.device)
         along = {}
-        try:
-            start = batch.start(model)
-            where, wanted = places.to(start[0].device), targets.to(start[0].device)
-            for trajectory, hidden in tree.run_from(*start):
-                logprobs, greedy = token_logprobs(model, hidden.flatten(0, 1)[where], wanted)
+        with explain_memory(batch_tokens):
+            for trajectory, hidden in tree.run_from(*batch.embed(model)):
+                logprobs, greedy = token_logprobs(model, hidden.flatten(0, 1)[positions], device_targets)
                 along[trajectory] = logprobs.cpu(), greedy.cpu()
-        except torch.OutOfMemoryError as error:
-            raise RunFailed(
-                f"Batches of {batch_tokens} tokens do not fit into the device's memory; lower --batch-tokens."
-            ) from error
         yield BatchScores(numbers, sizes, targets, along, batch.tokens)
 
 
 @dataclass(frozen=True)
 class Loglikelihoods:
-    """Answers in the order of the spans, the tokens run for them, and how many spans did not fit the context."""
+    """Answers in the order of the spans, and the tokens run for them."""
 
     answers: list[Answer]
     tokens: int
-    cut: int
 
 
 def loglikelihoods(
@@ -365,22 +351,19 @@ def loglikelihoods(
     The context of a span that does not fit is cut off from the left. Tokens to score are never cut: they are scored
     in several windows.
     """
-    context = model.config.context
-    windows: list[Span] = []
-    owners: list[int] = []  # the span of each window
-    for number, span in enumerate(spans):
-        parts = span.windows(context, reach_back=True)
-        windows += parts
-        owners += [number] * len(parts)
+    parts = [
+        (n, part) for n, span in enumerate(spans) for part in span.windows(model.config.context, reach_back=True)
+    ]
+    windows = [part for _, part in parts]
     answers: dict[Trajectory, list[Answer]] = {each: [(0.0, True)] * len(spans) for each in trajectories}
     done = tokens = 0
     for batch in score_spans(model, windows, trajectories, batch_tokens, share):
         for trajectory, scored in batch.along.items():
             parts_of = (torch.split(values, batch.sizes) for values in scored)
             for window, logprobs, is_greedy in zip(batch.spans, *parts_of, strict=True):
-                total, greedy = answers[trajectory][owners[window]]
-                total += math.fsum(logprobs.tolist())
-                answers[trajectory][owners[window]] = total, greedy and bool(is_greedy.all())
+                number = parts[window][0]
+                total, greedy = answers[trajectory][number]
+                answers[trajectory][number] = total + math.fsum(logprobs.tolist()), greedy and bool(is_greedy.all())
         done += len(batch.spans)
         tokens += batch.tokens
         if count:
@@ -388,8 +371,7 @@ def loglikelihoods(
     for trajectory, along in answers.items():
         if not all(math.isfinite(total) for total, _ in along):
             raise RunFailed(f"The model's output along {trajectory} is not a number; check its weights and dtype.")
-    cut = sum(len(span.tokens) > context + 1 for span in spans)
-    return {trajectory: Loglikelihoods(along, tokens, cut) for trajectory, along in answers.items()}
+    return {trajectory: Loglikelihoods(along, tokens) for trajectory, along in answers.items()}
 
 
 @dataclass(frozen=True)

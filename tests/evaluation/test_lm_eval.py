@@ -1,10 +1,7 @@
 """Against lm-evaluation-harness: its own scores, its own requests, its own metrics."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,23 +15,26 @@ from hypothesis import strategies as st
 from loopformer import LM
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError, RunFailed
-from loopformer.evaluation.store import LoadedModel, Store, weights_hash
+from loopformer.evaluation.loaded import LoadedModel
+from loopformer.evaluation.store import Store, weights_hash
 from loopformer.evaluation.tasks import (
     PAPER,
     TASKS,
-    Answers,
     Query,
+    Requests,
     TaskAnswers,
+    answer_requests,
     encode_pairs,
-    model_facts,
     read_answers,
     read_requests,
     run_requests,
     write_answers,
     write_requests,
 )
+from loopformer.lm import load
 from loopformer.loading import save_model
 from loopformer.scoring import Span
+from loopformer.trajectory import Trajectory
 
 from .examples import HUB, LOCAL, write_lines, write_local
 from .small import make_model
@@ -46,20 +46,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from loopformer.lm_eval import LoopformerLM, RecordedAnswers, Suite
-
-CHOICE = """
-task: own_choice
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{data}"}}, cache_dir: "{cache}"}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{goal}}}}"
-doc_to_choice: "{{{{[sol1, sol2]}}}}"
-doc_to_target: label
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
-"""
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+from loopformer.lm_eval import RecordedAnswers, Suite
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pa
     return place
 
 
-def _requests(queries: list[Any]) -> list[Any]:
-    return [SimpleNamespace(args=query.arguments, task_name=None) for query in queries]
+def _requests(queries: list[Query]) -> list[Any]:
+    return [SimpleNamespace(args=query.arguments) for query in queries]
 
 
 @pytest.fixture(scope="module")
@@ -90,26 +77,24 @@ def theirs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> HFLM:
     return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", device="cpu", batch_size=4)
 
 
+ROUTE = Trajectory.uniform(3)  # the budget of the exported model
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_scores_equal_the_hf_path_of_the_harness(folder: Path, theirs: HFLM, tmp_path: Path, name: str) -> None:
-    suite = Suite.load([name], data=write_local(tmp_path))
-    asked = _requests(suite.queries[name])
-    ours = LoopformerLM(str(folder), budget=3, device="cpu").loglikelihood(asked, disable_tqdm=True)
-    expected = theirs.loglikelihood(asked, disable_tqdm=True)
+    queries = Suite.load([name], data=write_local(tmp_path)).queries[name]
+    ours = answer_requests(load(str(folder)), queries, [ROUTE])[ROUTE].values
+    expected = theirs.loglikelihood(_requests(queries), disable_tqdm=True)
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in expected]
     assert [total for total, _ in ours] == pytest.approx([total for total, _ in expected], abs=2e-4)
 
 
 def test_texts_equal_the_hf_path_of_the_harness(folder: Path, theirs: HFLM) -> None:
-    ours = LoopformerLM(str(folder), budget=3, device="cpu")
     text = "every pass is told its time and its step, naïve café ☕ " * 5
-    rolling = [SimpleNamespace(args=(one,)) for one in (text, "its", text[:80])]
-    assert ours.loglikelihood_rolling(rolling, disable_tqdm=True) == pytest.approx(
-        theirs.loglikelihood_rolling(rolling, disable_tqdm=True), abs=1e-3
+    queries = [Query("loglikelihood_rolling", (one,)) for one in (text, "its", text[:80])]
+    assert answer_requests(load(str(folder)), queries, [ROUTE])[ROUTE].values == pytest.approx(
+        theirs.loglikelihood_rolling(_requests(queries), disable_tqdm=True), abs=1e-3
     )
-    settings = {"until": ["i", "日"], "max_gen_toks": 24}
-    prompts = [SimpleNamespace(args=(one, settings)) for one in ("its", text, "every pass is", "日本語")]
-    assert ours.generate_until(prompts, disable_tqdm=True) == theirs.generate_until(prompts, disable_tqdm=True)
 
 
 @given(st.text(max_size=20), st.text(min_size=1, max_size=20))
@@ -140,57 +125,6 @@ def test_long_texts_are_cut_as_the_harness_cuts_them(tokens: list[int], limit: i
     expected = map(make_disjoint_window, get_rolling_token_windows(tokens, 100, limit, context_len=1))
     found = [((*window.inputs, window.targets[-1]), window.targets) for window in windows]
     assert found == [((*before, *scored), tuple(scored)) for before, scored in expected]
-
-
-def _own_task(folder: Path) -> TaskManager:
-    data = write_lines(folder / "choice.jsonl", LOCAL["piqa"])
-    (folder / "choice.yaml").write_text(CHOICE.format(data=data, cache=folder / "cache"))
-    return TaskManager(include_path=str(folder), include_defaults=False)
-
-
-def test_simple_evaluate_and_another_budget(lm: LM, tmp_path: Path) -> None:
-    ours = LoopformerLM(lm, trajectory="2-1-1")
-    manager = _own_task(tmp_path)
-    found = {}
-    for adapter in (ours, ours.at(1)):
-        results = lm_eval.simple_evaluate(
-            model=adapter, tasks=["own_choice"], task_manager=manager, bootstrap_iters=0
-        )
-        found[str(adapter.trajectory)] = [one["resps"] for one in results["samples"]["own_choice"]]
-        assert results["config"]["trajectory"] == str(adapter.trajectory)
-    assert found["2-1-1"] != found["1"]
-    assert ours.at(1).lm is ours.lm  # no weights are loaded again
-    ((total, _),) = ours.loglikelihood([SimpleNamespace(args=("", "its step"))], disable_tqdm=True)
-    assert total == pytest.approx(lm.score(["its step"], trajectory="2-1-1")[0].total, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_the_command_line_of_the_harness_has_our_model(folder: Path, tmp_path: Path) -> None:
-    _own_task(tmp_path)
-    given = f"path={folder},trajectory=2-1-1"
-    words = ["--model", "loopformer", "--model_args", given, "--tasks", str(tmp_path / "choice.yaml")]
-    done = subprocess.run(
-        [sys.executable, "-m", "loopformer.lm_eval", *words, "--output_path", str(tmp_path / "out")],
-        env={**os.environ, **OFFLINE},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "own_choice" in done.stdout
-    (results,) = (tmp_path / "out").rglob("results_*.json")
-    assert json.loads(results.read_text())["config"]["trajectory"] == "2-1-1"
-
-
-def test_wrong_model_arguments_are_one_sentence(lm: LM) -> None:
-    with pytest.raises(LoopformerError, match="Unknown model argument bugdet; did you mean budget"):
-        LoopformerLM(lm, bugdet=2)
-    with pytest.raises(LoopformerError, match="Say which model"):
-        LoopformerLM()
-    with pytest.raises(LoopformerError, match="not both"):
-        LoopformerLM(lm, budget=2, trajectory="2-1-1")
-    with pytest.raises(LoopformerError, match="Budget 5 is above the model's 4 loops"):
-        LoopformerLM(lm, budget=5)
 
 
 OWN = """
@@ -285,23 +219,46 @@ def own_task(folder: Path, kind: str, metric: str, aggregation: str = "mean", se
     return f"own_{kind}"
 
 
-def test_tasks_of_ones_own_of_every_kind(tmp_path: Path) -> None:
-    names = [
-        own_task(tmp_path, "generate_until", "exact_match", settings='{until: ["\\n"], max_gen_toks: 4}'),
-        own_task(tmp_path, "loglikelihood_rolling", "bits_per_byte", "bits_per_byte"),
-    ]
-    suite = Suite.load(names, include=tmp_path)
-    texts, totals = (suite.queries[name] for name in names)
-    assert texts[0].arguments == ("every pass is told", {"until": ["\n"], "max_gen_toks": 4})
-    answered = {
-        names[0]: TaskAnswers(["its time", "tea"], 0, 0, 0.0),
-        names[1]: TaskAnswers([-8.0, -4.0], 0, 0, 0.0),
-    }
-    found, _ = suite.metrics(answered)
-    assert found[names[0]]["exact_match"] == 0.5
-    assert found[names[1]]["bits_per_byte"] == pytest.approx(12 / 0.6931471805599453 / len("its timecafé".encode()))
-    assert [suite.metric(name, found[name]) for name in names] == ["exact_match", "bits_per_byte"]
-    assert [query.kind for query in totals] == ["loglikelihood_rolling"] * 2
+def test_tasks_of_ones_own_that_score_whole_texts(tmp_path: Path) -> None:
+    name = own_task(tmp_path, "loglikelihood_rolling", "bits_per_byte", "bits_per_byte")
+    suite = Suite.load([name], include=tmp_path)
+    found, _ = suite.metrics({name: TaskAnswers([-8.0, -4.0], 0, 0, 0.0)})
+    assert found[name]["bits_per_byte"] == pytest.approx(12 / 0.6931471805599453 / len("its timecafé".encode()))
+    assert suite.metric(name, found[name]) == "bits_per_byte"
+    assert [query.kind for query in suite.queries[name]] == ["loglikelihood_rolling"] * 2
+
+
+def test_tasks_that_generate_are_refused(tmp_path: Path) -> None:
+    name = own_task(tmp_path, "generate_until", "exact_match", settings='{until: ["\\n"], max_gen_toks: 4}')
+    with pytest.raises(LoopformerError, match=r"'generate_until'.*loopformer export.*lm_eval --model hf"):
+        Suite.load([name], include=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "label"),
+    [
+        ("piqa", "label", -1),
+        ("piqa", "label", "0"),
+        ("hellaswag", "label", ""),
+        ("copa", "label", -1),
+        ("copa", "label", None),
+        ("social_iqa", "label", "0"),
+        ("winogrande", "answer", ""),
+        ("arc_easy", "answerKey", "E"),
+        ("openbookqa", "answerKey", None),
+    ],
+)
+def test_an_example_says_which_choice_is_right(tmp_path: Path, name: str, field: str, label: Any) -> None:
+    first, second = LOCAL[name]
+    file = write_lines(tmp_path / f"{name}.{TASKS[name].split}.jsonl", [second, {**first, field: label}])
+    with pytest.raises(FileProblem, match=rf"An example in {file.name} is none of {name} \("):
+        Suite.load([name], data=tmp_path)
+
+
+def test_hellaswag_as_on_the_hub_has_labels_too(tmp_path: Path) -> None:
+    write_lines(tmp_path / "hellaswag.validation.jsonl", [{**HUB["hellaswag"][0], "label": ""}])
+    with pytest.raises(FileProblem, match=r"An example in hellaswag\.validation\.jsonl is none of hellaswag \("):
+        Suite.load(["hellaswag"], data=tmp_path)
 
 
 def test_wrong_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,14 +271,15 @@ def test_wrong_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(FileProblem, match="There is no folder"):
         Suite.load(["copa"], include=tmp_path / "no")
     good = {"premise": "p", "choice1": "a", "choice2": "b", "question": "cause", "label": 0}
-    for examples in ([{**good, "question": "why"}], [good, {**good, "question": "why"}]):
+    short = {name: value for name, value in good.items() if name != "choice2"}
+    for examples in ([{**good, "question": "why"}], [good, {**good, "question": "why"}], [short]):
         write_lines(tmp_path / "copa.validation.jsonl", examples)
         with pytest.raises(FileProblem, match=r"An example in copa\.validation\.jsonl is none of copa \(KeyError"):
             Suite.load(["copa"], data=tmp_path)
-    own_task(tmp_path, "generate_until", "exact_match")
-    (tmp_path / "generate_until.jsonl").unlink()
-    with pytest.raises(RunFailed, match="The task own_generate_until cannot be loaded"):
-        Suite.load(["own_generate_until"], include=tmp_path)
+    name = own_task(tmp_path, "loglikelihood_rolling", "bits_per_byte", "bits_per_byte")
+    (tmp_path / "loglikelihood_rolling.jsonl").unlink()
+    with pytest.raises(RunFailed, match="The task own_loglikelihood_rolling cannot be loaded"):
+        Suite.load([name], include=tmp_path)
 
 
 @pytest.mark.slow
@@ -344,8 +302,8 @@ def loaded(lm: LM, tmp_path: Path) -> LoadedModel:
 
 
 def test_every_number_has_its_facts(loaded: LoadedModel, suite: Suite) -> None:
-    runs = run_requests(loaded, suite.queries, loaded.trajectories("1,4", ["2-1-1"]))
-    found = json.loads(json.dumps(suite.results(model_facts(loaded, runs), runs)))  # plain data
+    answers = run_requests(loaded, suite, loaded.trajectories("1,4", ["2-1-1"]))
+    found = json.loads(json.dumps(suite.results(answers)))  # plain data
     assert [run["trajectory"] for run in found["runs"]] == ["1", "4", "2-1-1"]
     assert [run["budget"] for run in found["runs"]] == [1, 4, 3]
     for run in found["runs"]:
@@ -366,68 +324,66 @@ def test_every_number_has_its_facts(loaded: LoadedModel, suite: Suite) -> None:
 
 
 def test_finished_pieces_are_kept(loaded: LoadedModel, suite: Suite, passes: Callable[[], int]) -> None:
-    queries = {name: suite.queries[name] for name in ("copa", "piqa")}
-    first = run_requests(loaded, {"copa": queries["copa"]}, loaded.trajectories("1,2"))
+    copa = Requests({}, {"copa": suite.queries["copa"]})
+    both = Requests({}, {**copa.queries, "piqa": suite.queries["piqa"]})
+    first = run_requests(loaded, copa, loaded.trajectories("1,2")).runs
     passes()
-    extended = run_requests(loaded, queries, loaded.trajectories("1,2,4"))
+    extended = run_requests(loaded, both, loaded.trajectories("1,2,4")).runs
     assert passes() > 0
-    assert run_requests(loaded, queries, loaded.trajectories("1,2,4")) == extended
+    assert run_requests(loaded, both, loaded.trajectories("1,2,4")).runs == extended
     assert passes() == 0
     assert {name: run["copa"] for name, run in extended.items() if name != "4"} == {
         name: run["copa"] for name, run in first.items()
     }
-    run_requests(replace(loaded, weights="others"), {"copa": queries["copa"]}, loaded.trajectories("1"))
+    run_requests(replace(loaded, weights="others"), copa, loaded.trajectories("1"))
     assert passes() > 0
 
 
 def test_by_way_of_files_every_digit_is_the_same(loaded: LoadedModel, suite: Suite, tmp_path: Path) -> None:
     trajectories = loaded.trajectories("1,3")
-    runs = run_requests(loaded, suite.queries, trajectories)
-    direct = suite.results(model_facts(loaded, runs), runs)
+    answers = run_requests(loaded, suite, trajectories)
+    direct = suite.results(answers)
 
     write_requests(tmp_path / "requests.jsonl", suite)
-    asked = read_requests(tmp_path / "requests.jsonl")
     elsewhere = replace(loaded, store=Store(None))
-    again = run_requests(elsewhere, asked.queries, trajectories)
-    write_answers(tmp_path / "answers.jsonl", Answers(asked.facts, model_facts(elsewhere, again), again))
-    collected = suite.collect(read_answers(tmp_path / "answers.jsonl"))
+    again = run_requests(elsewhere, read_requests(tmp_path / "requests.jsonl"), trajectories)
+    write_answers(tmp_path / "answers.jsonl", again)
+    read = read_answers(tmp_path / "answers.jsonl")
+    collected = suite.results(read)
 
-    read = read_answers(tmp_path / "answers.jsonl").runs
     for one, other in zip(direct["runs"], collected["runs"], strict=True):
         for name in TASKS:
-            assert read[one["trajectory"]][name].values == runs[one["trajectory"]][name].values
+            assert read.runs[one["trajectory"]][name].values == answers.runs[one["trajectory"]][name].values
             assert one["tasks"][name]["metrics"] == other["tasks"][name]["metrics"]
         assert one["paper"] == other["paper"]
 
 
 def test_answers_to_other_requests_are_refused(loaded: LoadedModel, suite: Suite, tmp_path: Path) -> None:
     other = write_local(tmp_path / "other", {**LOCAL, "piqa": LOCAL["piqa"][::-1]})
-    runs = run_requests(loaded, suite.queries, loaded.trajectories("1"))
-    answers = Answers(suite.facts, model_facts(loaded, runs), runs)
+    answers = run_requests(loaded, suite, loaded.trajectories("1"))
     with pytest.raises(FileProblem, match="other requests of piqa"):
-        Suite.load(["paper"], data=other).collect(answers)
+        Suite.load(["paper"], data=other).results(answers)
 
 
 def test_a_part_of_the_answers_is_refused(loaded: LoadedModel, suite: Suite) -> None:
-    runs = run_requests(loaded, suite.queries, loaded.trajectories("1,2"))
-    model = model_facts(loaded, runs)
-    short = replace(runs["2"]["piqa"], values=runs["2"]["piqa"].values[:-1])
-    without = {task: one for task, one in runs["2"].items() if task != "piqa"}
-    for part in ({**runs["2"], "piqa": short}, without):
-        with pytest.raises(FileProblem, match="not all answers to piqa"):
-            suite.collect(Answers(suite.facts, model, {**runs, "2": part}))
-    with pytest.raises(FileProblem, match="no answers"):
-        suite.collect(Answers(suite.facts, model, {}))
+    answers = run_requests(loaded, suite, loaded.trajectories("1,2"))
+    run = answers.runs["2"]
+    short = replace(run["piqa"], values=run["piqa"].values[:-1])
+    without = {task: one for task, one in run.items() if task != "piqa"}
+    for part in ({**run, "piqa": short}, without):
+        with pytest.raises(FileProblem, match="requests of piqa, or some are missing"):
+            suite.results(replace(answers, runs={**answers.runs, "2": part}))
+    with pytest.raises(FileProblem, match="some are missing"):
+        suite.results(replace(answers, runs={}))
 
 
 def test_a_trajectory_has_one_score(loaded: LoadedModel, suite: Suite, tmp_path: Path) -> None:
     trajectory = loaded.model.resolve("2-1-1")
-    runs = run_requests(loaded, suite.queries, [trajectory])
-    (row,) = suite.results(model_facts(loaded, runs), runs)["runs"]
-    assert suite.accuracy(loaded)([trajectory]) == {trajectory: row["paper"]["average"]}
+    (row,) = suite.results(run_requests(loaded, suite, [trajectory]))["runs"]
+    assert suite.accuracy(loaded, [trajectory]) == {trajectory: row["paper"]["average"]}
     two = Suite.load(["copa", "piqa"], data=write_local(tmp_path))
     values = [row["tasks"][name]["value"] for name in ("copa", "piqa")]
-    assert two.accuracy(loaded)([trajectory]) == {trajectory: sum(values) / 2}
+    assert two.accuracy(loaded, [trajectory]) == {trajectory: sum(values) / 2}
 
 
 def test_a_score_needs_an_accuracy(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -439,4 +395,4 @@ def test_a_score_needs_an_accuracy(loaded: LoadedModel, tmp_path: Path) -> None:
     )
     suite = Suite.load(["own"], include=tmp_path)
     with pytest.raises(LoopformerError, match="own has bits_per_byte and no accuracy"):
-        suite.accuracy(loaded)([loaded.model.resolve(1)])
+        suite.accuracy(loaded, [loaded.model.resolve(1)])

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,10 @@ from loopformer.config import ModelConfig, RunConfig, load_run, parse_counts
 from loopformer.config.run import validation_budgets
 from loopformer.device import DTYPES, choose_device, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
+from loopformer.evaluation.loaded import LoadedModel
 from loopformer.evaluation.schedules import search
-from loopformer.evaluation.store import JsonDict, LoadedModel, ReportProgress, count_schedules, device_and_dtype
-from loopformer.evaluation.tasks import model_facts, run_requests
+from loopformer.evaluation.store import JsonDict, ReportProgress, count_schedules, device_and_dtype
+from loopformer.evaluation.tasks import run_requests
 from loopformer.evaluation.text import (
     Protocol,
     Text,
@@ -318,8 +319,8 @@ class _Collector:
     def _tasks(self, loaded: LoadedModel, progress: ReportProgress | None) -> list[JsonDict]:
         assert self.suite is not None
         trajectories = [loaded.model.resolve(budget) for budget in self.request.budgets_of(loaded.model.config)]
-        runs = run_requests(loaded, self.suite.queries, trajectories, self.request.batch_tokens, progress)
-        rows: list[JsonDict] = self.suite.results(model_facts(loaded, runs), runs)["runs"]
+        answers = run_requests(loaded, self.suite, trajectories, self.request.batch_tokens, progress)
+        rows: list[JsonDict] = self.suite.results(answers)["runs"]
         return rows
 
     def _search(self, loaded: LoadedModel, progress: ReportProgress | None) -> JsonDict:
@@ -335,7 +336,9 @@ class _Collector:
             loaded.model,
             budget,
             text=self._text(next(iter(self.request.sources)), loaded, progress),
-            accuracy=None if suite is None else suite.accuracy(loaded, self.request.batch_tokens, progress),
+            accuracy=None
+            if suite is None
+            else partial(suite.accuracy, loaded, batch_tokens=self.request.batch_tokens, report=progress),
             tasks=None if suite is None else suite.facts,
             **self._scoring(loaded, progress),
         )

@@ -88,7 +88,9 @@ def search_figure(search: Mapping[str, Any]) -> Figure:
     Beside the bars each measure has a panel in which the best, the uniform and the worst schedule are marked.
     """
     schedules, loops = search["schedules"], search["loops"]
-    count = f"all {search['measured']}" if search["method"] == "all" else f"{search['measured']} (beam search)"
+    count = (
+        f"all {search['measured']}" if search["method"] == "all" else f"{search['measured']} ({search['method']})"
+    )
     measures = [name for name in _MEASURES if schedules[0].get(name) is not None]
     is_named = len(schedules) <= _MAX_NAMED_SCHEDULES
     with house_style():

@@ -34,7 +34,7 @@ from loopformer.analysis.figures import accuracy_figure, perplexity_figure, sear
 from loopformer.config.run import validation_budgets
 from loopformer.errors import FileProblem
 from loopformer.evaluation.store import JsonDict
-from loopformer.evaluation.tasks import PAPER
+from loopformer.evaluation.tasks import PAPER, TASKS
 from loopformer.files import json_bytes, read_yaml, write_together
 from loopformer.plots import has_matplotlib, rendered
 
@@ -134,8 +134,9 @@ class ReportData:
     def _score_columns(self) -> list[ScoreColumn]:
         if self.is_paper:
             return [
-                ScoreColumn(key, _SHORT.get(key, benchmark.label), benchmark.label, True, benchmark.tasks)
-                for key, benchmark in PAPER.items()
+                ScoreColumn(key, _SHORT.get(key, label), label, True, tuple(tasks))
+                for key, tasks in PAPER.items()
+                for label in [TASKS[tasks[0]].label]
             ]
         metrics = {name: task["metric"] for run in self.task_runs[:1] for name, task in run["tasks"].items()}
         return [

@@ -6,7 +6,8 @@ requests to a file (--export-requests), answer them (--score-requests), compute 
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Iterable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,6 @@ import typer
 from typer.core import TyperGroup
 
 from loopformer.cli.options import (
-    MODEL,
     TEXT,
     BatchTokens,
     Budgets,
@@ -26,28 +26,28 @@ from loopformer.cli.options import (
     Join,
     Json,
     MaxTokens,
-    Model,
+    ModelArgument,
+    ModelOption,
     OutFile,
     TaskData,
     Trajectories,
     Window,
-    complete_model,
+    check_at_most_one,
     text_of_model,
+    the_model,
 )
 from loopformer.cli.output import number, output_file, print_table, progress, stoppable
 from loopformer.config.model import BOX
 from loopformer.files import write_json
 
 if TYPE_CHECKING:
+    from loopformer.evaluation.store import ReportProgress
     from loopformer.lm_eval import Suite
 
-ModelPath = Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{MODEL}.", autocompletion=complete_model)]
-ScheduleOption = Annotated[
-    str, typer.Option(help="Steps of --budgets: uniform, or best, as `loopformer search` found them.")
-]
+ScheduleOption = Annotated[str, typer.Option(help="Steps of --budgets: uniform, or best, as saved by `search`.")]
+Certainty = Annotated[str | None, typer.Option(help="Also measure early exit at these thresholds, as in 0.5,0.9.")]
 
-_Cell = Callable[[dict[str, Any]], str]
-_KEPT = "what is finished is kept, the same command continues"
+_STOPPED = "what is finished is kept, the same command continues"
 _FRACTIONS = ("acc", "exact_match")  # metrics that are shown in percent
 _TASK_OPTIONS = {"--tasks", "--export-requests", "--score-requests", "--aggregate"}
 
@@ -82,24 +82,15 @@ evaluate = typer.Typer(cls=EvalGroup, help="Measure how good a model is at any b
 
 
 @evaluate.command("text")
-@stoppable(_KEPT)
+@stoppable(_STOPPED)
 def eval_text(
-    path: ModelPath = None,
-    model: Model = BOX,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{TEXT}; may be given several times. What is held out for the model by default."),
-    ] = None,
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    text: Annotated[list[str] | None, typer.Option(help=f"{TEXT}; repeatable. Default: held-out text.")] = None,
     budgets: Budgets = None,
     trajectory: Trajectories = None,
     schedule: ScheduleOption = "uniform",
-    certainty: Annotated[
-        str | None,
-        typer.Option(
-            help="Early exit, beside fixed budgets: a position takes no further loop once the probability of its "
-            "top token exceeds this threshold, as in 0.5,0.9."
-        ),
-    ] = None,
+    certainty: Certainty = None,
     window: Window = None,
     stride: Annotated[int | None, typer.Option(help="Tokens from one window to the next; no overlap.")] = None,
     join: Join = False,
@@ -115,65 +106,47 @@ def eval_text(
 
     Example: loopformer eval text runs/mine --text news.jsonl --budgets 1,2,4 --trajectory 4-2-1-1
     """
-    from loopformer.evaluation.store import LoadedModel
+    from loopformer.evaluation.loaded import LoadedModel
     from loopformer.evaluation.text import Protocol, perplexity, read_text
 
-    model = _named(path, model)
-    thresholds = [] if certainty is None else _thresholds(certainty)
-    with output_file(out):
-        loaded = LoadedModel.open(model, device, dtype)
+    source, thresholds = the_model(model, model_option), _thresholds(certainty)
+    with output_file(out), progress() as report:
+        loaded = LoadedModel.open(source, device, dtype)
         trajectories = loaded.trajectories(budgets, trajectory or (), schedule)
         protocol = Protocol(window, stride, join, max_tokens)
         protocol.sizes(loaded.model.config.context)  # before a text is read, which may take long
+        measure = partial(
+            perplexity, weights=loaded.weights, store=loaded.store, batch_tokens=batch_tokens, report=report
+        )
         rows = []
-        with progress() as report:
-            for source in text or [text_of_model(model)]:
-                read = read_text(source, loaded.lm.need_tokenizer(), field, max_tokens, report)
-                for threshold in (None, *thresholds):
-                    rows += perplexity(
-                        loaded.model,
-                        read,
-                        trajectories if threshold is None else [max(trajectories, key=len)],
-                        protocol,
-                        certainty=threshold,
-                        weights=loaded.weights,
-                        store=loaded.store,
-                        batch_tokens=batch_tokens,
-                        report=report,
-                    )
-        if write_results({"model": model, "weights": loaded.weights, "perplexity": rows}, out, as_json):
-            _show_perplexity(rows)
-            _show_store(rows, loaded.store.folder)
+        for name in text or [text_of_model(source)]:
+            read = read_text(name, loaded.lm.need_tokenizer(), field, max_tokens, report)
+            rows += measure(loaded.model, read, trajectories, protocol)
+            for threshold in thresholds:
+                longest = max(trajectories, key=len)
+                rows += measure(loaded.model, read, [longest], protocol, certainty=threshold)
+    if write_results({"model": source, "weights": loaded.weights, "perplexity": rows}, out, as_json):
+        _show_perplexity(rows)
+        reused = sum(row["reused"] for row in rows)
+        kept = f"kept in {loaded.store.folder}" + (f"; {reused} of {len(rows)} were there" if reused else "")
+        typer.echo(kept if loaded.store.folder else "not kept: no folder for results can be written", err=True)
 
 
 @evaluate.command("tasks")
-@stoppable(_KEPT)
+@stoppable(_STOPPED)
 def eval_tasks(
-    path: ModelPath = None,
-    model: Model = BOX,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            help="paper for its ten, the default, or names of lm-evaluation-harness, as in piqa,arc_easy."
-        ),
-    ] = None,
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    tasks: Annotated[str | None, typer.Option(help="paper, the default, or names as in piqa,arc_easy.")] = None,
     data: TaskData = None,
     include: Annotated[Path | None, typer.Option(help="A folder of your own task definitions (YAML).")] = None,
     limit: Examples = None,
     budgets: Budgets = None,
     trajectory: Trajectories = None,
     schedule: ScheduleOption = "uniform",
-    export: Annotated[
-        Path | None,
-        typer.Option("--export-requests", help="Write the requests of the tasks to this file and stop."),
-    ] = None,
-    score: Annotated[
-        Path | None,
-        typer.Option("--score-requests", help="Answer the requests of this file, without lm-evaluation-harness."),
-    ] = None,
-    collect: Annotated[
-        Path | None, typer.Option("--aggregate", help="Compute the metrics from the answers in this file.")
-    ] = None,
+    export_requests: Annotated[Path | None, typer.Option(help="Write the requests to this file and stop.")] = None,
+    score_requests: Annotated[Path | None, typer.Option(help="Answer this file; needs no lm-eval.")] = None,
+    aggregate: Annotated[Path | None, typer.Option(help="Compute the metrics of this file of answers.")] = None,
     batch_tokens: BatchTokens = 8192,
     device: Device = "auto",
     dtype: Dtype = "float32",
@@ -184,80 +157,59 @@ def eval_tasks(
 
     Example: loopformer eval tasks runs/mine --tasks paper --data data/eval --limit 50
     """
-    from loopformer.errors import require
-    from loopformer.evaluation.store import LoadedModel
-    from loopformer.evaluation.tasks import (
-        Answers,
-        model_facts,
-        read_answers,
-        read_requests,
-        run_requests,
-        write_answers,
-        write_requests,
-    )
+    from loopformer.evaluation import tasks as files
+    from loopformer.evaluation.loaded import LoadedModel
 
-    model = _named(path, model)
-    require(
-        sum(file is not None for file in (export, score, collect)) <= 1,
-        "Give one of --export-requests, --score-requests and --aggregate.",
-    )
-    require(
-        (score is None and collect is None) or (tasks is None and limit is None),
-        "The file says which tasks; leave out --tasks and --limit.",
-    )
-    require(score is None or (data is None and include is None), "--score-requests needs no --data or --include.")
-    with output_file(out), output_file(export, "--export-requests"):
-        if collect is not None:
-            answers = read_answers(collect)
-            suite = load_tasks(",".join(answers.facts["names"]), data, include, answers.facts["limit"])
-            results = suite.collect(answers)
-            if write_results({"tasks": results}, out, as_json):
-                _show_tasks(results)
-            return
-        if export is not None:
-            suite = load_tasks(tasks or "paper", data, include, limit)
-            write_requests(export, suite)
+    source = the_model(model, model_option)
+    answering = {"--score-requests": score_requests, "--aggregate": aggregate}
+    check_at_most_one({"--export-requests": export_requests, **answering})
+    for name, value in {"--tasks": tasks, "--limit": limit}.items():
+        check_at_most_one({**answering, name: value})  # the file says which tasks and examples
+    for name, folder in {"--data": data, "--include": include}.items():
+        check_at_most_one({"--score-requests": score_requests, name: folder})
+    with output_file(out), output_file(export_requests, "--export-requests"), progress("done") as report:
+        if export_requests is not None:
+            suite = load_tasks(tasks, data, include, limit, report)
+            files.write_requests(export_requests, suite)
             count = sum(map(len, suite.queries.values()))
-            typer.echo(f"{count:,} requests of {len(suite.tasks)} tasks written to {export}", err=True)
+            typer.echo(f"{count:,} requests of {len(suite.tasks)} tasks written to {export_requests}", err=True)
             return
-        loaded = LoadedModel.open(model, device, dtype)  # before the tasks, which may take long
-        trajectories = loaded.trajectories(budgets, trajectory or (), schedule)
-        if score is not None:
-            requests = read_requests(score)
-            with progress("requests") as report:
-                runs = run_requests(loaded, requests.queries, trajectories, batch_tokens, report)
-            out = out or score.with_name(f"{score.name.removesuffix('.jsonl')}.answers.jsonl")
-            write_answers(out, Answers(requests.facts, model_facts(loaded, runs), runs))
-            along = ", ".join(runs)
-            typer.echo(f"answers along {along} written to {out}; --aggregate {out} computes the metrics", err=True)
-            return
-        suite = load_tasks(tasks or "paper", data, include, limit)
-        with progress("requests") as report:
-            runs = run_requests(loaded, suite.queries, trajectories, batch_tokens, report)
-        results = suite.results(model_facts(loaded, runs), runs)
-        if write_results({"model": model, "weights": loaded.weights, "tasks": results}, out, as_json):
-            _show_tasks(results)
+        if aggregate is not None:
+            answers = files.read_answers(aggregate)
+            names, limit = ",".join(answers.facts["names"]), answers.facts["limit"]
+            suite = load_tasks(names, data, include, limit, report)
+        else:
+            loaded = LoadedModel.open(source, device, dtype)  # before the tasks, which may take long
+            trajectories = loaded.trajectories(budgets, trajectory or (), schedule)
+            if score_requests is not None:
+                requests = files.read_requests(score_requests)
+                answers = files.run_requests(loaded, requests, trajectories, batch_tokens, report)
+                out = out or score_requests.with_suffix(".answers.jsonl")
+                files.write_answers(out, answers)
+                along = ", ".join(answers.runs)
+                typer.echo(f"answers along {along} written to {out}; use --aggregate {out} for metrics", err=True)
+                return
+            suite = load_tasks(tasks, data, include, limit, report)
+            answers = files.run_requests(loaded, suite, trajectories, batch_tokens, report)
+        results = suite.results(answers)
+    named = {"model": answers.model["path"], "weights": answers.model["weights"]}
+    if write_results({**named, "tasks": results}, out, as_json):
+        _show_tasks(results)
 
 
 @evaluate.command("states")
-@stoppable(_KEPT)
+@stoppable(_STOPPED)
 def eval_states(
-    path: ModelPath = None,
-    model: Model = BOX,
-    group: Annotated[
-        str | None, typer.Option(help="Track products over S3, A5 or S5; by default the group of a run.")
-    ] = None,
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    group: Annotated[str | None, typer.Option(help="S3, A5 or S5. Default: the group of a run.")] = None,
     budgets: Annotated[str | None, typer.Option(help="Loops: 1,2,4,8; 1 to L by default.")] = None,
     trajectory: Trajectories = None,
     beyond: Annotated[bool, typer.Option("--beyond", help="Allow more loops than L.")] = False,
-    certainty: Annotated[
-        str | None, typer.Option(help="Thresholds of depth by certainty, beside fixed budgets: 0.5,0.9.")
-    ] = None,
+    certainty: Certainty = None,
     sequences: Annotated[int, typer.Option(help="Words to track.")] = 4096,
     seed: Annotated[int, typer.Option(help="Of the words.")] = 0,
-    figure: Annotated[
-        Path | None, typer.Option(help="Draw the accuracy by position and budget: a .png, .pdf or .svg.")
-    ] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw the accuracies: a .png, .pdf or .svg.")] = None,
     batch_tokens: BatchTokens = 8192,
     device: Device = "auto",
     dtype: Dtype = "float32",
@@ -268,76 +220,57 @@ def eval_states(
 
     Example: loopformer eval states runs/s3 --budgets 1,2,4 --figure s3.png
     """
-    from loopformer.config import parse_counts
     from loopformer.data.states import Group
     from loopformer.errors import LoopformerError, require
+    from loopformer.evaluation.loaded import LoadedModel
     from loopformer.evaluation.states import THRESHOLDS, state_figure, track_states, trained_group
-    from loopformer.evaluation.store import LoadedModel
     from loopformer.plots import check_drawing, save
 
-    model = _named(path, model)
-    if (group := group or trained_group(model)) is None:
-        raise LoopformerError(f"{model} was not trained to track states; name a group with --group, such as S3.")
-    thresholds = [] if certainty is None else _thresholds(certainty)
+    source, thresholds = the_model(model, model_option), _thresholds(certainty) or THRESHOLDS
+    if (group := group or trained_group(source)) is None:
+        raise LoopformerError(f"{source} was not trained to track states; name a group with --group, such as S3.")
     if figure is not None:
         check_drawing(figure)
-    with output_file(out), output_file(figure, "--figure"):
-        loaded = LoadedModel.open(model, device, dtype)
-        numbers = [] if trajectory else list(range(1, loaded.model.config.loops + 1))
-        if budgets is not None:
-            numbers = parse_counts(budgets, "--budgets")
-        resolved = (loaded.model.resolve(each, beyond) for each in (*numbers, *(trajectory or ())))
-        trajectories = list(dict.fromkeys(resolved))
+    with output_file(out), output_file(figure, "--figure"), progress("words") as report:
+        loaded = LoadedModel.open(source, device, dtype)
+        all_budgets = range(1, loaded.model.config.loops + 1)
+        trajectories = loaded.trajectories(budgets, trajectory or (), default=all_budgets, beyond=beyond)
         elements, tokenizer = Group.named(group), loaded.lm.tokenizer
         require(
             tokenizer is not None and tokenizer.hash == elements.tokenizer.hash,
             f"The model's tokens are not the elements of {group}; name the group it was trained on.",
         )
-        with progress("words") as report:
-            tracking = track_states(
-                loaded.model,
-                elements,
-                trajectories,
-                sequences,
-                seed,
-                batch_tokens,
-                report,
-                thresholds or THRESHOLDS,
-            )
+        tracking = track_states(
+            loaded.model, elements, trajectories, sequences, seed, batch_tokens, report, thresholds
+        )
         if figure is not None:
             save(state_figure(tracking), figure)
-        if write_results({"model": model, "weights": loaded.weights, "states": tracking}, out, as_json):
-            _show_states(tracking)
+    if write_results({"model": source, "weights": loaded.weights, "states": tracking}, out, as_json):
+        _show_states(tracking)
 
 
-def _named(path: str | None, model: str) -> str:
-    """The model, given as the first argument or with --model."""
-    from loopformer.errors import require
-
-    require(path is None or model == BOX, "Give the model once: as the first argument or with --model.")
-    return path or model
-
-
-def _thresholds(text: str) -> list[float]:
+def _thresholds(certainty: str | None) -> list[float]:
     from loopformer.errors import LoopformerError
     from loopformer.evaluation.early_exit import check_threshold
 
     try:
-        thresholds = [float(part) for part in text.split(",")]
+        thresholds = [float(part) for part in certainty.split(",")] if certainty else []
+        for threshold in thresholds:
+            check_threshold(threshold)
     except ValueError as error:
-        raise LoopformerError(f"--certainty takes numbers such as 0.5,0.9, not {text!r}.") from error
-    for threshold in thresholds:
-        check_threshold(threshold)
+        sentence = f"--certainty takes numbers above 0 and up to 1, such as 0.5,0.9, not {certainty!r}."
+        raise LoopformerError(sentence) from error
     return thresholds
 
 
-def load_tasks(tasks: str, data: Path | None, include: Path | None, limit: int | None) -> "Suite":
-    """Tasks by name, as in piqa,arc_easy, or all of the paper's."""
+def load_tasks(
+    tasks: str | None, data: Path | None, include: Path | None, limit: int | None, report: "ReportProgress"
+) -> "Suite":
+    """Tasks by name, as in piqa,arc_easy; all of the paper's by default."""
     from loopformer.lm_eval import Suite
 
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
-    with progress("tasks") as report:
-        return Suite.load(names, data, include, limit, report)
+    names = [name.strip() for name in (tasks or "paper").split(",") if name.strip()]
+    return Suite.load(names, data, include, limit, report)
 
 
 def write_results(report: dict[str, Any], out: Path | None, as_json: bool) -> bool:
@@ -349,11 +282,40 @@ def write_results(report: dict[str, Any], out: Path | None, as_json: bool) -> bo
     return not as_json
 
 
+def show_table(rows: Iterable[dict[str, str]]) -> None:
+    """Print rows of cells by column."""
+    cells = list(rows)
+    print_table(list(cells[0]), [list(row.values()) for row in cells])
+
+
+def _schedule(row: dict[str, Any]) -> str:
+    return "uniform" if row["trajectory"] == str(row["budget"]) else str(row["trajectory"])
+
+
 def _show_perplexity(rows: list[dict[str, Any]]) -> None:
     """Print for each text what was scored, and a table."""
+    has_exits = any("certainty" in row for row in rows)
+
+    # The evaluation of early exit runs every loop, so its times say nothing.
+    hidden = ("seconds", "tokens/s") if has_exits else ("certainty", "passes")
+
+    def cells(row: dict[str, Any]) -> dict[str, str]:
+        columns = {
+            "budget": str(row["budget"]),
+            "schedule": _schedule(row),
+            "certainty": number(row.get("certainty"), "g", missing="-"),
+            "passes": f"{row.get('mean_passes', row['budget']):.2f}",
+            "perplexity": number(row["perplexity"], ".3f"),
+            "bits/byte": number(row["bits_per_byte"], ".4f"),
+            "MFLOP/token": f"{row['flops_per_scored_token'] / 1e6:,.4g}",
+            "seconds": f"{row['seconds']:.1f}",
+            "tokens/s": f"{row['tokens_per_second']:,.0f}",
+        }
+        return {name: cell for name, cell in columns.items() if name not in hidden}
+
     for name in dict.fromkeys(row["text"] for row in rows):
-        own = [row for row in rows if row["text"] == name]
-        first = own[0]
+        of_text = [row for row in rows if row["text"] == name]
+        first = of_text[0]
         documents = "1 document" if first["documents"] == 1 else f"{first['documents']:,} documents"
         how = "joined" if first["joined"] else "each on its own"
         stride = "no overlap" if first["stride"] == first["window"] else f"stride {first['stride']}"
@@ -362,109 +324,66 @@ def _show_perplexity(rows: list[dict[str, Any]]) -> None:
             f"{how}, windows of {first['window']}, {stride}, {first['dtype']} on {first['device']}\n"
             f"sha256 {first['sha256']}"
         )
-        columns = _columns(early_exit=any("certainty" in row for row in own))
-        print_table(list(columns), [[cell(row) for cell in columns.values()] for row in own])
-
-
-def _columns(early_exit: bool) -> dict[str, _Cell]:
-    """The columns of a perplexity table. Early exit has no times, as its evaluation runs every loop in full."""
-    followed: dict[str, _Cell] = {
-        "budget": lambda row: str(row["budget"]),
-        "schedule": lambda row: "uniform" if row["trajectory"] == str(row["budget"]) else row["trajectory"],
-    }
-    depth: dict[str, _Cell] = {
-        "certainty": lambda row: number(row.get("certainty"), "g", missing="-"),
-        "passes": lambda row: f"{row.get('mean_passes', row['budget']):.2f}",
-    }
-    measured: dict[str, _Cell] = {
-        "perplexity": lambda row: number(row["perplexity"], ".3f"),
-        "bits/byte": lambda row: number(row["bits_per_byte"], ".4f"),
-        "MFLOP/token": lambda row: f"{row['flops_per_scored_token'] / 1e6:,.4g}",
-    }
-    times: dict[str, _Cell] = {
-        "seconds": lambda row: f"{row['seconds']:.1f}",
-        "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
-    }
-    return {**followed, **depth, **measured} if early_exit else {**followed, **measured, **times}
+        show_table(map(cells, of_text))
 
 
 def _show_states(tracking: dict[str, Any]) -> None:
-    """Accuracy by runs of places, doubling in length, along each trajectory; then early exit."""
+    """Print the accuracy at ranges of positions, doubling in length, along each trajectory; then early exit."""
+    length = tracking["places"]
     typer.echo(
         f"products over {tracking['group']} ({tracking['elements']} elements, chance "
-        f"{100 * tracking['chance']:.1f} %), {tracking['sequences']:,} words of {tracking['places']}, "
+        f"{100 * tracking['chance']:.1f} %), {tracking['sequences']:,} words of {length}, "
         f"seed {tracking['seed']}, {tracking['dtype']} on {tracking['device']}; accuracy in percent"
     )
-    ends = [1 << power for power in range(tracking["places"].bit_length()) if 1 << power < tracking["places"]]
-    runs = list(pairwise([0, *ends, tracking["places"]]))
-    print_table(
-        ["budget", "schedule", *(f"{a + 1}-{b}" if b > a + 1 else str(b) for a, b in runs), "tracked"],
-        [
-            [
-                str(row["budget"]),
-                "uniform" if row["trajectory"] == str(row["budget"]) else row["trajectory"],
-                *(f"{100 * sum(row['accuracy'][a:b]) / (b - a):.1f}" for a, b in runs),
-                str(row["tracked"]),
-            ]
-            for row in tracking["trajectories"]
-        ],
+    ends = [1 << power for power in range(length.bit_length()) if 1 << power < length]
+    ranges = {f"{a + 1}-{b}" if b > a + 1 else str(b): (a, b) for a, b in pairwise([0, *ends, length])}
+    show_table(
+        {
+            "budget": str(row["budget"]),
+            "schedule": _schedule(row),
+            **{name: f"{100 * sum(row['accuracy'][a:b]) / (b - a):.1f}" for name, (a, b) in ranges.items()},
+            "tracked": str(row["tracked"]),
+        }
+        for row in tracking["trajectories"]
     )
-    typer.echo("tracked: the longest prefix with 95 % or more at every place")
-    typer.echo(
-        "\nearly exit: a position takes no further loop once its top element is likelier than this certainty"
+    typer.echo("tracked: the longest prefix with 95 % or more at every position\n")
+    typer.echo("early exit: a position takes no further loop once its top element is likelier than this certainty")
+    show_table(
+        {
+            "trajectory": row["trajectory"],
+            "certainty": f"{row['threshold']:g}",
+            "accuracy": f"{100 * row['mean_accuracy']:.1f}",
+            "passes": f"{row['mean_passes']:.2f}",
+            "tracked": str(row["tracked"]),
+        }
+        for row in tracking["certainty"]
     )
-    print_table(
-        ["trajectory", "certainty", "accuracy", "passes", "tracked"],
-        [
-            [
-                row["trajectory"],
-                f"{row['threshold']:g}",
-                f"{100 * row['mean_accuracy']:.1f}",
-                f"{row['mean_passes']:.2f}",
-                str(row["tracked"]),
-            ]
-            for row in tracking["certainty"]
-        ],
-    )
-
-
-def _show_store(rows: list[dict[str, Any]], folder: Path | None) -> None:
-    """Print on stderr where results are stored, and how many came from there."""
-    if folder is None:
-        typer.echo("not kept: neither the model's folder nor the user's cache can be written", err=True)
-        return
-    again = sum(row["reused"] for row in rows)
-    typer.echo(f"kept in {folder}" + (f"; {again} of {len(rows)} were there" if again else ""), err=True)
 
 
 def _show_tasks(results: dict[str, Any]) -> None:
     """Print a row per task and a column per trajectory, in percent, then the data and any deviation."""
-    from loopformer.evaluation.tasks import PAPER
-
     runs = results["runs"]
-    heads = [f"M={run['budget']}" if run["trajectory"] == str(run["budget"]) else run["trajectory"] for run in runs]
+    heads = [run["trajectory"] if _schedule(run) != "uniform" else f"M={run['budget']}" for run in runs]
     rows = []
     for name, facts in results["tasks"].items():
         scores = [run["tasks"][name] for run in runs]
-        cells = [_metric(task["metric"], task["value"], task["stderr"]) for task in scores]
+        cells = [_percent(score["metric"], score["value"], score["stderr"]) for score in scores]
         rows.append([name, scores[0]["metric"], f"{facts['examples']:,}", *cells])
-    for name in dict.fromkeys(name for run in runs for name in run["groups"]):
-        for metric in (metric for metric in runs[0]["groups"][name] if "_stderr" not in metric):
-            cells = [_metric(metric, run["groups"][name].get(metric)) for run in runs]
+    for name, metrics in runs[0]["groups"].items():
+        for metric in (metric for metric in metrics if "_stderr" not in metric):
+            cells = [_percent(metric, run["groups"][name].get(metric)) for run in runs]
             rows.append([f"{name} (group)", metric, "", *cells])
     if all(run["paper"] for run in runs):
-        for name, label in (("arc", "ARC, mean of both"), ("average", f"average of {len(PAPER)}")):
-            rows.append([label, "", "", *(_metric("acc", run["paper"][name]) for run in runs)])
+        for name, label in {"arc": "ARC, mean of both", "average": "average of 10"}.items():
+            rows.append([label, "", "", *(_percent("acc", run["paper"][name]) for run in runs)])
     rows.append(["MFLOP/token", "", "", *(f"{run['flops_per_token'] / 1e6:,.4g}" for run in runs)])
     rows.append(["seconds", "", "", *(f"{run['seconds']:.1f}" for run in runs)])
     print_table(["task", "metric", "examples", *heads], rows, left=2)
 
     model = results["model"]
     limit = "all examples" if results["limit"] is None else f"the first {results['limit']} examples of each task"
-    typer.echo(
-        f"accuracy in percent ± standard error; {limit}; lm-evaluation-harness {results['harness']}; "
-        f"{model['dtype']} on {model['device']}"
-    )
+    harness = f"lm-evaluation-harness {results['harness']}; {model['dtype']} on {model['device']}"
+    typer.echo(f"accuracy in percent ± standard error; {limit}; {harness}")
     for name, facts in results["tasks"].items():
         data, cut = facts["data"], runs[0]["tasks"][name]["cut"]
         source = f"{data['file']} sha256 {data['sha256']}" if "file" in data else data["dataset"]
@@ -474,9 +393,9 @@ def _show_tasks(results: dict[str, Any]) -> None:
         typer.echo(f"note: {note}")
 
 
-def _metric(metric: str, value: float | None, stderr: float | None = None) -> str:
+def _percent(metric: str, value: float | None, stderr: float | None = None) -> str:
     """A metric for a table, fractions in percent, with its standard error if there is one."""
     if value is None:
         return "none"
     shown = f"{100 * value:.2f}" if metric.startswith(_FRACTIONS) else f"{value:.4g}"
-    return shown if stderr is None else f"{shown} ± {_metric(metric, stderr)}"
+    return shown if stderr is None else f"{shown} ± {_percent(metric, stderr)}"

@@ -1,11 +1,12 @@
 """`loopformer search`: the best schedule of a budget."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from loopformer.cli.eval import load_tasks, write_results
+from loopformer.cli.eval import load_tasks, show_table, write_results
 from loopformer.cli.options import (
     TEXT,
     BatchTokens,
@@ -23,7 +24,7 @@ from loopformer.cli.options import (
     complete_budget,
     text_of_model,
 )
-from loopformer.cli.output import number, output_file, print_table, progress, stoppable
+from loopformer.cli.output import number, output_file, progress, stoppable
 from loopformer.config.model import BOX
 
 _SHOWN = 5  # schedules at each end of the table
@@ -33,18 +34,12 @@ _SHOWN = 5  # schedules at each end of the table
 def search(
     budget: Annotated[int, typer.Option(help="Loops M, 1 to L.", autocompletion=complete_budget)],
     model: Model = BOX,
-    text: Annotated[str | None, typer.Option(help=f"{TEXT}. A run's own data by default.")] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Tasks, as in `loopformer eval tasks`: paper, or names, as in piqa,arc_easy.")
-    ] = None,
-    by: Annotated[
-        str | None, typer.Option(help="Rank by perplexity, accuracy or both; both if --tasks are given.")
-    ] = None,
+    text: Annotated[str | None, typer.Option(help=f"{TEXT}. The data of a run by default.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks: paper, or names, as in piqa,arc_easy.")] = None,
+    by: Annotated[str | None, typer.Option(help="Rank by perplexity, accuracy or both.")] = None,
     data: TaskData = None,
     examples: Examples = None,
-    limit: Annotated[
-        int, typer.Option(help="Measure all schedules up to this number, else search along a beam.")
-    ] = 500,
+    limit: Annotated[int, typer.Option(help="Where there are more schedules, measure so many at random.")] = 500,
     window: Window = None,
     max_tokens: MaxTokens = None,
     join: Join = False,
@@ -62,80 +57,70 @@ def search(
     """
     from loopformer.analysis.figures import search_figure
     from loopformer.errors import require
-    from loopformer.evaluation.schedules import can_save, save_best
+    from loopformer.evaluation.loaded import LoadedModel
+    from loopformer.evaluation.schedules import save_best
     from loopformer.evaluation.schedules import search as run
-    from loopformer.evaluation.store import LoadedModel
     from loopformer.evaluation.text import Protocol, read_text
     from loopformer.plots import check_drawing, save
 
     require(tasks is not None or (data is None and examples is None), "--data and --examples go with --tasks.")
     if figure is not None:
         check_drawing(figure)
-    with output_file(out), output_file(figure, "--figure"):
+    with output_file(out), output_file(figure, "--figure"), progress("done") as report:
         by = by or ("perplexity" if tasks is None else "both")
         loaded = LoadedModel.open(model, device, dtype)
+        tokenizer = loaded.lm.need_tokenizer()
         loaded.model.resolve(budget)  # refuse a wrong budget and window before reading, which may take long
         protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
         protocol.sizes(loaded.model.config.context)
-        suite = None if tasks is None else load_tasks(tasks, data, None, examples)
+        suite = None if tasks is None else load_tasks(tasks, data, None, examples, report)
         source = None if by == "accuracy" and text is None else text or text_of_model(model)
-        with progress("done") as report:
-            tokenizer = loaded.lm.need_tokenizer()
-            ranking = run(
-                loaded.model,
-                budget,
-                text=None if source is None else read_text(source, tokenizer, field, max_tokens, report),
-                accuracy=None if suite is None else suite.accuracy(loaded, batch_tokens, report),
-                tasks=None if suite is None else suite.facts,
-                by=by,
-                limit=limit,
-                protocol=protocol,
-                weights=loaded.weights,
-                store=loaded.store,
-                batch_tokens=batch_tokens,
-                report=report,
-            )
-        if write_results({"model": model, **ranking}, out, as_json):
-            _show(ranking)
-        if can_save(model):
-            path, better = save_best(model, ranking)
-            saved = f"saved in {path}; use it with --schedule best" if better is None else f"not saved: {better}"
-            typer.echo(f"best schedule {saved}", err=True)
-        else:
-            typer.echo(
-                f"best schedule not saved, as {model} cannot be written to; use it with --trajectory", err=True
-            )
-        if figure is not None:
-            typer.echo(f"drawn: {save(search_figure(ranking), figure)}", err=True)
+        score = None if suite is None else partial(suite.accuracy, loaded, batch_tokens=batch_tokens, report=report)
+        ranking = run(
+            loaded.model,
+            budget,
+            text=None if source is None else read_text(source, tokenizer, field, max_tokens, report),
+            accuracy=score,
+            tasks=None if suite is None else suite.facts,
+            by=by,
+            limit=limit,
+            protocol=protocol,
+            weights=loaded.weights,
+            store=loaded.store,
+            batch_tokens=batch_tokens,
+            report=report,
+        )
+    if write_results({"model": model, **ranking}, out, as_json):
+        _show(ranking)
+    if path := save_best(model, ranking):
+        typer.echo(f"best schedule saved in {path}; use it with --schedule best", err=True)
+    else:
+        typer.echo(f"best schedule not saved, {model} cannot be written to; use it with --trajectory", err=True)
+    if figure is not None:
+        typer.echo(f"drawn: {save(search_figure(ranking), figure)}", err=True)
 
 
 def _show(ranking: dict[str, Any]) -> None:
     """Print the best and the worst schedules, and what each group has in common."""
     budget, loops, on_grid, measured = (ranking[key] for key in ("budget", "loops", "on_grid", "measured"))
     count = "the only schedule" if on_grid == 1 else f"all {on_grid:,} schedules"
-    if ranking["method"] == "beam":
-        count = f"{measured:,} of {on_grid:,} schedules, along a beam,"
+    if ranking["method"] == "sample":
+        count = f"{measured:,} of {on_grid:,} schedules, drawn at random,"
     extra = " and the uniform one" if measured > on_grid else ""
     text = ranking["text"] and f" on {ranking['text']['tokens']:,} tokens of {ranking['text']['text']}"
     typer.echo(f"M = {budget}, L = {loops}: {count} in steps of 1/{loops}{extra}{text or ''}")
 
     rows = ranking["schedules"]
     measures = [name for name in ("perplexity", "bits_per_byte", "accuracy") if rows[0].get(name) is not None]
-    names = {row["rank"]: "" for row in rows}
-    for name in ("best", "worst", "uniform"):
-        names[ranking[name]["rank"]] += f" {name}"
-    print_table(
-        ["rank", "schedule", *(name.replace("_", " ") for name in measures), ""],
-        [
-            [
-                str(row["rank"]),
-                row["schedule"],
-                *(number(row[name], ".4f") for name in measures),
-                names[row["rank"]],
-            ]
-            for row in rows
-            if row["rank"] <= _SHOWN or row["rank"] > len(rows) - _SHOWN or row is ranking["uniform"]
-        ],
+    show_table(
+        {
+            "rank": str(row["rank"]),
+            "schedule": row["schedule"],
+            **{name.replace("_", " "): number(row[name], ".4f") for name in measures},
+            "": " ".join(name for name in ("best", "worst", "uniform") if ranking[name]["rank"] == row["rank"]),
+        }
+        for row in rows
+        if row["rank"] <= _SHOWN or row["rank"] > len(rows) - _SHOWN or row == ranking["uniform"]
     )
     typer.echo(f"spread: {', '.join(f'{name} {value:.4g}' for name, value in ranking['spread'].items())}")
     for which in ("best_tenth", "worst_tenth"):

@@ -15,17 +15,17 @@ so it saves no time. `early_exit_flops` counts what a decoder with early exit wo
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from loopformer.errors import LoopformerError, RunFailed
+from loopformer.errors import LoopformerError
 from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
 from loopformer.model.looped import TrajectoryLike
-from loopformer.scoring import Span, head_chunks, plan_batches, token_logprobs
+from loopformer.scoring import BatchScores, Span, explain_memory, head_chunks, plan_batches, token_logprobs
+from loopformer.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def early_exit(
     trajectory = model.resolve(trajectory, beyond)
     embedded, rotary, mask = model.embed(ids)  # [B, T, D]
     start = model.random_initial_state(torch.arange(ids.shape[1], device=ids.device)[None])
-    x = embedded if start is None else start.to(embedded.dtype).expand_as(embedded)
+    x = embedded if start is None else start.to(embedded.dtype).expand_as(embedded)  # [B, T, D]
     exited = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
     loops, predictions = (torch.zeros(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
     logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
@@ -85,32 +85,24 @@ def check_threshold(threshold: object) -> None:
         raise LoopformerError(f"certainty must lie in (0, 1], got {threshold!r}.")
 
 
-class ExitScores(NamedTuple):
-    """The scored tokens of a batch of spans, on the CPU, and the loops that all positions of the batch took."""
-
-    targets: Tensor  # [N]
-    logprobs: Tensor  # [N], in fp32
-    loops: Tensor  # [P], for the positions that were run
-
-
 @torch.no_grad()
 def score_with_early_exit(
-    model: LoopedLM, spans: Sequence[Span], threshold: float, trajectory: TrajectoryLike, batch_tokens: int
-) -> Iterator[ExitScores]:
+    model: LoopedLM, spans: Sequence[Span], threshold: float, trajectory: Trajectory, batch_tokens: int
+) -> Iterator[BatchScores]:
     """Score spans as `score_spans` does, batch by batch, with early exit along one trajectory."""
     for batch in plan_batches(spans, model.config.context, batch_tokens, share=False):
-        rows = [torch.tensor(pack.rows[0]) for pack in batch.packs]  # padded at the end, where nothing attends to
-        targets = torch.tensor([token for number, _, _ in batch.spans for token in spans[number].targets])  # [N]
-        try:
+        rows = [torch.tensor(pack.rows[0]) for pack in batch.packs]  # padded at the end, which no token attends to
+        numbers = [number for number, _, _ in batch.spans]
+        targets = torch.tensor([token for number in numbers for token in spans[number].targets])  # [N]
+        with explain_memory(batch_tokens):
             out = early_exit(model, pad_sequence(rows, batch_first=True).to(model.device), threshold, trajectory)
             parts = [out.hidden[row, end - spans[number].scored : end] for number, row, end in batch.spans]
-            logprobs, _ = token_logprobs(model, torch.cat(parts), targets.to(model.device))
-        except torch.OutOfMemoryError as error:
-            raise RunFailed(
-                f"Batches of {batch_tokens} tokens do not fit into the device's memory; lower --batch-tokens."
-            ) from error
-        loops = [out.loops[number, : len(row)].cpu() for number, row in enumerate(rows)]
-        yield ExitScores(targets, logprobs.cpu(), torch.cat(loops))
+            logprobs, greedy = token_logprobs(model, torch.cat(parts), targets.to(model.device))
+        loops = torch.cat([out.loops[number, : len(row)] for number, row in enumerate(rows)]).tolist()
+        sizes = [spans[number].scored for number in numbers]
+        yield BatchScores(
+            numbers, sizes, targets, {trajectory: (logprobs.cpu(), greedy.cpu())}, batch.tokens, loops
+        )
 
 
 def early_exit_flops(

@@ -1,4 +1,4 @@
-"""The best schedule of a budget, found by measuring all schedules or, where there are too many, by beam search.
+"""The best schedule of a budget, by measuring all schedules or, where there are too many, a random sample.
 
     ranking = search(model, budget=4, text=text)                     # 35 schedules for L = 8
     ranking["best"]["trajectory"], ranking["spread"]["perplexity"]
@@ -8,10 +8,7 @@
 Schedules lie on the training grid: their steps are multiples of 1/L. The uniform schedule is measured in any case.
 Schedules with the same first steps run together (scoring.py), and each such group is stored when it is complete.
 
-The beam search starts from a few different schedules. It measures the neighbours of the best ones (1/L moved from
-one step to another) until all their neighbours are measured, or `limit` schedules are.
-
-An entry of schedules.json names the weights it was found with, and LoadedModel refuses it for others (store.py):
+An entry of schedules.json names the weights it was measured with, and is refused for others (store.py):
     {"4": {"trajectory": "4-2-1-1", "perplexity": 20.1, "by": "perplexity", "text": …, "weights": …}, …}
 """
 
@@ -24,7 +21,7 @@ import random
 import statistics
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,30 +35,17 @@ from loopformer.evaluation.store import (
     saved_schedules,
     weights_hash,
 )
-from loopformer.evaluation.text import (
-    Protocol,
-    Text,
-    cut_text,
-    result_key,
-    sum_likelihoods,
-    summary,
-    text_facts,
-)
+from loopformer.evaluation.text import Protocol, Text, cut_text, sum_likelihoods
 from loopformer.files import write_json
 from loopformer.model import LoopedLM
-from loopformer.scoring import BATCH_TOKENS, count_passes
+from loopformer.scoring import BATCH_TOKENS, count_passes, score_spans
 from loopformer.trajectory import Trajectory
 
 RANKINGS = ("perplexity", "accuracy", "both")
-MAX_EXHAUSTIVE = 500  # schedules to measure one by one, above which a beam search begins
+MAX_SCHEDULES = 500  # to measure, above which there is a random sample
 
 Accuracies = Callable[[Sequence[Trajectory]], Mapping[Trajectory, float]]
-MeasureSchedules = Callable[[Sequence[Trajectory]], dict[Trajectory, JsonDict]]
 MeasuredSchedules = Mapping[Trajectory, Mapping[str, Any]]
-
-_BEAM_WIDTH = 2  # a wide beam spends its limit on neighbours before it moves; 2 came closest on test landscapes
-_RANDOM_STARTS = 8
-_TENTH = 10
 
 
 def search(
@@ -72,7 +56,7 @@ def search(
     accuracy: Accuracies | None = None,
     tasks: Mapping[str, Any] | None = None,
     by: str = "perplexity",
-    limit: int = MAX_EXHAUSTIVE,
+    limit: int = MAX_SCHEDULES,
     protocol: Protocol | None = None,
     weights: str | None = None,
     store: Store | None = None,
@@ -95,91 +79,51 @@ def search(
         f"A model with conditioning {conditioning!r} does not depend on its steps, so all its schedules of a "
         "budget are the same; there is nothing to search.",
     )
-    weights = weights or weights_hash(model)
-    protocol, store = protocol or Protocol(), store or Store(None)
-    cut = None if text is None else cut_text(text, protocol, model.config.context)
+    weights, store = weights or weights_hash(model), store or Store(None)
+    cut = None if text is None else cut_text(text, protocol or Protocol(), model.config.context)
 
-    def measure(trajectories: Sequence[Trajectory]) -> dict[Trajectory, JsonDict]:
-        rows: dict[Trajectory, JsonDict] = {trajectory: {} for trajectory in trajectories}
-        if text is not None and cut is not None:
-            keys = {
-                each: result_key("schedule", model, weights, text, protocol, cut, each) for each in trajectories
-            }
-            done = {each: piece for each in trajectories if (piece := store.get(keys[each])) is not None}
-            missing = sorted((each for each in trajectories if each not in done), key=lambda each: each.steps)
-            # Schedules with the same first step run together, and each group is stored when it is done.
-            for _, same in itertools.groupby(missing, key=lambda each: each.steps[0]):
-                group = list(same)
-                doing = f"schedules {len(done) + 1}-{len(done) + len(group)} of {len(trajectories)}"
-                sums = sum_likelihoods(model, cut, text.tokenizer.eot, group, batch_tokens, report, doing)
-                done |= {each: store.put(keys[each], summary(sums[each], cut)) for each in group}
-            rows |= {each: dict(piece) for each, piece in done.items()}
-        if accuracy is not None:
-            for trajectory, share in accuracy(trajectories).items():
-                rows[trajectory]["accuracy"] = share
-        return rows
-
-    started = time.perf_counter()
-    measured, method = explore(loops, uniform, measure, by, limit)
+    started, is_exhaustive, rng = time.perf_counter(), on_grid <= limit, random.Random(0)
+    if is_exhaustive:
+        trajectories = list(dict.fromkeys([*Trajectory.enumerate(loops, budget), uniform]))
+    else:
+        sample = {uniform}
+        while len(sample) < limit:
+            sample.add(Trajectory.sample(loops, rng, budget))
+        trajectories = sorted(sample, key=lambda each: each.steps)
+    measured: dict[Trajectory, JsonDict] = {trajectory: {} for trajectory in trajectories}
+    if cut is not None:
+        keys = {each: cut.key("schedule", model, weights, each) for each in trajectories}
+        done = {each: stored for each in trajectories if (stored := store.get(keys[each])) is not None}
+        missing = sorted((each for each in trajectories if each not in done), key=lambda each: each.steps)
+        # Schedules with the same first step run together, and each group is stored when it is done.
+        for _, same in itertools.groupby(missing, key=lambda each: each.steps[0]):
+            group = list(same)
+            doing = f"schedules {len(done) + 1}-{len(done) + len(group)} of {len(trajectories)}"
+            batches = score_spans(model, cut.windows, group, batch_tokens, share=False)
+            sums = sum_likelihoods(batches, cut, report, doing)
+            done |= {each: store.put(keys[each], sums[each].summarize(cut)) for each in group}
+        measured |= {each: dict(stored) for each, stored in done.items()}
+    if accuracy is not None:
+        for trajectory, share in accuracy(trajectories).items():
+            measured[trajectory]["accuracy"] = share
     described = describe(measured, uniform, by, loops)
     if by != "accuracy" and described["best"]["perplexity"] is None:
         raise RunFailed("No schedule gives a number; the model's weights are damaged or its training diverged.")
-    # Passes through the stack for one batch, with common first steps computed once and without.
+    # Loops through the stack for one batch, with common first steps computed once and without.
     passes = {"shared": count_passes(measured), "separate": budget * len(measured)}
     return {
         "weights": weights,
         "loops": loops,
         "budget": budget,
         "by": by,
-        "method": method,
+        "method": "all" if is_exhaustive else "sample",
         "on_grid": on_grid,  # the uniform schedule may not be among them
-        "text": None if text is None or cut is None else text_facts(text, protocol, cut),
+        "text": cut and cut.facts,
         "tasks": tasks,
-        "passes": passes if method == "all" else None,
+        "passes": passes if is_exhaustive else None,
         "seconds": time.perf_counter() - started,
         **described,
     }
-
-
-def explore(
-    loops: int, uniform: Trajectory, measure: MeasureSchedules, by: str, limit: int
-) -> tuple[dict[Trajectory, JsonDict], str]:
-    """Results of every schedule of the budget, or of those along a beam where there are more than `limit`."""
-    budget = uniform.budget
-    if count_schedules(loops, budget) <= limit:
-        return measure(list(dict.fromkeys([*Trajectory.enumerate(loops, budget), uniform]))), "all"
-    measured: dict[Trajectory, JsonDict] = {}
-    front = list(dict.fromkeys([uniform, *_starts(loops, budget)]))
-    while front := front[: limit - len(measured)]:
-        measured |= measure(front)
-        best = rank(measured, by)[:_BEAM_WIDTH]
-        neighbours = (neighbour for schedule in best for neighbour in _neighbours(schedule, loops))
-        front = [neighbour for neighbour in dict.fromkeys(neighbours) if neighbour not in measured]
-    return measured, "beam"
-
-
-def _starts(loops: int, budget: int) -> Iterator[Trajectory]:
-    """Schedules to start from: one heavy step at each position, even steps, and random ones of a fixed seed."""
-    spare = loops - budget
-    for i in range(budget):
-        parts = [1] * budget
-        parts[i] += spare
-        yield Trajectory.from_weights(parts)
-    yield Trajectory.from_weights([1 + spare * (i + 1) // budget - spare * i // budget for i in range(budget)])
-    rng = random.Random(0)
-    yield from (Trajectory.sample(loops, rng, budget) for _ in range(_RANDOM_STARTS))
-
-
-def _neighbours(trajectory: Trajectory, loops: int) -> Iterator[Trajectory]:
-    """The schedules with 1/L moved from one step to another; none for a schedule that is not on the grid."""
-    parts = [step * loops for step in trajectory.steps]
-    if any(part.denominator != 1 for part in parts):
-        return
-    for source, target in itertools.permutations(range(len(parts)), 2):
-        if parts[source] > 1:
-            moved = list(parts)
-            moved[source], moved[target] = moved[source] - 1, moved[target] + 1
-            yield Trajectory.from_weights(moved)
 
 
 def rank(measured: MeasuredSchedules, by: str) -> list[Trajectory]:
@@ -196,30 +140,25 @@ def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: i
     rows = [
         {
             "rank": number,
-            "schedule": in_units(trajectory, loops),
-            "trajectory": str(trajectory),
-            "steps": [float(step) for step in trajectory.steps],
-            **measured[trajectory],
+            "schedule": _in_units(each, loops),
+            "trajectory": str(each),
+            "steps": [float(step) for step in each.steps],
+            **measured[each],
         }
-        for number, trajectory in enumerate(order, 1)
+        for number, each in enumerate(order, 1)
     ]
-    tenth = math.ceil(len(order) / _TENTH)
-
-    def mean_steps(trajectories: Sequence[Trajectory]) -> list[float]:  # by position
-        steps = zip(*(trajectory.steps for trajectory in trajectories), strict=True)
-        return [float(sum(each) / len(trajectories)) for each in steps]
-
-    known = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("perplexity", "accuracy")}
+    tenth = math.ceil(len(order) / 10)
+    groups = {"best_tenth": order[:tenth], "worst_tenth": order[-tenth:], "all": order}
+    values = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("perplexity", "accuracy")}
     return {
         "measured": len(rows),
         "best": rows[0],
         "worst": rows[-1],
         "uniform": rows[order.index(uniform)],
-        "spread": {name: max(values) - min(values) for name, values in known.items() if values},
-        "mean_steps": {
-            "best_tenth": mean_steps(order[:tenth]),
-            "worst_tenth": mean_steps(order[-tenth:]),
-            "all": mean_steps(order),
+        "spread": {name: max(column) - min(column) for name, column in values.items() if column},
+        "mean_steps": {  # by position
+            name: [float(sum(steps) / len(group)) for steps in zip(*(each.steps for each in group), strict=True)]
+            for name, group in groups.items()
         },
         # 1 means that a lower perplexity always goes with a higher accuracy.
         "rank_correlation": spearman(_costs(measured, "perplexity"), _costs(measured, "accuracy")),
@@ -227,7 +166,7 @@ def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: i
     }
 
 
-def in_units(trajectory: Trajectory, loops: int) -> str:
+def _in_units(trajectory: Trajectory, loops: int) -> str:
     """Steps in units of 1/L, such as 4-2-1-1, or the usual name of a schedule that is not on the grid."""
     units = [step * loops for step in trajectory.steps]
     if any(unit.denominator != 1 for unit in units):
@@ -254,48 +193,22 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [(bisect_left(ordered, value) + bisect_right(ordered, value) + 1) / 2 for value in values]
 
 
-def can_save(source: str | Path) -> bool:
-    """Whether the source is a writable folder, where schedules can be saved."""
-    return Path(source).is_dir() and os.access(source, os.W_OK)
+def save_best(source: str | Path, ranking: JsonDict) -> Path | None:
+    """Save the best schedule of a search in the model's folder; None if there is no folder that can be written to.
 
-
-def save_best(source: str | Path, ranking: JsonDict) -> tuple[Path, str | None]:
-    """Save the best schedule of a search unless a better one is saved; the file, and why nothing was saved if so.
-
-    Entries of other budgets stay. A saved schedule is better if it was found for the same weights, was ranked by
-    the same measure, and was measured on more text or, on as much text, with a better result.
+    It replaces an earlier schedule of the same budget. Entries of other budgets stay.
     """
-    path, budget = Path(source) / SCHEDULES_FILE, str(ranking["budget"])
-    saved = saved_schedules(source)
-    text = ranking["text"] and {name: ranking["text"][name] for name in ("text", "sha256", "tokens")}
-    numbers = {name: ranking["best"][name] for name in ("perplexity", "accuracy") if name in ranking["best"]}
-    facts = {name: ranking[name] for name in ("by", "method", "measured", "weights")}
-    facts |= {"text": text, "tasks": ranking["tasks"] and ranking["tasks"]["names"]}
-    entry = {"trajectory": ranking["best"]["trajectory"], **numbers, **facts}
-    before = saved.get(budget)
-    if before is not None and _is_better(before, entry):
-        where = f"{_tokens(before):,} tokens" if before.get("text") else ", ".join(before.get("tasks") or ())
-        return path, (
-            f"{path} has a better one of budget {budget}, {before['trajectory']}, measured on {where}; "
-            "measure on more, or delete its entry there"
-        )
-    saved[budget] = entry
+    if not (Path(source).is_dir() and os.access(source, os.W_OK)):
+        return None
+    best, text = ranking["best"], ranking["text"]
+    entry = {
+        "trajectory": best["trajectory"],
+        **{name: best[name] for name in ("perplexity", "accuracy") if name in best},
+        **{name: ranking[name] for name in ("by", "method", "measured", "weights")},
+        "text": text and {name: text[name] for name in ("text", "sha256", "tokens")},
+        "tasks": ranking["tasks"] and ranking["tasks"]["names"],
+    }
+    path = Path(source) / SCHEDULES_FILE
+    saved = {**saved_schedules(source), str(ranking["budget"]): entry}
     write_json(path, dict(sorted(saved.items(), key=lambda pair: int(pair[0]))))
-    return path, None
-
-
-def _is_better(before: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-    """Whether the saved entry was measured on more text, or on as much text with a better result."""
-    by = entry["by"]
-    same = ("weights", "by") if by == "perplexity" else ("weights", "by", "tasks")
-    if any(before.get(name) != entry[name] for name in same):
-        return False
-    if by != "accuracy" and _tokens(before) != _tokens(entry):
-        return _tokens(before) > _tokens(entry)
-    costs = [_costs({0: before, 1: entry}, name) for name in ("perplexity", "accuracy") if by in (name, "both")]
-    return all(old <= new for old, new in costs) and any(old < new for old, new in costs)
-
-
-def _tokens(entry: Mapping[str, Any]) -> int:
-    """The tokens of text that a schedule was measured on; 0 where it was found by tasks alone."""
-    return int((entry.get("text") or {}).get("tokens", 0))
+    return path

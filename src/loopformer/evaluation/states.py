@@ -1,14 +1,14 @@
-"""State tracking: how many elements of a word a model can multiply at each budget, and how deep each place must go.
+"""State tracking: how many elements of a word over a group a model can multiply at each budget.
 
-    found = track_states(loaded.model, Group.named("S3"), [Trajectory.uniform(m) for m in range(1, 6)])
-    found["trajectories"][0]["accuracy"]             # at each place along the first trajectory
-    found["certainty"][0]["mean_passes"]             # with early exit, beside the fixed budgets
+    tracking = track_states(loaded.model, Group.named("S3"), [Trajectory.uniform(m) for m in range(1, 6)])
+    tracking["trajectories"][0]["accuracy"]          # at each position along the first trajectory
+    tracking["certainty"][0]["mean_passes"]          # with early exit, beside the fixed budgets
 
-The words are drawn afresh from a stream of their own (data/states.py); the answer at a place is the most likely
-element. Every number of right answers is given by place, so that any mean and its standard error can be had.
+The words come from a random stream that training never sees (data/states.py). The answer at a position
+is the most likely element. Right answers are counted by position, so any mean and its standard error follow.
 
-Early exit (early_exit.py) is measured along the full trajectory, and also along the longest of the given ones where
-that is longer: a position leaves the loop once the probability of its top token exceeds a threshold.
+Early exit (early_exit.py) is measured along the full trajectory, and along the longest one if that is longer.
+A position leaves the loop once the probability of its top token exceeds a threshold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from loopformer.config import load_run
 from loopformer.data.states import TEST, Group, StateWindows, word_length
-from loopformer.errors import LoopformerError, RunFailed, require
+from loopformer.errors import RunFailed, require
 from loopformer.evaluation.early_exit import early_exit
 from loopformer.evaluation.store import ReportProgress, device_and_dtype
 from loopformer.loading.folder import SETTINGS, resolve_model_path, run_folder_of
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Right = npt.NDArray[np.bool_]
 
 SEQUENCES = 4096
-SURE = 0.95  # the accuracy that every place of a tracked prefix has
+MIN_TRACKED_ACCURACY = 0.95  # of every position of a tracked prefix
 THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999)
 
 
@@ -60,14 +60,10 @@ def track_states(
     report: ReportProgress | None = None,
     thresholds: Sequence[float] = THRESHOLDS,
 ) -> dict[str, Any]:
-    """Accuracy by place along each trajectory, and with early exit at each threshold."""
+    """Accuracy by position along each trajectory, and with early exit at each threshold."""
     config, device = model.config, model.device
     require(sequences >= 1, f"--sequences must be 1 or more, got {sequences}.")
     require(seed >= 0, f"--seed must be 0 or more, got {seed}.")
-    if config.vocab < group.vocab_size:
-        raise LoopformerError(
-            f"The model knows {config.vocab} tokens, {group.name} has {len(group)} elements and the end token."
-        )
     tree = TrajectoryTree(model, trajectories)
     longest = max(config.loops, *(trajectory.budget for trajectory in trajectories))
     shape = (sequences, word_length(config.context))
@@ -104,7 +100,7 @@ def track_states(
                 "budget": trajectory.budget,
                 "trajectory": str(trajectory),
                 "flops_per_token": model.cost.forward_flops(trajectory.budget, config.context),
-                **summary(right[trajectory]),
+                **summarize_answers(right[trajectory]),
             }
             for trajectory in trajectories
         ],
@@ -114,7 +110,7 @@ def track_states(
                 "threshold": threshold,
                 "mean_passes": float(loops.mean()),
                 "passes": loops.mean(0).tolist(),
-                **summary(exit_right),
+                **summarize_answers(exit_right),
             }
             for (trajectory, threshold), (exit_right, loops) in exits.items()
         ],
@@ -129,22 +125,22 @@ def _is_right(model: LoopedLM, group: Group, hidden: Tensor, labels: Tensor) -> 
     return (logits.argmax(-1) == labels).cpu().numpy()
 
 
-def summary(right: Right) -> dict[str, Any]:
-    """Right answers [S, T] by place; the longest prefix every place of which is at least 95 % right."""
+def summarize_answers(right: Right) -> dict[str, Any]:
+    """Right answers [S, T] by position, and the longest prefix in which every position is 95 % right or more."""
     accuracy = right.mean(0)
     return {
         "right": right.sum(0).tolist(),
         "accuracy": accuracy.tolist(),
         "mean_accuracy": float(right.mean()),
-        "tracked": int(np.append(accuracy >= SURE, False).argmin()),
+        "tracked": int(np.append(accuracy >= MIN_TRACKED_ACCURACY, False).argmin()),
     }
 
 
 def state_figure(tracking: dict[str, Any]) -> Figure:
-    """Accuracy by place, a row for each trajectory."""
+    """Accuracy by position, a row for each trajectory."""
     rows = {
         f"M = {row['budget']}" if row["trajectory"] == str(row["budget"]) else row["trajectory"]: row["accuracy"]
         for row in tracking["trajectories"]
     }
     title = f"Products over {tracking['group']}, {tracking['sequences']:,} words, chance {tracking['chance']:.3f}"
-    return grid_figure(rows, label="accuracy", xlabel="place in the word", title=title)
+    return grid_figure(rows, label="accuracy", xlabel="position in the word", title=title)

@@ -10,14 +10,14 @@
 sources (stdlib, pile, fineweb-edu, openwebtext) are trained on as well, so only their held-out part is read: the
 documents that `prepare` puts into the validation split, up to the token count of the preset.
 
-**Documents apart** (the default). Each document follows one end token. Its first token is scored given that end
-token, every other token given those before it. All tokens of a document are scored and no others, so the bytes are
+**Documents apart** (the default). Each document follows one end token. The context of its first token is that end
+token, and of every other token those before it. All tokens of a document are scored and no others, so the bytes are
 those of the documents. The end token itself is never scored.
 
 **Joined** (`join`). Documents follow one another with an end token between two, as in training, and attention
 crosses them. End tokens are scored too, but count neither in the bytes nor in bits per byte. The first token of the
 stream has no context and is not scored, nor are its bytes counted. Without a stride these are the windows of
-training's own validation, and also the last window, which may be shorter.
+training's validation, and also the last window, which may be shorter.
 
 **Windows.** A window holds at most `window` inputs. Without a stride windows do not overlap: the last token of a
 window is the first input of the next, and the only context of that window's first target. With a stride of S each
@@ -34,14 +34,13 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from loopformer.config import load_run
 from loopformer.data.corpus import PRESETS, Source, parse_sources
@@ -54,7 +53,7 @@ from loopformer.evaluation.store import JsonDict, ReportProgress, Store, device_
 from loopformer.loading.folder import HELD_OUT, SETTINGS, data_folder, resolve_model_path, run_folder_of
 from loopformer.model import LoopedLM
 from loopformer.model.looped import TrajectoryLike
-from loopformer.scoring import BATCH_TOKENS, Span, score_spans
+from loopformer.scoring import BATCH_TOKENS, BatchScores, Span, score_spans
 from loopformer.trajectory import Trajectory
 
 NAMED_SOURCES = ("stdlib", *PRESETS)
@@ -79,7 +78,7 @@ class Text:
 
 
 def read_text(
-    given: str,
+    name: str,
     tokenizer: Tokenizer,
     field: str = "text",
     max_tokens: int | None = None,
@@ -88,11 +87,16 @@ def read_text(
     """Read a source to its end, or until there are more than `max_tokens` tokens."""
     require(max_tokens is None or max_tokens >= 1, f"--max-tokens must be 1 or more, got {max_tokens}.")
     part, limit = "all of it", None
-    if is_prepared(given):
-        part, encoded = "validation split", _prepared_documents(Path(given), tokenizer)
+    if is_prepared(name):
+        part, encoded = "validation split", _prepared_documents(Path(name), tokenizer)
     else:
-        source = _source(given, field)
-        if given in NAMED_SOURCES:
+        has_pattern = any(mark in name for mark in "*?[=")
+        if not (name in NAMED_SOURCES or name.startswith("hf:") or has_pattern or Path(name).exists()):
+            hint = nearest(name, list(NAMED_SOURCES), otherwise=f"named texts are {', '.join(NAMED_SOURCES)}.")
+            raise FileProblem(f"There is no file, folder or text {name}; {hint}")
+        (source,) = parse_sources([name], field)
+        require(source.weight is None, f"A weight, as in {name!r}, is for training; leave it out here.")
+        if name in NAMED_SOURCES:
             part = f"held out: {source.val_fraction:.1%} of the documents, by hash"
             part += f"; the first {source.val_tokens:,} tokens" if source.val_tokens else ""
         limit = source.val_tokens
@@ -107,77 +111,37 @@ def read_text(
         read.append(ids)
         tokens += len(ids)
         if report:
-            report(f"reading {given}", tokens, max_tokens or limit)
+            report(f"reading {name}", tokens, max_tokens or limit)
         if (max_tokens is not None and tokens > max_tokens) or (limit is not None and tokens + len(read) >= limit):
             break
-    require(tokens > 0, f"{given} holds no text; check the path and the field.")
-    return Text(given, part, tuple(read), digest.hexdigest(), tokenizer)
-
-
-def default_text(model: str | Path) -> str | None:
-    """The held-out text in a model's folder, or the data of its run; None where neither is found."""
-    if (held_out := resolve_model_path(model) / HELD_OUT).is_file():
-        return str(held_out)
-    if (run := run_folder_of(model)) is None:
-        return None
-    data = load_run(run / SETTINGS)[0].data
-    folder = data_folder(run, data.path) if data.states is None else None
-    if folder is None:
-        return None
-    here = Path.cwd()
-    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
-
-
-def _source(given: str, field: str) -> Source:
-    """The source that a user names; refused if it does not exist."""
-    pattern = any(mark in given for mark in "*?[=")
-    if not (given in NAMED_SOURCES or given.startswith("hf:") or pattern or Path(given).exists()):
-        hint = nearest(given, list(NAMED_SOURCES), otherwise=f"named texts are {', '.join(NAMED_SOURCES)}.")
-        raise FileProblem(f"There is no file, folder or text {given}; {hint}")
-    (source,) = parse_sources([given], field)
-    require(source.weight is None, f"A weight, as in {given!r}, is for training; leave it out here.")
-    return source
+    require(tokens > 0, f"{name} holds no text; check the path and the field.")
+    return Text(name, part, tuple(read), digest.hexdigest(), tokenizer)
 
 
 def _source_texts(source: Source, field: str) -> Iterator[str]:
     """The documents of a source; of a named source only the held-out ones."""
 
     def read() -> Iterator[str]:
-        for _, text in source.texts(field):
-            yield from documents(text)
+        return (document for _, text in source.texts(field) for document in documents(text))
 
-    try:
-        if source.given not in NAMED_SOURCES:
-            yield from read()
-            return
-        splitter = make_splitter(read, source.val_fraction, source.given)
-        for text in read():
-            yield from (piece for split, piece in splitter.split(text) if split == "val")
-    except FileProblem as error:
-        if not source.remote:
-            raise
-        problem = str(error).partition(";")[0].rstrip(".")  # its remedy is one for training
-        raise FileProblem(
-            f"{problem}; connect, or give a file or a folder prepared from {source.given} elsewhere."
-        ) from error
+    if source.given not in NAMED_SOURCES:
+        return read()
+    splitter = make_splitter(read, source.val_fraction, source.given)
+    return (piece for text in read() for split, piece in splitter.split(text) if split == "val")
 
 
-def _encoded(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[str, Ids]]:
+def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[str, Ids]]:
     """Texts with their tokens, a few megabytes at a time, without texts that have no tokens."""
-
-    def encode(batch: Sequence[str]) -> Iterator[tuple[str, Ids]]:
-        for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-            if ids:
-                yield text, np.array(ids, np.int64)
-
-    batch, size = list[str](), 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= _CHARACTERS:
-            yield from encode(batch)
+    batch, size, texts = list[str](), 0, iter(texts)
+    while (text := next(texts, None)) is not None or batch:
+        if text is not None:
+            batch.append(text)
+            size += len(text)
+        if text is None or size >= _CHARACTERS:
+            for encoded, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
+                if ids:
+                    yield encoded, np.array(ids, np.int64)
             batch, size = [], 0
-    yield from encode(batch)
 
 
 def _prepared_documents(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, Ids]]:
@@ -189,10 +153,22 @@ def _prepared_documents(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[st
         data.check_ids(stream, source.name)
         pieces = (piece[piece != data.eot] for piece in np.split(stream, np.flatnonzero(stream == data.eot)))
         pairs = ((data.tokenizer.decode(ids.tolist()), ids) for ids in pieces if len(ids) > 0)
-        if data.tokenizer.hash == tokenizer.hash:
-            yield from pairs
-        else:
-            yield from _encoded((text for text, _ in pairs), tokenizer)
+        is_same = data.tokenizer.hash == tokenizer.hash
+        yield from pairs if is_same else _encoded((text for text, _ in pairs), tokenizer)
+
+
+def default_text(model: str | Path) -> str | None:
+    """The held-out text in a model's folder, or the data of its run; None if there is neither."""
+    if (held_out := resolve_model_path(model) / HELD_OUT).is_file():
+        return str(held_out)
+    if (run := run_folder_of(model)) is None:
+        return None
+    data = load_run(run / SETTINGS)[0].data
+    folder = data_folder(run, data.path) if data.states is None else None
+    if folder is None:
+        return None
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
 @dataclass(frozen=True)
@@ -217,6 +193,8 @@ class Protocol:
 class CutText:
     """The windows of a text, and how much text their scored tokens stand for."""
 
+    text: Text
+    protocol: Protocol
     windows: tuple[Span, ...]
     window: int
     stride: int
@@ -224,6 +202,40 @@ class CutText:
     tokens: int  # scored tokens, end tokens included
     ends: int  # scored end tokens
     bytes: int  # of the text that the other scored tokens stand for
+
+    @property
+    def facts(self) -> JsonDict:
+        """The text and the protocol as plain data."""
+        limited = self.protocol.max_tokens == self.tokens
+        return {
+            "text": self.text.name,
+            "part": f"{self.text.part}, up to {self.tokens:,} tokens" if limited else self.text.part,
+            "sha256": self.text.sha256,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "end_tokens": self.ends,
+            "bytes": self.bytes,
+            "window": self.window,
+            "stride": self.stride,
+            "joined": self.protocol.join,
+            "max_tokens": self.protocol.max_tokens,
+            "forward_tokens": sum(len(span.inputs) for span in self.windows),
+        }
+
+    def key(self, kind: str, model: LoopedLM, weights: str, trajectory: Trajectory) -> JsonDict:
+        """The key of a stored result: everything that its numbers depend on."""
+        return {
+            "kind": kind,
+            "weights": weights,
+            "text": self.text.sha256,
+            "tokenizer": self.text.tokenizer.hash,
+            "window": self.window,
+            "stride": self.stride,
+            "joined": self.protocol.join,
+            "tokens": self.tokens,
+            "trajectory": str(trajectory),
+            **device_and_dtype(model),
+        }
 
 
 def cut_text(text: Text, protocol: Protocol, context: int) -> CutText:
@@ -249,6 +261,8 @@ def cut_text(text: Text, protocol: Protocol, context: int) -> CutText:
     )
     ends = sum(span.targets.count(end) for span in spans)
     return CutText(
+        text,
+        protocol,
         windows=tuple(part for span in spans for part in span.windows(window, stride)),
         window=window,
         stride=stride,
@@ -265,12 +279,36 @@ class Likelihood:
 
     nats: float = 0.0  # of all scored tokens
     end_nats: float = 0.0  # of the end tokens among them
+    loops: Counter[int] = field(default_factory=Counter)  # how many positions took so many, with early exit
 
-    def add(self, logprobs: torch.Tensor, ends: torch.Tensor) -> None:
-        """Add the log-probabilities [N] of some tokens; `ends` [N] says which of them are end tokens."""
-        nats = -logprobs.double()
-        self.nats += float(nats.sum())
-        self.end_nats += float(nats[ends].sum())
+    def summarize(self, cut: CutText) -> JsonDict:
+        """Perplexity and bits per byte, None where the model's output is not a number."""
+        if not math.isfinite(self.nats):
+            return {"nats": None, "perplexity": None, "bits_per_byte": None}
+        bits = (self.nats - self.end_nats) / math.log(2)
+        return {
+            "nats": self.nats,
+            "perplexity": math.exp(min(self.nats / cut.tokens, 700.0)),
+            "bits_per_byte": bits / cut.bytes if cut.bytes else None,
+        }
+
+
+def sum_likelihoods(
+    batches: Iterable[BatchScores], cut: CutText, report: ReportProgress | None, doing: str
+) -> dict[Trajectory, Likelihood]:
+    """The sums over all windows along each trajectory."""
+    sums, done = defaultdict[Trajectory, Likelihood](Likelihood), 0
+    for batch in batches:
+        is_end = batch.targets == cut.text.tokenizer.eot  # [N]
+        for trajectory, (logprobs, _) in batch.along.items():
+            nats = -logprobs.double()  # [N]
+            sums[trajectory].nats += float(nats.sum())
+            sums[trajectory].end_nats += float(nats[is_end].sum())
+            sums[trajectory].loops.update(batch.loops)
+        done += len(batch.targets)
+        if report:
+            report(doing, done, cut.tokens)
+    return sums
 
 
 def perplexity(
@@ -285,144 +323,45 @@ def perplexity(
     batch_tokens: int = BATCH_TOKENS,
     report: ReportProgress | None = None,
 ) -> list[JsonDict]:
-    """One plain row of results per trajectory, in the order given.
+    """One plain row of results per trajectory, in the order of the trajectories.
 
     With `certainty`, the threshold of early exit (early_exit.py), `passes` counts the positions that took 1…M
     loops, and FLOPs are those of a decoder with early exit.
 
-    `weights` is the hash the results are kept under, that of the model as it is by default; a caller that casts the
-    model to another dtype gives that of the model as it was loaded.
+    `weights` is the hash that results are stored under, by default that of the model as it is. A caller that casts
+    the model to another dtype gives the hash from before the cast.
     """
     if certainty is not None:
         check_threshold(certainty)
-    protocol, store = protocol or Protocol(), store or Store(None)
-    cut = cut_text(text, protocol, model.config.context)
+    cut = cut_text(text, protocol or Protocol(), model.config.context)
     resolved = [model.resolve(trajectory) for trajectory in trajectories]
-    weights = weights or weights_hash(model)
-    facts = text_facts(text, protocol, cut)
-    rows = []
+    weights, store, facts, rows = weights or weights_hash(model), store or Store(None), cut.facts, []
     for trajectory in resolved:
-        key = result_key("perplexity", model, weights, text, protocol, cut, trajectory)
+        key = cut.key("perplexity", model, weights, trajectory)
         key |= {} if certainty is None else {"certainty": certainty}
-        value = kept = store.get(key)
+        depths = range(1, trajectory.budget + 1)
+        value = stored = store.get(key)
         if value is None:
             doing = f"{text.name} M={trajectory.budget}" if trajectory.is_uniform else f"{text.name} {trajectory}"
-            doing += "" if certainty is None else f" above {certainty:g}"
             started = time.perf_counter()
-            end = text.tokenizer.eot
-            exits: JsonDict = {}
             if certainty is None:
-                sums = sum_likelihoods(model, cut, end, [trajectory], batch_tokens, report, doing)[trajectory]
+                batches = score_spans(model, cut.windows, [trajectory], batch_tokens, share=False)
             else:
-                sums, loops = _with_early_exit(model, cut, end, trajectory, certainty, batch_tokens, report, doing)
-                exits = {"certainty": certainty, "passes": loops}
+                doing += f" above {certainty:g}"
+                batches = score_with_early_exit(model, cut.windows, certainty, trajectory, batch_tokens)
+            likelihood = sum_likelihoods(batches, cut, report, doing)[trajectory]
             seconds = time.perf_counter() - started
-            took = {"seconds": seconds, "tokens_per_second": cut.tokens / seconds}
-            value = store.put(key, {**summary(sums, cut), **took, **exits})
+            value = {"seconds": seconds, "tokens_per_second": cut.tokens / seconds, **likelihood.summarize(cut)}
+            if certainty is not None:
+                value |= {"certainty": certainty, "passes": [likelihood.loops[depth] for depth in depths]}
+            store.put(key, value)
+        row = {**facts, **value, **device_and_dtype(model), "reused": stored is not None}
         flops = model.cost.forward_flops(trajectory.budget, cut.window)
-        measured: JsonDict = {}
         if certainty is not None:
-            depths = range(1, trajectory.budget + 1)
             each = [early_exit_flops(model.cost, depth, trajectory.budget, cut.window) for depth in depths]
-            measured["mean_passes"] = float(np.average(depths, weights=value["passes"]))
+            row["mean_passes"] = float(np.average(depths, weights=value["passes"]))
             flops = float(np.average(each, weights=value["passes"]))
-        measured |= {
-            "budget": trajectory.budget,
-            "trajectory": str(trajectory),
-            "flops_per_token": flops,
-            "flops_per_scored_token": flops * facts["forward_tokens"] / cut.tokens,
-            **device_and_dtype(model),
-        }
-        rows.append({**facts, **measured, **value, "reused": kept is not None})
+        row |= {"budget": trajectory.budget, "trajectory": str(trajectory), "flops_per_token": flops}
+        row["flops_per_scored_token"] = flops * facts["forward_tokens"] / cut.tokens
+        rows.append(row)
     return rows
-
-
-def sum_likelihoods(
-    model: LoopedLM,
-    cut: CutText,
-    end: int,
-    trajectories: Sequence[Trajectory],
-    batch_tokens: int = BATCH_TOKENS,
-    report: ReportProgress | None = None,
-    doing: str = "",
-) -> dict[Trajectory, Likelihood]:
-    """Sums over all windows along each trajectory; equal first steps are computed once for all of them."""
-    sums = {trajectory: Likelihood() for trajectory in trajectories}
-    done = 0
-    for batch in score_spans(model, cut.windows, trajectories, batch_tokens, share=False):
-        for trajectory, (logprobs, _) in batch.along.items():
-            sums[trajectory].add(logprobs, batch.targets == end)
-        done += len(batch.targets)
-        if report:
-            report(doing, done, cut.tokens)
-    return sums
-
-
-def _with_early_exit(
-    model: LoopedLM,
-    cut: CutText,
-    end: int,
-    trajectory: Trajectory,
-    threshold: float,
-    batch_tokens: int,
-    report: ReportProgress | None,
-    doing: str,
-) -> tuple[Likelihood, list[int]]:
-    """Sums over all windows along one trajectory with early exit, and how many positions took 1…M loops."""
-    sums, loops, done = Likelihood(), np.zeros(trajectory.budget + 1, np.int64), 0
-    for batch in score_with_early_exit(model, cut.windows, threshold, trajectory, batch_tokens):
-        sums.add(batch.logprobs, batch.targets == end)
-        loops += np.bincount(batch.loops.numpy(), minlength=len(loops))
-        done += len(batch.targets)
-        if report:
-            report(doing, done, cut.tokens)
-    return sums, loops[1:].tolist()
-
-
-def summary(likelihood: Likelihood, cut: CutText) -> dict[str, float | None]:
-    """Perplexity and bits per byte of summed likelihoods, None where the model's output is not a number."""
-    if not math.isfinite(likelihood.nats):
-        return {"nats": None, "perplexity": None, "bits_per_byte": None}
-    bits = (likelihood.nats - likelihood.end_nats) / math.log(2)
-    return {
-        "nats": likelihood.nats,
-        "perplexity": math.exp(min(likelihood.nats / cut.tokens, 700.0)),
-        "bits_per_byte": bits / cut.bytes if cut.bytes else None,
-    }
-
-
-def result_key(
-    kind: str, model: LoopedLM, weights: str, text: Text, protocol: Protocol, cut: CutText, trajectory: Trajectory
-) -> dict[str, Any]:
-    """The key of a stored result: everything that its numbers depend on."""
-    return {
-        "kind": kind,
-        "weights": weights,
-        "text": text.sha256,
-        "tokenizer": text.tokenizer.hash,
-        "window": cut.window,
-        "stride": cut.stride,
-        "joined": protocol.join,
-        "tokens": cut.tokens,
-        "trajectory": str(trajectory),
-        **device_and_dtype(model),
-    }
-
-
-def text_facts(text: Text, protocol: Protocol, cut: CutText) -> JsonDict:
-    """The text and the protocol as plain data."""
-    limited = protocol.max_tokens == cut.tokens
-    return {
-        "text": text.name,
-        "part": f"{text.part}, up to {cut.tokens:,} tokens" if limited else text.part,
-        "sha256": text.sha256,
-        "documents": cut.documents,
-        "tokens": cut.tokens,
-        "end_tokens": cut.ends,
-        "bytes": cut.bytes,
-        "window": cut.window,
-        "stride": cut.stride,
-        "joined": protocol.join,
-        "max_tokens": protocol.max_tokens,
-        "forward_tokens": sum(len(span.inputs) for span in cut.windows),
-    }
