@@ -11,13 +11,8 @@ A specialist M is the network of `elastic` trained at uniform(M) only, as a mode
 stacks are trained with Muon. `elastic-paper` and the models with early exits have the paper's objective and AdamW,
 with a single short trajectory in a step. Positions, the start of the gates and the time scale are the same for all.
 
-<<<<<<< HEAD:experiments/state_tracking.py
-Every model is measured at all budgets up to twice its longest, which a looped model was not trained for, with early
-exit, and along all schedules of half its longest budget if it is conditioned on the step size.
-=======
 Every model is measured at all budgets up to twice the longest (beyond what it was trained for, where it is looped),
 along all schedules of half of it where passes are told their steps, and by early exit (evaluation/early_exit.py).
->>>>>>> exit:benchmarks/state_tracking.py
 """
 
 import argparse
