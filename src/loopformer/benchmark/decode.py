@@ -283,12 +283,12 @@ class TokenWindow:
 def make_engine(model: LoopedLM, detokenizer: DummyDetokenizer, path: str, rows: int) -> Engine:
     """The engine of a path, which shares nothing between prompts."""
     if path == "plain":
-        return Engine(model, detokenizer, queue=MAX_WAITING, backend=PlainBackend(model, rows, remember=0))
+        return Engine(model, detokenizer, PlainBackend(model, rows, remember=0), queue=MAX_WAITING)
     from loopformer.inference.fused.batch import SharedBatch
     from loopformer.inference.fused.shared import SharedBackend
 
     backend = SharedBackend(SharedBatch(model, rows), remember=0)
-    return Engine(model, detokenizer, queue=MAX_WAITING, backend=backend)
+    return Engine(model, detokenizer, backend, queue=MAX_WAITING)
 
 
 def make_requests(model: LoopedLM, budgets: Sequence[int], context: int) -> list[Request]:
