@@ -23,9 +23,9 @@ from torch import Tensor
 from loopformer.device import to_device_async
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import Choice, sample
-from loopformer.model import LoopedLM
 from loopformer.model.cache import KVCache, LoopPlan, SequenceKV
 from loopformer.model.conditioning import Condition
+from loopformer.model.looped import LoopedLM
 from loopformer.scoring import common_prefix
 from loopformer.trajectory import Trajectory
 

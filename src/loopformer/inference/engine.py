@@ -31,7 +31,7 @@ from loopformer.device import device_context
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.request import EndingDetokenizer, Event, Request, Result, RowState
 from loopformer.inference.sampling import Choice, is_whole
-from loopformer.model import LoopedLM
+from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
 PROMPT_TOKENS = 2048  # of new requests in a step where nobody runs; else a piece, to hold nobody up for long

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from loopformer.config import ModelConfig
+from loopformer.config.model import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.inference.sampling import Choice, Draw, Sampling, is_whole
 from loopformer.trajectory import Trajectory
