@@ -184,8 +184,7 @@ class LM:
         of any budget. `memory` is bytes for keys and values: there requests
         wait until theirs fit, elsewhere there are fewer rows, as each has room for a whole context.
         """
-        if not is_whole(rows) or rows < 1:
-            raise LoopformerError(f"An engine needs 1 row or more, got {rows}.")
+        require(is_whole(rows) and rows >= 1, f"An engine needs 1 row or more, got {rows}.")
         if not self._is_fused(fast):
             if memory is not None:
                 rows = min(rows, memory // kv_bytes_per_slot(self.model))

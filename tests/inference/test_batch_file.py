@@ -97,7 +97,7 @@ def test_what_stands_is_not_made_again_and_more_prompts_are_added(lm: LM, source
     before = out.read_bytes()
     engine = lm.engine(rows=3, queue=2)
     run(lm, source, out, engine=engine)
-    assert engine.counts.steps == 0
+    assert engine.counts.new_tokens == 0
     source.write_bytes(lines(PROMPTS) + b'\n{"prompt": "a", "max_tokens": 2}')  # a blank line counts as a line
     assert run(lm, source, out).lines == len(PROMPTS) + 1
     assert out.read_bytes().startswith(before)

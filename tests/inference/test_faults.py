@@ -386,11 +386,11 @@ def test_a_slot_that_a_row_left_is_clear(small: LM) -> None:
     cache, _ = prefill(small.model, [[5, 6, 7]], [Trajectory.uniform(2)])
     for ticket in (1, 2):
         pool.admit(ticket, table, cache.read(0), 3)
-    pool.layer_kv(0, 0)[1][1, :, 3] = float("nan")  # ticket 2's, beyond what counts
+    pool.loops[0][0][1][1, :, 3] = float("nan")  # ticket 2's, beyond what counts
     pool.free_except({2: 3})
     assert [slot and slot.ticket for slot in pool.layout] == [2, None, None]
     for loop in range(2):
-        assert all(not tensor[1:].any() for tensor in pool.layer_kv(loop, 0))
+        assert all(not tensor[1:].any() for tensor in pool.loops[loop][0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -94,9 +94,9 @@ def train(
 def usual_paths(config: ModelConfig, device: torch.device, low: bool) -> list[str]:
     """The paths that are measured by default on a device."""
     paths = ["naive", "compiled" if device.type == "cuda" else "plain"]
-    if device.type == "cuda" and low:
-        fused = {"fused": False, "fused fp8": True}
-        paths += [path for path, fp8 in fused.items() if unsupported_reason(config, device, fp8) is None]
+    for path in ("fused", "fused fp8") if device.type == "cuda" and low else ():
+        if unsupported_reason(config, device, path == "fused fp8") is None:
+            paths.append(path)
     return [*paths, *(["transformers"] if find_spec("transformers") else [])]
 
 

@@ -6,7 +6,7 @@ for event in engine.run(): ...                                   # event.ticket,
 engine.cancel(ticket)
 
 At each step every request that has a batch slot gets its next token (decode), and waiting ones take free slots and
-run their prompts (prefill); tokens become text (take), and a request that has ended gives its slot back (retire).
+run their prompts (prefill); tokens become text, and a request that has ended gives its slot back (retire).
 `lm.generate`, `lm.stream` and servers all run through here. A backend computes: decode.py or fused/shared.py.
 
 A step is a transaction. What all requests have come to is one immutable value, and what a step has found out
@@ -18,9 +18,9 @@ twice in a row ends with a result that says so. On the plain fp32 path a request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count, cycle
 from threading import Lock
 from typing import Protocol
@@ -28,8 +28,8 @@ from typing import Protocol
 import torch
 
 from loopformer.device import device_context
-from loopformer.errors import LoopformerError, RunFailed
-from loopformer.inference.request import EndingDetokenizer, Event, Request, RowState
+from loopformer.errors import LoopformerError, RunFailed, require
+from loopformer.inference.request import Detokenizer, Event, Request, RowState
 from loopformer.inference.sampling import Choice, is_whole
 from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
@@ -85,7 +85,6 @@ class Backend(Protocol):
 class EngineCounts:
     """What an engine has done so far."""
 
-    steps: int = 0
     prompt_tokens: int = 0  # that were run
     shared_tokens: int = 0  # that were not, as another prompt had them
     new_tokens: int = 0
@@ -98,7 +97,6 @@ class _State:
     waiting: tuple[RowState, ...] = ()
     running: tuple[RowState, ...] = ()  # those that have slots
     faults: frozenset[int] = frozenset()  # requests whose own work failed the last time
-    prefilled_tokens: Mapping[int, int] = field(default_factory=dict)  # most tokens of a prompt, by ticket
     events: tuple[Event, ...] = ()
     first_event: int = 0  # the number of the first of these, counted from the engine's beginning
 
@@ -109,19 +107,18 @@ class Engine:
     def __init__(
         self,
         model: LoopedLM,
-        tokenizer: EndingDetokenizer,
+        tokenizer: Detokenizer,
         backend: Backend,
         rows: int = 16,
         queue: int = 64,
     ) -> None:
-        if not is_whole(queue) or queue < 1:
-            raise LoopformerError(f"The queue must hold 1 request or more, got {queue}.")
+        require(is_whole(queue) and queue >= 1, f"The queue must hold 1 request or more, got {queue}.")
         self.model, self.backend = model, backend
         self.rows, self._tokenizer, self._most_waiting = rows, tokenizer, queue
-        self._steps = self._new_tokens = 0
+        self._new_tokens = 0
         self._tickets = count()
         self._state = _State()
-        self._taken = 0  # events that were handed out
+        self._delivered = 0  # events that were handed out
         self._state_lock, self._work = Lock(), Lock()  # who may replace the state; who runs
 
     @property
@@ -141,7 +138,7 @@ class Engine:
     def idle(self) -> bool:
         """Whether nothing is left to do: nobody waits or runs, and every event was taken."""
         state = self._state
-        return not (state.waiting or state.running) and state.first_event + len(state.events) == self._taken
+        return not (state.waiting or state.running) and state.first_event + len(state.events) == self._delivered
 
     @property
     def used_bytes(self) -> int:
@@ -155,7 +152,7 @@ class Engine:
 
     @property
     def counts(self) -> EngineCounts:
-        return EngineCounts(self._steps, self.backend.prompt_tokens, self.backend.shared_tokens, self._new_tokens)
+        return EngineCounts(self.backend.prompt_tokens, self.backend.shared_tokens, self._new_tokens)
 
     def submit(self, request: Request) -> int:
         """Put a request in the queue; its ticket. What is wrong with it is said here, not while others run."""
@@ -178,41 +175,40 @@ class Engine:
     def run(self) -> Iterator[Event]:
         """Step until nothing is left to do. Whoever leaves early finds the rest at the next `run` or `step`."""
         while not self.idle:
-            untaken = self._untaken()
-            if not untaken:
+            undelivered = self._undelivered()
+            if not undelivered:
                 self._step()
                 continue
-            event = untaken[0]
-            self._taken += 1  # and no call before the yield: Ctrl-C cannot come between
+            event = undelivered[0]
+            self._delivered += 1  # and no call before the yield: Ctrl-C cannot come between
             yield event
 
     def step(self) -> list[Event]:
         """One token for every request that runs, and the first one for those that come in."""
         self._step()
-        events = list(self._untaken())
-        self._taken += len(events)  # and no call before the return: Ctrl-C cannot come between
+        events = list(self._undelivered())
+        self._delivered += len(events)  # and no call before the return: Ctrl-C cannot come between
         return events
 
-    def _untaken(self) -> tuple[Event, ...]:
+    def _undelivered(self) -> tuple[Event, ...]:
         state = self._state
-        return state.events[self._taken - state.first_event :]
+        return state.events[self._delivered - state.first_event :]
 
     def _step(self) -> None:
         gradients = torch.is_grad_enabled()
         try:
             with self._work, device_context(self.model.device):
-                taken = self._taken
+                delivered = self._delivered
                 self._publish(
                     lambda state: replace(
-                        state, events=state.events[taken - state.first_event :], first_event=taken
+                        state, events=state.events[delivered - state.first_event :], first_event=delivered
                     )
                 )
                 running = self._state.running
                 self.backend.free_except(running)
                 if running:
-                    self._take(running, self.backend.decode(running))
+                    self._append_tokens(running, self.backend.decode(running))
                 self._admit()
-                self._steps += 1
         finally:
             # Ctrl-C inside torch.no_grad's own code would leave it on for the whole process. This is one call of C.
             torch._C._set_grad_enabled(gradients)
@@ -235,22 +231,15 @@ class Engine:
             failure = error.with_traceback(None)  # whose frames hold the memory of what failed
         if failure is None:
             run: list[tuple[RowState, Choice]] = []
-            further: dict[int, int] = {}
+            further: set[int] = set()  # prompts of which one more piece was run
             for row, outcome in zip(group, choices, strict=True):
                 if isinstance(outcome, Choice):
                     run.append((row, outcome))
-                elif outcome > self._state.prefilled_tokens.get(row.ticket, 0):
-                    further[row.ticket] = outcome
+                elif outcome:
+                    further.add(row.ticket)
             if run:
-                self._take([row for row, _ in run], [[choice] for _, choice in run])
-            if further:  # a piece that was never run before is work that did not fail
-                self._publish(
-                    lambda state: replace(
-                        state,
-                        faults=state.faults - further.keys(),
-                        prefilled_tokens={**state.prefilled_tokens, **further},
-                    )
-                )
+                self._append_tokens([row for row, _ in run], [[choice] for _, choice in run])
+            self._publish(lambda state: replace(state, faults=state.faults - further))
             return
         self.backend.free_except(self._state.running)  # some of the group may have got slots
         if len(group) == 1:
@@ -259,7 +248,7 @@ class Engine:
         for row in group:  # so that only the one whose fault it is has to do with it
             self._prefill([row])
 
-    def _take(self, rows: Sequence[RowState], choices: Sequence[Sequence[Choice]]) -> None:
+    def _append_tokens(self, rows: Sequence[RowState], choices: Sequence[Sequence[Choice]]) -> None:
         """Tokens become text, and what the rows have come to by it is published."""
         after: dict[int, RowState] = {}
         events: list[Event] = []
@@ -267,14 +256,14 @@ class Engine:
             if not chosen:
                 continue
             try:
-                after[row.ticket], event = row.take(chosen)
+                after[row.ticket], event = row.append_tokens(chosen)
             except Exception as error:
                 self._fault(row, error)
                 continue
             events.append(event)
         ended = {event.ticket for event in events if event.result is not None}
 
-        def taken(state: _State) -> _State:
+        def appended(state: _State) -> _State:
             admitted = [row for row in state.waiting if row.ticket in after]
             running = [after.get(row.ticket, row) for row in (*state.running, *admitted)]
             present = {row.ticket for row in running}  # but for those that were cancelled meanwhile
@@ -283,13 +272,10 @@ class Engine:
                 waiting=tuple(row for row in state.waiting if row.ticket not in after),
                 running=tuple(row for row in running if row.ticket not in ended),
                 faults=state.faults - after.keys(),
-                prefilled_tokens={
-                    ticket: count for ticket, count in state.prefilled_tokens.items() if ticket not in after
-                },
                 events=(*state.events, *(event for event in events if event.ticket in present)),
             )
 
-        self._publish(taken)
+        self._publish(appended)
         if ended:
             self.backend.free_except(self._state.running)
         self._new_tokens += sum(len(after[row.ticket].ids) - len(row.ids) for row in rows if row.ticket in after)
@@ -321,12 +307,11 @@ def _without(state: _State, ticket: int) -> _State:
         waiting=tuple(row for row in state.waiting if row.ticket != ticket),
         running=tuple(row for row in state.running if row.ticket != ticket),
         faults=state.faults - {ticket},
-        prefilled_tokens={other: count for other, count in state.prefilled_tokens.items() if other != ticket},
     )
 
 
 def generate(
-    model: LoopedLM, tokenizer: EndingDetokenizer, requests: Sequence[Request], backend: Backend
+    model: LoopedLM, tokenizer: Detokenizer, requests: Sequence[Request], backend: Backend
 ) -> Iterator[Event]:
     """Run requests together to their ends. Their tickets count from 0. A request that fails raises `RunFailed`."""
     count = max(1, len(requests))

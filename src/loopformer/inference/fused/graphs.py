@@ -262,7 +262,7 @@ class PlacedOnDevice(KVCache):
         )
         passes = model.plan_loops(trajectory, 1)
         self.passes = LoopPlan(passes.rows, [one.map(torch.clone) for one in passes.conditions], None)
-        self._kept = list(keys[: trajectory.budget])
+        self.loops = list(keys[: trajectory.budget])
         self._from, self._count = start, count
 
     def positions_and_mask(self, count: int) -> tuple[Tensor, Tensor | None]:

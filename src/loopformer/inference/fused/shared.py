@@ -243,8 +243,8 @@ class SharedBackend(PromptBackend):
         _held_back(PROMPTS, self._batch.device)  # others may be given the memory that was just read
         return [choices[row.ticket] for row in rows]
 
-    def _known(self, row: RowState) -> tuple[SequenceKV, int]:
-        keys, count = super()._known(row)
+    def _find_keys(self, row: RowState) -> tuple[SequenceKV, int]:
+        keys, count = super()._find_keys(row)
         if keys.loops and keys.loops[0].is_cuda:
             # Forgotten while decoding, its memory would be given away there, though prompts are yet to read it.
             keys.loops[0].record_stream(torch.cuda.current_stream())
