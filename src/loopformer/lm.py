@@ -69,7 +69,7 @@ class LM:
 
     model: LoopedLM
     tokenizer: Tokenizer | None = None
-    default: Trajectory | None = None  # what is followed where a call does not say; None is the full one
+    default: Trajectory | None = None  # of calls without a budget or trajectory; None is the full one
     _pool: BatchPool | None = field(default=None, repr=False)  # made at first use
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
@@ -180,9 +180,9 @@ class LM:
     ) -> Engine:
         """Continuous batching: at most `rows` requests run at once, at most `queue` more wait.
 
-        On a GPU, unless `fast` is False, through fused kernels: passes are shared by requests
-        of any budget. `memory` is bytes for keys and values: there requests
-        wait until theirs fit, elsewhere there are fewer rows, as each has room for a whole context.
+        On a GPU fused kernels run it unless `fast` is False, and requests of any budget share passes. `memory`
+        bounds the bytes of keys and values. On a GPU requests wait until theirs fit. Elsewhere there are fewer rows,
+        as each has room for a whole context.
         """
         require(is_whole(rows) and rows >= 1, f"An engine needs 1 row or more, got {rows}.")
         if not self._is_fused(fast):
@@ -206,7 +206,7 @@ class LM:
         trajectory: Schedule = None,
         **options: Unpack[RequestOptions],
     ) -> list[Request]:
-        """What `generate` and `stream` run."""
+        """The requests that `generate` and `stream` run."""
         if isinstance(prompts, str):
             raise LoopformerError("requests takes a list of prompts; put the one prompt in brackets.")
         for name in options:
@@ -221,16 +221,16 @@ class LM:
         sampling = Sampling(**settings)
         trajectories = self.trajectories(len(prompts), budget, trajectory)
         return [
-            Request(tuple(self._encode(prompt)), follows, sampling, max_tokens, stops)
-            for prompt, follows in zip(prompts, trajectories, strict=True)
+            Request(tuple(self._encode(prompt)), along, sampling, max_tokens, stops)
+            for prompt, along in zip(prompts, trajectories, strict=True)
         ]
 
     def trajectories(self, rows: int, budget: Budget = None, trajectory: Schedule = None) -> list[Trajectory]:
         """A trajectory for each row, from a budget or a trajectory for all or for each, or the default."""
         if budget is not None and trajectory is not None:
             raise LoopformerError("Give a budget or a trajectory, not both.")
-        wanted: Any = budget if trajectory is None else trajectory
-        resolved = self.model.trajectories(self.default if wanted is None else wanted, rows)
+        chosen: Any = budget if trajectory is None else trajectory
+        resolved = self.model.trajectories(self.default if chosen is None else chosen, rows)
         return [resolved] * rows if isinstance(resolved, Trajectory) else resolved
 
     def _encode(self, text: str) -> list[int]:
@@ -244,7 +244,7 @@ class LM:
         return self.need_tokenizer().encode(text)
 
     def need_tokenizer(self) -> Tokenizer:
-        """The tokenizer, for what cannot be done without one."""
+        """The tokenizer; an error if there is none."""
         if self.tokenizer is None:
             raise LoopformerError("This model came without a tokenizer; put its tokenizer.json beside its weights.")
         return self.tokenizer
@@ -270,11 +270,10 @@ def load_official(source: str | Path, heads: int | None = None, loops: int | Non
 
 
 def move_to_device(lm: LM, device: str, dtype: torch.dtype | None, fast: Fast) -> bool:
-    """Move the model to where a user lets it run, by default in the dtype that suits; whether fused kernels will
-    run it."""
-    where = choose_device(device)
-    fused = fast is not False and unsupported_reason(lm.to(where).model) is None
-    lm.to(where, dtype or (torch.bfloat16 if fused else torch.float32))
+    """Move the model to a device, by default in the dtype that suits it; whether fused kernels will run it."""
+    chosen = choose_device(device)
+    fused = fast is not False and unsupported_reason(lm.to(chosen).model) is None
+    lm.to(chosen, dtype or (torch.bfloat16 if fused else torch.float32))
     return fused
 
 

@@ -9,10 +9,10 @@ At each step every request that has a batch slot gets its next token (decode), a
 run their prompts (prefill); tokens become text, and a request that has ended gives its slot back (retire).
 `lm.generate`, `lm.stream` and servers all run through here. A backend computes: decode.py or fused/shared.py.
 
-A step is a transaction. What all requests have come to is one immutable value, and what a step has found out
-replaces it in one assignment: whatever is raised before that, a full memory or Ctrl-C, nothing has happened, and
-the next step does it again. Events are part of that value until they are taken. A request whose own work fails
-twice in a row ends with a result that says so. On the plain fp32 path a request's text is what it would be alone.
+A step is a transaction. The state of all requests is one immutable value, which a step replaces in one assignment.
+After an error before that, such as a full memory or Ctrl-C, nothing has happened, and the next step repeats the
+work. Events are part of the state until they are delivered. A request whose own work fails twice in a row ends
+with a result that says so. On the plain fp32 path a request's text is what it would be alone.
 `submit` and `cancel` may be called from any thread, `step` and `run` from one at a time.
 """
 
@@ -34,7 +34,7 @@ from loopformer.inference.sampling import Choice, is_whole
 from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
-PROMPT_TOKENS = 2048  # of new requests in a step where nobody runs; else a piece, to hold nobody up for long
+PROMPT_TOKENS = 2048  # of new requests in a step while no row runs; otherwise `prefill_chunk`, to delay no row
 
 
 class Busy(LoopformerError):
@@ -53,22 +53,22 @@ class Backend(Protocol):
         ...
 
     def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
-        """Those of the waiting, first come first served, that can be prefilled now, in groups to run together;
-        no more once their prompts exceed so many tokens."""
+        """The waiting rows to prefill now, in order of arrival and in groups to run together; their prompts end
+        with the one that exceeds `tokens`."""
         ...
 
     def prefill(self, rows: Sequence[RowState]) -> list[Choice | int]:
-        """Run the prompts of rows of one group, which then have slots: the first token of each. A number where the
-        row waits and is prefilled again: tokens of a long prompt that were run, or 0 if all of it is under way."""
+        """Run the prompts of one group: the first token of each row, which then has a slot. A number means that the
+        row waits and is prefilled again: the tokens of a long prompt that were run, or 0 while the device runs."""
         ...
 
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
-        """The next tokens of rows that have slots: one each, or none and later several where the
-        device runs ahead of the host."""
+        """The next tokens of rows that have slots: one each, or none now and several later where the device runs
+        ahead of the host."""
         ...
 
     def free_except(self, rows: Sequence[RowState]) -> None:
-        """These have slots; what others had is cleared and free."""
+        """Clear and free the slots of all other rows."""
         ...
 
     def used_bytes(self, rows: Sequence[RowState]) -> int:
@@ -77,28 +77,28 @@ class Backend(Protocol):
 
     @property
     def memory_bytes(self) -> int:
-        """Keys and values that there is room for."""
+        """Room for keys and values."""
         ...
 
 
 @dataclass
 class EngineCounts:
-    """What an engine has done so far."""
+    """The work of an engine so far."""
 
     prompt_tokens: int = 0  # that were run
-    shared_tokens: int = 0  # that were not, as another prompt had them
+    shared_tokens: int = 0  # whose keys came from another prompt
     new_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class _State:
-    """What all requests have come to."""
+    """The state of all requests."""
 
     waiting: tuple[RowState, ...] = ()
     running: tuple[RowState, ...] = ()  # those that have slots
-    faults: frozenset[int] = frozenset()  # requests whose own work failed the last time
+    faults: frozenset[int] = frozenset()  # tickets whose own work failed at the last try
     events: tuple[Event, ...] = ()
-    first_event: int = 0  # the number of the first of these, counted from the engine's beginning
+    first_event: int = 0  # its number among all events of the engine
 
 
 class Engine:
@@ -118,8 +118,8 @@ class Engine:
         self._new_tokens = 0
         self._tickets = count()
         self._state = _State()
-        self._delivered = 0  # events that were handed out
-        self._state_lock, self._work = Lock(), Lock()  # who may replace the state; who runs
+        self._delivered = 0  # events
+        self._state_lock, self._work = Lock(), Lock()  # held to replace the state, and to run a step
 
     @property
     def waiting(self) -> int:
@@ -136,7 +136,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to do: nobody waits or runs, and every event was taken."""
+        """Whether nothing is left to do: no request waits or runs, and every event was delivered."""
         state = self._state
         return not (state.waiting or state.running) and state.first_event + len(state.events) == self._delivered
 
@@ -155,7 +155,7 @@ class Engine:
         return EngineCounts(self.backend.prompt_tokens, self.backend.shared_tokens, self._new_tokens)
 
     def submit(self, request: Request) -> int:
-        """Put a request in the queue; its ticket. What is wrong with it is said here, not while others run."""
+        """Put a request in the queue and return its ticket. A wrong request is refused here, not in a step."""
         self.model.resolve(request.trajectory)
         self.backend.check(request)
         row = RowState.start(next(self._tickets), request, self._tokenizer, self.model.config)
@@ -166,14 +166,14 @@ class Engine:
         return row.ticket
 
     def cancel(self, ticket: int) -> None:
-        """Drop a request, waiting or running; one that is done already is no matter.
+        """Drop a request, waiting or running, if it has not ended.
 
-        Its slot serves the next from the next step on. Events that were made before may still be taken.
+        Its slot is free from the next step on. Its earlier events are still delivered.
         """
         self._publish(lambda state: _without(state, ticket))
 
     def run(self) -> Iterator[Event]:
-        """Step until nothing is left to do. Whoever leaves early finds the rest at the next `run` or `step`."""
+        """Step until nothing is left to do. After an early exit the next `run` or `step` delivers the rest."""
         while not self.idle:
             undelivered = self._undelivered()
             if not undelivered:
@@ -228,7 +228,7 @@ class Engine:
         try:
             choices = self.backend.prefill(group)
         except Exception as error:
-            failure = error.with_traceback(None)  # whose frames hold the memory of what failed
+            failure = error.with_traceback(None)  # its frames hold the tensors of the failed run
         if failure is None:
             run: list[tuple[RowState, Choice]] = []
             further: set[int] = set()  # prompts of which one more piece was run
@@ -241,15 +241,15 @@ class Engine:
                 self._append_tokens([row for row, _ in run], [[choice] for _, choice in run])
             self._publish(lambda state: replace(state, faults=state.faults - further))
             return
-        self.backend.free_except(self._state.running)  # some of the group may have got slots
+        self.backend.free_except(self._state.running)  # some rows of the group may have slots
         if len(group) == 1:
             self._fault(group[0], failure)
             return
-        for row in group:  # so that only the one whose fault it is has to do with it
+        for row in group:  # each alone, so that only the row at fault fails
             self._prefill([row])
 
     def _append_tokens(self, rows: Sequence[RowState], choices: Sequence[Sequence[Choice]]) -> None:
-        """Tokens become text, and what the rows have come to by it is published."""
+        """Turn tokens into text, and publish the new states of their rows."""
         after: dict[int, RowState] = {}
         events: list[Event] = []
         for row, chosen in zip(rows, choices, strict=True):
@@ -266,7 +266,7 @@ class Engine:
         def appended(state: _State) -> _State:
             admitted = [row for row in state.waiting if row.ticket in after]
             running = [after.get(row.ticket, row) for row in (*state.running, *admitted)]
-            present = {row.ticket for row in running}  # but for those that were cancelled meanwhile
+            present = {row.ticket for row in running}  # without rows that were cancelled meanwhile
             return replace(
                 state,
                 waiting=tuple(row for row in state.waiting if row.ticket not in after),
@@ -281,7 +281,8 @@ class Engine:
         self._new_tokens += sum(len(after[row.ticket].ids) - len(row.ids) for row in rows if row.ticket in after)
 
     def _fault(self, row: RowState, error: Exception) -> None:
-        """The first time it is raised, and the next step tries again; the second time the request ends with it."""
+        """Raise the error of a request the first time, so that the next step tries again. The second time in a row
+        ends the request with it."""
         sentence = str(error) or type(error).__name__
         again = row.ticket in self._state.faults
 
@@ -325,10 +326,9 @@ def generate(
 
 
 def warm_up(engine: Engine, budgets: Sequence[int]) -> None:
-    """Run prompts of every length at these budgets, and any number of rows as one after the other ends, by one pass
-    and by as many as the most of them.
+    """Run prompts of every length at these budgets, and every number of rows, as one row after the other ends.
 
-    On a GPU kernels are compiled and graphs recorded at first use, which the first requests would wait for.
+    A GPU compiles kernels and records graphs at first use; without this the first requests would wait for it.
     """
     config = engine.model.config
     longest = max(1, config.context - 1)  # where the context is longer than a piece, in pieces
