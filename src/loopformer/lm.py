@@ -181,8 +181,8 @@ class LM:
         """Continuous batching: at most `rows` requests run at once, at most `queue` more wait.
 
         On a GPU fused kernels run it unless `fast` is False, and requests of any budget share passes. `memory`
-        bounds the bytes of keys and values. On a GPU requests wait until theirs fit. Elsewhere there are fewer rows,
-        as each has room for a whole context.
+        bounds the bytes of keys and values. On a GPU requests wait until theirs fit. Elsewhere there are fewer
+        rows, as each has room for a whole context.
         """
         require(is_whole(rows) and rows >= 1, f"An engine needs 1 row or more, got {rows}.")
         if not self._is_fused(fast):
