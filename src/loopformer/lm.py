@@ -9,7 +9,7 @@ lm.model(ids, "4-2-1-1").logits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +20,12 @@ from torch import nn
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import choose_device
-from loopformer.errors import REMOVED_CERTAINTY, LoopformerError, RunFailed, nearest, require
-from loopformer.inference.decode import Backend, PlainBackend, kv_bytes_per_slot
-from loopformer.inference.draft import Draft, DraftReport
-from loopformer.inference.engine import Engine, complete, generate, speculate
+from loopformer.errors import REMOVED_CERTAINTY, REMOVED_DRAFT, LoopformerError, nearest, require
+from loopformer.inference.decode import PlainBackend, kv_bytes_per_slot
+from loopformer.inference.engine import Backend, Engine, generate
 from loopformer.inference.fused.backend import BatchPool, unsupported_reason
 from loopformer.inference.request import Event, Request, Result
-from loopformer.inference.sampling import Sampling
+from loopformer.inference.sampling import Sampling, is_whole
 from loopformer.loading import find_model, from_model_folder, read_model
 from loopformer.loading.folder import default_trajectory, is_model_folder
 from loopformer.model import LoopedLM
@@ -38,12 +37,13 @@ Schedule = Trajectory | str | Sequence[Trajectory | str] | None
 Fast = bool | Literal["auto"]  # auto: where it can run
 REMOVED = {  # options of earlier versions
     "certainty": REMOVED_CERTAINTY,
+    "draft": f"{REMOVED_DRAFT}.",
     "int8": 'int8 was removed; leave it out, and on a GPU decode in bfloat16: lm.to("cuda", torch.bfloat16).',
 }
 
 
-class SamplingOptions(TypedDict, total=False):
-    """How tokens are chosen; see `Sampling` (inference/sampling.py) for each."""
+class RequestOptions(TypedDict, total=False):
+    """What `lm.requests` takes; see `Sampling` (inference/sampling.py) for how tokens are chosen."""
 
     temperature: float
     top_k: int | None
@@ -51,27 +51,16 @@ class SamplingOptions(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     seed: int | None
-
-
-class RequestOptions(SamplingOptions, total=False):
-    """What `lm.requests` takes."""
-
     max_tokens: int
     stops: str | Sequence[str] | None
 
 
-class StreamOptions(RequestOptions, total=False):
-    """What `lm.stream` takes. `fast` replays fused kernels as CUDA graphs, compiled at first use. They are used by
-    default where they can run, on a GPU; False switches them off, True is an error if they cannot run."""
+class GenerateOptions(RequestOptions, total=False):
+    """What `lm.generate` and `lm.stream` take. `fast` replays fused kernels as CUDA graphs, compiled at first use.
+    They are used by default where they can run, on a GPU. False switches them off; True is an error if they cannot
+    run."""
 
     fast: Fast
-
-
-class GenerateOptions(StreamOptions, total=False):
-    """What `lm.generate` takes. `draft` drafts tokens along a shorter trajectory and verifies them
-    (inference/draft.py), on the plain path."""
-
-    draft: Draft | None
 
 
 @dataclass
@@ -80,7 +69,7 @@ class LM:
 
     model: LoopedLM
     tokenizer: Tokenizer | None = None
-    default: Trajectory | None = None  # what is followed where a call does not say; None is the full one
+    default: Trajectory | None = None  # of calls without a budget or trajectory; None is the full one
     _pool: BatchPool | None = field(default=None, repr=False)  # made at first use
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
@@ -117,72 +106,42 @@ class LM:
         """Continue one prompt, or several together; a budget or trajectory for all or for each.
 
         Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed,
-        fast, draft; see `GenerateOptions`.
+        fast; see `GenerateOptions`.
         """
         if not isinstance(prompt, Iterable):
             raise LoopformerError(f"A prompt is text, or a list of texts; got {prompt!r}.")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        draft = options.get("draft")
-        fast = options.get("fast", "auto")
-        if not isinstance(draft, Draft | None):
-            raise LoopformerError(f"draft takes a Draft(Trajectory.uniform(1), …), not {draft!r}.")
-        _check_options(options, GenerateOptions)
-        requests = self.requests(prompts, budget, trajectory, **_request_options(options))
+        fast = options.pop("fast", "auto")
+        requests = self.requests(prompts, budget, trajectory, **options)  # type: ignore[misc]
         if not requests:
             return []
-        if draft is not None:
-            results, _ = self.speculate(requests, draft, fast)
-        else:
-            with self._backend(requests, self._is_fused(requests, fast)) as backend:
-                results = complete(self.model, self.need_tokenizer(), requests, backend)
-        return results[0] if isinstance(prompt, str) else results
+        ended = {event.ticket: event.result for event in self.events(requests, fast) if event.result is not None}
+        return ended[0] if isinstance(prompt, str) else [ended[ticket] for ticket in range(len(requests))]
 
     def stream(
         self,
         prompt: str,
         budget: Budget = None,
         trajectory: Schedule = None,
-        **options: Unpack[StreamOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[str]:
         """Continue a prompt and give its text piece by piece, whole characters each."""
-        if "draft" in options:
-            raise LoopformerError("stream takes no draft; generate does.")
-        _check_options(options, StreamOptions)
-        requests = self.requests([prompt], budget, trajectory, **_request_options(options))
-        events = self.events(requests, options.get("fast", "auto"))
+        fast = options.pop("fast", "auto")
+        events = self.events(self.requests([prompt], budget, trajectory, **options), fast)  # type: ignore[misc]
         return (event.piece for event in events if event.piece)
 
     def events(self, requests: Sequence[Request], fast: Fast = "auto") -> Iterator[Event]:
-        """Run requests together, and give what becomes of them as it comes; one that fails is raised."""
-        return self._events(requests, self._is_fused(requests, fast))
+        """Run requests together, and give their events as they come; a request that fails is raised."""
+        fused = self._is_fused(fast)  # here, so that a wrong option is refused before the first event
 
-    def _events(self, requests: Sequence[Request], fused: bool) -> Iterator[Event]:
-        with self._backend(requests, fused) as backend:
-            for event in generate(self.model, self.need_tokenizer(), requests, backend):
-                if event.result is not None and event.result.error is not None:
-                    raise RunFailed(event.result.error)
-                yield event
+        def run() -> Iterator[Event]:
+            with self._backend(len(requests), fused) as backend:
+                yield from generate(self.model, self.need_tokenizer(), requests, backend)
 
-    def speculate(
-        self,
-        requests: Sequence[Request],
-        draft: Draft,
-        fast: Fast = "auto",
-        show: Callable[[Event], object] = lambda event: None,
-    ) -> tuple[list[Result], DraftReport]:
-        """Run requests with a draft, on the plain path; `show` gets the events as they come."""
-        if fast is True:
-            raise LoopformerError("A draft runs on the plain path; leave out fast.")
-        for request in requests:
-            if draft.budget >= request.trajectory.budget:
-                raise LoopformerError(
-                    f"A draft at budget {draft.budget} gains nothing for a text at budget "
-                    f"{request.trajectory.budget}; take fewer loops."
-                )
-        return speculate(self.model, self.need_tokenizer(), requests, draft, show)
+        return run()
 
-    def _is_fused(self, requests: Sequence[Request], fast: Fast) -> bool:
-        """Whether fused kernels run these requests; an error if `fast` demands them and they cannot."""
+    def _is_fused(self, fast: Fast) -> bool:
+        """Whether fused kernels decode; an error if `fast` demands them and they cannot."""
         if fast not in (True, False, "auto"):
             raise LoopformerError(f"fast is True, False or 'auto', not {fast!r}.")
         why = unsupported_reason(self.model)
@@ -191,15 +150,15 @@ class LM:
         return fast is not False and why is None
 
     @contextmanager
-    def _backend(self, requests: Sequence[Request], fused: bool) -> Iterator[Backend]:
-        """What runs these requests, as long as they run."""
+    def _backend(self, requests: int, fused: bool) -> Iterator[Backend]:
+        """A backend for so many requests."""
         if not fused:
-            yield PlainBackend(self.model, max(1, len(requests)), remember=0)
+            yield PlainBackend(self.model, max(1, requests), remember=0)
             return
         from loopformer.inference.fused.shared import SharedBackend  # needs Triton
 
         self._pool = self._pool or BatchPool(self.model)
-        with self._pool.batch(max(1, len(requests))) as batch:
+        with self._pool.batch(max(1, requests)) as batch:
             yield SharedBackend(batch, remember=0)
 
     def score(self, texts: Sequence[str], budget: Budget = None, trajectory: Schedule = None) -> list[Score]:
@@ -216,31 +175,29 @@ class LM:
         self,
         rows: int = 16,
         queue: int = 64,
-        draft: Draft | None = None,
         fast: Fast = "auto",
         memory: int | None = None,
     ) -> Engine:
         """Continuous batching: at most `rows` requests run at once, at most `queue` more wait.
 
-        On a GPU, unless `fast` is False or there is a draft, through fused kernels: passes are shared by requests
-        of any budget. `memory` is bytes for keys and values: there requests
-        wait until theirs fit, elsewhere there are fewer rows, as each has room for a whole context.
+        On a GPU fused kernels run it unless `fast` is False, and requests of any budget share passes. `memory`
+        bounds the bytes of keys and values. On a GPU requests wait until theirs fit. Elsewhere there are fewer
+        rows, as each has room for a whole context.
         """
-        if draft is not None and fast is True:
-            raise LoopformerError("A draft runs on the plain path; leave out fast.")
-        if draft is not None or not self._is_fused([], fast):
+        require(is_whole(rows) and rows >= 1, f"An engine needs 1 row or more, got {rows}.")
+        if not self._is_fused(fast):
             if memory is not None:
                 rows = min(rows, memory // kv_bytes_per_slot(self.model))
                 require(
                     rows >= 1,
                     f"{memory:,} bytes hold no row of keys, which takes {kv_bytes_per_slot(self.model):,}.",
                 )
-            return Engine(self.model, self.need_tokenizer(), rows, queue, draft=draft)
+            return Engine(self.model, self.need_tokenizer(), PlainBackend(self.model, rows), rows, queue)
         from loopformer.inference.fused.batch import SharedBatch  # needs Triton
         from loopformer.inference.fused.shared import SharedBackend
 
         backend = SharedBackend(SharedBatch(self.model, rows, memory))
-        return Engine(self.model, self.need_tokenizer(), rows, queue, backend=backend)
+        return Engine(self.model, self.need_tokenizer(), backend, rows, queue)
 
     def requests(
         self,
@@ -249,26 +206,31 @@ class LM:
         trajectory: Schedule = None,
         **options: Unpack[RequestOptions],
     ) -> list[Request]:
-        """What `generate` and `stream` run."""
-        _check_options(options, RequestOptions)
+        """The requests that `generate` and `stream` run."""
         if isinstance(prompts, str):
             raise LoopformerError("requests takes a list of prompts; put the one prompt in brackets.")
+        for name in options:
+            if name in REMOVED:
+                raise LoopformerError(REMOVED[name])
+            if name not in RequestOptions.__annotations__:
+                hint = nearest(name, list(GenerateOptions.__annotations__))
+                raise LoopformerError(f"Unknown option {name} for generation; {hint}")
         settings: dict[str, Any] = dict(options)
         stops, max_tokens = settings.pop("stops", None) or (), settings.pop("max_tokens", 128)
         stops = (stops,) if isinstance(stops, str) else tuple(stops)
         sampling = Sampling(**settings)
         trajectories = self.trajectories(len(prompts), budget, trajectory)
         return [
-            Request(tuple(self._encode(prompt)), follows, sampling, max_tokens, stops)
-            for prompt, follows in zip(prompts, trajectories, strict=True)
+            Request(tuple(self._encode(prompt)), along, sampling, max_tokens, stops)
+            for prompt, along in zip(prompts, trajectories, strict=True)
         ]
 
     def trajectories(self, rows: int, budget: Budget = None, trajectory: Schedule = None) -> list[Trajectory]:
         """A trajectory for each row, from a budget or a trajectory for all or for each, or the default."""
         if budget is not None and trajectory is not None:
             raise LoopformerError("Give a budget or a trajectory, not both.")
-        wanted: Any = budget if trajectory is None else trajectory
-        resolved = self.model.trajectories(self.default if wanted is None else wanted, rows)
+        chosen: Any = budget if trajectory is None else trajectory
+        resolved = self.model.trajectories(self.default if chosen is None else chosen, rows)
         return [resolved] * rows if isinstance(resolved, Trajectory) else resolved
 
     def _encode(self, text: str) -> list[int]:
@@ -282,7 +244,7 @@ class LM:
         return self.need_tokenizer().encode(text)
 
     def need_tokenizer(self) -> Tokenizer:
-        """The tokenizer, for what cannot be done without one."""
+        """The tokenizer; an error if there is none."""
         if self.tokenizer is None:
             raise LoopformerError("This model came without a tokenizer; put its tokenizer.json beside its weights.")
         return self.tokenizer
@@ -308,11 +270,10 @@ def load_official(source: str | Path, heads: int | None = None, loops: int | Non
 
 
 def move_to_device(lm: LM, device: str, dtype: torch.dtype | None, fast: Fast) -> bool:
-    """Move the model to where a user lets it run, by default in the dtype that suits; whether fused kernels will
-    run it."""
-    where = choose_device(device)
-    fused = fast is not False and unsupported_reason(lm.to(where).model) is None
-    lm.to(where, dtype or (torch.bfloat16 if fused else torch.float32))
+    """Move the model to a device, by default in the dtype that suits it; whether fused kernels will run it."""
+    chosen = choose_device(device)
+    fused = fast is not False and unsupported_reason(lm.to(chosen).model) is None
+    lm.to(chosen, dtype or (torch.bfloat16 if fused else torch.float32))
     return fused
 
 
@@ -332,19 +293,3 @@ def optimize_weight_layout(model: LoopedLM) -> LoopedLM:
 
 def _lm(model: LoopedLM, tokenizer: Path | None) -> LM:
     return LM(optimize_weight_layout(model).eval(), Tokenizer.load(tokenizer) if tokenizer else None)
-
-
-def _check_options(options: Any, known: Any) -> None:
-    """Refuse names that are no options; types are checked where each is used."""
-    for name in options:
-        if name in REMOVED:
-            raise LoopformerError(REMOVED[name])
-        if name not in known.__annotations__:
-            raise LoopformerError(
-                f"Unknown option {name} for generation; {nearest(name, list(known.__annotations__))}"
-            )
-
-
-def _request_options(options: Any) -> RequestOptions:
-    """Those of the options that make a request."""
-    return {name: value for name, value in options.items() if name in RequestOptions.__annotations__}  # type: ignore[return-value]

@@ -112,7 +112,7 @@ def test_tokens_may_come_one_by_one_or_together(
         for size in sizes:
             if not left:
                 break
-            row, event = row.take(left[:size])
+            row, event = row.append_tokens(left[:size])
             shown, left = shown + event.piece, left[size:]
             if event.result is not None:
                 assert shown == event.result.text
@@ -125,7 +125,7 @@ def test_tokens_may_come_one_by_one_or_together(
 def test_what_was_held_back_comes_with_a_failure(lm: LM) -> None:
     tokenizer = lm.need_tokenizer()
     (request,) = lm.requests(["its"], stops="ever and ever")
-    row, _ = RowState.start(0, request, tokenizer, lm.model.config).take(
+    row, _ = RowState.start(0, request, tokenizer, lm.model.config).append_tokens(
         [Choice(token, -1.0) for token in tokenizer.encode("for ever")]
     )
     failed = row.failed("no luck")

@@ -1,14 +1,12 @@
 """Decoding on any device: the memory of continuous batching, and one step of it for requests of mixed budgets.
 
-backend = PlainBackend(model, slots=16)
-choices = backend.prefill(rows)            # run prompts; the first token of each
-choices = backend.decode(rows)             # one more token each, or several where they are drafted
-backend.keep(rows)                         # everybody else's slots are free again
+backend = PlainBackend(model, slots=16)    # a `Backend` (engine.py); fused/shared.py has another one
+choices = backend.prefill(rows)            # run prompts: the first token of each
+choices = backend.decode(rows)             # one more token each
+backend.free_except(rows)                  # the slots of all other rows are free again
 
-A `Backend` is what the engine (engine.py) decodes with; fused/shared.py has another one. Its promise under
-faults: what a row has in its KV cache follows from its `RowState`, whatever was begun and not finished since. Here
-that holds because a step writes only beyond what is valid, and a row is copied to its new place before the layout,
-one tuple, says that it is there.
+A step that fails half-way leaves the KV cache valid for every `RowState`. It writes only beyond the valid tokens,
+and a row is copied into its new slot before the layout, one tuple, names it there.
 """
 
 from __future__ import annotations
@@ -17,66 +15,25 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from loopformer.device import to_device_async
-from loopformer.inference.draft import HOPED_RATE, LONGEST, Draft, DraftReport, best_length, updated_rate
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import Choice, sample
-from loopformer.model import LoopedLM
 from loopformer.model.cache import KVCache, LoopPlan, SequenceKV
 from loopformer.model.conditioning import Condition
+from loopformer.model.looped import LoopedLM
 from loopformer.scoring import common_prefix
 from loopformer.trajectory import Trajectory
 
 PREFILL_CHUNK = 512  # tokens of a long prompt that are run at a time
-MIN_SHARED_PREFIX = 8  # tokens that a prompt shares with one beside it: then it waits for that one's keys
-MOST_TABLES = 32  # of trajectories that were followed last
+MIN_SHARED_PREFIX = 8  # tokens: a prompt that shares as many with one that is run now waits for its keys
+MAX_TABLES = 32  # condition tables of the trajectories that were used last
+UNCOUNTED = 2  # most tokens that a slot may hold beyond its noted length: two steps that were not counted yet
 NOBODY = -1  # the ticket of a slot that is still to be cleared
-
-
-class Backend(Protocol):
-    """What decodes: rows are known by their tickets, and given in their present states."""
-
-    draft_report: DraftReport
-    prefill_chunk: int  # tokens of prompts that may be run at a time beside rows that run
-    prompt_tokens: int  # that were run
-    shared_tokens: int  # that were not, as another prompt had them
-
-    def check(self, request: Request) -> None:
-        """Refuse what can never be run here, in one sentence."""
-        ...
-
-    def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
-        """Those of the waiting, first come first served, that can be prefilled now, in groups to run together;
-        no more once their prompts exceed so many tokens."""
-        ...
-
-    def prefill(self, rows: Sequence[RowState]) -> list[Choice | int]:
-        """Run the prompts of rows of one group, which then have slots: the first token of each. A number where the
-        row waits and is prefilled again: tokens of a long prompt that were run, or 0 if all of it is under way."""
-        ...
-
-    def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
-        """The next tokens of rows that have slots: one each, several where they are drafted, none where a row is
-        still in the middle of its trajectory."""
-        ...
-
-    def keep(self, rows: Sequence[RowState]) -> None:
-        """These have slots; what others had is cleared and free."""
-        ...
-
-    def used_bytes(self, rows: Sequence[RowState]) -> int:
-        """Keys and values of these rows."""
-        ...
-
-    @property
-    def memory_bytes(self) -> int:
-        """Keys and values that there is room for."""
-        ...
 
 
 def padded(model: LoopedLM, rows: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
@@ -102,12 +59,12 @@ def prefill(
 
 
 def kv_bytes_per_slot(model: LoopedLM) -> int:
-    """Keys and values of a slot that is used in every loop; it has room for a whole context."""
+    """Keys and values of a slot that is used in every loop; it has room for a wgap context."""
     return model.config.context * model.cost.kv_bytes(value_bytes=model.tokens.weight.element_size())
 
 
 class BatchSlot(NamedTuple):
-    """Whose a batch slot is, and how many loops it has keys for."""
+    """The owner of a slot, and how many loops it has keys for."""
 
     ticket: int
     budget: int
@@ -117,15 +74,14 @@ class BatchSlot(NamedTuple):
 class SlotPool(KVCache):
     """A KV cache whose rows come and go. A loop takes memory when it is first used.
 
-    Slots lie longest trajectory first, so that the rows still in the loop are always the first ones. `layout` says
-    whose each slot is. A row moves by copying it into a free slot and then replacing the layout, so the layout is
-    true at every moment; free slots between rows are closed before the next step.
+    Slots lie longest trajectory first, so that the rows still in the loop are always the first ones. `layout` names
+    the owner of each slot. A row moves by copying it into a free slot and then replacing the layout, so the layout
+    is true at every moment. Gaps between rows are closed before the next step.
     """
 
-    def __init__(self, model: LoopedLM, slots: int, reach: int) -> None:
-        """`reach`: the most tokens that a step writes beyond those that count."""
+    def __init__(self, model: LoopedLM, slots: int) -> None:
         super().__init__(model.config, [], LoopPlan([], [], []), model.config.context, model.tokens.weight)
-        self._slots, self._reach = slots, reach
+        self._slots = slots
         self._order = list(range(slots))
         self._conditions: list[Condition] = []  # of each loop, for every slot
         self.layout: tuple[BatchSlot | None, ...] = (None,) * slots
@@ -137,44 +93,44 @@ class SlotPool(KVCache):
     @property
     def bytes_per_loop(self) -> int:
         """Memory of one row's keys and values in one loop."""
-        return self._kept[0][:, :, 0].nbytes if self._kept else 0
+        return self.loops[0][:, :, 0].nbytes if self.loops else 0
 
-    def keep(self, lengths: dict[int, int]) -> None:
-        """Only these tickets, with so many tokens each, still have slots; the rest are cleared and free, and rows
-        close up."""
-        for place, slot in enumerate(self.layout):
+    def free_except(self, lengths: dict[int, int]) -> None:
+        """Free the slots of all but these tickets, which have so many tokens each, and close the gaps."""
+        for index, slot in enumerate(self.layout):
             if slot is not None and slot.ticket not in lengths:
-                self._clear(place)
+                self._clear(index)
         self.layout = tuple(
             slot if slot is None else slot._replace(length=lengths[slot.ticket]) for slot in self.layout
         )
         while True:
-            taken = [place for place, slot in enumerate(self.layout) if slot is not None]
-            hole = next((place for place in range(len(taken)) if self.layout[place] is None), None)
-            if hole is None:
+            used = [index for index, slot in enumerate(self.layout) if slot is not None]
+            gap = next((index for index in range(len(used)) if self.layout[index] is None), None)
+            if gap is None:
                 return
-            after = next(self._budget(place) for place in taken if place > hole)
-            self._move(max(place for place in taken if self._budget(place) == after), hole)
+            # The last row of the next shorter budget fills the gap, so that longest trajectories stay first.
+            budget = next(self._budget(index) for index in used if index > gap)
+            self._move(max(index for index in used if self._budget(index) == budget), gap)
 
     def admit(self, ticket: int, table: Condition, keys: SequenceKV, length: int) -> None:
-        """Take in a row that has run `length` tokens, with what its M passes are told."""
+        """Give a slot to a row that has run `length` tokens; `table` conditions its M loops."""
         budget = keys.trajectory.budget
-        while len(self._kept) < budget:
-            self._take_a_loop(table)
-        place = self._slots - self.free
+        while len(self.loops) < budget:
+            self._add_loop(table)
+        index = self._slots - self.free
         shorter = sorted({slot.budget for slot in self.layout if slot is not None and slot.budget < budget})
         for other in shorter:  # the shortest trajectories make room
             first = next(at for at, slot in enumerate(self.layout) if slot is not None and slot.budget == other)
-            self._move(first, place)
-            place = first
-        self._fill(place, keys, length)
+            self._move(first, index)
+            index = first
+        self._fill(index, keys, length)
         for loop_number, condition in enumerate(self._conditions[:budget]):
             for part, of_row in zip(condition.tensors, table.tensors, strict=True):
-                part[place] = of_row[loop_number]
-        self._publish({place: BatchSlot(ticket, budget, length)})
+                part[index] = of_row[loop_number]
+        self._publish({index: BatchSlot(ticket, budget, length)})
 
     def arrange_rows(self, lengths: dict[int, int]) -> list[int]:
-        """Get ready to extend rows that have so many tokens each; the tickets in the order of their slots."""
+        """Set up the cache to extend rows that have so many tokens each; the tickets in the order of slots."""
         rows = [slot for slot in self.layout if slot is not None]
         self.lengths = [lengths[slot.ticket] for slot in rows]
         counts = [sum(slot.budget > loop for slot in rows) for loop in range(max(slot.budget for slot in rows))]
@@ -184,43 +140,43 @@ class SlotPool(KVCache):
         self.passes = LoopPlan(counts, conditions, list(range(len(rows))) if mixed else None)
         return [slot.ticket for slot in rows]
 
-    def _budget(self, place: int) -> int:
-        slot = self.layout[place]
+    def _budget(self, index: int) -> int:
+        slot = self.layout[index]
         assert slot is not None
         return slot.budget
 
     def _move(self, source: int, target: int) -> None:
-        """Copy a row into a free slot; then it is there."""
+        """Copy a row into a free slot, then name it there and clear the old one."""
         slot = self.layout[source]
         assert slot is not None
         assert self.layout[target] is None
-        end = slot.length + self._reach  # a step may have been run since the length was noted
-        for loop, condition in zip(self._kept[: slot.budget], self._conditions, strict=False):
+        end = slot.length + UNCOUNTED  # a step may have been run since the length was noted
+        for loop, condition in zip(self.loops[: slot.budget], self._conditions, strict=False):
             loop[:, :, target, :, :end] = loop[:, :, source, :, :end]
             for part in condition.tensors:
                 part[target] = part[source]
         self._publish({target: slot, source: slot._replace(ticket=NOBODY)})
         self._clear(source)
 
-    def _clear(self, place: int) -> None:
-        """Free a slot. A masked place is still multiplied: what is not a number there would spoil the next row."""
-        slot = self.layout[place]
+    def _clear(self, index: int) -> None:
+        """Free a slot. A masked position is still multiplied, so a NaN there would spoil the next row."""
+        slot = self.layout[index]
         assert slot is not None
-        for loop in self._kept[: slot.budget]:
-            loop[:, :, place, :, : slot.length + self._reach] = 0
-        self._publish({place: None})
+        for loop in self.loops[: slot.budget]:
+            loop[:, :, index, :, : slot.length + UNCOUNTED] = 0
+        self._publish({index: None})
 
     def _publish(self, changes: dict[int, BatchSlot | None]) -> None:
         layout = list(self.layout)
-        for place, slot in changes.items():
-            layout[place] = slot
+        for index, slot in changes.items():
+            layout[index] = slot
         self.layout = tuple(layout)
 
-    def _take_a_loop(self, table: Condition) -> None:
+    def _add_loop(self, table: Condition) -> None:
         condition = table.map(lambda part: part.new_zeros((self._slots, *part.shape[1:])))
         loop = self._empty_loop(self._slots)
-        self._conditions = [*self._conditions[: len(self._kept)], condition]
-        self._kept = [*self._kept, loop]
+        self._conditions = [*self._conditions[: len(self.loops)], condition]
+        self.loops = [*self.loops, loop]
 
 
 @dataclass(frozen=True)
@@ -232,42 +188,44 @@ class Prefix:
 
 
 class PrefixCache:
-    """Prompts that were run lately, so that what a new one shares with them is not run again.
+    """The prompts that were run last: a new prompt does not run again what it shares with one of them.
 
-    Keys follow from the trajectory, so only prompts of the same trajectory share. At most `most_tokens` tokens are
-    kept; what was used longest ago goes first.
+    Keys follow from the trajectory, so only prompts of the same trajectory share. At most `max_tokens` tokens are
+    stored; what was used longest ago goes first.
     """
 
-    def __init__(self, most_tokens: int) -> None:
-        self.most_tokens = most_tokens
-        self._kept: list[Prefix] = []  # the one used last at the end
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._prefixes: list[Prefix] = []  # the last used at the end
 
     def find(self, request: Request) -> tuple[SequenceKV, int]:
-        """The keys of the prompt that shares the longest beginning, and its length; all but the last token at most,
-        since that one's output is what is wanted."""
+        """The keys of the prompt that shares the longest beginning, and the length of that. The last token of a
+        prompt is always run, as the next token is chosen from its output."""
         prompt = request.prompt
-        best = max(self._like(request), key=lambda prefix: common_prefix(prefix.tokens, prompt), default=None)
+        best = max(
+            self._of_trajectory(request), key=lambda prefix: common_prefix(prefix.tokens, prompt), default=None
+        )
         shared = min(common_prefix(best.tokens, prompt), len(prompt) - 1) if best is not None else 0
         if best is None or shared == 0:
             return SequenceKV(request.trajectory, []), 0
-        self._kept = [prefix for prefix in self._kept if prefix is not best] + [best]
+        self._prefixes = [prefix for prefix in self._prefixes if prefix is not best] + [best]
         return best.keys, shared
 
     def remember(self, request: Request, keys: SequenceKV) -> None:
-        """Keep a prompt, unless nearly all of it is known; one that it begins with is then forgotten."""
-        prompt, same = request.prompt, self._like(request)
-        known = max((common_prefix(prefix.tokens, prompt) for prefix in same), default=0)
-        if len(prompt) > self.most_tokens or len(prompt) - known < MIN_SHARED_PREFIX:
+        """Store a prompt unless nearly all of it is stored, in place of the prompts that it begins with."""
+        prompt, same = request.prompt, self._of_trajectory(request)
+        stored = max((common_prefix(prefix.tokens, prompt) for prefix in same), default=0)
+        if len(prompt) > self.max_tokens or len(prompt) - stored < MIN_SHARED_PREFIX:
             return
         beginnings = [prefix for prefix in same if common_prefix(prefix.tokens, prompt) == len(prefix.tokens)]
-        kept = [prefix for prefix in self._kept if not any(prefix is other for other in beginnings)]
-        kept.append(Prefix(prompt, keys.copy()))
-        while sum(len(prefix.tokens) for prefix in kept) > self.most_tokens:
-            del kept[0]
-        self._kept = kept
+        remaining = [prefix for prefix in self._prefixes if not any(prefix is other for other in beginnings)]
+        remaining.append(Prefix(prompt, keys.copy()))
+        while sum(len(prefix.tokens) for prefix in remaining) > self.max_tokens:
+            del remaining[0]
+        self._prefixes = remaining
 
-    def _like(self, request: Request) -> list[Prefix]:
-        return [prefix for prefix in self._kept if prefix.keys.trajectory == request.trajectory]
+    def _of_trajectory(self, request: Request) -> list[Prefix]:
+        return [prefix for prefix in self._prefixes if prefix.keys.trajectory == request.trajectory]
 
 
 class RunPrompts(NamedTuple):
@@ -281,23 +239,22 @@ class RunPrompts(NamedTuple):
 class PromptBackend(ABC):
     """The half of a backend that runs prompts: which of them together, what they share, long ones in pieces.
 
-    A subclass has the slots: it says who has room (`fits`) and takes in a prompt that was run (`admit`). What a
-    draft runs of a prompt is not cut.
+    A subclass has the slots: it says who has room (`fits`) and takes in a prompt that was run (`admit`).
     """
 
     prefill_chunk = PREFILL_CHUNK
 
     def __init__(self, model: LoopedLM, remember: int | None) -> None:
         """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default."""
-        self.model, self.draft_report = model, DraftReport()
+        self.model = model
         self._remember = 4 * model.config.context if remember is None else remember
         self.prompt_tokens = self.shared_tokens = 0
         self.forget()
 
     def forget(self) -> None:
-        """Keep nothing that the model's weights were used for."""
+        """Drop everything that was computed from the model's weights, which have changed."""
         self._prefixes = PrefixCache(self._remember)
-        self._begun: dict[int, KVCache] = {}  # of prompts that were run in part, by ticket
+        self._begun: dict[int, KVCache] = {}  # of prompts of which some pieces were run, by ticket
         self._tables: dict[Trajectory, Condition] = {}
 
     @abstractmethod
@@ -309,8 +266,8 @@ class PromptBackend(ABC):
         """Give a row, whose prompt was run, its slot."""
 
     def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
-        """The next that can run together, prompts of about the same length in a group, so that little is padded;
-        one that shares its beginning with another waits for it."""
+        """The next prompts to run, in groups of about the same length, so that little is padded. A prompt that
+        shares its beginning with another one waits for its keys."""
         chosen: list[tuple[int, int, RowState]] = []  # tokens to run, tokens shared
         under_way = self._under_way_rows()
         self._begun = {row.ticket: self._begun[row.ticket] for row in waiting if row.ticket in self._begun}
@@ -318,13 +275,13 @@ class PromptBackend(ABC):
             if not self.fits([*(other for _, _, other in chosen), row]):
                 break
             prompt = row.request.prompt
-            shared = self._known(row)[1]
-            beside = (
+            shared = self._find_keys(row)[1]
+            shared_now = (
                 common_prefix(other.request.prompt, prompt)
                 for other in (*under_way, *(other for _, _, other in chosen))
                 if other.trajectory == row.trajectory
             )
-            if self._prefixes.most_tokens and max(beside, default=0) >= shared + MIN_SHARED_PREFIX:
+            if self._prefixes.max_tokens and max(shared_now, default=0) >= shared + MIN_SHARED_PREFIX:
                 break
             chosen.append((len(prompt) - shared, shared, row))
             long = len(prompt) - shared > self.prefill_chunk
@@ -343,7 +300,7 @@ class PromptBackend(ABC):
         return groups
 
     def _under_way_rows(self) -> Sequence[RowState]:
-        """Rows whose prompts will be known soon."""
+        """Rows whose prompts are being run."""
         return ()
 
     @torch.no_grad()
@@ -356,54 +313,45 @@ class PromptBackend(ABC):
         return [*choices]
 
     def _run(self, rows: Sequence[RowState]) -> RunPrompts | int:
-        """Run prompts; or one more piece of a long one: how many tokens of it were run by now."""
-        shared = [self._known(row) for row in rows]
-        left = len(rows[0].request.prompt) - shared[0][1]
-        if len(rows) == 1 and left > self.prefill_chunk:
-            return self._run_a_piece(rows[0], *shared[0])
-        ids, counts = padded(self.model, [row.request.prompt[n:] for row, (_, n) in zip(rows, shared, strict=True)])
-        capacity = max(count for _, count in shared) + max(counts)
-        trajectories = [row.trajectory for row in rows]
-        cache = self.model.cache(trajectories, len(rows), capacity, condition=self._table)
-        for number, (keys, count) in enumerate(shared):
-            cache.write(number, keys, count)
-        hidden = ends(self._extend(ids, cache, counts), counts)
-        logits = self._logits(hidden)
+        """Run prompts, or one more piece of a long one: then the number of its tokens that were run by now."""
+        shared = [self._find_keys(row) for row in rows]
+        new = [row.request.prompt[count:] for row, (_, count) in zip(rows, shared, strict=True)]
+        is_piece = len(rows) == 1 and len(new[0]) > self.prefill_chunk
+        ids, counts = padded(self.model, [new[0][: self.prefill_chunk]] if is_piece else new)
+        # The last piece has a cache of its own: when its logits fail, the earlier pieces stay as they are.
+        cache = self._begun.get(rows[0].ticket) if is_piece else None
+        if cache is None:
+            capacity = max(count for _, count in shared) + max(map(len, new))
+            cache = self.model.cache([row.trajectory for row in rows], len(rows), capacity, condition=self._table)
+            for number, (keys, count) in enumerate(shared):
+                cache.write(number, keys, count)
+        hidden = self._extend(ids, cache, counts)  # [B, T, D]
+        logits = None if is_piece else self._logits(ends(hidden, counts))
         self.prompt_tokens += sum(counts)
         others = [count for row, (_, count) in zip(rows, shared, strict=True) if row.ticket not in self._begun]
         self.shared_tokens += sum(others)
+        if logits is None:
+            self._begun = {**self._begun, rows[0].ticket: cache}
+            return cache.lengths[0]
         tickets = {row.ticket for row in rows}
         self._begun = {ticket: cache for ticket, cache in self._begun.items() if ticket not in tickets}
-        self.draft_report.verifications += len(rows)
         return RunPrompts(tuple(rows), cache, logits)
 
     def _admit_run(self, run: RunPrompts, choices: Sequence[Choice | None]) -> None:
-        """Give rows whose prompts were run their slots; None stands for one that has gone meanwhile."""
+        """Give slots to rows whose prompts were run. The choice is None where a row was cancelled meanwhile."""
         for number, (row, choice) in enumerate(zip(run.rows, choices, strict=True)):
             if choice is None or math.isnan(choice.logprob):
-                continue  # it has ended, and its keys must not come near the others'
+                continue  # the row has ended; keys that are NaN must not reach the cache of the others
             keys = run.cache.read(number)
             self._prefixes.remember(row.request, keys)
             self.admit(row, keys)
 
-    def _known(self, row: RowState) -> tuple[SequenceKV, int]:
-        """The keys that a prompt need not run, and of how many tokens: of its own pieces, or of another prompt."""
+    def _find_keys(self, row: RowState) -> tuple[SequenceKV, int]:
+        """The keys of a prompt's beginning, from its earlier pieces or from another prompt, and their length."""
         if row.ticket in self._begun:
             cache = self._begun[row.ticket]
             return cache.read(0), cache.lengths[0]
         return self._prefixes.find(row.request)
-
-    def _run_a_piece(self, row: RowState, keys: SequenceKV, known: int) -> int:
-        prompt, cache = row.request.prompt, self._begun.get(row.ticket)
-        if cache is None:
-            cache = self.model.cache(row.trajectory, 1, len(prompt), condition=self._table)
-            cache.write(0, keys, known)
-            self.shared_tokens += known
-        ids, counts = padded(self.model, [prompt[known : known + self.prefill_chunk]])
-        self._extend(ids, cache, counts)
-        self.prompt_tokens += self.prefill_chunk
-        self._begun = {**self._begun, row.ticket: cache}
-        return known + self.prefill_chunk
 
     def _extend(self, ids: Tensor, cache: KVCache, counts: Sequence[int]) -> Tensor:
         """Run tokens of prompts on top of their cache, as `model.extend` does."""
@@ -413,28 +361,20 @@ class PromptBackend(ABC):
         return self.model.head(hidden)[:, : self.model.config.vocab]
 
     def _table(self, trajectory: Trajectory) -> Condition:
-        """What the passes of a trajectory are told; the last ones are kept."""
+        """The conditions of a trajectory's loops; those used last are cached."""
         if trajectory not in self._tables:
-            latest = list(self._tables.items())[1 - MOST_TABLES :]
-            self._tables = {**dict(latest), trajectory: self.model.condition(trajectory)}
+            recent = list(self._tables.items())[1 - MAX_TABLES :]
+            self._tables = {**dict(recent), trajectory: self.model.condition(trajectory)}
         return self._tables[trajectory]
 
 
 class PlainBackend(PromptBackend):
-    """Continuous batching in PyTorch on any device: rows of any budget, prompts that share beginnings, drafts."""
+    """Continuous batching in PyTorch on any device: rows of any budget, prompts that share beginnings."""
 
-    def __init__(
-        self, model: LoopedLM, slots: int, remember: int | None = None, draft: Draft | None = None
-    ) -> None:
+    def __init__(self, model: LoopedLM, slots: int, remember: int | None = None) -> None:
         """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default."""
         super().__init__(model, remember)
-        if draft is not None:
-            model.resolve(draft.trajectory)
-        self.draft, self._slots = draft, slots
-        reach = 2 if draft is None else 2 + (draft.length or LONGEST)
-        self.pool = SlotPool(model, slots, reach)
-        self._draft_pool = None if draft is None else SlotPool(model, slots, reach)
-        self._draft_rate = HOPED_RATE
+        self.pool = SlotPool(model, slots)
 
     def check(self, request: Request) -> None:
         """Nothing is refused."""
@@ -447,81 +387,20 @@ class PlainBackend(PromptBackend):
 
     @property
     def memory_bytes(self) -> int:
-        return self._slots * kv_bytes_per_slot(self.model)
+        return len(self.pool.layout) * kv_bytes_per_slot(self.model)
 
     def admit(self, row: RowState, keys: SequenceKV) -> None:
-        if self._draft_pool is not None:
-            self._prefill_draft(row)
         self.pool.admit(row.ticket, self._table(row.trajectory), keys, len(row.request.prompt))
 
     @torch.no_grad()
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
-        length = self._draft_length(rows)
-        drafts = self._draft(rows, length)
         by_ticket = {row.ticket: row for row in rows}
-        placed = [by_ticket[ticket] for ticket in self.pool.arrange_rows({row.ticket: row.cached for row in rows})]
-        new = [[row.ids[-1], *drafts[row.ticket]] for row in placed]
-        ids = torch.tensor(new, device=self.model.device)
-        hidden = self.model.extend(ids, self.pool, check=False)  # [B, 1 + length, D]
-        draws = [row.draw(drafts[row.ticket][:done]) for row in placed for done in range(length + 1)]
-        chosen = sample(self._logits(hidden.flatten(0, 1)), draws)
-        accepted: dict[int, list[Choice]] = {}
-        for number, row in enumerate(placed):
-            own = chosen[number * (length + 1) : (number + 1) * (length + 1)]
-            # The tokens of the full trajectory, as long as what was drafted before them was right.
-            right = common_prefix([choice.token for choice in own], drafts[row.ticket])
-            accepted[row.ticket] = own[: right + 1]
-        if self.draft is not None:
-            self._count(length, accepted)
-        return [accepted[row.ticket] for row in rows]
+        tickets = self.pool.arrange_rows({row.ticket: row.cached for row in rows})
+        in_slots = [by_ticket[ticket] for ticket in tickets]
+        ids = torch.tensor([row.ids[-1:] for row in in_slots], device=self.model.device)  # [B, 1]
+        hidden = self.model.extend(ids, self.pool, check=False)[:, 0]  # [B, D]
+        chosen = dict(zip(tickets, sample(self._logits(hidden), [row.draw() for row in in_slots]), strict=True))
+        return [[chosen[row.ticket]] for row in rows]
 
-    def keep(self, rows: Sequence[RowState]) -> None:
-        self.pool.keep({row.ticket: row.cached for row in rows})
-        if self._draft_pool is not None:
-            self._draft_pool.keep({row.ticket: max(0, row.length - 2) for row in rows})
-
-    def _prefill_draft(self, row: RowState) -> None:
-        """Run a prompt along the draft's trajectory; all but its last token, which the first draft runs."""
-        assert self.draft is not None
-        assert self._draft_pool is not None
-        prompt, trajectory = row.request.prompt[:-1], self.draft.trajectory
-        keys = SequenceKV(trajectory, [])
-        if prompt:
-            cache = self.model.cache(trajectory, 1, len(prompt), condition=self._table)
-            self.model.extend(padded(self.model, [prompt])[0], cache, check=False)
-            keys = cache.read(0)
-        self._draft_pool.admit(row.ticket, self._table(trajectory), keys, len(prompt))
-
-    def _draft_length(self, rows: Sequence[RowState]) -> int:
-        """How many tokens to draft: no more than are wanted, and no more than there is room for."""
-        if self.draft is None:
-            return 0
-        budget = round(sum(row.trajectory.budget for row in rows) / len(rows))
-        length = self.draft.length or best_length(self.model.cost, self.draft, budget, self._draft_rate)
-        wanted = max(row.request.max_tokens - len(row.ids) for row in rows) - 1  # one comes from the verification
-        return max(0, min(length, wanted, *(row.free_positions for row in rows)))
-
-    def _draft(self, rows: Sequence[RowState], length: int) -> dict[int, list[int]]:
-        """`length` tokens for each row along the draft's trajectory."""
-        drafts: dict[int, list[int]] = {row.ticket: [] for row in rows}
-        pool, by_ticket = self._draft_pool, {row.ticket: row for row in rows}
-        for turn in range(length):
-            assert pool is not None
-            # A draft that was accepted whole leaves its last token unrun, so the first pass runs two tokens.
-            known = {row.ticket: row.length - 2 if turn == 0 else row.length + turn - 1 for row in rows}
-            placed = [by_ticket[ticket] for ticket in pool.arrange_rows(known)]
-            new = [row.tail(2) if turn == 0 else drafts[row.ticket][-1:] for row in placed]
-            ids = torch.tensor(new, device=self.model.device)
-            hidden = self.model.extend(ids, pool, check=False)[:, -1]
-            choices = sample(self._logits(hidden), [row.draw(drafts[row.ticket]) for row in placed])
-            for row, choice in zip(placed, choices, strict=True):
-                drafts[row.ticket].append(choice.token)
-        return drafts
-
-    def _count(self, length: int, accepted: dict[int, list[Choice]]) -> None:
-        report = self.draft_report
-        for choices in accepted.values():
-            report.drafted += length
-            report.accepted += len(choices) - 1
-            report.verifications += 1
-            self._draft_rate = updated_rate(self._draft_rate, length, len(choices) - 1)
+    def free_except(self, rows: Sequence[RowState]) -> None:
+        self.pool.free_except({row.ticket: row.cached for row in rows})

@@ -1,67 +1,104 @@
 """The one decode loop: requests of any budget come and go at every token, and no fault harms them.
 
-engine = Engine(model, tokenizer, rows=16, queue=64)
+engine = Engine(model, tokenizer, PlainBackend(model, 16), rows=16, queue=64)     # or lm.engine(16)
 ticket = engine.submit(Request(prompt, Trajectory.uniform(2)))   # Busy when the queue is full
 for event in engine.run(): ...                                   # event.ticket, event.piece; or engine.step()
 engine.cancel(ticket)
 
 At each step every request that has a batch slot gets its next token (decode), and waiting ones take free slots and
-run their prompts (prefill); tokens become text (take), and a request that has ended gives its slot back (retire).
-`lm.generate`, `lm.stream`, drafts and servers all run through here; what computes is a backend (decode.py).
+run their prompts (prefill); tokens become text, and a request that has ended gives its slot back (retire).
+`lm.generate`, `lm.stream` and servers all run through here. A backend computes: decode.py or fused/shared.py.
 
-A step is a transaction. What all requests have come to is one immutable value, and what a step has found out
-replaces it in one assignment: whatever is raised before that, a full memory or Ctrl-C, nothing has happened, and
-the next step does it again. Events are part of that value until they are taken. A request whose own work fails
-twice in a row ends with a result that says so. On the plain fp32 path a request's text is what it would be alone.
+A step is a transaction. The state of all requests is one immutable value, which a step replaces in one assignment.
+After an error before that, such as a full memory or Ctrl-C, nothing has happened, and the next step repeats the
+work. Events are part of the state until they are delivered. A request whose own work fails twice in a row ends
+with a result that says so. On the plain fp32 path a request's text is what it would be alone.
 `submit` and `cancel` may be called from any thread, `step` and `run` from one at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count, cycle
 from threading import Lock
+from typing import Protocol
 
 import torch
 
 from loopformer.device import device_context
-from loopformer.errors import LoopformerError, RunFailed
-from loopformer.inference.decode import Backend, PlainBackend
-from loopformer.inference.draft import Draft, DraftReport
-from loopformer.inference.request import EndingDetokenizer, Event, Request, Result, RowState
+from loopformer.errors import LoopformerError, RunFailed, require
+from loopformer.inference.request import Detokenizer, Event, Request, RowState
 from loopformer.inference.sampling import Choice, is_whole
-from loopformer.model import LoopedLM
+from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
-PROMPT_TOKENS = 2048  # of new requests in a step where nobody runs; else a piece, to hold nobody up for long
+PROMPT_TOKENS = 2048  # of new requests in a step while no row runs; otherwise `prefill_chunk`, to delay no row
 
 
 class Busy(LoopformerError):
     """The queue is full: the caller may try again later."""
 
 
+class Backend(Protocol):
+    """What decodes: rows are known by their tickets, and given in their present states."""
+
+    prefill_chunk: int  # tokens of prompts that may be run at a time beside rows that run
+    prompt_tokens: int  # that were run
+    shared_tokens: int  # that were not, as another prompt had them
+
+    def check(self, request: Request) -> None:
+        """Refuse what can never be run here, in one sentence."""
+        ...
+
+    def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
+        """The waiting rows to prefill now, in order of arrival and in groups to run together; their prompts end
+        with the one that exceeds `tokens`."""
+        ...
+
+    def prefill(self, rows: Sequence[RowState]) -> list[Choice | int]:
+        """Run the prompts of one group: the first token of each row, which then has a slot. A number means that the
+        row waits and is prefilled again: the tokens of a long prompt that were run, or 0 while the device runs."""
+        ...
+
+    def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
+        """The next tokens of rows that have slots: one each, or none now and several later where the device runs
+        ahead of the host."""
+        ...
+
+    def free_except(self, rows: Sequence[RowState]) -> None:
+        """Clear and free the slots of all other rows."""
+        ...
+
+    def used_bytes(self, rows: Sequence[RowState]) -> int:
+        """Keys and values of these rows."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """Room for keys and values."""
+        ...
+
+
 @dataclass
 class EngineCounts:
-    """What an engine has done so far."""
+    """The work of an engine so far."""
 
-    steps: int = 0
     prompt_tokens: int = 0  # that were run
-    shared_tokens: int = 0  # that were not, as another prompt had them
+    shared_tokens: int = 0  # whose keys came from another prompt
     new_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class _State:
-    """What all requests have come to."""
+    """The state of all requests."""
 
     waiting: tuple[RowState, ...] = ()
     running: tuple[RowState, ...] = ()  # those that have slots
-    faults: frozenset[int] = frozenset()  # requests whose own work failed the last time
-    prefilled_tokens: Mapping[int, int] = field(default_factory=dict)  # most tokens of a prompt, by ticket
+    faults: frozenset[int] = frozenset()  # tickets whose own work failed at the last try
     events: tuple[Event, ...] = ()
-    first_event: int = 0  # the number of the first of these, counted from the engine's beginning
+    first_event: int = 0  # its number among all events of the engine
 
 
 class Engine:
@@ -70,26 +107,19 @@ class Engine:
     def __init__(
         self,
         model: LoopedLM,
-        tokenizer: EndingDetokenizer,
+        tokenizer: Detokenizer,
+        backend: Backend,
         rows: int = 16,
         queue: int = 64,
-        remember: int | None = None,
-        draft: Draft | None = None,
-        backend: Backend | None = None,
     ) -> None:
-        """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default. A backend of one's
-        own has its own rows, memory and draft."""
-        if not is_whole(rows) or rows < 1:
-            raise LoopformerError(f"An engine needs 1 row or more, got {rows}.")
-        if not is_whole(queue) or queue < 1:
-            raise LoopformerError(f"The queue must hold 1 request or more, got {queue}.")
-        self.model, self.backend = model, backend or PlainBackend(model, rows, remember, draft)
+        require(is_whole(queue) and queue >= 1, f"The queue must hold 1 request or more, got {queue}.")
+        self.model, self.backend = model, backend
         self.rows, self._tokenizer, self._most_waiting = rows, tokenizer, queue
-        self._steps = self._new_tokens = 0
+        self._new_tokens = 0
         self._tickets = count()
         self._state = _State()
-        self._taken = 0  # events that were handed out
-        self._state_lock, self._work = Lock(), Lock()  # who may replace the state; who runs
+        self._delivered = 0  # events
+        self._state_lock, self._work = Lock(), Lock()  # held to replace the state, and to run a step
 
     @property
     def waiting(self) -> int:
@@ -106,9 +136,9 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to do: nobody waits or runs, and every event was taken."""
+        """Whether nothing is left to do: no request waits or runs, and every event was delivered."""
         state = self._state
-        return not (state.waiting or state.running) and state.first_event + len(state.events) == self._taken
+        return not (state.waiting or state.running) and state.first_event + len(state.events) == self._delivered
 
     @property
     def used_bytes(self) -> int:
@@ -122,10 +152,10 @@ class Engine:
 
     @property
     def counts(self) -> EngineCounts:
-        return EngineCounts(self._steps, self.backend.prompt_tokens, self.backend.shared_tokens, self._new_tokens)
+        return EngineCounts(self.backend.prompt_tokens, self.backend.shared_tokens, self._new_tokens)
 
     def submit(self, request: Request) -> int:
-        """Put a request in the queue; its ticket. What is wrong with it is said here, not while others run."""
+        """Put a request in the queue and return its ticket. A wrong request is refused here, not in a step."""
         self.model.resolve(request.trajectory)
         self.backend.check(request)
         row = RowState.start(next(self._tickets), request, self._tokenizer, self.model.config)
@@ -136,50 +166,49 @@ class Engine:
         return row.ticket
 
     def cancel(self, ticket: int) -> None:
-        """Drop a request, waiting or running; one that is done already is no matter.
+        """Drop a request, waiting or running, if it has not ended.
 
-        Its slot serves the next from the next step on. Events that were made before may still be taken.
+        Its slot is free from the next step on. Its earlier events are still delivered.
         """
         self._publish(lambda state: _without(state, ticket))
 
     def run(self) -> Iterator[Event]:
-        """Step until nothing is left to do. Whoever leaves early finds the rest at the next `run` or `step`."""
+        """Step until nothing is left to do. After an early exit the next `run` or `step` delivers the rest."""
         while not self.idle:
-            untaken = self._untaken()
-            if not untaken:
+            undelivered = self._undelivered()
+            if not undelivered:
                 self._step()
                 continue
-            event = untaken[0]
-            self._taken += 1  # and no call before the yield: Ctrl-C cannot come between
+            event = undelivered[0]
+            self._delivered += 1  # and no call before the yield: Ctrl-C cannot come between
             yield event
 
     def step(self) -> list[Event]:
         """One token for every request that runs, and the first one for those that come in."""
         self._step()
-        events = list(self._untaken())
-        self._taken += len(events)  # and no call before the return: Ctrl-C cannot come between
+        events = list(self._undelivered())
+        self._delivered += len(events)  # and no call before the return: Ctrl-C cannot come between
         return events
 
-    def _untaken(self) -> tuple[Event, ...]:
+    def _undelivered(self) -> tuple[Event, ...]:
         state = self._state
-        return state.events[self._taken - state.first_event :]
+        return state.events[self._delivered - state.first_event :]
 
     def _step(self) -> None:
         gradients = torch.is_grad_enabled()
         try:
             with self._work, device_context(self.model.device):
-                taken = self._taken
+                delivered = self._delivered
                 self._publish(
                     lambda state: replace(
-                        state, events=state.events[taken - state.first_event :], first_event=taken
+                        state, events=state.events[delivered - state.first_event :], first_event=delivered
                     )
                 )
                 running = self._state.running
-                self.backend.keep(running)
+                self.backend.free_except(running)
                 if running:
-                    self._take(running, self.backend.decode(running))
+                    self._append_tokens(running, self.backend.decode(running))
                 self._admit()
-                self._steps += 1
         finally:
             # Ctrl-C inside torch.no_grad's own code would leave it on for the whole process. This is one call of C.
             torch._C._set_grad_enabled(gradients)
@@ -199,70 +228,61 @@ class Engine:
         try:
             choices = self.backend.prefill(group)
         except Exception as error:
-            failure = error.with_traceback(None)  # whose frames hold the memory of what failed
+            failure = error.with_traceback(None)  # its frames hold the tensors of the failed run
         if failure is None:
             run: list[tuple[RowState, Choice]] = []
-            further: dict[int, int] = {}
+            further: set[int] = set()  # prompts of which one more piece was run
             for row, outcome in zip(group, choices, strict=True):
                 if isinstance(outcome, Choice):
                     run.append((row, outcome))
-                elif outcome > self._state.prefilled_tokens.get(row.ticket, 0):
-                    further[row.ticket] = outcome
+                elif outcome:
+                    further.add(row.ticket)
             if run:
-                self._take([row for row, _ in run], [[choice] for _, choice in run])
-            if further:  # a piece that was never run before is work that did not fail
-                self._publish(
-                    lambda state: replace(
-                        state,
-                        faults=state.faults - further.keys(),
-                        prefilled_tokens={**state.prefilled_tokens, **further},
-                    )
-                )
+                self._append_tokens([row for row, _ in run], [[choice] for _, choice in run])
+            self._publish(lambda state: replace(state, faults=state.faults - further))
             return
-        self.backend.keep(self._state.running)  # some of the group may have got slots
+        self.backend.free_except(self._state.running)  # some rows of the group may have slots
         if len(group) == 1:
             self._fault(group[0], failure)
             return
-        for row in group:  # so that only the one whose fault it is has to do with it
+        for row in group:  # each alone, so that only the row at fault fails
             self._prefill([row])
 
-    def _take(self, rows: Sequence[RowState], choices: Sequence[Sequence[Choice]]) -> None:
-        """Tokens become text, and what the rows have come to by it is published."""
+    def _append_tokens(self, rows: Sequence[RowState], choices: Sequence[Sequence[Choice]]) -> None:
+        """Turn tokens into text, and publish the new states of their rows."""
         after: dict[int, RowState] = {}
         events: list[Event] = []
         for row, chosen in zip(rows, choices, strict=True):
             if not chosen:
                 continue
             try:
-                after[row.ticket], event = row.take(chosen)
+                after[row.ticket], event = row.append_tokens(chosen)
             except Exception as error:
                 self._fault(row, error)
                 continue
             events.append(event)
         ended = {event.ticket for event in events if event.result is not None}
 
-        def taken(state: _State) -> _State:
+        def appended(state: _State) -> _State:
             admitted = [row for row in state.waiting if row.ticket in after]
             running = [after.get(row.ticket, row) for row in (*state.running, *admitted)]
-            present = {row.ticket for row in running}  # but for those that were cancelled meanwhile
+            present = {row.ticket for row in running}  # without rows that were cancelled meanwhile
             return replace(
                 state,
                 waiting=tuple(row for row in state.waiting if row.ticket not in after),
                 running=tuple(row for row in running if row.ticket not in ended),
                 faults=state.faults - after.keys(),
-                prefilled_tokens={
-                    ticket: count for ticket, count in state.prefilled_tokens.items() if ticket not in after
-                },
                 events=(*state.events, *(event for event in events if event.ticket in present)),
             )
 
-        self._publish(taken)
+        self._publish(appended)
         if ended:
-            self.backend.keep(self._state.running)
+            self.backend.free_except(self._state.running)
         self._new_tokens += sum(len(after[row.ticket].ids) - len(row.ids) for row in rows if row.ticket in after)
 
     def _fault(self, row: RowState, error: Exception) -> None:
-        """The first time it is raised, and the next step tries again; the second time the request ends with it."""
+        """Raise the error of a request the first time, so that the next step tries again. The second time in a row
+        ends the request with it."""
         sentence = str(error) or type(error).__name__
         again = row.ticket in self._state.faults
 
@@ -288,26 +308,27 @@ def _without(state: _State, ticket: int) -> _State:
         waiting=tuple(row for row in state.waiting if row.ticket != ticket),
         running=tuple(row for row in state.running if row.ticket != ticket),
         faults=state.faults - {ticket},
-        prefilled_tokens={other: count for other, count in state.prefilled_tokens.items() if other != ticket},
     )
 
 
 def generate(
-    model: LoopedLM, tokenizer: EndingDetokenizer, requests: Sequence[Request], backend: Backend | None = None
+    model: LoopedLM, tokenizer: Detokenizer, requests: Sequence[Request], backend: Backend
 ) -> Iterator[Event]:
-    """Run requests together to their ends; events come as tokens do, their tickets count the requests from 0."""
-    most = max(1, len(requests))
-    engine = Engine(model, tokenizer, most, most, remember=0, backend=backend)
+    """Run requests together to their ends. Their tickets count from 0. A request that fails raises `RunFailed`."""
+    count = max(1, len(requests))
+    engine = Engine(model, tokenizer, backend, count, count)
     for request in requests:
         engine.submit(request)
-    return engine.run()
+    for event in engine.run():
+        if event.result is not None and event.result.error is not None:
+            raise RunFailed(event.result.error)
+        yield event
 
 
 def warm_up(engine: Engine, budgets: Sequence[int]) -> None:
-    """Run prompts of every length at these budgets, and any number of rows as one after the other ends, by one pass
-    and by as many as the most of them.
+    """Run prompts of every length at these budgets, and every number of rows, as one row after the other ends.
 
-    On a GPU kernels are compiled and graphs recorded at first use, which the first requests would wait for.
+    A GPU compiles kernels and records graphs at first use; without this the first requests would wait for it.
     """
     config = engine.model.config
     longest = max(1, config.context - 1)  # where the context is longer than a piece, in pieces
@@ -328,35 +349,3 @@ def warm_up(engine: Engine, budgets: Sequence[int]) -> None:
         for size in sizes:
             submit(budget, size, 2)
             list(engine.run())
-
-
-def complete(
-    model: LoopedLM,
-    tokenizer: EndingDetokenizer,
-    requests: Sequence[Request],
-    backend: Backend,
-    show: Callable[[Event], object] = lambda event: None,
-) -> list[Result]:
-    """Run requests to their ends: their results in order. One that failed is raised."""
-    results: dict[int, Result] = {}
-    for event in generate(model, tokenizer, requests, backend):
-        show(event)
-        if event.result is not None:
-            if event.result.error is not None:
-                raise RunFailed(event.result.error)
-            results[event.ticket] = event.result
-    return [results[ticket] for ticket in range(len(requests))]
-
-
-def speculate(
-    model: LoopedLM,
-    tokenizer: EndingDetokenizer,
-    requests: Sequence[Request],
-    draft: Draft,
-    show: Callable[[Event], object] = lambda event: None,
-) -> tuple[list[Result], DraftReport]:
-    """Run requests to their ends with a draft: the texts are those of `generate`; `show` gets events as they
-    come."""
-    backend = PlainBackend(model, max(1, len(requests)), remember=0, draft=draft)
-    results = complete(model, tokenizer, requests, backend, show)
-    return results, replace(backend.draft_report, tokens=sum(len(result.ids) for result in results))

@@ -2,7 +2,7 @@
 
 request = Request(prompt_ids, Trajectory.uniform(4), Sampling(temperature=0.8, seed=3), max_tokens=64)
 row = RowState.start(ticket, request, tokenizer, model.config)
-row, event = row.take([Choice(token, logprob)])      # event.piece to show now; event.result when it has ended
+row, event = row.append_tokens([Choice(token, logprob)])   # event.piece to show; event.result at the end
 
 A `RowState` is immutable: appending tokens returns another one. When a step fails half-way, whoever holds the old
 state has lost nothing. A full context ends a request with that reason; there is no sliding window.
@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from loopformer.config import ModelConfig
+from loopformer.config.model import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.inference.sampling import Choice, Draw, Sampling, is_whole
 from loopformer.trajectory import Trajectory
@@ -80,16 +81,12 @@ class Event(NamedTuple):
 
 
 class Detokenizer(Protocol):
-    """The part of a tokenizer that turns tokens into text."""
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
-class EndingDetokenizer(Detokenizer, Protocol):
-    """A detokenizer that also knows the token that ends a text."""
+    """The part of a tokenizer that turns tokens into text, and knows the token that ends one."""
 
     @property
     def eot(self) -> int: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class RowState(NamedTuple):
@@ -105,7 +102,7 @@ class RowState(NamedTuple):
     logprobs: tuple[float, ...] = ()
 
     @classmethod
-    def start(cls, ticket: int, request: Request, tokenizer: EndingDetokenizer, config: ModelConfig) -> RowState:
+    def start(cls, ticket: int, request: Request, tokenizer: Detokenizer, config: ModelConfig) -> RowState:
         """The state before anything has run. A request that this model cannot run is refused."""
         if len(request.prompt) > config.context:
             raise LoopformerError(
@@ -144,26 +141,20 @@ class RowState(NamedTuple):
         """How many tokens after the last one the context can hold."""
         return self.context - self.length
 
-    def tail(self, count: int) -> tuple[int, ...]:
-        """The last `count` tokens."""
-        new = self.ids[max(0, len(self.ids) - count) :]
-        older = count - len(new)
-        return (*self.request.prompt[len(self.request.prompt) - older :], *new) if older > 0 else new
-
-    def draw(self, drafted: Sequence[int] = ()) -> Draw:
-        """The settings and noise of the next token, after any drafted ones."""
+    def draw(self) -> Draw:
+        """The settings and noise of the next token."""
         sampling = self.request.sampling
-        history = (*self.history, *drafted) if sampling.repetition_penalty != 1 else ()
-        return Draw(sampling, self.seed, self.length + len(drafted), history)
+        history = self.history if sampling.repetition_penalty != 1 else ()
+        return Draw(sampling, self.seed, self.length, history)
 
-    def take(self, choices: Sequence[Choice]) -> tuple[RowState, Event]:
+    def append_tokens(self, choices: Sequence[Choice]) -> tuple[RowState, Event]:
         """Append tokens up to the one that ends the text: the new state, and an event with the text to show."""
         new, reason = self._until_end(choices)
         tokens = [choice.token for choice in new]
-        text = self.text.copy()
+        text = copy(self.text)
         piece = text.push(*(tokens[:-1] if reason == "end" else tokens))
         if text.stopped and len(new) > 1:  # find the token that completed the stop string, and drop those after it
-            text, piece = self.text.copy(), ""
+            text, piece = copy(self.text), ""
             for count, token in enumerate(tokens, start=1):
                 piece += text.push(token)
                 if text.stopped:
@@ -181,20 +172,20 @@ class RowState(NamedTuple):
 
     def _until_end(self, choices: Sequence[Choice]) -> tuple[Sequence[Choice], Reason | None]:
         """The choices up to an end that does not depend on the text, and the reason for that end, if any."""
-        remaining = self.request.max_tokens - len(self.ids)
-        fitting = self.free_positions + 1  # the last token is never run, so it needs no position
-        for number, (token, logprob) in enumerate(choices[: min(remaining, fitting)]):
+        # The last token is never run, so it needs no position in the context.
+        limit = min(self.request.max_tokens - len(self.ids), self.free_positions + 1)
+        for number, (token, logprob) in enumerate(choices[:limit]):
             if math.isnan(logprob):
                 return choices[:number], "error"
             if token == self.end:
                 return choices[: number + 1], "end"
-        if len(choices) < min(remaining, fitting):
+        if len(choices) < limit:
             return choices, None
-        return choices[: min(remaining, fitting)], "length" if remaining <= fitting else "context"
+        return choices[:limit], "length" if len(self.ids) + limit == self.request.max_tokens else "context"
 
     def failed(self, sentence: str) -> Event:
         """The last event of a request that failed. It shows the text held back so far, and decodes nothing more."""
-        return Event(self.ticket, self.text.copy().flush(), self._result("error", sentence))
+        return Event(self.ticket, copy(self.text).flush(), self._result("error", sentence))
 
     def _result(self, reason: Reason, error: str | None) -> Result:
         prompt = len(self.request.prompt)
@@ -227,12 +218,6 @@ class TextStream:
         self._text = ""  # all final text after `after`
         self._shown = 0  # characters of it
         self.stopped = False
-
-    def copy(self) -> TextStream:
-        """An independent stream in the same state."""
-        other = object.__new__(TextStream)
-        other.__dict__.update(self.__dict__)
-        return other
 
     @property
     def text(self) -> str:

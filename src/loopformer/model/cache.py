@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loopformer.config import ModelConfig
+from loopformer.config.model import ModelConfig
 from loopformer.device import to_device_async
 from loopformer.errors import LoopformerError
 from loopformer.model.conditioning import Condition
@@ -55,12 +55,12 @@ class LayerKV:
 
     def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values [rows, H, T, D/H]; return all up to the end of the longest row."""
-        for kept, new in ((self.keys, k), (self.values, v)):
+        for stored, new in ((self.keys, k), (self.values, v)):
             if self.start is not None:  # a slice copy, which is cheaper than a scatter
-                kept[:, :, self.start : self.end] = new
+                stored[:, :, self.start : self.end] = new
             else:
                 rows = torch.arange(len(new), device=new.device)[:, None]
-                kept[rows, :, self.positions] = new.transpose(1, 2)
+                stored[rows, :, self.positions] = new.transpose(1, 2)
         return self.keys[:, :, : self.end], self.values[:, :, : self.end]
 
 
@@ -82,7 +82,8 @@ class KVCache:
         self.lengths = [0] * len(trajectories)
         self._order = list(range(len(trajectories))) if passes.order is None else passes.order
         self._blocks, self._shape = config.blocks, (config.heads, capacity, config.head_width)
-        self._kept = [self._empty_loop(rows) for rows in passes.rows]
+        # Of each loop [k, 2, rows, H, capacity, D/H]: keys and values of each block.
+        self.loops = [self._empty_loop(rows) for rows in passes.rows]
         self._positions = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
         self._start: int | None = 0
         self._end = 0
@@ -90,7 +91,7 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """The memory of all keys and values."""
-        return sum(loop.nbytes for loop in self._kept)
+        return sum(loop.nbytes for loop in self.loops)
 
     def require_model(self, weight: Tensor) -> None:
         """Refuse a model other than the one the cache was made for."""
@@ -124,40 +125,35 @@ class KVCache:
         return positions, keys <= positions[:, None, :, None]
 
     def slots(self, loop: int) -> list[LayerKV]:
-        """The slots of all blocks in a loop, for the tokens of the last call of `place`."""
+        """The slots of all blocks in a loop, for the tokens of the last call of `positions_and_mask`."""
         rows, positions = self.passes.rows[loop], self._positions
         if len(positions) > 1:
             first = self._order[:rows]  # positions are in the order of the caller, keys in that of the loop
             in_order = first == list(range(rows))
             positions = positions[:rows] if in_order else positions[to_device_async(first, positions.device)]
-        return [LayerKV(k[:rows], v[:rows], positions, self._start, self._end) for k, v in self._kept[loop]]
-
-    def layer_kv(self, loop: int, block: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of a (loop, block), each [rows, H, capacity, D/H]."""
-        keys, values = self._kept[loop][block]
-        return keys, values
+        return [LayerKV(k[:rows], v[:rows], positions, self._start, self._end) for k, v in self.loops[loop]]
 
     def read(self, row: int) -> SequenceKV:
         """The keys and values of a row, as views."""
         index, length = self._order.index(row), self.lengths[row]
-        loops = self._kept[: self.trajectories[row].budget]
+        loops = self.loops[: self.trajectories[row].budget]
         return SequenceKV(self.trajectories[row], [loop[:, :, index, :, :length] for loop in loops])
 
-    def write(self, row: int, kept: SequenceKV, length: int) -> None:
+    def write(self, row: int, source: SequenceKV, length: int) -> None:
         """Start a row with the first `length` tokens of another one along the same trajectory."""
-        if kept.trajectory != self.trajectories[row]:
+        if source.trajectory != self.trajectories[row]:
             raise LoopformerError(
-                f"Row {row} of this cache follows {self.trajectories[row]}, not {kept.trajectory}; "
+                f"Row {row} of this cache follows {self.trajectories[row]}, not {source.trajectory}; "
                 "make a new cache for it."
             )
-        self._fill(self._order.index(row), kept, length)
+        self._fill(self._order.index(row), source, length)
         self.lengths[row] = length
 
-    def _fill(self, index: int, kept: SequenceKV, length: int) -> None:
+    def _fill(self, index: int, source: SequenceKV, length: int) -> None:
         """Copy keys and values of `length` tokens to the row at `index` in the tensors."""
-        targets = [loop[:, :, index, :, :length] for loop in self._kept[: len(kept.loops)]]
+        targets = [loop[:, :, index, :, :length] for loop in self.loops[: len(source.loops)]]
         if targets:
-            torch._foreach_copy_(targets, [loop[:, :, :, :length] for loop in kept.loops])
+            torch._foreach_copy_(targets, [loop[:, :, :, :length] for loop in source.loops])
 
     def _empty_loop(self, rows: int) -> Tensor:
         """Keys and values of one loop [k, 2, rows, H, capacity, D/H]."""

@@ -11,8 +11,7 @@ computed once per trajectory, so `table_flops` is separate from the cost per tok
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loopformer.config import ModelConfig
-from loopformer.model.conditioning import FOURIER_WIDTH
+from loopformer.config.model import FOURIER_WIDTH, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -85,14 +84,11 @@ class Cost:
             final_norm=d,
         )
 
-    def block_flops(self, context: int | None = None, causal: bool = True) -> float:
-        """One block, per token of a full context. Causal attention computes half of its square."""
-        length = self.config.context if context is None else context
-        return 2 * self.block_matmul_params + 4 * length * self.config.width * (0.5 if causal else 1.0)
-
     def loop_flops(self, context: int | None = None, causal: bool = True) -> float:
-        """One loop of the stack, per token of a full context."""
-        return self.config.blocks * self.block_flops(context, causal) + 2 * self.adapter_products
+        """One loop of the stack, per token of a full context. Causal attention computes half of its square."""
+        length = self.config.context if context is None else context
+        block = 2 * self.block_matmul_params + 4 * length * self.config.width * (0.5 if causal else 1.0)
+        return self.config.blocks * block + 2 * self.adapter_products
 
     def forward_flops(self, budget: int | None = None, context: int | None = None, causal: bool = True) -> float:
         """Embedding to logits, per token."""

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopformer.config import ModelConfig
+from loopformer.config.model import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.model.block import EPSILON, RMSNorm, Rotary, Stack, rotary_angles
 from loopformer.model.cache import KVCache, LoopPlan
@@ -306,7 +306,7 @@ class LoopedLM(nn.Module):
             return self.resolve(trajectory, beyond)
         if len(trajectory) != rows:
             raise LoopformerError(f"{len(trajectory)} trajectories were given for {rows} rows; give one per row.")
-        each = [self.resolve(given, beyond) for given in trajectory]
+        each = [self.resolve(of_row, beyond) for of_row in trajectory]
         return each[0] if len(set(each)) == 1 else each
 
     def resolve(self, trajectory: TrajectoryLike, beyond: bool = False) -> Trajectory:
@@ -341,10 +341,9 @@ class LoopedLM(nn.Module):
     @_never_compile
     def check(self, ids: Tensor, documents: Tensor | None = None, values: bool = True) -> None:
         """Refuse what is no batch of token ids; `values` False skips the values, which a GPU must be waited for."""
-        if not isinstance(ids, Tensor):
-            raise LoopformerError(f"ids must be a [B, T] tensor of integers, got {type(ids).__name__}.")
-        if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
-            raise LoopformerError(f"ids must be a [B, T] tensor of integers, got {ids.dtype} {list(ids.shape)}.")
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+            got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise LoopformerError(f"ids must be a [B, T] tensor of integers, got {got}.")
         if ids.numel() == 0:
             raise LoopformerError(f"ids is empty {list(ids.shape)}; give at least one row of one token.")
         if ids.shape[1] > self.config.context:

@@ -59,7 +59,7 @@ def test_pieces_of_any_length_equal_the_models_own(graphs: PromptGraphs, pieces:
     assert ours.lengths == theirs.lengths == [sum(pieces)]
     for loop in range(model.resolve(budget).budget):
         for block in range(model.config.blocks):
-            for one, other in zip(ours.layer_kv(loop, block), theirs.layer_kv(loop, block), strict=True):
+            for one, other in zip(ours.loops[loop][block], theirs.loops[loop][block], strict=True):
                 torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 

@@ -25,14 +25,14 @@ import torch
 import triton
 from torch import Tensor
 
-from loopformer.config import ModelConfig
+from loopformer.config.model import ModelConfig
 from loopformer.device import device_context
 from loopformer.inference.fused import kernels
 from loopformer.inference.fused.backend import Weights
-from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
 from loopformer.model.cache import KVCache, LoopPlan, SequenceKV
 from loopformer.model.conditioning import Condition
+from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
 FEWEST = 32  # tokens of the smallest graph of a prompt
@@ -262,7 +262,7 @@ class PlacedOnDevice(KVCache):
         )
         passes = model.plan_loops(trajectory, 1)
         self.passes = LoopPlan(passes.rows, [one.map(torch.clone) for one in passes.conditions], None)
-        self._kept = list(keys[: trajectory.budget])
+        self.loops = list(keys[: trajectory.budget])
         self._from, self._count = start, count
 
     def positions_and_mask(self, count: int) -> tuple[Tensor, Tensor | None]:
