@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopformer.config import ModelConfig
+from loopformer.config.model import ModelConfig
 
 EPSILON = 1.1920929e-07  # the machine epsilon of fp32 at every dtype; that of nn.RMSNorm depends on the input's
 ROTARY_BASE = 10_000.0

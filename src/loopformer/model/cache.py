@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loopformer.config import ModelConfig
+from loopformer.config.model import ModelConfig
 from loopformer.device import to_device_async
 from loopformer.errors import LoopformerError
 from loopformer.model.conditioning import Condition

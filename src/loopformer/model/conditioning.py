@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from loopformer.config import ModelConfig
+from loopformer.config.model import ModelConfig
 from loopformer.device import to_device_async
 from loopformer.trajectory import Trajectory
 

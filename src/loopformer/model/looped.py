@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopformer.config import ModelConfig
+from loopformer.config.model import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.model.block import EPSILON, RMSNorm, Rotary, Stack, rotary_angles
 from loopformer.model.cache import KVCache, LoopPlan
