@@ -77,7 +77,8 @@ def test_transformers_and_we_load_the_same_folder(exported: Path, lm: LM) -> Non
 
 @pytest.mark.slow
 def test_it_loads_where_loopformer_is_not(exported: Path, folder: Path, lm: LM, tmp_path: Path) -> None:
-    plain = export(folder, tmp_path / "plain").out
+    plain = tmp_path / "plain"
+    export(folder, plain)
     (card,) = re.findall(r"```python\n(.*?)```", (exported / "README.md").read_text(), flags=re.DOTALL)
     code = f"""
 import builtins, sys
@@ -171,8 +172,8 @@ def test_published_weights_come_without_a_tokenizer(tmp_path: Path) -> None:
     tensors = load_file(REFERENCE / "loopformer.safetensors")
     file = tmp_path / "published.safetensors"
     save_file({n.removeprefix("weights."): t for n, t in tensors.items() if n.startswith("weights.")}, file)
-    done = export(file, tmp_path / "out", heads=4, loops=8)
-    assert done.files == ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+    _, files = export(file, tmp_path / "out", heads=4, loops=8)
+    assert files == ["README.md", "config.json", "generation_config.json", "model.safetensors"]
     assert "no tokenizer came with the weights" in (tmp_path / "out" / "README.md").read_text()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.settings.loops == 8
 

@@ -6,7 +6,7 @@ A verb gives its own default. An option that only one verb has is declared in th
 torch, because every press of TAB starts a process.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from glob import escape, iglob
 from itertools import islice
 from pathlib import Path
@@ -47,14 +47,9 @@ def complete_preset(incomplete: str) -> list[str]:
 
 def complete_model(incomplete: str) -> list[str]:
     """The bundled model, and runs and model folders up to two levels below the typed path."""
-
-    def folders() -> Iterator[str]:
-        for pattern in ("*", "*/*"):
-            for path in islice(iglob(escape(incomplete) + pattern), MAX_FOLDERS):
-                if (Path(path) / RUN_FILE).is_file() or (Path(path) / MODEL_FILE).is_file():
-                    yield path
-
-    return [*complete_from(BOX)(incomplete), *sorted(folders())]
+    paths = [path for form in ("*", "*/*") for path in islice(iglob(escape(incomplete) + form), MAX_FOLDERS)]
+    models = [path for path in paths if any((Path(path) / name).is_file() for name in (RUN_FILE, MODEL_FILE))]
+    return [*complete_from(BOX)(incomplete), *sorted(models)]
 
 
 def complete_model_or_preset(incomplete: str) -> list[str]:

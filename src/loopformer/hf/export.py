@@ -15,7 +15,6 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,23 +46,12 @@ from loopformer.loading.folder import (
     step_of,
     write_safetensors,
 )
-from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
 from loopformer.training.reporting import read_metrics
 
 PACKAGE = "loopformer"
 CONFIGURATION, MODELING = f"{PACKAGE}.hf.configuration", f"{PACKAGE}.hf.modeling"
 _ROOT = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What was written."""
-
-    out: Path
-    model: LoopedLM
-    config: LoopFormerConfig
-    files: list[str]
 
 
 def export(
@@ -75,8 +63,8 @@ def export(
     trajectory: str | None = None,
     heads: int | None = None,
     loops: int | None = None,
-) -> Exported:
-    """Write a model for Transformers.
+) -> tuple[LoopFormerConfig, list[str]]:
+    """Write a model for Transformers. Returns its config and the names of its files.
 
     self_contained      add the model's source files, for `trust_remote_code=True` without loopformer
     budget, trajectory  the default of the exported model; the full budget if neither is given
@@ -128,7 +116,7 @@ def export(
             install_model(stage, target)
     except SafetensorError as error:
         raise FileProblem(f"The weights could not be written to {target} ({error}); free some space.") from error
-    return Exported(Path(out), model, config, files)
+    return config, files
 
 
 # The tokenizer, in the files that `AutoTokenizer.from_pretrained` reads.

@@ -70,6 +70,7 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _no_split_modules = ("LoopedLM",)
+    _input_embed_layer = "tokens"
     _supports_sdpa = True
 
     def __init__(self, config: LoopFormerConfig, model: LoopedLM | None = None) -> None:
@@ -173,12 +174,6 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
             for name, tensor in missing:
                 tensor.copy_(drawn[name])
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.tokens
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.model.tokens = value
-
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Module:
         """Return the embeddings unchanged. A larger vocabulary is refused: its size is a setting of the model."""
         vocab = self.model.config.vocab
@@ -186,7 +181,7 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
             (new_num_tokens or 0) <= vocab,
             f"The model knows {vocab} tokens and cannot be given {new_num_tokens}; train one that does.",
         )
-        return self.get_input_embeddings()
+        return self.model.tokens
 
     def _plan_loops(self, cache: Any, trajectory: Trajectory, rows: int) -> LoopPlan:
         """The loops of a trajectory. An empty cache is bound to them; a cache bound to others is refused.
