@@ -45,8 +45,8 @@ from urllib.parse import urlsplit
 import torch
 from serve_process import ServeProcess
 
-from loopformer.benchmark.decode import STOPS, gpt2
-from loopformer.benchmark.machine import describe, free_memory, publish
+from loopformer.benchmark.decode import STOPS
+from loopformer.benchmark.machine import describe, free_memory, gpt2, publish
 from loopformer.config import load_run, preset_names, with_expected_vocab
 from loopformer.config.model import BOX
 from loopformer.data.tokenizer import Tokenizer

@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Draft": "loopformer.inference.draft",
     "Engine": "loopformer.inference.engine",
     "LM": "loopformer.lm",
     "LoopedLM": "loopformer.model",

@@ -17,6 +17,7 @@ REMOVED_CERTAINTY = (
     "certainty was removed from generation, where every token takes all loops of its budget; "
     "`loopformer eval text --certainty` measures early exit."
 )
+REMOVED_DRAFT = "draft was removed, as it made generation no faster; leave it out, the text is the same"
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 

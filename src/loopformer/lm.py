@@ -9,7 +9,7 @@ lm.model(ids, "4-2-1-1").logits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +20,12 @@ from torch import nn
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import choose_device
-from loopformer.errors import REMOVED_CERTAINTY, LoopformerError, RunFailed, nearest, require
-from loopformer.inference.decode import Backend, PlainBackend, kv_bytes_per_slot
-from loopformer.inference.draft import Draft, DraftReport
-from loopformer.inference.engine import Engine, complete, generate, speculate
+from loopformer.errors import REMOVED_CERTAINTY, REMOVED_DRAFT, LoopformerError, RunFailed, nearest, require
+from loopformer.inference.decode import PlainBackend, kv_bytes_per_slot
+from loopformer.inference.engine import Backend, Engine, complete, generate
 from loopformer.inference.fused.backend import BatchPool, unsupported_reason
 from loopformer.inference.request import Event, Request, Result
-from loopformer.inference.sampling import Sampling
+from loopformer.inference.sampling import Sampling, is_whole
 from loopformer.loading import find_model, from_model_folder, read_model
 from loopformer.loading.folder import default_trajectory, is_model_folder
 from loopformer.model import LoopedLM
@@ -38,6 +37,7 @@ Schedule = Trajectory | str | Sequence[Trajectory | str] | None
 Fast = bool | Literal["auto"]  # auto: where it can run
 REMOVED = {  # options of earlier versions
     "certainty": REMOVED_CERTAINTY,
+    "draft": f"{REMOVED_DRAFT}.",
     "int8": 'int8 was removed; leave it out, and on a GPU decode in bfloat16: lm.to("cuda", torch.bfloat16).',
 }
 
@@ -60,18 +60,12 @@ class RequestOptions(SamplingOptions, total=False):
     stops: str | Sequence[str] | None
 
 
-class StreamOptions(RequestOptions, total=False):
-    """What `lm.stream` takes. `fast` replays fused kernels as CUDA graphs, compiled at first use. They are used by
-    default where they can run, on a GPU; False switches them off, True is an error if they cannot run."""
+class GenerateOptions(RequestOptions, total=False):
+    """What `lm.generate` and `lm.stream` take. `fast` replays fused kernels as CUDA graphs, compiled at first use.
+    They are used by default where they can run, on a GPU. False switches them off; True is an error if they cannot
+    run."""
 
     fast: Fast
-
-
-class GenerateOptions(StreamOptions, total=False):
-    """What `lm.generate` takes. `draft` drafts tokens along a shorter trajectory and verifies them
-    (inference/draft.py), on the plain path."""
-
-    draft: Draft | None
 
 
 @dataclass
@@ -117,24 +111,18 @@ class LM:
         """Continue one prompt, or several together; a budget or trajectory for all or for each.
 
         Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed,
-        fast, draft; see `GenerateOptions`.
+        fast; see `GenerateOptions`.
         """
         if not isinstance(prompt, Iterable):
             raise LoopformerError(f"A prompt is text, or a list of texts; got {prompt!r}.")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        draft = options.get("draft")
         fast = options.get("fast", "auto")
-        if not isinstance(draft, Draft | None):
-            raise LoopformerError(f"draft takes a Draft(Trajectory.uniform(1), …), not {draft!r}.")
         _check_options(options, GenerateOptions)
         requests = self.requests(prompts, budget, trajectory, **_request_options(options))
         if not requests:
             return []
-        if draft is not None:
-            results, _ = self.speculate(requests, draft, fast)
-        else:
-            with self._backend(requests, self._is_fused(requests, fast)) as backend:
-                results = complete(self.model, self.need_tokenizer(), requests, backend)
+        with self._backend(requests, self._is_fused(requests, fast)) as backend:
+            results = complete(self.model, self.need_tokenizer(), requests, backend)
         return results[0] if isinstance(prompt, str) else results
 
     def stream(
@@ -142,12 +130,10 @@ class LM:
         prompt: str,
         budget: Budget = None,
         trajectory: Schedule = None,
-        **options: Unpack[StreamOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[str]:
         """Continue a prompt and give its text piece by piece, whole characters each."""
-        if "draft" in options:
-            raise LoopformerError("stream takes no draft; generate does.")
-        _check_options(options, StreamOptions)
+        _check_options(options, GenerateOptions)
         requests = self.requests([prompt], budget, trajectory, **_request_options(options))
         events = self.events(requests, options.get("fast", "auto"))
         return (event.piece for event in events if event.piece)
@@ -162,24 +148,6 @@ class LM:
                 if event.result is not None and event.result.error is not None:
                     raise RunFailed(event.result.error)
                 yield event
-
-    def speculate(
-        self,
-        requests: Sequence[Request],
-        draft: Draft,
-        fast: Fast = "auto",
-        show: Callable[[Event], object] = lambda event: None,
-    ) -> tuple[list[Result], DraftReport]:
-        """Run requests with a draft, on the plain path; `show` gets the events as they come."""
-        if fast is True:
-            raise LoopformerError("A draft runs on the plain path; leave out fast.")
-        for request in requests:
-            if draft.budget >= request.trajectory.budget:
-                raise LoopformerError(
-                    f"A draft at budget {draft.budget} gains nothing for a text at budget "
-                    f"{request.trajectory.budget}; take fewer loops."
-                )
-        return speculate(self.model, self.need_tokenizer(), requests, draft, show)
 
     def _is_fused(self, requests: Sequence[Request], fast: Fast) -> bool:
         """Whether fused kernels run these requests; an error if `fast` demands them and they cannot."""
@@ -216,31 +184,30 @@ class LM:
         self,
         rows: int = 16,
         queue: int = 64,
-        draft: Draft | None = None,
         fast: Fast = "auto",
         memory: int | None = None,
     ) -> Engine:
         """Continuous batching: at most `rows` requests run at once, at most `queue` more wait.
 
-        On a GPU, unless `fast` is False or there is a draft, through fused kernels: passes are shared by requests
+        On a GPU, unless `fast` is False, through fused kernels: passes are shared by requests
         of any budget. `memory` is bytes for keys and values: there requests
         wait until theirs fit, elsewhere there are fewer rows, as each has room for a whole context.
         """
-        if draft is not None and fast is True:
-            raise LoopformerError("A draft runs on the plain path; leave out fast.")
-        if draft is not None or not self._is_fused([], fast):
+        if not is_whole(rows) or rows < 1:
+            raise LoopformerError(f"An engine needs 1 row or more, got {rows}.")
+        if not self._is_fused([], fast):
             if memory is not None:
                 rows = min(rows, memory // kv_bytes_per_slot(self.model))
                 require(
                     rows >= 1,
                     f"{memory:,} bytes hold no row of keys, which takes {kv_bytes_per_slot(self.model):,}.",
                 )
-            return Engine(self.model, self.need_tokenizer(), rows, queue, draft=draft)
+            return Engine(self.model, self.need_tokenizer(), PlainBackend(self.model, rows), rows, queue)
         from loopformer.inference.fused.batch import SharedBatch  # needs Triton
         from loopformer.inference.fused.shared import SharedBackend
 
         backend = SharedBackend(SharedBatch(self.model, rows, memory))
-        return Engine(self.model, self.need_tokenizer(), rows, queue, backend=backend)
+        return Engine(self.model, self.need_tokenizer(), backend, rows, queue)
 
     def requests(
         self,

@@ -36,7 +36,6 @@ from torch import Tensor
 # All that is used of the package, in one place: names may move, what they do may not.
 from loopformer import LoopedLM, ModelConfig, Trajectory, load
 from loopformer.cli import main
-from loopformer.inference.draft import Draft
 
 EXPECTED = Path(__file__).with_name("expected.json")
 # What differs from one run or machine to the next.
@@ -56,7 +55,6 @@ def record(noise: float = 0.0) -> dict[str, Any]:
         "train": _train,
         "generate": _generate,
         "engine": _engine,
-        "draft": _draft,
         "score": _score,
         "command": _command_generate,
         "eval": _eval,
@@ -169,20 +167,6 @@ def _engine() -> Any:
     return {"results": results, "pieces": pieces}
 
 
-def _draft() -> Any:
-    lm = load("net")
-    drafts = {
-        "fixed": Draft(Trajectory.uniform(1), 3),
-        "adapted": Draft(Trajectory.uniform(2), None),
-    }
-    sampled: dict[str, Any] = {"temperature": 3.0, "seed": 7}
-    found: dict[str, Any] = {}
-    for name, draft in drafts.items():
-        found[f"{name}_greedy"] = _results(lm.generate(list(PROMPTS), draft=draft, max_tokens=24))
-        found[f"{name}_sampled"] = _results(lm.generate(list(PROMPTS), draft=draft, max_tokens=24, **sampled))
-    return found
-
-
 def _score() -> Any:
     texts = [*PROMPTS, " ".join(PROMPTS)]
     scores: dict[str, Any] = {
@@ -201,7 +185,6 @@ def _command_generate() -> Any:
     return {
         "budget": _run(*shared, "--budget", "3"),
         "flops": _run(*shared, "--max-flops", "70000"),
-        "draft": _run(*shared, "--draft", "2", "--draft-length", "2"),
         "compare": _run(*shared, "--compare", "1,4"),
         "sampled": _run(*shared, "--temperature", "3", "--top-k", "40", "--seed", "1", "--budget", "1"),
     }

@@ -14,7 +14,6 @@ from options import OPTIONS, Option
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.inference import engine as engine_module
 from loopformer.inference.decode import PlainBackend
-from loopformer.inference.draft import Draft
 from loopformer.inference.engine import Busy, Engine
 from loopformer.inference.request import Request, Result
 
@@ -42,7 +41,7 @@ def finish(engine: Engine) -> dict[int, Result]:
 
 
 def alone(lm: LM, request: Request) -> Result:
-    engine = Engine(lm.model, lm.need_tokenizer(), rows=1)
+    engine = lm.engine(rows=1)
     ticket = engine.submit(request)
     return finish(engine)[ticket]
 
@@ -54,7 +53,7 @@ def alone(lm: LM, request: Request) -> Result:
 )
 def test_a_text_does_not_depend_on_company(lm: LM, draws: list[tuple[int, int, int]], rows: int, seed: int) -> None:
     requests = requests_of(lm, draws)
-    engine = Engine(lm.model, lm.need_tokenizer(), rows=rows)
+    engine = lm.engine(rows=rows)
     waiting, results, tickets, arrivals = list(requests), {}, {}, random.Random(seed)
     while waiting or not engine.idle:
         for _ in range(arrivals.randrange(4)):
@@ -77,13 +76,9 @@ def test_a_text_does_not_depend_on_company(lm: LM, draws: list[tuple[int, int, i
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
-@pytest.mark.parametrize("drafted", [False, True])
-def test_settings_beyond_the_paper_decode_what_an_uncached_model_would(
-    lm: LM, option: Option, drafted: bool
-) -> None:
+def test_settings_beyond_the_paper_decode_what_an_uncached_model_would(lm: LM, option: Option) -> None:
     model = spread(replace(lm.model.config, **option), std=0.3)
-    draft = Draft(Trajectory.uniform(1), length=2) if drafted else None
-    engine = Engine(model, lm.need_tokenizer(), rows=3, draft=draft)
+    engine = LM(model, lm.tokenizer).engine(rows=3)
     budgets = ("4", "2-2", "1-3", "3-1", "2-1-1", "4")
     prompts = [lm.need_tokenizer().encode(prompt) for prompt in (*PROMPTS, PROMPTS[0])]
     for number, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
@@ -100,7 +95,7 @@ def test_settings_beyond_the_paper_decode_what_an_uncached_model_would(
 def test_a_common_beginning_is_run_once(lm: LM) -> None:
     beginning = "every pass is told its time and its step, "
     requests = lm.requests([beginning + end for end in PROMPTS], budget=2, max_tokens=6)
-    engine = Engine(lm.model, lm.need_tokenizer(), rows=5)
+    engine = lm.engine(rows=5)
     tickets = [engine.submit(request) for request in requests]
     results = finish(engine)
     shared = len(lm.need_tokenizer().encode(beginning)) - 1  # the last token may join with the next letter
@@ -118,7 +113,7 @@ def test_a_prompt_that_goes_on_where_another_ended_is_shared_too(lm: LM) -> None
     """Most of the second is known from the first, and then the whole of it is asked for again."""
     first = tuple(random.Random(3).choices(range(3, 200), k=24))
     second = first[:22] + tuple(random.Random(4).choices(range(3, 200), k=18))
-    engine = Engine(lm.model, lm.need_tokenizer(), rows=5)
+    engine = lm.engine(rows=5)
     for prompt in (first, second, second, (*second, 7)):
         engine.submit(Request(prompt, Trajectory.uniform(2), max_tokens=3))
     results = finish(engine)
@@ -127,7 +122,7 @@ def test_a_prompt_that_goes_on_where_another_ended_is_shared_too(lm: LM) -> None
 
 
 def test_other_trajectories_do_not_share(lm: LM) -> None:
-    engine = Engine(lm.model, lm.need_tokenizer())
+    engine = lm.engine()
     for budget in (1, 2):
         engine.submit(lm.requests([PROMPTS[0]], budget=budget, max_tokens=2)[0])
     finish(engine)
@@ -135,7 +130,7 @@ def test_other_trajectories_do_not_share(lm: LM) -> None:
 
 
 def test_little_is_remembered_when_asked(lm: LM) -> None:
-    engine = Engine(lm.model, lm.need_tokenizer(), rows=1, remember=0)
+    engine = Engine(lm.model, lm.need_tokenizer(), PlainBackend(lm.model, 1, remember=0))
     for _ in range(2):
         engine.submit(lm.requests([PROMPTS[0]], max_tokens=2)[0])
     finish(engine)
@@ -143,7 +138,7 @@ def test_little_is_remembered_when_asked(lm: LM) -> None:
 
 
 def test_cancelling_frees_the_row_at_once(lm: LM) -> None:
-    engine = Engine(lm.model, lm.need_tokenizer(), rows=2)
+    engine = lm.engine(rows=2)
     first, second, third = (
         engine.submit(lm.requests([prompt], budget=budget, max_tokens=30)[0])
         for prompt, budget in zip(PROMPTS, (4, 1, 2), strict=False)
@@ -162,7 +157,7 @@ def test_cancelling_frees_the_row_at_once(lm: LM) -> None:
 
 
 def test_a_waiting_request_can_be_cancelled(lm: LM) -> None:
-    engine = Engine(lm.model, lm.need_tokenizer(), rows=1)
+    engine = lm.engine(rows=1)
     kept, dropped = (engine.submit(lm.requests([prompt], max_tokens=3)[0]) for prompt in PROMPTS[:2])
     engine.cancel(dropped)
     assert set(finish(engine)) == {kept}
@@ -170,7 +165,7 @@ def test_a_waiting_request_can_be_cancelled(lm: LM) -> None:
 
 def test_rows_are_used_again_and_no_memory_is_added(lm: LM) -> None:
     backend = PlainBackend(lm.model, slots=3)
-    engine = Engine(lm.model, lm.need_tokenizer(), backend=backend)
+    engine = Engine(lm.model, lm.need_tokenizer(), backend)
     draw = random.Random(0)
     taken = []
     for _ in range(3):
@@ -184,14 +179,14 @@ def test_rows_are_used_again_and_no_memory_is_added(lm: LM) -> None:
 
 def test_loops_that_nobody_uses_take_no_memory(lm: LM) -> None:
     backend = PlainBackend(lm.model, slots=2)
-    engine = Engine(lm.model, lm.need_tokenizer(), backend=backend)
+    engine = Engine(lm.model, lm.need_tokenizer(), backend)
     engine.submit(lm.requests(["its"], budget=1, max_tokens=2)[0])
     finish(engine)
     assert backend.pool.bytes == 2 * lm.model.cost.kv_bytes(1, value_bytes=4) * lm.model.config.context
 
 
 def test_cost_is_the_sum_of_the_budgets(lm: LM) -> None:
-    engine = Engine(lm.model, lm.need_tokenizer(), rows=4)
+    engine = lm.engine(rows=4)
     for budget in (1, 4, 2, 1):
         engine.submit(lm.requests(["its"], budget=budget, max_tokens=5)[0])
     engine.step()
@@ -203,7 +198,7 @@ def test_cost_is_the_sum_of_the_budgets(lm: LM) -> None:
 
 
 def test_a_full_queue_refuses_and_a_wrong_request_hurts_no_other(lm: LM) -> None:
-    engine = Engine(lm.model, lm.need_tokenizer(), rows=1, queue=2)
+    engine = lm.engine(rows=1, queue=2)
     good = lm.requests(["its"], max_tokens=3)[0]
     wrong = [
         (Request((1, 10**6), Trajectory.uniform(1)), "Token ids must lie in"),
@@ -221,7 +216,7 @@ def test_a_full_queue_refuses_and_a_wrong_request_hurts_no_other(lm: LM) -> None
     engine.submit(good)
     for rows, queue in ((0, 1), (1, 0)):
         with pytest.raises(LoopformerError, match="1 r"):
-            Engine(lm.model, lm.need_tokenizer(), rows=rows, queue=queue)
+            lm.engine(rows=rows, queue=queue)
 
 
 def test_prompts_up_to_the_context_share_and_end(lm: LM) -> None:
@@ -229,7 +224,7 @@ def test_prompts_up_to_the_context_share_and_end(lm: LM) -> None:
     context = lm.model.config.context
     long = tuple(random.Random(1).choices(range(3, 200), k=context))
     other = tuple(random.Random(2).choices(range(3, 200), k=context - 1))
-    engine = Engine(lm.model, lm.need_tokenizer(), rows=4)
+    engine = lm.engine(rows=4)
     trajectory = Trajectory.uniform(2)
     engine.submit(Request(long, trajectory, max_tokens=9))
     first = finish(engine)[0]
@@ -241,7 +236,7 @@ def test_prompts_up_to_the_context_share_and_end(lm: LM) -> None:
 
 
 def test_submitting_and_cancelling_from_other_threads(lm: LM) -> None:
-    engine = Engine(lm.model, lm.need_tokenizer(), rows=4, queue=1000)
+    engine = lm.engine(rows=4, queue=1000)
     tickets: list[int] = []
 
     def submit(number: int) -> None:
@@ -264,7 +259,7 @@ def test_submitting_and_cancelling_from_other_threads(lm: LM) -> None:
 
 
 def test_a_step_that_fails_loses_nobody(lm: LM) -> None:
-    engine = Engine(lm.model, lm.need_tokenizer(), rows=3)
+    engine = lm.engine(rows=3)
     tickets = [engine.submit(lm.requests([prompt], budget=2, max_tokens=5)[0]) for prompt in PROMPTS]
     engine.step()
 
@@ -287,7 +282,7 @@ def test_a_long_prompt_is_run_in_pieces_between_the_tokens_of_others(
 ) -> None:
     long, short = lm.requests(["every pass is told its time and its step, every pass", "its"], max_tokens=6)
     expected = [alone(lm, request) for request in (long, short)]
-    monkeypatch.setattr(PlainBackend, "piece", 4)
+    monkeypatch.setattr(PlainBackend, "prefill_chunk", 4)
     engine = lm.engine()
     first = engine.submit(short)
     engine.step()
@@ -303,7 +298,7 @@ def test_a_long_prompt_is_run_in_pieces_between_the_tokens_of_others(
 def test_a_prompt_that_was_run_in_part_can_be_cancelled_or_fail(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     (long,) = lm.requests(["every pass is told its time and its step, every pass"], max_tokens=3)
     expected = alone(lm, long)
-    monkeypatch.setattr(PlainBackend, "piece", 4)
+    monkeypatch.setattr(PlainBackend, "prefill_chunk", 4)
     monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
     engine = lm.engine(rows=1)
     gone, kept = engine.submit(long), engine.submit(long)
@@ -321,7 +316,7 @@ def test_a_prompt_that_was_run_in_part_can_be_cancelled_or_fail(lm: LM, monkeypa
 
 
 def test_a_piece_that_works_forgives(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainBackend, "piece", 4)
+    monkeypatch.setattr(PlainBackend, "prefill_chunk", 4)
     monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
     text = "every pass is told its time and its step, every pass"
     (long,) = lm.requests([text], max_tokens=2)
@@ -340,7 +335,7 @@ def test_a_piece_that_works_forgives(lm: LM, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_cancelled_prompt_leaves_no_keys_behind(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainBackend, "piece", 4)
+    monkeypatch.setattr(PlainBackend, "prefill_chunk", 4)
     monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
     engine = lm.engine()
     ticket = engine.submit(lm.requests(["every pass is told its time and its step, every pass"])[0])

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from loopformer import LM, LoopedLM, ModelConfig, Trajectory
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.decode import SlotPool, prefill
-from loopformer.inference.draft import Draft
 from loopformer.inference.engine import Engine
 from loopformer.inference.fused.backend import BatchPool
 from loopformer.inference.request import Event, Request, Result
@@ -42,7 +41,7 @@ FUSED = pytest.param(
         ),
     ],
 )
-KINDS = ["plain", "draft", FUSED]  # of engines
+KINDS = ["plain", FUSED]  # of engines
 
 
 class Injected(RuntimeError):
@@ -72,11 +71,11 @@ def runs_on(kind: str, small: LM, fused: LM) -> LM:
 
 def engine_of(lm: LM, kind: str = "plain", rows: int = 3, pool: BatchPool | None = None) -> Engine:
     if kind != "fused":
-        return lm.engine(rows, fast=False, draft=Draft(Trajectory.uniform(1), 2) if kind == "draft" else None)
+        return lm.engine(rows, fast=False)
     from loopformer.inference.fused.shared import SharedBackend
 
     with (pool or pool_of(lm.model)).batch(rows) as batch:
-        return Engine(lm.model, lm.need_tokenizer(), backend=SharedBackend(batch))
+        return Engine(lm.model, lm.need_tokenizer(), SharedBackend(batch))
 
 
 @cache
@@ -365,7 +364,7 @@ def test_idle_counts_what_was_not_taken(small: LM, fused: LM, kind: str) -> None
 @contextmanager
 def fault_after_take(engine: Engine) -> Iterator[None]:
     """Fail when slots are given back, after the last token was taken."""
-    keep, calls = engine.backend.keep, 0
+    keep, calls = engine.backend.free_except, 0
 
     def broken(rows: Any) -> None:
         nonlocal calls
@@ -374,21 +373,21 @@ def fault_after_take(engine: Engine) -> Iterator[None]:
             raise Injected("on purpose")
         keep(rows)
 
-    engine.backend.keep = broken  # type: ignore[method-assign]
+    engine.backend.free_except = broken  # type: ignore[method-assign]
     try:
         yield
     finally:
-        engine.backend.keep = keep  # type: ignore[method-assign]
+        engine.backend.free_except = keep  # type: ignore[method-assign]
 
 
 def test_a_slot_that_a_row_left_is_clear(small: LM) -> None:
     """Also of what a step wrote that was never finished: the next row must not meet it."""
-    pool, table = SlotPool(small.model, 3, reach=2), small.model.condition(Trajectory.uniform(2))
+    pool, table = SlotPool(small.model, 3), small.model.condition(Trajectory.uniform(2))
     cache, _ = prefill(small.model, [[5, 6, 7]], [Trajectory.uniform(2)])
     for ticket in (1, 2):
         pool.admit(ticket, table, cache.read(0), 3)
     pool.layer_kv(0, 0)[1][1, :, 3] = float("nan")  # ticket 2's, beyond what counts
-    pool.keep({2: 3})
+    pool.free_except({2: 3})
     assert [slot and slot.ticket for slot in pool.layout] == [2, None, None]
     for loop in range(2):
         assert all(not tensor[1:].any() for tensor in pool.layer_kv(loop, 0))

@@ -8,8 +8,6 @@ import torch
 
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.errors import RunFailed
-from loopformer.inference.draft import Draft
-from loopformer.inference.engine import generate
 from loopformer.inference.request import Request
 
 PROMPTS = ["every pass", "its", "time and step and time", "told"]
@@ -44,7 +42,7 @@ def test_rows_that_end_early_leave_without_disturbing_the_rest(lm: LM) -> None:
         lm.requests([p], trajectory=r, max_tokens=m)[0]
         for p, r, m in zip(PROMPTS, ROUTES, (3, 11, 1, 7), strict=True)
     ]
-    found = {e.ticket: e.result for e in generate(lm.model, lm.need_tokenizer(), requests) if e.result}
+    found = {e.ticket: e.result for e in lm.events(requests) if e.result}
     for row, (prompt, trajectory, most) in enumerate(zip(PROMPTS, ROUTES, (3, 11, 1, 7), strict=True)):
         result = found[row]
         assert result is not None
@@ -59,16 +57,16 @@ def test_seeds_decide_and_company_does_not(lm: LM) -> None:
 
 
 def test_no_prompts_no_results(lm: LM) -> None:
-    assert lm.generate([]) == lm.generate([], draft=Draft(Trajectory.uniform(1))) == []
+    assert lm.generate([]) == []
     assert lm.score([]) == []
 
 
 def test_damaged_weights_are_said_and_not_taken_for_an_end(lm: LM) -> None:
     damaged = LM(deepcopy(lm.model), lm.tokenizer)
     damaged.model.tokens.weight.data[7] = math.nan
-    for options in ({}, {"temperature": 1.0}, {"draft": Draft(Trajectory.uniform(1))}):
+    for temperature in (0.0, 1.0):
         with pytest.raises(RunFailed, match="not a number"):
-            damaged.generate("its", max_tokens=3, **options)
+            damaged.generate("its", max_tokens=3, temperature=temperature)
 
 
 def test_streaming_gives_the_same_text(lm: LM) -> None:
@@ -87,7 +85,7 @@ def test_limits_end_with_their_reason(lm: LM) -> None:
 @pytest.mark.parametrize("length", [60, 63, 64])
 def test_the_context_is_filled_and_no_further(lm: LM, length: int) -> None:
     request = Request(tuple(range(40, 40 + length)), Trajectory.uniform(4), max_tokens=500)
-    (result,) = (event.result for event in generate(lm.model, lm.need_tokenizer(), [request]) if event.result)
+    (result,) = (event.result for event in lm.events([request]) if event.result)
     assert (result.reason, len(result.ids)) == ("context", 64 - length + 1)
 
 
@@ -106,7 +104,6 @@ def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
         (lambda: lm.generate("caf\udce9"), "not UTF-8"),
         (lambda: lm.generate(["a", wrong]), "must be text, got 5"),
         (lambda: lm.generate(wrong), "A prompt is text, or a list of texts"),
-        (lambda: untyped.generate("a", draft=1), r"takes a Draft\(Trajectory"),
         (lambda: Request((1,), wrong), "5 is no Trajectory"),
         (lambda: lm.generate("a", temperature=math.nan), "finite number"),
         (lambda: lm.score("text"), "list of texts"),

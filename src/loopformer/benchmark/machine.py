@@ -1,7 +1,7 @@
-"""The machine that a benchmark runs on, its clock, and how its report is published.
+"""What all benchmarks share: the machine, the loop over what is measured, GPT-2 for comparison, the report.
 
-machine = describe(device)                  # names, versions, and the memory bandwidth that a copy reaches here
-seconds = best_of(3, device, run)
+machine = describe(device)                  # names, versions, commit, and the memory bandwidth that a copy reaches
+rows = measure_rows(device, cases, FIGURES, measure, say)
 publish(report, out)                        # the last line is JSON
 """
 
@@ -10,17 +10,22 @@ from __future__ import annotations
 import gc
 import json
 import platform
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from loopformer.config.model import ModelConfig
 from loopformer.device import device_name, peak_flops, synchronise
+from loopformer.errors import LoopformerError, nearest
 
 Measurement = dict[str, Any]  # a row of a report: what was measured and its figures, None where it did not fit
+Say = Callable[[Measurement], object]
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -28,6 +33,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     return {
         "device": device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "commit": source_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
@@ -37,28 +43,90 @@ def describe(device: torch.device) -> dict[str, Any]:
     }
 
 
+def source_commit() -> str | None:
+    """`git describe` of the source tree; None where the package is not part of a git checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        # An installed package may lie in a folder that belongs to another repository.
+        subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], capture_output=True, check=True)
+        described = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return described.stdout.decode().strip()
+
+
+def check_paths(work: str, paths: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse paths that do not exist."""
+    for path in paths:
+        if path not in known:
+            raise LoopformerError(f"There is no path {path!r} of {work}; {nearest(path, list(known))}")
+
+
+def measure_rows(
+    device: torch.device,
+    cases: Iterable[Measurement],
+    figures: Sequence[str],
+    measure: Callable[[Measurement], Measurement],
+    say: Say,
+) -> list[Measurement]:
+    """Each case with its figures, which are None where it does not fit; `say` gets each row as it comes."""
+    rows = []
+    for case in cases:
+        free_memory(device)
+        try:
+            measured = measure(case)
+        except torch.OutOfMemoryError:
+            measured = {}
+        rows.append({**case, **dict.fromkeys(figures), **measured})
+        say(rows[-1])
+    return rows
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to track the peak of memory anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_gib(device: torch.device, other_bytes: int = 0) -> float | None:
+    """The peak of memory, without `other_bytes`; None without a GPU."""
+    return (torch.cuda.max_memory_allocated(device) - other_bytes) / 2**30 if device.type == "cuda" else None
+
+
+def gpt2(config: ModelConfig, budget: int, like: Tensor) -> Any:
+    """A GPT-2 of the same compute and random weights, on the device and in the dtype of a tensor."""
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    torch.manual_seed(0)
+    shape = GPT2Config(
+        vocab_size=config.vocab_rows,
+        n_positions=config.context,
+        n_embd=config.width,
+        n_layer=config.blocks * budget,
+        n_head=config.heads,
+        n_inner=config.ffn,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    with like.device:
+        return AutoModelForCausalLM.from_config(shape, dtype=like.dtype).eval()
+
+
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written per second by copying a tensor far larger than any cache."""
+    """Bytes read and written per second by copying a tensor far larger than any cache: the fastest of 5 copies."""
     size = 2**28
     if device.type == "cuda":  # both tensors in half of what is free, as a model may be there
         free_memory(device)
         size = max(size, min(2**31, torch.cuda.mem_get_info(device)[0] // 4))
-    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    source.fill_(1)
-    return 2 * size / best_of(5, device, lambda: target.copy_(source))
-
-
-def best_of(times: int, device: torch.device, run: Callable[[], object]) -> float:
-    """The shortest of some runs in seconds, after one that does not count."""
-    run()
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     seconds = []
-    for _ in range(times):
+    for _ in range(5):
         synchronise(device)
         started = time.perf_counter()
-        run()
+        target.copy_(source)
         synchronise(device)
         seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    return 2 * size / min(seconds)
 
 
 def free_memory(device: torch.device) -> None:

@@ -18,6 +18,7 @@ from loopformer.cli.options import (
     Model,
     NewTokens,
     RemovedCertainty,
+    RemovedDraft,
     RemovedInt8,
     RepetitionPenalty,
     Seed,
@@ -31,7 +32,7 @@ from loopformer.cli.output import number, output_file, print_files, print_table,
 from loopformer.config.model import BOX
 
 if TYPE_CHECKING:
-    from loopformer.inference.request import Event, Request
+    from loopformer.inference.request import Request
     from loopformer.lm import LM, Fast
     from loopformer.trajectory import Trajectory
 
@@ -60,13 +61,6 @@ def generate(
     compare: Annotated[
         str | None, typer.Option(help="Show budgets and schedules side by side: 1,2,4-2-1-1.")
     ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(help="Speculative decoding: draft at this smaller budget or schedule. The text is the same."),
-    ] = None,
-    draft_length: Annotated[
-        int | None, typer.Option(help="Tokens per draft. Default: adapted to the acceptance rate.")
-    ] = None,
     max_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
@@ -92,6 +86,7 @@ def generate(
     ] = None,
     rows: Annotated[int | None, typer.Option(help="Prompts of --input that run at once. Default: 16.")] = None,
     removed_certainty: RemovedCertainty = None,
+    removed_draft: RemovedDraft = None,
     removed_int8: RemovedInt8 = False,
 ) -> None:
     """Continue a prompt, streaming. The budget is a number of loops, a schedule or a target.
@@ -112,17 +107,15 @@ def generate(
 
     targets = {"--max-ms-per-token": max_ms_per_token, "--max-flops": max_flops}
     check_at_most_one({"--budget": budget, "--trajectory": trajectory, **targets, "--compare": compare})
-    check_at_most_one({"--draft": draft, "--compare": compare})
-    one_prompt = {"a prompt": prompt, "--draft": draft, "--compare": compare, **targets, "--json": as_json}
+    one_prompt = {"a prompt": prompt, "--compare": compare, **targets, "--json": as_json}
     for name, value in {**one_prompt, "--schedule": schedule != "uniform"}.items():
         check_at_most_one({"--input": source, name: value})
-    # These three run on the plain path.
-    plain = {"--compare": compare, "--max-ms-per-token": max_ms_per_token, "--draft": draft}
+    # These two run on the plain path.
+    plain = {"--compare": compare, "--max-ms-per-token": max_ms_per_token}
     for name, value in plain.items():
         check_at_most_one({"--fast": fast, name: value})
     require((source is None) == (out is None), "--input, the prompts, and --out, their answers, go together.")
     require(rows is None or source is not None, "--rows goes with --input.")
-    require(draft_length is None or draft is not None, "--draft-length goes with --draft.")
     require(
         schedule == "uniform" or any(value is not None for value in (budget, *targets.values())),
         "--schedule goes with --budget, --max-flops or --max-ms-per-token.",
@@ -160,7 +153,7 @@ def generate(
         if schedule != "uniform":
             budget, trajectory = None, str(scheduled_trajectory(model, lm.model, budget or 0, schedule, weights))
         requests = lm.requests([text], budget, trajectory, **options)
-        _stream(lm, requests, draft, draft_length, mode, fused, max_ms_per_token, as_json)
+        _stream(lm, requests, mode, fused, max_ms_per_token, as_json)
 
 
 def _standard_input() -> str:
@@ -224,39 +217,24 @@ def _budget_for(lm: "LM", text: str, max_flops: float | None, max_ms_per_token: 
 def _stream(
     lm: "LM",
     requests: "list[Request]",
-    draft: str | None,
-    draft_length: int | None,
     mode: "Fast",
     fused: bool,
     max_ms_per_token: float | None,
     as_json: bool,
 ) -> None:
     """Run one request and print its text as it comes, then how long it took."""
-    from loopformer.inference.draft import Draft
     from loopformer.inference.request import REASONS
 
     results = []
     first: float | None = None  # when the first token came
-
-    def show(event: "Event") -> None:
-        nonlocal first
+    started = time.perf_counter()
+    for event in lm.events(requests, mode):
         first = first or time.perf_counter()
         if event.result is not None:
             results.append(event.result)
         if not as_json:
             sys.stdout.write(event.piece)
             sys.stdout.flush()
-
-    extra: dict[str, Any] = {}
-    notes = ""
-    started = time.perf_counter()
-    if draft is not None:
-        _, report = lm.speculate(requests, Draft(lm.model.resolve(draft), draft_length), mode, show)
-        extra["draft_acceptance"] = rate = report.acceptance
-        notes = " nothing was drafted;" if rate is None else f" {rate:.0%} of drafted tokens accepted;"
-    else:
-        for event in lm.events(requests, mode):
-            show(event)
     ended, (result,) = time.perf_counter(), results
     seconds, count = ended - started, len(result.ids)
     decoding = (ended - first) / (count - 1) * 1e3 if first is not None and count > 1 else None
@@ -264,13 +242,13 @@ def _stream(
         content = {"text": result.text, "reason": result.reason, "trajectory": str(result.trajectory)}
         counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": count}
         timing = {"seconds": seconds, "ms_per_token": decoding}
-        typer.echo(json.dumps({**content, **counts, **timing, **extra, "logprobs": result.logprobs}))
+        typer.echo(json.dumps({**content, **counts, **timing, "logprobs": result.logprobs}))
         return
     sys.stdout.write("\n")
     each = "" if decoding is None else f" {decoding:.1f} ms each after the first,"
-    included = "the prompt and compilation" if fused else "the prompt"
+    included, notes = "the prompt and compilation" if fused else "the prompt", ""
     if max_ms_per_token is not None and decoding is not None and decoding > max_ms_per_token:
-        notes += f" slower than {max_ms_per_token:g} ms because the machine is busier than when it was measured;"
+        notes = f" slower than {max_ms_per_token:g} ms because the machine is busier than when it was measured;"
     typer.echo(
         f"[{count} tokens,{each} {seconds:.2f} s including {included};{notes} {REASONS[result.reason]}]", err=True
     )

@@ -17,7 +17,7 @@ from typer import Argument, Context, Option
 from loopformer.config import load_run
 from loopformer.config.model import BOX, bundled_model_dir
 from loopformer.config.run import list_presets
-from loopformer.errors import REMOVED_CERTAINTY, LoopformerError, require
+from loopformer.errors import REMOVED_CERTAINTY, REMOVED_DRAFT, LoopformerError, require
 from loopformer.files import read_json, read_yaml
 
 RUN_FILE, MODEL_FILE = "run.yaml", "config.json"  # a folder with one of these is a run or a model
@@ -138,6 +138,7 @@ def _removed(sentence: str) -> Callable[[object], None]:
 RemovedCertainty = Annotated[
     float | None, Option("--certainty", hidden=True, callback=_removed(f"--{REMOVED_CERTAINTY}"))
 ]
+RemovedDraft = Annotated[str | None, Option("--draft", hidden=True, callback=_removed(f"--{REMOVED_DRAFT}."))]
 RemovedInt8 = Annotated[
     bool,
     Option(

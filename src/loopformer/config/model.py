@@ -18,6 +18,7 @@ from loopformer.errors import require
 Conditioning = Literal["none", "index", "time", "step", "trajectory"]
 FORMAT, VERSION = "loopformer-model", 1  # the mark of our model folders in their config.json
 BOX = "box"  # the name of the bundled model
+FOURIER_WIDTH = 256  # features of each scalar that conditions a loop
 
 
 def bundled_model_dir() -> Path:

@@ -10,7 +10,7 @@ from loopformer.errors import require
 from loopformer.inference.decode import PlainBackend
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import Choice
-from loopformer.model import LoopedLM
+from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
 TIMED_TOKENS = 8

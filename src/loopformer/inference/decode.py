@@ -1,14 +1,12 @@
 """Decoding on any device: the memory of continuous batching, and one step of it for requests of mixed budgets.
 
-backend = PlainBackend(model, slots=16)
-choices = backend.prefill(rows)            # run prompts; the first token of each
-choices = backend.decode(rows)             # one more token each, or several where they are drafted
-backend.keep(rows)                         # everybody else's slots are free again
+backend = PlainBackend(model, slots=16)    # a `Backend` (engine.py); fused/shared.py has another one
+choices = backend.prefill(rows)            # run prompts: the first token of each
+choices = backend.decode(rows)             # one more token each
+backend.free_except(rows)                  # the slots of all other rows are free again
 
-A `Backend` is what the engine (engine.py) decodes with; fused/shared.py has another one. Its promise under
-faults: what a row has in its KV cache follows from its `RowState`, whatever was begun and not finished since. Here
-that holds because a step writes only beyond what is valid, and a row is copied to its new place before the layout,
-one tuple, says that it is there.
+A step that fails half-way leaves the KV cache valid for every `RowState`. It writes only beyond the valid tokens,
+and a row is copied into its new slot before the layout, one tuple, names it there.
 """
 
 from __future__ import annotations
@@ -17,66 +15,25 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from loopformer.device import to_device_async
-from loopformer.inference.draft import HOPED_RATE, LONGEST, Draft, DraftReport, best_length, updated_rate
 from loopformer.inference.request import Request, RowState
 from loopformer.inference.sampling import Choice, sample
-from loopformer.model import LoopedLM
 from loopformer.model.cache import KVCache, LoopPlan, SequenceKV
 from loopformer.model.conditioning import Condition
+from loopformer.model.looped import LoopedLM
 from loopformer.scoring import common_prefix
 from loopformer.trajectory import Trajectory
 
 PREFILL_CHUNK = 512  # tokens of a long prompt that are run at a time
 MIN_SHARED_PREFIX = 8  # tokens that a prompt shares with one beside it: then it waits for that one's keys
 MOST_TABLES = 32  # of trajectories that were followed last
+UNCOUNTED = 2  # most tokens that a slot may hold beyond its noted length: two steps that were not counted yet
 NOBODY = -1  # the ticket of a slot that is still to be cleared
-
-
-class Backend(Protocol):
-    """What decodes: rows are known by their tickets, and given in their present states."""
-
-    draft_report: DraftReport
-    prefill_chunk: int  # tokens of prompts that may be run at a time beside rows that run
-    prompt_tokens: int  # that were run
-    shared_tokens: int  # that were not, as another prompt had them
-
-    def check(self, request: Request) -> None:
-        """Refuse what can never be run here, in one sentence."""
-        ...
-
-    def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
-        """Those of the waiting, first come first served, that can be prefilled now, in groups to run together;
-        no more once their prompts exceed so many tokens."""
-        ...
-
-    def prefill(self, rows: Sequence[RowState]) -> list[Choice | int]:
-        """Run the prompts of rows of one group, which then have slots: the first token of each. A number where the
-        row waits and is prefilled again: tokens of a long prompt that were run, or 0 if all of it is under way."""
-        ...
-
-    def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
-        """The next tokens of rows that have slots: one each, several where they are drafted, none where a row is
-        still in the middle of its trajectory."""
-        ...
-
-    def keep(self, rows: Sequence[RowState]) -> None:
-        """These have slots; what others had is cleared and free."""
-        ...
-
-    def used_bytes(self, rows: Sequence[RowState]) -> int:
-        """Keys and values of these rows."""
-        ...
-
-    @property
-    def memory_bytes(self) -> int:
-        """Keys and values that there is room for."""
-        ...
 
 
 def padded(model: LoopedLM, rows: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
@@ -122,10 +79,9 @@ class SlotPool(KVCache):
     true at every moment; free slots between rows are closed before the next step.
     """
 
-    def __init__(self, model: LoopedLM, slots: int, reach: int) -> None:
-        """`reach`: the most tokens that a step writes beyond those that count."""
+    def __init__(self, model: LoopedLM, slots: int) -> None:
         super().__init__(model.config, [], LoopPlan([], [], []), model.config.context, model.tokens.weight)
-        self._slots, self._reach = slots, reach
+        self._slots = slots
         self._order = list(range(slots))
         self._conditions: list[Condition] = []  # of each loop, for every slot
         self.layout: tuple[BatchSlot | None, ...] = (None,) * slots
@@ -139,7 +95,7 @@ class SlotPool(KVCache):
         """Memory of one row's keys and values in one loop."""
         return self._kept[0][:, :, 0].nbytes if self._kept else 0
 
-    def keep(self, lengths: dict[int, int]) -> None:
+    def free_except(self, lengths: dict[int, int]) -> None:
         """Only these tickets, with so many tokens each, still have slots; the rest are cleared and free, and rows
         close up."""
         for place, slot in enumerate(self.layout):
@@ -194,7 +150,7 @@ class SlotPool(KVCache):
         slot = self.layout[source]
         assert slot is not None
         assert self.layout[target] is None
-        end = slot.length + self._reach  # a step may have been run since the length was noted
+        end = slot.length + UNCOUNTED  # a step may have been run since the length was noted
         for loop, condition in zip(self._kept[: slot.budget], self._conditions, strict=False):
             loop[:, :, target, :, :end] = loop[:, :, source, :, :end]
             for part in condition.tensors:
@@ -207,7 +163,7 @@ class SlotPool(KVCache):
         slot = self.layout[place]
         assert slot is not None
         for loop in self._kept[: slot.budget]:
-            loop[:, :, place, :, : slot.length + self._reach] = 0
+            loop[:, :, place, :, : slot.length + UNCOUNTED] = 0
         self._publish({place: None})
 
     def _publish(self, changes: dict[int, BatchSlot | None]) -> None:
@@ -281,15 +237,14 @@ class RunPrompts(NamedTuple):
 class PromptBackend(ABC):
     """The half of a backend that runs prompts: which of them together, what they share, long ones in pieces.
 
-    A subclass has the slots: it says who has room (`fits`) and takes in a prompt that was run (`admit`). What a
-    draft runs of a prompt is not cut.
+    A subclass has the slots: it says who has room (`fits`) and takes in a prompt that was run (`admit`).
     """
 
     prefill_chunk = PREFILL_CHUNK
 
     def __init__(self, model: LoopedLM, remember: int | None) -> None:
         """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default."""
-        self.model, self.draft_report = model, DraftReport()
+        self.model = model
         self._remember = 4 * model.config.context if remember is None else remember
         self.prompt_tokens = self.shared_tokens = 0
         self.forget()
@@ -374,7 +329,6 @@ class PromptBackend(ABC):
         self.shared_tokens += sum(others)
         tickets = {row.ticket for row in rows}
         self._begun = {ticket: cache for ticket, cache in self._begun.items() if ticket not in tickets}
-        self.draft_report.verifications += len(rows)
         return RunPrompts(tuple(rows), cache, logits)
 
     def _admit_run(self, run: RunPrompts, choices: Sequence[Choice | None]) -> None:
@@ -421,20 +375,12 @@ class PromptBackend(ABC):
 
 
 class PlainBackend(PromptBackend):
-    """Continuous batching in PyTorch on any device: rows of any budget, prompts that share beginnings, drafts."""
+    """Continuous batching in PyTorch on any device: rows of any budget, prompts that share beginnings."""
 
-    def __init__(
-        self, model: LoopedLM, slots: int, remember: int | None = None, draft: Draft | None = None
-    ) -> None:
+    def __init__(self, model: LoopedLM, slots: int, remember: int | None = None) -> None:
         """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default."""
         super().__init__(model, remember)
-        if draft is not None:
-            model.resolve(draft.trajectory)
-        self.draft, self._slots = draft, slots
-        reach = 2 if draft is None else 2 + (draft.length or LONGEST)
-        self.pool = SlotPool(model, slots, reach)
-        self._draft_pool = None if draft is None else SlotPool(model, slots, reach)
-        self._draft_rate = HOPED_RATE
+        self.pool = SlotPool(model, slots)
 
     def check(self, request: Request) -> None:
         """Nothing is refused."""
@@ -447,81 +393,20 @@ class PlainBackend(PromptBackend):
 
     @property
     def memory_bytes(self) -> int:
-        return self._slots * kv_bytes_per_slot(self.model)
+        return len(self.pool.layout) * kv_bytes_per_slot(self.model)
 
     def admit(self, row: RowState, keys: SequenceKV) -> None:
-        if self._draft_pool is not None:
-            self._prefill_draft(row)
         self.pool.admit(row.ticket, self._table(row.trajectory), keys, len(row.request.prompt))
 
     @torch.no_grad()
     def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
-        length = self._draft_length(rows)
-        drafts = self._draft(rows, length)
         by_ticket = {row.ticket: row for row in rows}
-        placed = [by_ticket[ticket] for ticket in self.pool.arrange_rows({row.ticket: row.cached for row in rows})]
-        new = [[row.ids[-1], *drafts[row.ticket]] for row in placed]
-        ids = torch.tensor(new, device=self.model.device)
-        hidden = self.model.extend(ids, self.pool, check=False)  # [B, 1 + length, D]
-        draws = [row.draw(drafts[row.ticket][:done]) for row in placed for done in range(length + 1)]
-        chosen = sample(self._logits(hidden.flatten(0, 1)), draws)
-        accepted: dict[int, list[Choice]] = {}
-        for number, row in enumerate(placed):
-            own = chosen[number * (length + 1) : (number + 1) * (length + 1)]
-            # The tokens of the full trajectory, as long as what was drafted before them was right.
-            right = common_prefix([choice.token for choice in own], drafts[row.ticket])
-            accepted[row.ticket] = own[: right + 1]
-        if self.draft is not None:
-            self._count(length, accepted)
-        return [accepted[row.ticket] for row in rows]
+        tickets = self.pool.arrange_rows({row.ticket: row.cached for row in rows})
+        in_slots = [by_ticket[ticket] for ticket in tickets]
+        ids = torch.tensor([row.ids[-1:] for row in in_slots], device=self.model.device)  # [B, 1]
+        hidden = self.model.extend(ids, self.pool, check=False)[:, 0]  # [B, D]
+        chosen = dict(zip(tickets, sample(self._logits(hidden), [row.draw() for row in in_slots]), strict=True))
+        return [[chosen[row.ticket]] for row in rows]
 
-    def keep(self, rows: Sequence[RowState]) -> None:
-        self.pool.keep({row.ticket: row.cached for row in rows})
-        if self._draft_pool is not None:
-            self._draft_pool.keep({row.ticket: max(0, row.length - 2) for row in rows})
-
-    def _prefill_draft(self, row: RowState) -> None:
-        """Run a prompt along the draft's trajectory; all but its last token, which the first draft runs."""
-        assert self.draft is not None
-        assert self._draft_pool is not None
-        prompt, trajectory = row.request.prompt[:-1], self.draft.trajectory
-        keys = SequenceKV(trajectory, [])
-        if prompt:
-            cache = self.model.cache(trajectory, 1, len(prompt), condition=self._table)
-            self.model.extend(padded(self.model, [prompt])[0], cache, check=False)
-            keys = cache.read(0)
-        self._draft_pool.admit(row.ticket, self._table(trajectory), keys, len(prompt))
-
-    def _draft_length(self, rows: Sequence[RowState]) -> int:
-        """How many tokens to draft: no more than are wanted, and no more than there is room for."""
-        if self.draft is None:
-            return 0
-        budget = round(sum(row.trajectory.budget for row in rows) / len(rows))
-        length = self.draft.length or best_length(self.model.cost, self.draft, budget, self._draft_rate)
-        wanted = max(row.request.max_tokens - len(row.ids) for row in rows) - 1  # one comes from the verification
-        return max(0, min(length, wanted, *(row.free_positions for row in rows)))
-
-    def _draft(self, rows: Sequence[RowState], length: int) -> dict[int, list[int]]:
-        """`length` tokens for each row along the draft's trajectory."""
-        drafts: dict[int, list[int]] = {row.ticket: [] for row in rows}
-        pool, by_ticket = self._draft_pool, {row.ticket: row for row in rows}
-        for turn in range(length):
-            assert pool is not None
-            # A draft that was accepted whole leaves its last token unrun, so the first pass runs two tokens.
-            known = {row.ticket: row.length - 2 if turn == 0 else row.length + turn - 1 for row in rows}
-            placed = [by_ticket[ticket] for ticket in pool.arrange_rows(known)]
-            new = [row.tail(2) if turn == 0 else drafts[row.ticket][-1:] for row in placed]
-            ids = torch.tensor(new, device=self.model.device)
-            hidden = self.model.extend(ids, pool, check=False)[:, -1]
-            choices = sample(self._logits(hidden), [row.draw(drafts[row.ticket]) for row in placed])
-            for row, choice in zip(placed, choices, strict=True):
-                drafts[row.ticket].append(choice.token)
-        return drafts
-
-    def _count(self, length: int, accepted: dict[int, list[Choice]]) -> None:
-        report = self.draft_report
-        for choices in accepted.values():
-            report.drafted += length
-            report.accepted += len(choices) - 1
-            report.verifications += 1
-            self._draft_rate = updated_rate(self._draft_rate, length, len(choices) - 1)
+    def free_except(self, rows: Sequence[RowState]) -> None:
+        self.pool.free_except({row.ticket: row.cached for row in rows})

@@ -1,13 +1,13 @@
 """The one decode loop: requests of any budget come and go at every token, and no fault harms them.
 
-engine = Engine(model, tokenizer, rows=16, queue=64)
+engine = Engine(model, tokenizer, PlainBackend(model, 16), rows=16, queue=64)     # or lm.engine(16)
 ticket = engine.submit(Request(prompt, Trajectory.uniform(2)))   # Busy when the queue is full
 for event in engine.run(): ...                                   # event.ticket, event.piece; or engine.step()
 engine.cancel(ticket)
 
 At each step every request that has a batch slot gets its next token (decode), and waiting ones take free slots and
 run their prompts (prefill); tokens become text (take), and a request that has ended gives its slot back (retire).
-`lm.generate`, `lm.stream`, drafts and servers all run through here; what computes is a backend (decode.py).
+`lm.generate`, `lm.stream` and servers all run through here. A backend computes: decode.py or fused/shared.py.
 
 A step is a transaction. What all requests have come to is one immutable value, and what a step has found out
 replaces it in one assignment: whatever is raised before that, a full memory or Ctrl-C, nothing has happened, and
@@ -23,16 +23,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle
 from threading import Lock
+from typing import Protocol
 
 import torch
 
 from loopformer.device import device_context
 from loopformer.errors import LoopformerError, RunFailed
-from loopformer.inference.decode import Backend, PlainBackend
-from loopformer.inference.draft import Draft, DraftReport
 from loopformer.inference.request import EndingDetokenizer, Event, Request, Result, RowState
 from loopformer.inference.sampling import Choice, is_whole
-from loopformer.model import LoopedLM
+from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
 PROMPT_TOKENS = 2048  # of new requests in a step where nobody runs; else a piece, to hold nobody up for long
@@ -40,6 +39,46 @@ PROMPT_TOKENS = 2048  # of new requests in a step where nobody runs; else a piec
 
 class Busy(LoopformerError):
     """The queue is full: the caller may try again later."""
+
+
+class Backend(Protocol):
+    """What decodes: rows are known by their tickets, and given in their present states."""
+
+    prefill_chunk: int  # tokens of prompts that may be run at a time beside rows that run
+    prompt_tokens: int  # that were run
+    shared_tokens: int  # that were not, as another prompt had them
+
+    def check(self, request: Request) -> None:
+        """Refuse what can never be run here, in one sentence."""
+        ...
+
+    def plan(self, waiting: Sequence[RowState], tokens: int) -> list[list[RowState]]:
+        """Those of the waiting, first come first served, that can be prefilled now, in groups to run together;
+        no more once their prompts exceed so many tokens."""
+        ...
+
+    def prefill(self, rows: Sequence[RowState]) -> list[Choice | int]:
+        """Run the prompts of rows of one group, which then have slots: the first token of each. A number where the
+        row waits and is prefilled again: tokens of a long prompt that were run, or 0 if all of it is under way."""
+        ...
+
+    def decode(self, rows: Sequence[RowState]) -> list[list[Choice]]:
+        """The next tokens of rows that have slots: one each, or none and later several where the
+        device runs ahead of the host."""
+        ...
+
+    def free_except(self, rows: Sequence[RowState]) -> None:
+        """These have slots; what others had is cleared and free."""
+        ...
+
+    def used_bytes(self, rows: Sequence[RowState]) -> int:
+        """Keys and values of these rows."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """Keys and values that there is room for."""
+        ...
 
 
 @dataclass
@@ -71,19 +110,13 @@ class Engine:
         self,
         model: LoopedLM,
         tokenizer: EndingDetokenizer,
+        backend: Backend,
         rows: int = 16,
         queue: int = 64,
-        remember: int | None = None,
-        draft: Draft | None = None,
-        backend: Backend | None = None,
     ) -> None:
-        """`remember`: tokens of earlier prompts to keep for sharing; four contexts by default. A backend of one's
-        own has its own rows, memory and draft."""
-        if not is_whole(rows) or rows < 1:
-            raise LoopformerError(f"An engine needs 1 row or more, got {rows}.")
         if not is_whole(queue) or queue < 1:
             raise LoopformerError(f"The queue must hold 1 request or more, got {queue}.")
-        self.model, self.backend = model, backend or PlainBackend(model, rows, remember, draft)
+        self.model, self.backend = model, backend
         self.rows, self._tokenizer, self._most_waiting = rows, tokenizer, queue
         self._steps = self._new_tokens = 0
         self._tickets = count()
@@ -175,7 +208,7 @@ class Engine:
                     )
                 )
                 running = self._state.running
-                self.backend.keep(running)
+                self.backend.free_except(running)
                 if running:
                     self._take(running, self.backend.decode(running))
                 self._admit()
@@ -219,7 +252,7 @@ class Engine:
                     )
                 )
             return
-        self.backend.keep(self._state.running)  # some of the group may have got slots
+        self.backend.free_except(self._state.running)  # some of the group may have got slots
         if len(group) == 1:
             self._fault(group[0], failure)
             return
@@ -258,7 +291,7 @@ class Engine:
 
         self._publish(taken)
         if ended:
-            self.backend.keep(self._state.running)
+            self.backend.free_except(self._state.running)
         self._new_tokens += sum(len(after[row.ticket].ids) - len(row.ids) for row in rows if row.ticket in after)
 
     def _fault(self, row: RowState, error: Exception) -> None:
@@ -293,11 +326,11 @@ def _without(state: _State, ticket: int) -> _State:
 
 
 def generate(
-    model: LoopedLM, tokenizer: EndingDetokenizer, requests: Sequence[Request], backend: Backend | None = None
+    model: LoopedLM, tokenizer: EndingDetokenizer, requests: Sequence[Request], backend: Backend
 ) -> Iterator[Event]:
     """Run requests together to their ends; events come as tokens do, their tickets count the requests from 0."""
     most = max(1, len(requests))
-    engine = Engine(model, tokenizer, most, most, remember=0, backend=backend)
+    engine = Engine(model, tokenizer, backend, most, most)
     for request in requests:
         engine.submit(request)
     return engine.run()
@@ -346,17 +379,3 @@ def complete(
                 raise RunFailed(event.result.error)
             results[event.ticket] = event.result
     return [results[ticket] for ticket in range(len(requests))]
-
-
-def speculate(
-    model: LoopedLM,
-    tokenizer: EndingDetokenizer,
-    requests: Sequence[Request],
-    draft: Draft,
-    show: Callable[[Event], object] = lambda event: None,
-) -> tuple[list[Result], DraftReport]:
-    """Run requests to their ends with a draft: the texts are those of `generate`; `show` gets events as they
-    come."""
-    backend = PlainBackend(model, max(1, len(requests)), remember=0, draft=draft)
-    results = complete(model, tokenizer, requests, backend, show)
-    return results, replace(backend.draft_report, tokens=sum(len(result.ids) for result in results))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from loopformer.config import ModelConfig
+from loopformer.config.model import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.inference.sampling import Choice, Draw, Sampling, is_whole
 from loopformer.trajectory import Trajectory
@@ -144,17 +144,11 @@ class RowState(NamedTuple):
         """How many tokens after the last one the context can hold."""
         return self.context - self.length
 
-    def tail(self, count: int) -> tuple[int, ...]:
-        """The last `count` tokens."""
-        new = self.ids[max(0, len(self.ids) - count) :]
-        older = count - len(new)
-        return (*self.request.prompt[len(self.request.prompt) - older :], *new) if older > 0 else new
-
-    def draw(self, drafted: Sequence[int] = ()) -> Draw:
-        """The settings and noise of the next token, after any drafted ones."""
+    def draw(self) -> Draw:
+        """The settings and noise of the next token."""
         sampling = self.request.sampling
-        history = (*self.history, *drafted) if sampling.repetition_penalty != 1 else ()
-        return Draw(sampling, self.seed, self.length + len(drafted), history)
+        history = self.history if sampling.repetition_penalty != 1 else ()
+        return Draw(sampling, self.seed, self.length, history)
 
     def take(self, choices: Sequence[Choice]) -> tuple[RowState, Event]:
         """Append tokens up to the one that ends the text: the new state, and an event with the text to show."""

@@ -5,8 +5,7 @@ choices = sample(logits, [Draw(Sampling(temperature=0.8, top_p=0.95), seed=3, po
 Greedy by default. Repetition penalty, temperature, top-k, top-p and min-p apply in that order. The sampled token
 has the largest sum of log-probability and Gumbel noise, which is the same as drawing from the distribution. The
 noise follows from (seed, position, token) alone. So the text of a request depends on its own seed, not on the rest
-of the batch or on the path that computes the logits. A draft with the same noise is right as often as both models
-agree.
+of the batch or on the path that computes the logits.
 """
 
 from __future__ import annotations

@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from loopformer.config.model import ModelConfig
+from loopformer.config.model import FOURIER_WIDTH, ModelConfig
 from loopformer.device import to_device_async
 from loopformer.trajectory import Trajectory
 
-FOURIER_WIDTH = 256
 MAX_PERIOD = 10_000.0
 
 

@@ -11,8 +11,7 @@ computed once per trajectory, so `table_flops` is separate from the cost per tok
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loopformer.config.model import ModelConfig
-from loopformer.model.conditioning import FOURIER_WIDTH
+from loopformer.config.model import FOURIER_WIDTH, ModelConfig
 
 
 @dataclass(frozen=True)

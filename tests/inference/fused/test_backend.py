@@ -18,7 +18,7 @@ from torch import nn
 
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.draft import Draft
+from loopformer.inference.decode import PlainBackend
 from loopformer.inference.engine import generate
 from loopformer.inference.fused import backend
 from loopformer.inference.fused.backend import MAX_FREE, BatchPool, fingerprint, unsupported_reason, weights_by_rows
@@ -71,18 +71,18 @@ def test_nothing_is_lent_twice_and_the_last_few_are_kept(
 
 
 def test_what_fast_cannot_do_is_said(lm: LM) -> None:
-    draft = Draft(Trajectory.uniform(1))
     untyped: Any = lm
     mistakes: list[tuple[Any, str]] = [
         (lambda: untyped.generate("told", int8=True), "int8 was removed; leave it out, and on a GPU decode in bfl"),
         (lambda: untyped.stream("told", int8=True), "int8 was removed; leave it out"),
         (lambda: lm.generate("told", fast=True), "fast needs a CUDA device and Triton; leave it out"),
         (lambda: lm.engine(fast=True), "fast needs a CUDA device and Triton; leave it out"),
-        (lambda: lm.engine(fast=True, draft=draft), "A draft runs on the plain path; leave out fast"),
-        (lambda: lm.generate("told", fast=True, draft=draft), "A draft runs on the plain path; leave out fast"),
         (lambda: untyped.generate("told", fast="yes"), "fast is True, False or 'auto', not 'yes'"),
-        (lambda: untyped.stream("told", draft=draft), "stream takes no draft; generate does"),
-        (lambda: lm.generate(["a", "b"], budget=[4, 1], draft=draft), "gains nothing for a text at budget 1"),
+        (
+            lambda: untyped.generate("told", draft=1),
+            "draft was removed, as it made .* leave it out",
+        ),
+        (lambda: untyped.stream("told", draft=1), "draft was removed"),
     ]
     for call, said in mistakes:
         with pytest.raises(LoopformerError, match=said):
@@ -140,7 +140,7 @@ def results(events: Iterable[Event]) -> list[Result]:
 @pytest.mark.cuda
 def test_texts_at_once_do_not_meet(model: LoopedLM, tokenizer: Tokenizer) -> None:
     requests = asked(2, 5)
-    expected = [result.ids for result in results(generate(model, tokenizer, requests))]
+    expected = [result.ids for result in results(generate(model, tokenizer, requests, PlainBackend(model, 3)))]
     pool = BatchPool(model)
     for _ in range(2):  # with batches that were used before, too
         runs = [fused(pool, tokenizer, [request]) for request in requests]
@@ -155,7 +155,7 @@ def test_batches_are_bounded_and_kept_where_there_is_room(
     model: LoopedLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = asked(3, 3)
-    expected = [result.ids for result in results(generate(model, tokenizer, requests))]
+    expected = [result.ids for result in results(generate(model, tokenizer, requests, PlainBackend(model, 3)))]
     pool = BatchPool(model)
     monkeypatch.setattr(backend, "MAX_SLOTS", 2)
     monkeypatch.setattr(backend, "available_bytes", lambda device: 0)

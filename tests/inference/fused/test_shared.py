@@ -132,7 +132,7 @@ def same(results: list[Result], expected: list[Result]) -> None:
 
 @pytest.fixture(scope="module")
 def expected(model: LoopedLM) -> list[Result]:
-    return finished(Engine(model, Letters(), backend=PlainBackend(model, 3)), asked(model))
+    return finished(Engine(model, Letters(), PlainBackend(model, 3)), asked(model))
 
 
 class Late:
@@ -165,15 +165,15 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("late")
 def test_texts_are_the_same_when_tokens_come_late(model: LoopedLM, expected: list[Result]) -> None:
-    same(finished(Engine(model, Letters(), backend=backend_of(model)), asked(model)), expected)
+    same(finished(Engine(model, Letters(), backend_of(model)), asked(model)), expected)
 
 
 @pytest.mark.usefixtures("late")
 def test_prompts_wait_for_one_under_way_that_begins_as_they_do(model: LoopedLM) -> None:
     requests = [Request((*range(1, 20), 20 + number), Trajectory.uniform(2), max_tokens=2) for number in range(3)]
-    expected = finished(Engine(model, Letters(), backend=PlainBackend(model, 3)), requests)
+    expected = finished(Engine(model, Letters(), PlainBackend(model, 3)), requests)
     backend = backend_of(model)
-    same(finished(Engine(model, Letters(), backend=backend), requests), expected)
+    same(finished(Engine(model, Letters(), backend), requests), expected)
     assert (backend.prompt_tokens, backend.shared_tokens) == (22, 38)
 
 
@@ -182,7 +182,7 @@ def test_a_request_cancelled_while_its_prompt_is_under_way_takes_nothing_with_it
     model: LoopedLM, expected: list[Result]
 ) -> None:
     backend = backend_of(model)
-    engine = Engine(model, Letters(), backend=backend)
+    engine = Engine(model, Letters(), backend)
     for length in (2, 30):
         gone = engine.submit(Request((1,) * length, Trajectory.uniform(3), max_tokens=5))
         backend.plan(engine._state.waiting, 100)
@@ -200,7 +200,7 @@ def test_a_request_that_can_never_come_in_ends_with_the_reason(
 ) -> None:
     monkeypatch.setattr(SharedBackend, "piece", 8)  # the longer one is run in pieces
     backend = backend_of(model)
-    engine = Engine(model, Letters(), backend=backend)
+    engine = Engine(model, Letters(), backend)
     fill: Any = backend._batch.fill
 
     def failing(slot: int, pages: Any, keys: Any, count: int, *more: Any) -> None:
@@ -223,7 +223,7 @@ def test_a_request_that_can_never_come_in_ends_with_the_reason(
             break
     assert raised == 1
     assert results[bad].error == "it does not go in"
-    same([results[kept]], finished(Engine(model, Letters(), backend=PlainBackend(model, 1)), [good]))
+    same([results[kept]], finished(Engine(model, Letters(), PlainBackend(model, 1)), [good]))
 
 
 @pytest.mark.parametrize(("pages", "piece"), [(200, 512), (9, 512), (200, 8)])  # 9: one of the longest at a time
@@ -232,7 +232,7 @@ def test_texts_are_those_of_the_plain_path(
 ) -> None:
     monkeypatch.setattr(SharedBackend, "piece", piece)  # of a prompt, at a time
     backend = backend_of(model, pages)
-    results = finished(Engine(model, Letters(), backend=backend), asked(model))
+    results = finished(Engine(model, Letters(), backend), asked(model))
     same(results, expected)
     for one, other in zip(results, expected, strict=True):
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=1e-4)
@@ -246,13 +246,13 @@ def test_drawn_texts_are_those_of_the_plain_path(model: LoopedLM, rows: int) -> 
         Sampling(temperature=2.0, top_k=9, min_p=0.05, seed=2),
     ]
     requests = [Request((3, 1, 4), Trajectory.uniform(2), one, max_tokens=8) for one in sampling[:rows]]
-    plain = finished(Engine(model, EndlessLetters(), backend=PlainBackend(model, rows)), requests)
+    plain = finished(Engine(model, EndlessLetters(), PlainBackend(model, rows)), requests)
     greedy = [replace(one, sampling=Sampling()) for one in requests]
     backend = backend_of(model)
-    found = finished(Engine(model, EndlessLetters(), backend=backend), [*requests, *greedy])
+    found = finished(Engine(model, EndlessLetters(), backend), [*requests, *greedy])
     same(found[:rows], plain)
     assert len({one.ids for one in found}) == rows + 1  # not the most likely ones
-    same(finished(Engine(model, EndlessLetters(), backend=backend), requests), plain)  # in slots that were others'
+    same(finished(Engine(model, EndlessLetters(), backend), requests), plain)  # in slots that were others'
 
 
 class Faulty:
@@ -287,7 +287,7 @@ def test_a_fault_at_any_launch_harms_nobody(model: LoopedLM, expected: list[Resu
     backend = backend_of(model)
     untyped: Any = backend
     untyped._batch = Faulty(backend._batch, number)
-    engine = Engine(model, Letters(), backend=backend)
+    engine = Engine(model, Letters(), backend)
     requests = asked(model)
     tickets = [engine.submit(request) for request in requests]
     results: dict[int, Result] = {}
@@ -303,7 +303,7 @@ def test_a_fault_at_any_launch_harms_nobody(model: LoopedLM, expected: list[Resu
 
 def test_a_cancelled_row_leaves_its_slot_and_pages(model: LoopedLM, expected: list[Result]) -> None:
     backend = backend_of(model)
-    engine = Engine(model, Letters(), backend=backend)
+    engine = Engine(model, Letters(), backend)
     endless = engine.submit(Request((1, 2), Trajectory.uniform(2), max_tokens=30))
     engine.step()
     engine.step()
@@ -316,7 +316,7 @@ def test_a_cancelled_row_leaves_its_slot_and_pages(model: LoopedLM, expected: li
 
 
 def test_what_can_never_run_is_refused(model: LoopedLM) -> None:
-    engine = Engine(model, Letters(), backend=backend_of(model, 2))
+    engine = Engine(model, Letters(), backend_of(model, 2))
     with pytest.raises(LoopformerError, match="more than the engine has memory for"):
         engine.submit(Request((1, 2), Trajectory.uniform(3), max_tokens=5))
     with pytest.raises(LoopformerError, match="hold no page of keys"):
@@ -328,7 +328,7 @@ def test_a_fault_while_slots_are_filled_admits_no_more_than_fit(
 ) -> None:
     monkeypatch.setattr(shared, "MOST_APART", 1)
     requests = [Request((number, 2, 3), Trajectory.uniform(2), max_tokens=4) for number in range(1, 7)]
-    expected = finished(Engine(model, Letters(), backend=PlainBackend(model, 3)), requests)
+    expected = finished(Engine(model, Letters(), PlainBackend(model, 3)), requests)
     backend = backend_of(model, 6)
     fill, calls = backend._batch.fill, 0
 
@@ -341,7 +341,7 @@ def test_a_fault_while_slots_are_filled_admits_no_more_than_fit(
 
     untyped: Any = backend._batch
     untyped.fill = failing
-    same(finished(Engine(model, Letters(), backend=backend), requests), expected)
+    same(finished(Engine(model, Letters(), backend), requests), expected)
     assert calls > len(requests)
 
 
@@ -361,9 +361,9 @@ def test_a_row_alone_runs_whole_tokens_and_goes_on_among_others(model: LoopedLM)
         Request((9, 8), Trajectory.uniform(3), max_tokens=4),
         Request((1, 3, 5, 7), model.resolve("1-2"), max_tokens=4),
     ]
-    expected = finished(Engine(model, Letters(), backend=PlainBackend(model, 3)), requests)
+    expected = finished(Engine(model, Letters(), PlainBackend(model, 3)), requests)
     backend = backend_of(model)
-    engine = Engine(model, Letters(), backend=backend)
+    engine = Engine(model, Letters(), backend)
     results: dict[int, Result] = {}
     alone = 0
     tickets = [engine.submit(requests[0])]
@@ -383,9 +383,9 @@ def test_a_row_alone_runs_whole_tokens_and_goes_on_among_others(model: LoopedLM)
 def test_rows_of_a_budget_choose_their_tokens_together_whenever_they_came(model: LoopedLM) -> None:
     requests = [Request((4, 5, 6 + number), Trajectory.uniform(3), max_tokens=24) for number in range(2)]
     other = Request((9, 8), Trajectory.uniform(1), max_tokens=40)  # after each of its passes others could begin
-    expected = finished(Engine(model, EndlessLetters(), backend=PlainBackend(model, 3)), [*requests, other])
+    expected = finished(Engine(model, EndlessLetters(), PlainBackend(model, 3)), [*requests, other])
     backend = backend_of(model)
-    engine = Engine(model, EndlessLetters(), backend=backend)
+    engine = Engine(model, EndlessLetters(), backend)
     tickets, results, chosen = [engine.submit(other), engine.submit(requests[0])], dict[int, Result](), []
     untyped: Any = backend
     launched = untyped._launched
@@ -413,13 +413,13 @@ def test_rows_of_a_budget_choose_their_tokens_together_whenever_they_came(model:
 def test_other_weights_need_other_graphs(model: LoopedLM) -> None:
     changed = copy.deepcopy(model)
     backend = backend_of(changed)
-    engine, memory = Engine(changed, Letters(), backend=backend), backend._batch._pool
+    engine, memory = Engine(changed, Letters(), backend), backend._batch._pool
     requests = [Request((1, 2, 3), Trajectory.uniform(2), max_tokens=6)]
     finished(engine, requests)
     with torch.no_grad():
         for parameter in changed.stack.parameters():
             parameter.mul_(-1.5)
-    expected = finished(Engine(changed, Letters(), backend=PlainBackend(changed, 3)), requests)
+    expected = finished(Engine(changed, Letters(), PlainBackend(changed, 3)), requests)
     same(finished(engine, requests), expected)
     assert backend._batch._pool is memory
 
@@ -428,7 +428,7 @@ def test_rows_that_run_go_on_with_other_weights_and_keep_their_places(model: Loo
     """Every slot but one is taken when the weights change, and more come than fit."""
     changed = copy.deepcopy(model)
     requests = [Request((number, 2, 3), Trajectory.uniform(2), max_tokens=9) for number in range(1, 6)]
-    engine = Engine(changed, Letters(), backend=backend_of(changed))
+    engine = Engine(changed, Letters(), backend_of(changed))
     tickets = [engine.submit(request) for request in requests[:2]]
     for _ in range(2):
         engine.step()
@@ -443,10 +443,10 @@ def test_rows_that_run_go_on_with_other_weights_and_keep_their_places(model: Loo
     for ticket, ids in begun.items():
         text = (*requests[ticket].prompt, *results[ticket].ids[: len(results[ticket].ids) - 1])
         follows = Request(text, Trajectory.uniform(2), max_tokens=1)
-        (last,) = finished(Engine(changed, Letters(), backend=PlainBackend(changed, 3)), [follows])
+        (last,) = finished(Engine(changed, Letters(), PlainBackend(changed, 3)), [follows])
         assert results[ticket].ids[: len(ids)] == ids
         assert results[ticket].ids[-1:] == last.ids
-    expected = finished(Engine(changed, Letters(), backend=PlainBackend(changed, 3)), requests[2:])
+    expected = finished(Engine(changed, Letters(), PlainBackend(changed, 3)), requests[2:])
     same([results[ticket] for ticket in tickets[2:]], expected)
 
 

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.device import available_bytes
-from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON
+from loopformer.model.looped import LoopedLM
 
 if TYPE_CHECKING:
     from loopformer.inference.fused.batch import SharedBatch

@@ -41,10 +41,10 @@ from loopformer.inference.fused.graphs import (
     wait_for,
 )
 from loopformer.inference.sampling import GREEDY, Draw, hashed_seed, rule
-from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON
 from loopformer.model.cache import SequenceKV
 from loopformer.model.conditioning import Condition
+from loopformer.model.looped import LoopedLM
 
 PAGE = 64  # tokens
 MEMORY_SHARE = 0.8  # of the free memory, for keys and values at most

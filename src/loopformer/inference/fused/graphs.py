@@ -25,14 +25,14 @@ import torch
 import triton
 from torch import Tensor
 
-from loopformer.config import ModelConfig
+from loopformer.config.model import ModelConfig
 from loopformer.device import device_context
 from loopformer.inference.fused import kernels
 from loopformer.inference.fused.backend import Weights
-from loopformer.model import LoopedLM
 from loopformer.model.block import EPSILON, rotary_angles
 from loopformer.model.cache import KVCache, LoopPlan, SequenceKV
 from loopformer.model.conditioning import Condition
+from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
 FEWEST = 32  # tokens of the smallest graph of a prompt

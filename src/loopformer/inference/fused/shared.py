@@ -1,7 +1,7 @@
 """The fused backend of the engine: requests of any budget come and go between passes that all of them share.
 
 backend = SharedBackend(SharedBatch(model, slots=64))  # backend.obstacle(model) says what is in its way here
-engine = Engine(model, tokenizer, backend=backend)
+engine = Engine(model, tokenizer, backend)
 
 Prompts run one after the other, each as one graph (graphs.py), many short ones together as on the plain path
 (decode.py), on a stream of their own beside the passes of those that run: nobody waits for them, and a row comes in
@@ -203,7 +203,7 @@ class SharedBackend(PromptBackend):
     def _under_way_rows(self) -> list[RowState]:
         return [row for one in self._under_way for row in one.run.rows]
 
-    def keep(self, rows: Sequence[RowState]) -> None:
+    def free_except(self, rows: Sequence[RowState]) -> None:
         device = self._device
         if device is not None and (gone := set(device.rows) - {row.ticket for row in rows}):
             self._device = device.without(gone)
