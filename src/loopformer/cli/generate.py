@@ -37,20 +37,20 @@ if TYPE_CHECKING:
     from loopformer.trajectory import Trajectory
 
 
-def _kept(*_: Any, source: Path | None = None, **__: Any) -> str:
+def _outcome_of_stop(*_: Any, source: Path | None = None, **__: Any) -> str:
     if source is None:
         return "only the text printed so far is kept, the same command starts again"
     return "answered lines are kept, the same command continues after them"
 
 
-@stoppable(_kept)
+@stoppable(_outcome_of_stop)
 def generate(
     model: Model = BOX,
     prompt: Annotated[str | None, typer.Argument(help="The text to continue. Default: standard input.")] = None,
     budget: BudgetOption = None,
     trajectory: TrajectoryOption = None,
     schedule: Annotated[
-        str, typer.Option(help="The schedule of a budget: uniform, or best, the one `loopformer search` found.")
+        str, typer.Option(help="The schedule of a budget: uniform, or best, the result of `loopformer search`.")
     ] = "uniform",
     max_ms_per_token: Annotated[
         float | None, typer.Option(help="Use the largest budget that is this fast on this machine.")
@@ -195,7 +195,7 @@ def _answer_file(
     if done.errors:
         raise RunFailed(
             f"{done.errors} of {done.lines} lines failed; see `error` in {out}, then correct these lines and put "
-            "them into a file of their own."
+            "them into a new file."
         )
 
 

@@ -36,15 +36,15 @@ def verify(
     require(bool(paths), "There is nothing to verify; name prepared data, a run or a model.")
     results = []
     for path in paths:
-        for what, check in _checks(path):
+        for name, check in _checks(path):
             try:
                 check()
                 problem = None
             except LoopformerError as error:
                 problem = str(error)
-            results.append({"path": path, "what": what, "wrong": problem})
+            results.append({"path": path, "what": name, "wrong": problem})
             if not as_json:
-                typer.echo(f"{what}: {problem or 'ok'}")
+                typer.echo(f"{name}: {problem or 'ok'}")
     if as_json:
         typer.echo(json.dumps(results))
     if damaged := [str(result["what"]) for result in results if result["wrong"]]:
@@ -52,6 +52,7 @@ def verify(
 
 
 def _checks(path: str) -> Checks:
+    """The checks of a path: one for each split of prepared data, one for each checkpoint of a run, or one."""
     from loopformer.data.shards import is_prepared
     from loopformer.loading.folder import checkpoints, is_run_folder
 

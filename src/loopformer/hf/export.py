@@ -216,8 +216,8 @@ def write_card(
 # The model's source files in one flat folder.
 #
 # Transformers copies a file and, for `from .name import …`, the files beside it. So each module becomes a file with
-# a flat name, and its imports of loopformer modules become relative. Only `from module import …` is rewritten, and
-# only names that the module itself defines are found, as no package's `__init__.py` is copied.
+# a flat name, and its imports of loopformer modules become relative. Only `from module import …` is rewritten. No
+# `__init__.py` is copied, so these modules import each name from the module that defines it.
 
 _HEADER = f"# A module of {PACKAGE} (MIT licence), copied by `{PACKAGE} export`; only its imports are changed.\n"
 _IMPORT = re.compile(rf"^( *)from ({PACKAGE}[.\w]*) import", re.MULTILINE)
