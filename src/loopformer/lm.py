@@ -20,9 +20,9 @@ from torch import nn
 
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import choose_device
-from loopformer.errors import REMOVED_CERTAINTY, REMOVED_DRAFT, LoopformerError, RunFailed, nearest, require
+from loopformer.errors import REMOVED_CERTAINTY, REMOVED_DRAFT, LoopformerError, nearest, require
 from loopformer.inference.decode import PlainBackend, kv_bytes_per_slot
-from loopformer.inference.engine import Backend, Engine, complete, generate
+from loopformer.inference.engine import Backend, Engine, generate
 from loopformer.inference.fused.backend import BatchPool, unsupported_reason
 from loopformer.inference.request import Event, Request, Result
 from loopformer.inference.sampling import Sampling, is_whole
@@ -42,8 +42,8 @@ REMOVED = {  # options of earlier versions
 }
 
 
-class SamplingOptions(TypedDict, total=False):
-    """How tokens are chosen; see `Sampling` (inference/sampling.py) for each."""
+class RequestOptions(TypedDict, total=False):
+    """What `lm.requests` takes; see `Sampling` (inference/sampling.py) for how tokens are chosen."""
 
     temperature: float
     top_k: int | None
@@ -51,11 +51,6 @@ class SamplingOptions(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     seed: int | None
-
-
-class RequestOptions(SamplingOptions, total=False):
-    """What `lm.requests` takes."""
-
     max_tokens: int
     stops: str | Sequence[str] | None
 
@@ -116,14 +111,12 @@ class LM:
         if not isinstance(prompt, Iterable):
             raise LoopformerError(f"A prompt is text, or a list of texts; got {prompt!r}.")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        fast = options.get("fast", "auto")
-        _check_options(options, GenerateOptions)
-        requests = self.requests(prompts, budget, trajectory, **_request_options(options))
+        fast = options.pop("fast", "auto")
+        requests = self.requests(prompts, budget, trajectory, **options)  # type: ignore[misc]
         if not requests:
             return []
-        with self._backend(requests, self._is_fused(requests, fast)) as backend:
-            results = complete(self.model, self.need_tokenizer(), requests, backend)
-        return results[0] if isinstance(prompt, str) else results
+        ended = {event.ticket: event.result for event in self.events(requests, fast) if event.result is not None}
+        return ended[0] if isinstance(prompt, str) else [ended[ticket] for ticket in range(len(requests))]
 
     def stream(
         self,
@@ -133,24 +126,22 @@ class LM:
         **options: Unpack[GenerateOptions],
     ) -> Iterator[str]:
         """Continue a prompt and give its text piece by piece, whole characters each."""
-        _check_options(options, GenerateOptions)
-        requests = self.requests([prompt], budget, trajectory, **_request_options(options))
-        events = self.events(requests, options.get("fast", "auto"))
+        fast = options.pop("fast", "auto")
+        events = self.events(self.requests([prompt], budget, trajectory, **options), fast)  # type: ignore[misc]
         return (event.piece for event in events if event.piece)
 
     def events(self, requests: Sequence[Request], fast: Fast = "auto") -> Iterator[Event]:
-        """Run requests together, and give what becomes of them as it comes; one that fails is raised."""
-        return self._events(requests, self._is_fused(requests, fast))
+        """Run requests together, and give their events as they come; a request that fails is raised."""
+        fused = self._is_fused(fast)  # here, so that a wrong option is refused before the first event
 
-    def _events(self, requests: Sequence[Request], fused: bool) -> Iterator[Event]:
-        with self._backend(requests, fused) as backend:
-            for event in generate(self.model, self.need_tokenizer(), requests, backend):
-                if event.result is not None and event.result.error is not None:
-                    raise RunFailed(event.result.error)
-                yield event
+        def run() -> Iterator[Event]:
+            with self._backend(len(requests), fused) as backend:
+                yield from generate(self.model, self.need_tokenizer(), requests, backend)
 
-    def _is_fused(self, requests: Sequence[Request], fast: Fast) -> bool:
-        """Whether fused kernels run these requests; an error if `fast` demands them and they cannot."""
+        return run()
+
+    def _is_fused(self, fast: Fast) -> bool:
+        """Whether fused kernels decode; an error if `fast` demands them and they cannot."""
         if fast not in (True, False, "auto"):
             raise LoopformerError(f"fast is True, False or 'auto', not {fast!r}.")
         why = unsupported_reason(self.model)
@@ -159,15 +150,15 @@ class LM:
         return fast is not False and why is None
 
     @contextmanager
-    def _backend(self, requests: Sequence[Request], fused: bool) -> Iterator[Backend]:
-        """What runs these requests, as long as they run."""
+    def _backend(self, requests: int, fused: bool) -> Iterator[Backend]:
+        """A backend for so many requests."""
         if not fused:
-            yield PlainBackend(self.model, max(1, len(requests)), remember=0)
+            yield PlainBackend(self.model, max(1, requests), remember=0)
             return
         from loopformer.inference.fused.shared import SharedBackend  # needs Triton
 
         self._pool = self._pool or BatchPool(self.model)
-        with self._pool.batch(max(1, len(requests))) as batch:
+        with self._pool.batch(max(1, requests)) as batch:
             yield SharedBackend(batch, remember=0)
 
     def score(self, texts: Sequence[str], budget: Budget = None, trajectory: Schedule = None) -> list[Score]:
@@ -195,7 +186,7 @@ class LM:
         """
         if not is_whole(rows) or rows < 1:
             raise LoopformerError(f"An engine needs 1 row or more, got {rows}.")
-        if not self._is_fused([], fast):
+        if not self._is_fused(fast):
             if memory is not None:
                 rows = min(rows, memory // kv_bytes_per_slot(self.model))
                 require(
@@ -217,9 +208,14 @@ class LM:
         **options: Unpack[RequestOptions],
     ) -> list[Request]:
         """What `generate` and `stream` run."""
-        _check_options(options, RequestOptions)
         if isinstance(prompts, str):
             raise LoopformerError("requests takes a list of prompts; put the one prompt in brackets.")
+        for name in options:
+            if name in REMOVED:
+                raise LoopformerError(REMOVED[name])
+            if name not in RequestOptions.__annotations__:
+                hint = nearest(name, list(GenerateOptions.__annotations__))
+                raise LoopformerError(f"Unknown option {name} for generation; {hint}")
         settings: dict[str, Any] = dict(options)
         stops, max_tokens = settings.pop("stops", None) or (), settings.pop("max_tokens", 128)
         stops = (stops,) if isinstance(stops, str) else tuple(stops)
@@ -299,19 +295,3 @@ def optimize_weight_layout(model: LoopedLM) -> LoopedLM:
 
 def _lm(model: LoopedLM, tokenizer: Path | None) -> LM:
     return LM(optimize_weight_layout(model).eval(), Tokenizer.load(tokenizer) if tokenizer else None)
-
-
-def _check_options(options: Any, known: Any) -> None:
-    """Refuse names that are no options; types are checked where each is used."""
-    for name in options:
-        if name in REMOVED:
-            raise LoopformerError(REMOVED[name])
-        if name not in known.__annotations__:
-            raise LoopformerError(
-                f"Unknown option {name} for generation; {nearest(name, list(known.__annotations__))}"
-            )
-
-
-def _request_options(options: Any) -> RequestOptions:
-    """Those of the options that make a request."""
-    return {name: value for name, value in options.items() if name in RequestOptions.__annotations__}  # type: ignore[return-value]

@@ -18,16 +18,13 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from loopformer.errors import REMOVED_CERTAINTY, FileProblem, LoopformerError, RunFailed, nearest, unreadable
 from loopformer.files import append_line, explain_write_errors, open_exclusive, read_json, write_json
 from loopformer.inference.engine import Engine
-from loopformer.inference.request import Event, Request, Result
+from loopformer.inference.request import Event, Request
 
 AHEAD = 4096  # prompts that may run or be answered while an earlier one still runs
 VERSION = 1  # of answers.jsonl.run.json
@@ -49,8 +46,7 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-@dataclass(frozen=True)
-class BatchReport:
+class BatchReport(NamedTuple):
     """The number of answers in the file."""
 
     lines: int
@@ -73,14 +69,10 @@ def answer_file(
     """
     if source.is_fifo() or source.is_char_device():
         raise FileProblem(f"{source} cannot be read twice, as prompts are; write them to a file first.")
-    new = not out.exists()
-    with _opened(source) as lines, _opened_other(out, source) as file:
-        try:
-            total = _check_belongs(source, out, json.loads(json.dumps(settings)))
-        except BaseException:
-            if new and not out.stat().st_size:
-                out.unlink()
-            raise
+    if out.exists() and source.exists() and out.samefile(source):
+        raise FileProblem(f"{out} is the file of prompts itself; give another --out.")
+    with _opened(source) as lines, open_exclusive(out) as file:
+        total = _check_belongs(source, out, json.loads(json.dumps(settings)))
         prompts = _prompts(lines)
         done, errors, end = _skip_answered(source, out, prompts)
         with explain_write_errors(out):
@@ -105,12 +97,6 @@ def _opened(source: Path) -> IO[bytes]:
         raise unreadable(source, error) from error
 
 
-def _opened_other(out: Path, source: Path) -> AbstractContextManager[FileIO]:
-    if out.exists() and out.samefile(source):
-        raise FileProblem(f"{out} is the file of prompts itself; give another --out.")
-    return open_exclusive(out)
-
-
 # Reading prompts.
 
 
@@ -129,24 +115,16 @@ def _prompts(lines: Iterable[bytes]) -> Iterator[_Prompt]:
         name: Any = number
         fields: dict[str, Any] | LoopformerError
         try:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # a wrong encoding is a ValueError
-                raise LoopformerError("The line is not JSON.") from error
+            record = json.loads(line)
             if not isinstance(record, dict):
                 raise LoopformerError('The line is no object such as {"prompt": "…"}.')
             fields = {key: value for key, value in record.items() if value is not None}
-            given = fields.pop("id", number)
-            try:
-                json.dumps(given, allow_nan=False)  # Python also reads NaN, and 1e999 as Infinity
-            except ValueError as error:
-                raise LoopformerError(
-                    "The id has NaN or Infinity, which JSON cannot hold; give another."
-                ) from error
-            name = given
+            name = fields.pop("id", number)
             _check_fields(fields)
         except LoopformerError as error:
             fields = error
+        except (ValueError, RecursionError):  # a wrong encoding is a ValueError
+            fields = LoopformerError("The line is not JSON.")
         yield _Prompt(name, fields)
 
 
@@ -190,22 +168,22 @@ def _answers(
                 answer["error"] = str(error)
         if by_ticket:
             for event in _step(engine):
-                if event.result is not None:
-                    by_ticket.pop(event.ticket).update(_outcome(event.result))
+                result = event.result
+                if result is None:
+                    continue
+                by_ticket.pop(event.ticket).update(
+                    {
+                        "text": result.text,
+                        "reason": result.reason,
+                        "trajectory": str(result.trajectory),
+                        "prompt_tokens": result.prompt_tokens,
+                        "new_tokens": len(result.ids),
+                    }
+                    if result.error is None
+                    else {"error": result.error}
+                )
         while pending and len(pending[0]) > 1:
             yield pending.popleft()
-
-
-def _outcome(result: Result) -> AnswerLine:
-    if result.error is not None:
-        return {"error": result.error}
-    return {
-        "text": result.text,
-        "reason": result.reason,
-        "trajectory": str(result.trajectory),
-        "prompt_tokens": result.prompt_tokens,
-        "new_tokens": len(result.ids),
-    }
 
 
 def _step(engine: Engine) -> list[Event]:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from loopformer.device import synchronise
 from loopformer.errors import require
 from loopformer.inference.decode import PlainBackend
-from loopformer.inference.request import Request, RowState
-from loopformer.inference.sampling import Choice
+from loopformer.inference.engine import Engine
+from loopformer.inference.request import Request
 from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -48,20 +48,21 @@ def budget_for_milliseconds(model: LoopedLM, most: float, prompt: Sequence[int])
 
 def milliseconds_per_token(model: LoopedLM, trajectory: Trajectory, prompt: Sequence[int]) -> float:
     """The median time to decode one token at batch 1 after the prompt, without its text."""
-    room = model.config.context - TIMED_TOKENS
-    request = Request(tuple(prompt)[-max(1, room) :], trajectory, max_tokens=TIMED_TOKENS + 1)
-    backend, row = PlainBackend(model, 1, remember=0), RowState.start(0, request, _NoText(), model.config)
-    first: Choice | int = 0
-    while not isinstance(first, Choice):  # prefill returns a number until all pieces of a long prompt have run
-        (first,) = backend.prefill([row])
-    row, _ = row.take([first])
+    config = model.config
+    prompt = tuple(prompt)[-max(1, config.context - TIMED_TOKENS) :]
+    request = Request(prompt, trajectory, max_tokens=TIMED_TOKENS + 1)
+    engine = Engine(model, _NoText(), PlainBackend(model, 1, remember=0), rows=1, queue=1)
+    engine.submit(request)
+    while engine.waiting:  # a long prompt takes several steps
+        engine.step()
     times = []
-    for _ in range(max(1, min(TIMED_TOKENS, row.free_positions))):
+    while not engine.idle:
         synchronise(model.device)
         started = time.perf_counter()
-        row, _ = row.take(backend.decode([row])[0])
+        engine.step()
         synchronise(model.device)
         times.append(time.perf_counter() - started)
+    require(len(times) > 0, "The text ends at once, so its speed cannot be measured; give a budget.")
     return sorted(times)[len(times) // 2] * 1e3
 
 

@@ -29,7 +29,7 @@ import torch
 
 from loopformer.device import device_context
 from loopformer.errors import LoopformerError, RunFailed
-from loopformer.inference.request import EndingDetokenizer, Event, Request, Result, RowState
+from loopformer.inference.request import EndingDetokenizer, Event, Request, RowState
 from loopformer.inference.sampling import Choice, is_whole
 from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
@@ -328,12 +328,15 @@ def _without(state: _State, ticket: int) -> _State:
 def generate(
     model: LoopedLM, tokenizer: EndingDetokenizer, requests: Sequence[Request], backend: Backend
 ) -> Iterator[Event]:
-    """Run requests together to their ends; events come as tokens do, their tickets count the requests from 0."""
-    most = max(1, len(requests))
-    engine = Engine(model, tokenizer, backend, most, most)
+    """Run requests together to their ends. Their tickets count from 0. A request that fails raises `RunFailed`."""
+    count = max(1, len(requests))
+    engine = Engine(model, tokenizer, backend, count, count)
     for request in requests:
         engine.submit(request)
-    return engine.run()
+    for event in engine.run():
+        if event.result is not None and event.result.error is not None:
+            raise RunFailed(event.result.error)
+        yield event
 
 
 def warm_up(engine: Engine, budgets: Sequence[int]) -> None:
@@ -361,21 +364,3 @@ def warm_up(engine: Engine, budgets: Sequence[int]) -> None:
         for size in sizes:
             submit(budget, size, 2)
             list(engine.run())
-
-
-def complete(
-    model: LoopedLM,
-    tokenizer: EndingDetokenizer,
-    requests: Sequence[Request],
-    backend: Backend,
-    show: Callable[[Event], object] = lambda event: None,
-) -> list[Result]:
-    """Run requests to their ends: their results in order. One that failed is raised."""
-    results: dict[int, Result] = {}
-    for event in generate(model, tokenizer, requests, backend):
-        show(event)
-        if event.result is not None:
-            if event.result.error is not None:
-                raise RunFailed(event.result.error)
-            results[event.ticket] = event.result
-    return [results[ticket] for ticket in range(len(requests))]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from loopformer.device import to_device_async
-from loopformer.errors import LoopformerError
+from loopformer.errors import LoopformerError, require
 from loopformer.model.noise import GOLDEN, MIX_1, MIX_2, as_int64, hashed, logical_shift
 
 _64_BITS = (1 << 64) - 1
@@ -46,16 +46,14 @@ class Sampling:
             value = getattr(self, name)
             if not (value is None or is_whole(value)):
                 raise LoopformerError(f"{name} must be a whole number, got {value!r}.")
-        if self.temperature < 0:
-            raise LoopformerError(f"temperature must be 0 (greedy) or more, got {self.temperature}.")
-        if self.top_k is not None and self.top_k < 1:
-            raise LoopformerError(f"top_k must be 1 or more, got {self.top_k}.")
-        if not 0 < self.top_p <= 1:
-            raise LoopformerError(f"top_p must lie in (0, 1], got {self.top_p}.")
-        if not 0 <= self.min_p <= 1:
-            raise LoopformerError(f"min_p must lie in [0, 1], got {self.min_p}.")
-        if self.repetition_penalty <= 0:
-            raise LoopformerError(f"repetition_penalty must be positive, got {self.repetition_penalty}.")
+        for name, is_valid, bounds in (
+            ("temperature", self.temperature >= 0, "be 0 (greedy) or more"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "be 1 or more"),
+            ("top_p", 0 < self.top_p <= 1, "lie in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "lie in [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty > 0, "be positive"),
+        ):
+            require(is_valid, f"{name} must {bounds}, got {getattr(self, name)}.")
 
     @property
     def greedy(self) -> bool:
