@@ -80,7 +80,7 @@ def test_commands_change_the_next_answer(model: str) -> None:
     [
         ("/budgt 2", "There is no /budgt; did you mean /budget? Begin the line with a space to send it."),
         ("/budget", "Write it as /budget 2."),
-        ("/budget two", "'two' is no number of loops; write it as /budget 2."),
+        ("/budget two", "Cannot read 'two' as a trajectory; write a budget (4)"),
         ("/budget 9", "Budget 9 is above the model's 4 loops; choose 1 to 4."),
         ("/trajectory 4-x", "4-x"),
         ("/temperature warm", "'warm' is no number; write it as /temperature 0.7."),

@@ -33,19 +33,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("prepare")(prepare)
-app.command("train")(train)
-app.command("generate")(generate)
-app.command("chat")(chat)
-app.command("search")(search)
-app.command("analyze")(analyze)
-app.command("report")(report)
-app.command("info")(info)
-app.command("serve")(serve)
-app.command("import")(import_)
-app.command("export")(export)
-app.command("verify")(verify)
-
+for verb in (prepare, train, generate, chat, search, analyze, report, info, serve, import_, export, verify):
+    app.command(verb.__name__.removesuffix("_"))(verb)
 app.add_typer(evaluate, name="eval")
 app.add_typer(bench, name="bench")
 

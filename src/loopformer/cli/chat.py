@@ -3,10 +3,8 @@
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -95,24 +93,51 @@ def chat(
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     conversation = Conversation(engine, template, settings, messages)
     config = lm.model.config
-    if sys.stdin.isatty():
+    is_typed, failed = sys.stdin.isatty(), False
+    if is_typed:
         with suppress(ImportError):  # gives `input` line editing and history
             import readline  # noqa: F401
+        # `stoppable` would end the chat after any Ctrl-C, but here it only stops an answer. A background job that
+        # ignores Ctrl-C keeps ignoring it.
+        if callable(signal.getsignal(signal.SIGINT)):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         _note(f"{config.blocks}⊗{config.loops}, {config.context} tokens of context; /help lists the commands")
-    failed = False
-    with _handling_interrupts() as terminal:
-        while (line := terminal.read_line()) is not None:
-            try:
-                if line.startswith("/"):
-                    if not conversation.run_command(line):
-                        break
-                elif line.strip():
-                    conversation.answer(line.strip(), lambda: terminal.interrupted)
-            except LoopformerError as error:
-                failed = True
-                typer.echo(f"loopformer: {error}", err=True)
-    if failed and not sys.stdin.isatty():  # a person at a terminal has seen the error
+    prompt = "> " if is_typed and sys.stdout.isatty() else ""
+    while (line := _read_line(prompt)) is not None:
+        try:
+            if line.startswith("/"):
+                if not conversation.run_command(line):
+                    break
+            elif line.strip():
+                conversation.answer(line.strip())
+        except LoopformerError as error:
+            failed = True
+            typer.echo(f"loopformer: {error}", err=True)
+        except KeyboardInterrupt:
+            if not is_typed:  # nobody is there to type the next line
+                raise
+    if failed and not is_typed:  # a person at a terminal has seen the error
         raise typer.Exit(1)
+
+
+def _read_line(prompt: str) -> str | None:
+    """The next line of standard input; None at its end. At a terminal, Ctrl-C drops the line."""
+    from loopformer.errors import LoopformerError
+
+    while True:
+        try:
+            return input(prompt)
+        except UnicodeDecodeError as error:
+            raise LoopformerError("Standard input is not UTF-8 text; convert it.") from error
+        except EOFError:
+            if prompt:
+                typer.echo("")
+            return None
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            typer.echo("", err=True)
+            _note("Ctrl-D or /quit ends the chat")
 
 
 def _note(sentence: str) -> None:
@@ -145,32 +170,26 @@ class Conversation:
             return False
         if command == "help":
             typer.echo(HELP, err=True)
-        elif command == "reset":
+            return True
+        if command == "reset":
             self.messages = [message for message in self.messages if message["role"] == "system"]
             self.warned_of_context = False
             _note("the conversation is forgotten")
-        else:
-            self._change_setting(command, value)
-        return True
-
-    def _change_setting(self, name: str, value: str) -> None:
-        from loopformer.errors import LoopformerError
-
-        if name == "temperature":
+            return True
+        if command == "temperature":
             try:
                 temperature = float(value)
             except ValueError as error:
                 raise LoopformerError(f"{value!r} is no number; write it as /temperature 0.7.") from error
             sampling = replace(self.settings.sampling, temperature=temperature)
             self.settings = replace(self.settings, sampling=sampling)
-        else:
-            if name == "budget" and not value.isdecimal():
-                raise LoopformerError(f"{value!r} is no number of loops; write it as /budget 2.")
+        else:  # budget or trajectory
             self.settings = replace(self.settings, trajectory=self.engine.model.resolve(value))
         _note(f"trajectory {self.settings.trajectory}, temperature {self.settings.sampling.temperature:g}")
+        return True
 
-    def answer(self, question: str, is_stopped: Callable[[], bool]) -> None:
-        """Stream the answer to a question until it ends or is stopped, and remember both."""
+    def answer(self, question: str) -> None:
+        """Stream the answer to a question, and append both to the messages. Ctrl-C stops the answer."""
         from loopformer.errors import RunFailed
         from loopformer.inference.request import REASONS
 
@@ -185,15 +204,19 @@ class Conversation:
         if len(messages) <= len(self.messages) and not self.warned_of_context:
             self.warned_of_context = True
             _note("the context is full: the oldest messages are left out from now on")
-        text, result = "", None
-        while result is None and not is_stopped():
-            for event in self.engine.step():
-                result = event.result
-                piece = event.piece if text else event.piece.lstrip()
-                text += piece
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-        self.engine.cancel(ticket)
+        text, result, interrupt = "", None, None
+        try:
+            while result is None:
+                for event in self.engine.step():
+                    result = event.result
+                    piece = event.piece if text else event.piece.lstrip()
+                    text += piece
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
+        except KeyboardInterrupt as error:
+            interrupt = error
+        finally:
+            self.engine.cancel(ticket)
         sys.stdout.write("\n")
         sys.stdout.flush()
         if text.strip():
@@ -207,63 +230,5 @@ class Conversation:
             f"{tokens} tokens, {seconds / max(1, tokens) * 1e3:.1f} ms each including the prompt; "
             f"{budget} {'loop' if budget == 1 else 'loops'} each; {reason}"
         )
-
-
-class Terminal:
-    """Standard input, and what Ctrl-C means in a chat.
-
-    At a terminal, Ctrl-C stops the answer or drops the line being typed. Where lines come from a pipe or a file,
-    nobody is there to go on, so it stops the answer and then the chat.
-    """
-
-    def __init__(self) -> None:
-        self.interrupted = self._reading = False
-
-    def handle_signal(self, number: int, frame: FrameType | None) -> None:
-        self.interrupted = True
-        if self._reading:
-            raise KeyboardInterrupt
-
-    def read_line(self) -> str | None:
-        """The next line; None at the end of the input."""
-        from loopformer.errors import LoopformerError
-
-        typed = sys.stdin.isatty()
-        has_prompt = typed and sys.stdout.isatty()
-        while True:
-            try:
-                self._reading = True
-                if self.interrupted and not typed:
-                    raise KeyboardInterrupt
-                self.interrupted = False
-                line = input("> " if has_prompt else "")
-                self._reading = False
-                return line
-            except KeyboardInterrupt:
-                if not typed:
-                    raise
-                if has_prompt:
-                    typer.echo("")
-                    _note("Ctrl-D or /quit ends the chat")
-            except EOFError:
-                if has_prompt:
-                    typer.echo("")
-                return None
-            except UnicodeDecodeError as error:
-                raise LoopformerError("Standard input is not UTF-8 text; convert it.") from error
-            finally:
-                self._reading = False
-
-
-@contextmanager
-def _handling_interrupts() -> Iterator[Terminal]:
-    """Handle Ctrl-C during the chat, unless it is ignored, as in a background job."""
-    terminal, before = Terminal(), signal.getsignal(signal.SIGINT)
-    if not callable(before):
-        yield terminal
-        return
-    signal.signal(signal.SIGINT, terminal.handle_signal)
-    try:
-        yield terminal
-    finally:
-        signal.signal(signal.SIGINT, before)
+        if interrupt is not None:
+            raise interrupt

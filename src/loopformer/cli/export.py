@@ -40,13 +40,14 @@ def export(
     from loopformer.errors import LoopformerError
     from loopformer.files import remove_empty_on_failure
     from loopformer.hf.export import export as run
+    from loopformer.model.cost import Cost
 
     if model_option is not None and out is None and model is not None:  # `export --model MODEL OUT`
         model, out = model_option, Path(model)
     elif model is None or out is None or model_option is not None:
         raise LoopformerError("Give the model and the folder to write, as in loopformer export runs/mine exported.")
     with remove_empty_on_failure(out):
-        exported = run(
+        config, files = run(
             model,
             out,
             self_contained=self_contained,
@@ -55,19 +56,18 @@ def export(
             heads=heads,
             loops=loops,
         )
-    config, parameters = exported.model.config, exported.model.cost.parameters.total
-    default = exported.config.trajectory or exported.config.budget or config.loops
+    settings, parameters = config.settings, Cost(config.settings).parameters.total
+    default = config.trajectory or config.budget or settings.loops
     if as_json:
-        summary = {"out": str(out), "parameters": parameters, "default": str(default), "files": exported.files}
-        typer.echo(json.dumps(summary))
+        typer.echo(json.dumps({"out": str(out), "parameters": parameters, "default": str(default), "files": files}))
         return
-    tokenizer = "" if "tokenizer.json" in exported.files else "; no tokenizer came with the weights"
+    tokenizer = "" if "tokenizer.json" in files else "; no tokenizer came with the weights"
     typer.echo(
-        f"{out}: {config.blocks}⊗{config.loops}, {parameters:,} parameters, {len(exported.files)} files; "
+        f"{out}: {settings.blocks}⊗{settings.loops}, {parameters:,} parameters, {len(files)} files; "
         f"default trajectory {default}{tokenizer}"
     )
     trust = ", trust_remote_code=True" if self_contained else ""
     first = "" if self_contained else "import loopformer.hf; "
     typer.echo(
-        f'{first}AutoModelForCausalLM.from_pretrained("{out}"{trust}, budget={min(2, config.loops)})', err=True
+        f'{first}AutoModelForCausalLM.from_pretrained("{out}"{trust}, budget={min(2, settings.loops)})', err=True
     )

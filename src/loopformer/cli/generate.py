@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,20 +37,20 @@ if TYPE_CHECKING:
     from loopformer.trajectory import Trajectory
 
 
-def _kept(*_: Any, source: Path | None = None, **__: Any) -> str:
+def _outcome_of_stop(*_: Any, source: Path | None = None, **__: Any) -> str:
     if source is None:
         return "only the text printed so far is kept, the same command starts again"
     return "answered lines are kept, the same command continues after them"
 
 
-@stoppable(_kept)
+@stoppable(_outcome_of_stop)
 def generate(
     model: Model = BOX,
     prompt: Annotated[str | None, typer.Argument(help="The text to continue. Default: standard input.")] = None,
     budget: BudgetOption = None,
     trajectory: TrajectoryOption = None,
     schedule: Annotated[
-        str, typer.Option(help="The schedule of a budget: uniform, or best, the one `loopformer search` found.")
+        str, typer.Option(help="The schedule of a budget: uniform, or best, the result of `loopformer search`.")
     ] = "uniform",
     max_ms_per_token: Annotated[
         float | None, typer.Option(help="Use the largest budget that is this fast on this machine.")
@@ -173,30 +174,28 @@ def _answer_file(
     """Answer a file of prompts. `defaults` holds the arguments of `lm.requests` for fields that a line lacks."""
     from loopformer.errors import RunFailed
     from loopformer.inference.batch_file import answer_file
-    from loopformer.inference.request import Request
-    from loopformer.inference.sampling import Sampling
 
-    def request_of(fields: dict[str, Any]) -> Request:
+    def request_of(fields: dict[str, Any]) -> "Request":
         line = {"stops" if name == "stop" else name: value for name, value in fields.items()}
         if "budget" in line or "trajectory" in line:  # then neither comes from the command line
             line = {"budget": None, "trajectory": None, **line}
         return lm.requests([line.pop("prompt")], **{**defaults, **line})[0]
 
-    settings = dict(defaults)
-    (trajectory,) = lm.trajectories(1, settings.pop("budget"), settings.pop("trajectory"))
     engine = lm.engine(rows, queue=rows, fast=fast)
-    sampling = Sampling(**{name: settings[name] for name in Sampling.__dataclass_fields__})
     # A wrong option is wrong for every line, so refuse it before the first.
-    engine.backend.check(Request((0,), trajectory, sampling, settings["max_tokens"], settings["stops"]))
-    settings |= {"weights": weights, "tokenizer": lm.need_tokenizer().hash, "trajectory": str(trajectory)}
-    settings |= {"device": lm.model.device.type, "dtype": lm.model.dtype_name, "fast": fast}
+    (example,) = lm.requests(["a"], **defaults)
+    engine.backend.check(example)
+    settings = {**defaults, "weights": weights, "tokenizer": lm.need_tokenizer().hash}
+    settings |= {"trajectory": str(example.trajectory), "device": lm.model.device.type}
+    settings |= {"dtype": lm.model.dtype_name, "fast": fast}
+    del settings["budget"]  # the trajectory says it
     with progress("prompts") as report:
         done = answer_file(source, out, engine, request_of, settings, lambda *count: report(source.name, *count))
     print_files([out])
     if done.errors:
         raise RunFailed(
             f"{done.errors} of {done.lines} lines failed; see `error` in {out}, then correct these lines and put "
-            "them into a file of their own."
+            "them into a new file."
         )
 
 
@@ -279,15 +278,12 @@ def _compare(lm: "LM", text: str, compared: "list[Trajectory]", options: dict[st
     if as_json:
         typer.echo(json.dumps(rows))
         return
-    columns = ["loops", "decode,\nms/token", "total,\ns", "prompt\nperplexity", "continuation"]
-    cells = [
-        [
-            row["trajectory"],
-            f"{row['ms_per_token']:.2f}",
-            f"{row['seconds']:.2f}",
-            number(row["prompt_perplexity"], ".2f", missing="-"),
-            row["text"],
-        ]
-        for row in rows
-    ]
-    print_table(columns, cells, left=len(columns), lines=True)
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "loops": lambda row: row["trajectory"],
+        "decode,\nms/token": lambda row: f"{row['ms_per_token']:.2f}",
+        "total,\ns": lambda row: f"{row['seconds']:.2f}",
+        "prompt\nperplexity": lambda row: number(row["prompt_perplexity"], ".2f", missing="-"),
+        "continuation": lambda row: row["text"],
+    }
+    cells = [[show(row) for show in columns.values()] for row in rows]
+    print_table(list(columns), cells, left=len(columns), lines=True)

@@ -2,11 +2,11 @@
 
     def search(model: Model = BUNDLED, budget: …, device: Device = "auto", as_json: Json = False) -> None: …
 
-A verb gives its own default. An option that only one verb has is declared in that verb's file. Nothing here imports
-torch, because every press of TAB starts a process.
+Each verb sets the default. An option of only one verb is declared in that verb's file. Nothing here imports torch,
+because every press of TAB starts a process.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from glob import escape, iglob
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from loopformer.errors import REMOVED_CERTAINTY, REMOVED_DRAFT, LoopformerError,
 from loopformer.files import read_json, read_yaml
 
 RUN_FILE, MODEL_FILE = "run.yaml", "config.json"  # a folder with one of these is a run or a model
-MAX_FOLDERS = 2000  # folders that completion looks into when only the beginning of a path is typed
+MAX_FOLDERS = 2000  # folders that completion searches at each level
 
 
 # Completion. Where nothing fits, the shell completes file names as usual.
@@ -47,14 +47,9 @@ def complete_preset(incomplete: str) -> list[str]:
 
 def complete_model(incomplete: str) -> list[str]:
     """The bundled model, and runs and model folders up to two levels below the typed path."""
-
-    def folders() -> Iterator[str]:
-        for pattern in ("*", "*/*"):
-            for path in islice(iglob(escape(incomplete) + pattern), MAX_FOLDERS):
-                if (Path(path) / RUN_FILE).is_file() or (Path(path) / MODEL_FILE).is_file():
-                    yield path
-
-    return [*complete_from(BOX)(incomplete), *sorted(folders())]
+    paths = [path for form in ("*", "*/*") for path in islice(iglob(escape(incomplete) + form), MAX_FOLDERS)]
+    models = [path for path in paths if any((Path(path) / name).is_file() for name in (RUN_FILE, MODEL_FILE))]
+    return [*complete_from(BOX)(incomplete), *sorted(models)]
 
 
 def complete_model_or_preset(incomplete: str) -> list[str]:
@@ -185,8 +180,8 @@ def the_model(argument: str | None, option: str | None, default: str = BOX) -> s
 
 def check_at_most_one(options: Mapping[str, object]) -> None:
     """Refuse options that exclude each other. None and False mean that an option was not given."""
-    given = [name for name, value in options.items() if value not in (None, False)]
-    require(len(given) <= 1, f"{' and '.join(given)} exclude each other; give only one of them.")
+    used = [name for name, value in options.items() if value not in (None, False)]
+    require(len(used) <= 1, f"{' and '.join(used)} exclude each other; give only one of them.")
 
 
 def text_of_model(model: str) -> str:

@@ -151,10 +151,10 @@ def output_file(path: Path | None, option: str = "--out") -> Iterator[None]:
         yield
 
 
-def stoppable(kept: str | Callable[..., str]) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def stoppable(outcome: str | Callable[..., str]) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Decorate a verb so that Ctrl-C anywhere in it prints one sentence and exits with code 130.
 
-    `kept` says what is saved and how to go on. It may be a function of the verb's options.
+    `outcome` says what is saved and how to continue. It may be a function of the verb's options.
     """
 
     def decorate(verb: Callable[P, None]) -> Callable[P, None]:
@@ -172,7 +172,7 @@ def stoppable(kept: str | Callable[..., str]) -> Callable[[Callable[P, None]], C
             if handles:
                 signal.signal(signal.SIGINT, interrupt)
             try:
-                # A library may swallow the KeyboardInterrupt and return, or fail with an error of its own.
+                # A library may swallow the KeyboardInterrupt and return, or fail with another error.
                 try:
                     verb(*args, **options)
                 except Exception:
@@ -182,7 +182,7 @@ def stoppable(kept: str | Callable[..., str]) -> Callable[[Callable[P, None]], C
                     raise KeyboardInterrupt
             except KeyboardInterrupt:
                 newline = "\n" if sys.stderr.isatty() else ""  # the terminal has echoed ^C
-                sentence = kept if isinstance(kept, str) else kept(*args, **options)
+                sentence = outcome if isinstance(outcome, str) else outcome(*args, **options)
                 typer.echo(f"{newline}loopformer: stopped; {sentence}.", err=True)
                 raise typer.Exit(130) from None
             finally:

@@ -36,15 +36,15 @@ def verify(
     require(bool(paths), "There is nothing to verify; name prepared data, a run or a model.")
     results = []
     for path in paths:
-        for what, check in _checks(path):
+        for name, check in _checks(path):
             try:
                 check()
                 problem = None
             except LoopformerError as error:
                 problem = str(error)
-            results.append({"path": path, "what": what, "wrong": problem})
+            results.append({"path": path, "what": name, "wrong": problem})
             if not as_json:
-                typer.echo(f"{what}: {problem or 'ok'}")
+                typer.echo(f"{name}: {problem or 'ok'}")
     if as_json:
         typer.echo(json.dumps(results))
     if damaged := [str(result["what"]) for result in results if result["wrong"]]:
@@ -52,26 +52,19 @@ def verify(
 
 
 def _checks(path: str) -> Checks:
-    from loopformer.data.shards import STATE_FILE, is_prepared
-    from loopformer.errors import FileProblem
+    """The checks of a path: one for each split of prepared data, one for each checkpoint of a run, or one."""
+    from loopformer.data.shards import is_prepared
     from loopformer.loading.folder import checkpoints, is_run_folder
-
-    def fail(sentence: str) -> None:
-        raise FileProblem(sentence)
 
     folder = Path(path)
     if is_prepared(folder):
         for split in ("train", "val"):
             yield f"{path}, {split} split", partial(_check_data, folder, split)
-    elif (folder / STATE_FILE).is_file():
-        yield path, lambda: fail("its preparation is unfinished; run the same `loopformer prepare` again")
-    elif is_run_folder(path) and checkpoints(folder):
-        for checkpoint in checkpoints(folder):
+    elif is_run_folder(folder) and (saved := checkpoints(folder)):
+        for checkpoint in saved:
             yield str(checkpoint), partial(_check_model, str(checkpoint))
-    elif folder.is_dir() and not any((*folder.glob("*.safetensors"), *folder.glob("*.pt"))) and path != "box":
-        yield path, lambda: fail("it has no prepared data, checkpoint or weights; name a folder that does")
     else:
-        yield path, lambda: _check_model(path)
+        yield path, partial(_check_model, path)
 
 
 def _check_data(folder: Path, split: str) -> None:
@@ -87,12 +80,17 @@ def _check_data(folder: Path, split: str) -> None:
 
 def _check_model(path: str) -> None:
     """The files of a checkpoint match their checksums, every weight is finite, and the tokenizer fits."""
+    from loopformer.data.shards import STATE_FILE
     from loopformer.data.tokenizer import Tokenizer
     from loopformer.errors import FileProblem
     from loopformer.loading import find_model, read_model
     from loopformer.loading.folder import check_finite, find_damage, is_checkpoint, resolve_model_path
 
     folder = resolve_model_path(path)
+    if (folder / STATE_FILE).is_file():
+        raise FileProblem("its preparation is unfinished; run the same `loopformer prepare` again")
+    if folder.is_dir() and not any((*folder.glob("*.safetensors"), *folder.glob("*.pt"))):
+        raise FileProblem("it has no prepared data, checkpoint or weights; name a folder that does")
     if is_checkpoint(folder):
         if (problem := find_damage(folder)) is not None:
             raise FileProblem(problem)

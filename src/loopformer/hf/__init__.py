@@ -1,5 +1,5 @@
-"""Hugging Face: configuration.py, modeling.py, cache.py (our model as a Transformers model) · export.py (a folder
-that Transformers loads).
+"""Hugging Face: configuration.py, modeling.py (our model as a Transformers model) · export.py (a folder that
+Transformers loads).
 
     import loopformer.hf                                            # registers the model with Transformers
     AutoModelForCausalLM.from_pretrained("exported", budget=4)

@@ -11,11 +11,10 @@ files beside it stay. Any other folder with files in it is refused.
 
 from __future__ import annotations
 
-import ast
 import json
 import math
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from transformers import GenerationConfig
 
 import loopformer
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import FileProblem, LoopformerError, require
+from loopformer.errors import FileProblem, require
 from loopformer.files import read_json, sha256_of
 from loopformer.hf.configuration import LoopFormerConfig
 from loopformer.hf.modeling import LoopFormerForCausalLM
@@ -47,23 +46,12 @@ from loopformer.loading.folder import (
     step_of,
     write_safetensors,
 )
-from loopformer.model import LoopedLM
 from loopformer.model.cost import Cost
 from loopformer.training.reporting import read_metrics
 
 PACKAGE = "loopformer"
 CONFIGURATION, MODELING = f"{PACKAGE}.hf.configuration", f"{PACKAGE}.hf.modeling"
 _ROOT = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What was written."""
-
-    out: Path
-    model: LoopedLM
-    config: LoopFormerConfig
-    files: list[str]
 
 
 def export(
@@ -75,8 +63,8 @@ def export(
     trajectory: str | None = None,
     heads: int | None = None,
     loops: int | None = None,
-) -> Exported:
-    """Write a model for Transformers.
+) -> tuple[LoopFormerConfig, list[str]]:
+    """Write a model for Transformers. Returns its config and the names of its files.
 
     self_contained      add the model's source files, for `trust_remote_code=True` without loopformer
     budget, trajectory  the default of the exported model; the full budget if neither is given
@@ -114,7 +102,7 @@ def export(
             tensors = {PREFIX + name: tensor.contiguous() for name, tensor in model.state_dict().items()}
             write_safetensors(tensors, stage / WEIGHTS)
             if validation:
-                config.source["validation"] = validation.plain(sha256_of(stage / WEIGHTS))
+                config.source["validation"] = {**validation, "weights_sha256": sha256_of(stage / WEIGHTS)}
             config.save_pretrained(stage)
             GenerationConfig(**special).save_pretrained(stage)
             if tokenizer:
@@ -128,7 +116,7 @@ def export(
             install_model(stage, target)
     except SafetensorError as error:
         raise FileProblem(f"The weights could not be written to {target} ({error}); free some space.") from error
-    return Exported(Path(out), model, config, files)
+    return config, files
 
 
 # The tokenizer, in the files that `AutoTokenizer.from_pretrained` reads.
@@ -162,48 +150,39 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int, chat_templa
 _LOSS = "loss_at_"
 
 
-@dataclass(frozen=True)
-class Validation:
-    """Validation losses by budget, at a training step."""
-
-    step: int
-    losses: dict[int, float]
-
-    def plain(self, weights: str) -> dict[str, Any]:
-        """The entry in config.json, with the sha256 of the weights file."""
-        losses = {str(budget): loss for budget, loss in self.losses.items()}
-        return {"step": self.step, "loss": losses, "weights_sha256": weights}
-
-
-def find_validation(folder: Path, exported: dict[str, Any] | None = None) -> Validation | None:
-    """The validation losses of the model in a folder, from its run or from the entry of an earlier export."""
+def find_validation(folder: Path, exported: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The step and the losses by budget of the model in a folder, from its run or from an earlier export."""
     if run := run_folder_of(folder):
         step = step_of(folder)
         for record in read_metrics(run):
             if record.get("kind") == "validation" and record.get("step") == step:
-                named = {name: loss for name, loss in record.items() if name.startswith(_LOSS) and loss is not None}
-                losses = {int(name.removeprefix(_LOSS)): loss for name, loss in named.items()}
-                return Validation(step, losses) if losses else None
+                measured = {name: loss for name, loss in record.items() if loss is not None}
+                losses = {name.removeprefix(_LOSS): measured[name] for name in measured if name.startswith(_LOSS)}
+                return {"step": step, "loss": losses} if losses else None
         return None
     if not exported or exported["weights_sha256"] != sha256_of(folder / WEIGHTS):  # it was trained further
         return None
-    return Validation(exported["step"], {int(budget): loss for budget, loss in exported["loss"].items()})
+    return exported
 
 
 # The model card: what the model is, what each budget costs, its measured losses, and how to load it.
 
 
 def write_card(
-    name: str, config: LoopFormerConfig, validation: Validation | None, has_tokenizer: bool, self_contained: bool
+    name: str,
+    config: LoopFormerConfig,
+    validation: dict[str, Any] | None,
+    has_tokenizer: bool,
+    self_contained: bool,
 ) -> str:
     """The text of README.md."""
     model, cost = config.settings, Cost(config.settings)
-    losses = {} if validation is None else validation.losses
+    losses = {} if validation is None else validation["loss"]
     full = cost.forward_flops()
     unit, size = ("GFLOP", 1e9) if full >= 1e9 else ("MFLOP", 1e6)
     budgets = []
     for budget in range(1, model.loops + 1):
-        flops, loss = cost.forward_flops(budget), losses.get(budget)
+        flops, loss = cost.forward_flops(budget), losses.get(str(budget))
         row = {"budget": budget, "flops": f"{flops / size:.4g}", "share": f"{flops / full:.0%}"}
         row["kv"] = f"{cost.kv_bytes(budget) / 1024:.4g} KiB"
         row["loss"] = "–" if loss is None else f"{loss:.4f}"
@@ -224,7 +203,7 @@ def write_card(
         flops_unit=unit,
         budgets=budgets,
         losses=losses,
-        step=None if validation is None else validation.step,
+        step=None if validation is None else validation["step"],
         has_schedules=model.loops > 2 and model.conditioning not in ("none", "index"),
         has_tokenizer=has_tokenizer,
         self_contained=self_contained,
@@ -234,13 +213,14 @@ def write_card(
     )
 
 
-# The model's own source files in one flat folder.
+# The model's source files in one flat folder.
 #
 # Transformers copies a file and, for `from .name import …`, the files beside it. So each module becomes a file with
-# a flat name, and its loopformer imports become relative. A name that a package re-exports is imported from the
-# module that defines it, so that the rest of the package is not needed.
+# a flat name, and its imports of loopformer modules become relative. Only `from module import …` is rewritten. No
+# `__init__.py` is copied, so these modules import each name from the module that defines it.
 
 _HEADER = f"# A module of {PACKAGE} (MIT licence), copied by `{PACKAGE} export`; only its imports are changed.\n"
+_IMPORT = re.compile(rf"^( *)from ({PACKAGE}[.\w]*) import", re.MULTILINE)
 
 
 def _flat(module: str) -> str:
@@ -261,65 +241,9 @@ def flatten(modules: Iterable[str], root: Path = _ROOT) -> dict[str, str]:
     while waiting:
         module = waiting.pop()
         if module not in texts:
-            texts[module], needed = _rewritten(module, root)
-            waiting += needed
-    files = {f"{_flat(module)}.py": _HEADER + text for module, text in sorted(texts.items())}
-    if len(files) < len(texts):
-        raise LoopformerError(f"Two of the modules {', '.join(sorted(texts))} would have the same flat name.")
-    return files
-
-
-def _rewritten(module: str, root: Path) -> tuple[str, list[str]]:
-    """A module's text with relative imports, and the modules it imports."""
-    text = _path(module, root).read_text(encoding="utf-8")
-    lines = text.splitlines(keepends=True)
-    needed: list[str] = []
-    for node in sorted(
-        _imports(text, module), key=lambda node: -node.lineno
-    ):  # from the end, so that earlier line numbers stay valid
-        names_by_module: dict[str, list[str]] = {}
-        for alias in node.names:
-            definition, name = _definition(node.module or "", alias.name, root)
-            local = alias.asname or alias.name
-            names_by_module.setdefault(definition, []).append(name if name == local else f"{name} as {local}")
-        indent = " " * node.col_offset
-        new = [
-            f"{indent}from .{_flat(name)} import {', '.join(names)}\n" for name, names in names_by_module.items()
-        ]
-        lines[node.lineno - 1 : node.end_lineno] = new
-        needed += names_by_module
-    return "".join(lines), needed
-
-
-def _imports(text: str, module: str) -> list[ast.ImportFrom]:
-    """All imports of loopformer modules in a module."""
-    imports = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import) and any(_is_loopformer(alias.name) for alias in node.names):
-            raise LoopformerError(f"{module} says `import {node.names[0].name}`; write `from … import` instead.")
-        if isinstance(node, ast.ImportFrom) and (node.level or _is_loopformer(node.module or "")):
-            if node.level or any(alias.name == "*" for alias in node.names):
-                raise LoopformerError(f"{module}, line {node.lineno}: only absolute imports by name can be copied.")
-            imports.append(node)
-    return imports
-
-
-def _is_loopformer(module: str) -> bool:
-    return module.split(".")[0] == PACKAGE
-
-
-def _definition(module: str, name: str, root: Path) -> tuple[str, str]:
-    """The module that defines a name, and its name there. Packages re-export names of their modules."""
-    path = _path(module, root)
-    if path.name != "__init__.py":
-        return module, name
-    for node in _imports(path.read_text(encoding="utf-8"), module):
-        for alias in node.names:
-            if (alias.asname or alias.name) == name:
-                return _definition(node.module or "", alias.name, root)
-    raise LoopformerError(f"{name} is not exported by the package {module}, so it cannot be copied.")
-
-
-def _path(module: str, root: Path) -> Path:
-    path = root.joinpath(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            texts[module] = root.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+            waiting += [imported for _, imported in _IMPORT.findall(texts[module])]
+    return {
+        f"{_flat(module)}.py": _HEADER + _IMPORT.sub(lambda line: f"{line[1]}from .{_flat(line[2])} import", text)
+        for module, text in sorted(texts.items())
+    }

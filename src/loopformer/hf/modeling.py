@@ -2,41 +2,64 @@
 
     model = AutoModelForCausalLM.from_pretrained("exported", budget=4)      # after `import loopformer.hf`
     model.generate(**inputs, max_new_tokens=32, budget=2)                   # or trajectory="4-2-1-1"
-    LoopFormerForCausalLM.wrap(lm.model, budget=1)                          # around a model in hand, no copy
+    LoopFormerForCausalLM.wrap(lm.model, budget=1)                          # around a loaded model, without a copy
 
-Caches are Transformers' own, layer loop·k + block; a cache follows the trajectory of its first tokens.
+The caches are those of Transformers. Layer loop·k + block of a cache holds the keys and values of that loop and
+block. A cache is bound to the model and the trajectory of its first tokens.
 """
 
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from loopformer.errors import LoopformerError, require
-from loopformer.hf.cache import bind, positions_of, slots, visible
 from loopformer.hf.configuration import LoopFormerConfig
 from loopformer.model.block import Stack
+from loopformer.model.cache import LoopPlan
 from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
 logger = logging.get_logger(__name__)
+_BINDING = "loopformer_binding"  # an attribute of a filled cache; copies of the cache keep it
 
 
-class Pass(GradientCheckpointingLayer):  # type: ignore[misc]
-    """One pass through a stack: what Transformers recomputes in the backward pass, where it is asked to."""
+@dataclass(frozen=True)
+class CacheLayer:
+    """One layer of a Transformers cache, as the `KVStore` of one (loop, block)."""
+
+    cache: Any
+    layer: int
+
+    def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values [B, H, T, D/H]; return all that the layer holds."""
+        keys, values = self.cache.update(k, v, self.layer)
+        return keys, values
+
+
+class CheckpointedLoop(GradientCheckpointingLayer):  # type: ignore[misc]
+    """One loop through the stack: the unit that gradient checkpointing recomputes in the backward pass."""
 
     def forward(self, *inputs: Any, stack: Stack, states: bool, maps: bool) -> tuple[Tensor, ...]:
-        """The state after the pass, then those after each block and their attention maps, where they are wanted."""
-        # Lists of this pass alone: filled again where the pass is recomputed, they are not what was given out.
-        kept_states: list[Tensor] | None = [] if states else None
-        kept_maps: list[Tensor] | None = [] if maps else None
-        x: Tensor = stack(*inputs, states=kept_states, maps=kept_maps)
-        return x, *(kept_states or ()), *(kept_maps or ())
+        """The state after the loop, then, if requested, the states after its blocks and their attention maps."""
+        # New lists for each call: recomputing a loop must not append to lists that the caller already has.
+        block_states: list[Tensor] | None = [] if states else None
+        block_maps: list[Tensor] | None = [] if maps else None
+        x: Tensor = stack(*inputs, states=block_states, maps=block_maps)
+        return x, *(block_states or ()), *(block_maps or ())
+
+
+# A loop on top of a cache. It is not compiled, because each loop writes to other layers of the cache and would need
+# another graph. It is not checkpointed, because recomputing it would store the same keys twice.
+_run_cached_loop = torch.compiler.disable(CheckpointedLoop.forward)  # type: ignore[no-untyped-call]
 
 
 class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -47,25 +70,26 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _no_split_modules = ("LoopedLM",)
+    _input_embed_layer = "tokens"
     _supports_sdpa = True
 
     def __init__(self, config: LoopFormerConfig, model: LoopedLM | None = None) -> None:
         super().__init__(config)
         self.model = LoopedLM(config.settings) if model is None else model
-        self.run_pass = Pass()
-        self._loaded = self.model.tokens.weight.is_meta  # from_pretrained begins with tensors that hold nothing
-        self.resolve()  # a budget that the model cannot follow is refused here, not at the first token
+        self.run_loop = CheckpointedLoop()
+        self._loaded = self.model.tokens.weight.is_meta  # from_pretrained starts without memory
+        self.resolve()  # refuse a default budget that the model cannot follow
         self.post_init()
 
     @classmethod
     def wrap(cls, model: LoopedLM, **options: Any) -> "LoopFormerForCausalLM":
-        """Around a model in hand, which stays the same object; options are those of LoopFormerConfig."""
+        """Wrap a loaded model, which is not copied. The options are those of LoopFormerConfig."""
         config = LoopFormerConfig(model=model.config, dtype=model.tokens.weight.dtype, **options)
         wrapped: LoopFormerForCausalLM = cls(config, model).train(model.training)
         return wrapped
 
     def resolve(self, budget: int | None = None, trajectory: str | Trajectory | None = None) -> Trajectory:
-        """What is asked for, else what the config says, else the full trajectory."""
+        """The trajectory of a call: its arguments, else the default in the config, else all L loops."""
         if budget is None and trajectory is None:
             budget, trajectory = self.config.budget, self.config.trajectory
         require(budget is None or trajectory is None, "Give a budget or a trajectory, not both.")
@@ -92,13 +116,13 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         """Run input_ids [B, T] or inputs_embeds [B, T, D] along one trajectory, on top of a cache if there is one.
 
         logits         [B, T or logits_to_keep, vocab]
-        hidden_states  when asked for: the state [B, T, D] before the first pass and after each block of each pass,
-                       not normed; hidden_states[::k] are those before the first pass and after each
-        attentions     when asked for, with attn_implementation="eager": maps [B, H, T, keys] of each block and pass
-        loss           with labels [B, T]: the mean cross-entropy of the next token; -100 does not count
+        hidden_states  if requested: the state [B, T, D] before the first loop and after each block of each loop,
+                       without the final norm; hidden_states[::k] leaves out those inside a loop
+        attentions     if requested, with attn_implementation="eager": maps [B, H, T, keys] of each block and loop
+        loss           with labels [B, T]: the mean cross-entropy of the next token; labels of -100 are ignored
         """
         config, vocab = self.config, self.model.config.vocab
-        maps: list[Tensor] | None = [] if _either(output_attentions, config.output_attentions) else None
+        maps: list[Tensor] | None = [] if _argument_or(output_attentions, config.output_attentions) else None
         if maps is not None and config._attn_implementation != "eager":
             logger.warning_once('Attention maps are only computed with attn_implementation="eager".')
             maps = None
@@ -106,22 +130,27 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         if input_ids is not None:
             self.model.check(input_ids, values=past_key_values is None or input_ids.shape[-1] > 1)
         x = self.model.tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if past_key_values is None and _either(use_cache, config.use_cache and not self.training):
+        if past_key_values is None and _argument_or(use_cache, config.use_cache and not self.training):
             past_key_values = DynamicCache(config=config)
-        passes = bind(past_key_values, self.model, self.resolve(budget, trajectory), len(x))
-        if position_ids is None:
-            position_ids = positions_of(attention_mask, past_key_values, x.shape[1], x.device)
-        self._check_context(position_ids)
-        mask = visible(attention_mask, past_key_values, x.shape[1], x.device)
+        plan = self._plan_loops(past_key_values, self.resolve(budget, trajectory), len(x))
+        positions = self._positions(x, attention_mask, past_key_values)
+        position_ids = positions if position_ids is None else position_ids
+        last, context = int(position_ids.max()), self.model.config.context
+        require(
+            last < context,
+            f"The sequence has {last + 1} tokens but the context is {context}; shorten it or ask for fewer.",
+        )
+        mask = create_causal_mask(config, x, attention_mask, past_key_values)
 
         x, rotary = self.model.add_positions(x, position_ids)
-        states = [x] if _either(output_hidden_states, config.output_hidden_states) else None
+        states = [x] if _argument_or(output_hidden_states, config.output_hidden_states) else None
         start = self.model.random_initial_state(position_ids, input_ids)
-        step = partial(self._step, past_key_values, states, maps)
-        x = self.model.run_loops(step, x, passes, rotary, mask, None, start)
+        x = self.model.run_loops(
+            partial(self._run_loop, past_key_values, states, maps), x, plan, rotary, mask, None, start
+        )
         hidden = self.model.final_norm(x)
-        wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.model.head(hidden[:, wanted])[..., :vocab]
+        scored = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.model.head(hidden[:, scored])[..., :vocab]
 
         loss = None
         if labels is not None:
@@ -133,74 +162,82 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
             hidden_states=None if states is None else tuple(states),
             attentions=None if maps is None else tuple(maps),
         )
-        return output if _either(return_dict, config.return_dict) else output.to_tuple()
-
-    def create_masks_for_generate(
-        self, inputs_embeds: Tensor, attention_mask: Tensor | None, past_key_values: Any, **_: Any
-    ) -> Tensor | None:
-        """What `generate` asks for with a static cache: the mask of the next call, of one shape all along."""
-        return visible(attention_mask, past_key_values, inputs_embeds.shape[1], inputs_embeds.device)
+        return output if _argument_or(return_dict, config.return_dict) else output.to_tuple()
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Tensors that the files lack start as in a new model; a new model has drawn its own already."""
+        """Draw the tensors that a loaded folder lacks, as a new model would. A new model has drawn its weights."""
         if self._loaded:
             named = self.model.named_parameters()
-            lacking = [(name, tensor) for name, tensor in named if not getattr(tensor, "_is_hf_initialized", False)]
-            drawn = LoopedLM(self.model.config).state_dict() if lacking else {}
-            for name, tensor in lacking:
+            missing = [(name, tensor) for name, tensor in named if not getattr(tensor, "_is_hf_initialized", False)]
+            drawn = LoopedLM(self.model.config).state_dict() if missing else {}
+            for name, tensor in missing:
                 tensor.copy_(drawn[name])
 
-    def get_input_embeddings(self) -> nn.Module:
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Module:
+        """Return the embeddings unchanged. A larger vocabulary is refused: its size is a setting of the model."""
+        vocab = self.model.config.vocab
+        require(
+            (new_num_tokens or 0) <= vocab,
+            f"The model knows {vocab} tokens and cannot be given {new_num_tokens}; train one that does.",
+        )
         return self.model.tokens
 
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.model.tokens = value
+    def _plan_loops(self, cache: Any, trajectory: Trajectory, rows: int) -> LoopPlan:
+        """The loops of a trajectory. An empty cache is bound to them; a cache bound to others is refused.
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Module:
-        """Nothing, or a refusal: the vocabulary is one of the model's settings."""
-        known = self.model.config.vocab
-        require(
-            (new_num_tokens or 0) <= known,
-            f"The model knows {known} tokens and cannot be given {new_num_tokens}; train one that does.",
-        )
-        return self.get_input_embeddings()
+        The plan, with its modulations, is computed once per sequence and stored with the binding. With gradients it
+        is computed at each call, because its graph is freed by the backward pass.
+        """
+        plan: LoopPlan | None = None
+        if cache is not None and cache.get_seq_length() > 0:
+            model, bound, plan = getattr(cache, _BINDING, (lambda: None, None, None))
+            require(model() is self.model, "This cache was filled by another model; make a new cache.")
+            if bound != trajectory:
+                raise LoopformerError(
+                    f"This cache follows {bound}, not {trajectory}, and keys of one trajectory mean nothing under "
+                    "another; make a new cache."
+                )
+        with_gradients = torch.is_grad_enabled()
+        if plan is None or with_gradients:
+            plan = self.model.plan_loops(trajectory, rows)
+        if cache is not None:
+            setattr(cache, _BINDING, (ref(self.model), trajectory, None if with_gradients else plan))
+        return replace(plan, rows=[rows] * trajectory.budget)  # beam search changes the rows of a filled cache
+
+    def _positions(self, x: Tensor, attention_mask: Tensor | None, cache: Any) -> Tensor:
+        """The positions [B or 1, T] of new tokens. Padding does not count."""
+        length = x.shape[1]
+        past = 0 if cache is None else cache.get_seq_length()  # a tensor on the device for static caches
+        if attention_mask is None or attention_mask.ndim != 2:
+            return (past + torch.arange(length, device=x.device))[None]
+        if isinstance(past, int) and attention_mask.shape[1] != past + length:
+            raise LoopformerError(
+                f"attention_mask has shape {list(attention_mask.shape)}; it must cover the {past} tokens in the "
+                f"cache and the {length} new ones."
+            )
+        positions = attention_mask.to(x.device).long().cumsum(-1) - 1
+        return positions.clamp(min=0)[:, -length:]
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
-    def _step(
+    def _run_loop(
         self, cache: Any, states: list[Tensor] | None, maps: list[Tensor] | None, number: int, *inputs: Any
     ) -> Tensor:
-        """How the loop runs a pass; what is wanted of its blocks goes to the lists."""
-        stack = self.model.stack
-        blocks = len(stack.blocks)
-        wanted = {"stack": stack, "states": states is not None, "maps": maps is not None}
+        """Run one loop; append the states and attention maps of its blocks to the lists."""
+        stack, blocks = self.model.stack, len(self.model.stack.blocks)
+        options = {"stack": stack, "states": states is not None, "maps": maps is not None}
+        x: Tensor
         if cache is None:
-            results: tuple[Tensor, ...] = self.run_pass(*inputs, **wanted)
+            x, *outputs = self.run_loop(*inputs, **options)
         else:
-            results = self._cached_pass(*inputs, slots(cache, number, blocks), **wanted)
-        x, *kept = results
+            layers = [CacheLayer(cache, number * blocks + block) for block in range(blocks)]
+            x, *outputs = _run_cached_loop(self.run_loop, *inputs, layers, **options)
         if states is not None:
-            states += kept[:blocks]
+            states += outputs[:blocks]
         if maps is not None:
-            maps += kept[-blocks:]
+            maps += outputs[-blocks:]
         return x
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _cached_pass(self, *inputs: Any, **wanted: Any) -> tuple[Tensor, ...]:
-        """Not compiled: the cache's layers are others in each pass, so each pass would be a graph of its own.
 
-        Nor recomputed, as that would store the same keys again.
-        """
-        return self.run_pass.forward(*inputs, **wanted)
-
-    def _check_context(self, positions: Tensor) -> None:
-        """Positions [B or 1, T] must lie in the context: nothing slides."""
-        last, context = int(positions.max()), self.model.config.context
-        if last >= context:
-            raise LoopformerError(
-                f"The sequence has {last + 1} tokens but the context is {context}; shorten it or ask for fewer."
-            )
-
-
-def _either(choice: bool | None, default: bool) -> bool:
-    return default if choice is None else choice
+def _argument_or(argument: bool | None, default: bool) -> bool:
+    return default if argument is None else argument
