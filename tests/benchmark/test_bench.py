@@ -64,7 +64,12 @@ def test_the_command_prints_lines_or_json_and_writes_it(tiny: ModelConfig, tmp_p
         (["decode", "--budgets", "two"], "such as 1,2,4"),
         (["decode", "--contexts", "32"], "do not fit the context of 32; ask for fewer with --contexts or --tokens"),
         (["decode", "--contexts", "28", "--tokens", "2"], "28 tokens, 4 to warm up and 2 new ones do not fit"),
-        (["engine", "--rows", "4"], "bench engine was removed; use bench decode"),
+        (["engine", "--paths", "static"], "The path static was removed"),
+        (
+            ["engine", "--tokens", "2", "--paths", "plane"],
+            "There is no path 'plane' of the engine; did you mean plain?",
+        ),
+        (["engine", "--context", "32"], "32 tokens and 128 new ones do not fit the context of 32"),
         (["decode", "--dtype", "int3"], "There is no dtype 'int3'"),
         (["decode", "--int8"], "--int8 was removed; leave it out"),
         (

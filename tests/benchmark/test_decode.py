@@ -102,14 +102,6 @@ def test_what_is_not_installed_is_named(tiny: ModelConfig, monkeypatch: pytest.M
     assert [row["path"] for row in report["rows"]] == ["plain"]
 
 
-def test_budgets_may_be_mixed(tiny: ModelConfig) -> None:
-    report = decode(LoopedLM(tiny).eval(), [4, 1], [2], [8], tokens=2, paths=["plain", "fused"], mixed=True)
-    assert report["left_out"] == {"fused": "it needs a CUDA device and Triton"}
-    assert [row["budget"] for row in report["rows"]] == [4, 1, [4, 1]]
-    assert report["rows"][2]["tokens_per_second"] > 0
-    assert report["rows"][2]["ms_per_step"] is None  # rows of other budgets take other times
-
-
 def test_windows_have_about_as_many_tokens_as_wanted() -> None:
     steps = iter([9, 2, 2, 2, 2, 2])  # the first is the warm-up
     assert len(measure_windows(torch.device("cpu"), steps, 3)) == 2  # the last one is cut short

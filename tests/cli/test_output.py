@@ -36,6 +36,7 @@ VERBS = [
     ["serve", "m"],
     ["verify", "m"],
     ["bench", "decode"],
+    ["bench", "engine"],
     ["bench", "train"],
 ]
 

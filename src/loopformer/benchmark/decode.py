@@ -1,6 +1,6 @@
 """Decoding speed: what a token takes on every path.
 
-    report = decode(model, budgets=(8, 4, 2), batches=(1, 64), contexts=(512,), mixed=True)
+    report = decode(model, budgets=(8, 4, 2), batches=(1, 64), contexts=(512,))
 
     naive         the whole sequence again for every token, without a cache, as the authors' code does
     plain         the engine in PyTorch
@@ -11,12 +11,12 @@ Decoding is greedy, from random prompts. On `plain` and `fused` requests run thr
 a stop string. Tokens are counted in three windows in which all requests run, after their prompts and first tokens.
 The fastest window counts.
 
-Each path, budget, batch and context is a row of the report. `mixed` adds rows with a batch of each budget at once.
-A window of the naive path has few tokens, and it and Transformers' GPT-2 run at the largest budget alone. FLOPs and
-bytes are what a token takes with a cache, and so the same for every path: the matmuls of one new token per row, the
-weights read once per loop and step and the keys of each row (`model.cost`). MFU is over the device's peak in bf16,
-MBU over what a copy reaches on it. The peak of memory is that of the timed tokens, weights included. Where a row
-does not fit, its figures are None. Paths that cannot run here are in `left_out`, with the reason.
+Each path, budget, batch and context is a row of the report. A window of the naive path has few tokens, and it and
+Transformers' GPT-2 run at the largest budget alone. FLOPs and bytes are what a token takes with a cache, and so the
+same for every path: the matmuls of one new token per row, the weights read once per loop and step and the keys of
+each row (`model.cost`). MFU is over the device's peak in bf16, MBU over what a copy reaches on it. The peak of
+memory is that of the timed tokens, weights included. Where a row does not fit, its figures are None. Paths that
+cannot run here are in `left_out`, with the reason.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ def decode(
     contexts: Sequence[int],
     tokens: int = 32,
     paths: Sequence[str] = DECODE_PATHS,
-    mixed: bool = False,
     say: Say = lambda row: None,
 ) -> dict[str, Any]:
     """Measure every combination by every path that can run here; `say` gets each row as it comes."""
@@ -79,43 +78,38 @@ def decode(
         reasons = "; ".join(f"{path}: {need}" for path, need in missing.items())
         raise LoopformerError(f"No path of decoding that was asked for can run here ({reasons}); ask for plain.")
     machine, detokenizer, cost = describe(model.device), DummyDetokenizer(), model.cost
-    measured: dict[bool, list[Any]] = {  # by whether the path is one of the engine's
-        True: [*budgets, *([list(budgets)] if mixed else [])],
-        False: [max(budgets)],
-    }
     cases = [
         {"path": path, "budget": budget, "batch": batch, "context": context}
         for path in available
-        for batch, context, budget in product(batches, contexts, measured[path in ENGINE_PATHS])
+        for batch, context, budget in product(
+            batches, contexts, budgets if path in ENGINE_PATHS else [max(budgets)]
+        )
     ]
 
     def measure(case: Measurement) -> Measurement:
         path, budget, batch, context = case.values()
-        rows = [budget] * batch if isinstance(budget, int) else [each for each in budget for _ in range(batch)]
         # Our weights lie on the device, too, but are no part of what Transformers' model takes.
         theirs = path == "transformers" and model.device.type == "cuda"
         other_bytes = torch.cuda.memory_allocated(model.device) if theirs else 0
         if path in ENGINE_PATHS:
             steps = engine_steps(
-                make_engine(model, detokenizer, path, len(rows)), make_requests(model, rows, context)
+                make_engine(model, detokenizer, path, batch), make_requests(model, [budget] * batch, context)
             )
         else:
             generator = torch.Generator().manual_seed(0)
             ids = torch.randint(model.config.vocab, (batch, context), generator=generator).to(model.device)
             steps = (len(chosen) for chosen in DECODERS[path](model, budget, ids))
         length = min(tokens, NAIVE_TOKENS) if path == "naive" else tokens
-        rate = max(measure_windows(model.device, steps, len(rows) * length), default=None)
+        rate = max(measure_windows(model.device, steps, batch * length), default=None)
         if rate is None:
             return {}
-        figures = {"tokens_per_second": rate, "peak_gib": peak_gib(model.device, other_bytes)}
-        if not isinstance(budget, int):
-            return figures
         size, peak = model.tokens.weight.element_size(), machine["peak_tflops"]
         nbytes = cost.decode_bytes(budget, 0, size) + batch * context * cost.kv_bytes(budget, size)  # of a step
         bandwidth = rate / batch * nbytes / 1e9
         tflops = rate * cost.forward_flops(budget, context, causal=False) / 1e12
         return {
-            **figures,
+            "tokens_per_second": rate,
+            "peak_gib": peak_gib(model.device, other_bytes),
             "ms_per_step": 1e3 * batch / rate,
             "bytes": nbytes,
             "tflops": tflops,

@@ -32,7 +32,6 @@ AnyModel = Annotated[
 BenchDtype = Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 elsewhere.")]
 Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
 _REMOVED = {  # commands of earlier versions
-    "engine": "bench engine was removed; use bench decode --batches 64 --mixed, which runs all budgets at once.",
     "memory": "bench memory was removed; use bench train, whose rows have the peak memory.",
 }
 _FORMATS = {  # of a printed row; all other entries are in the JSON alone
@@ -63,7 +62,6 @@ def decode(
     paths: Annotated[
         str, typer.Option(help="Which of these to measure; naive has no KV cache.")
     ] = "naive,plain,fused,transformers",
-    mixed: Annotated[bool, typer.Option("--mixed", help="Also run a batch of each budget at once.")] = False,
     device: Device = "auto",
     dtype: BenchDtype = None,
     out: Out = None,
@@ -80,11 +78,7 @@ def decode(
     rows = parse_counts(batches, "--batches")
     require(tokens >= 1, f"--tokens must be 1 or more, got {tokens}.")
     lm = _model(model, device, dtype)
-    config, loops = lm.config, lm.config.loops
-    default = sorted({loops, max(1, loops // 2), max(1, loops // 4)}, reverse=True)
-    numbers = default if budgets is None else parse_counts(budgets, "--budgets")
-    for number in numbers:
-        lm.resolve(number)
+    config, numbers = lm.config, _budgets(lm, budgets)
     lengths = [config.context // 2] if contexts is None else parse_counts(contexts, "--contexts")
     require(
         max(lengths) + WARM_UP_TOKENS + tokens <= config.context,
@@ -94,8 +88,44 @@ def decode(
     for path, reason in left_out(lm, _names(paths)).items():
         typer.echo(f"{path} is left out: {reason}.", err=as_json)
     with output_file(out):
-        report = measure(lm, numbers, rows, lengths, tokens, _names(paths), mixed, partial(_print_row, as_json))
+        report = measure(lm, numbers, rows, lengths, tokens, _names(paths), partial(_print_row, as_json))
         _finish(report, model, out, as_json)
+
+
+@bench.command("engine")
+@stoppable(_STOPPED)
+def engine(
+    model: AnyModel = BOX,
+    rows: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 64,
+    budgets: Annotated[str | None, typer.Option(help="Loops per token: 8,4,2. Default: L, L/2 and L/4.")] = None,
+    context: Annotated[int | None, typer.Option(help="Prompt tokens. Default: half the context.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens of each request that are timed.")] = 64,
+    seconds: Annotated[float, typer.Option(help="Seconds of arrivals at each load.")] = 8.0,
+    paths: Annotated[str, typer.Option(help="Which of these to measure.")] = "plain,fused",
+    device: Device = "auto",
+    dtype: BenchDtype = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Tokens per second of the engine: at one budget, at mixed budgets, and of requests that arrive at random.
+
+    Example: loopformer bench engine --model paper/loopformer-3x8 --rows 64 --context 512
+    """
+    from loopformer.benchmark.engine import engine as measure
+
+    require("static" not in _names(paths), "The path static was removed; leave it out: --paths plain,fused.")
+    require(seconds > 0, f"--seconds must be positive, got {seconds:g}.")
+    lm = _model(model, device, dtype)
+    length = lm.config.context // 2 if context is None else context
+    require(
+        length + 2 * tokens <= lm.config.context,
+        f"{length} tokens and {2 * tokens} new ones do not fit the context of {lm.config.context}; lower --tokens, "
+        f"{tokens}, of which there are twice as many here, or --context.",
+    )
+    with output_file(out):
+        line = partial(typer.echo, err=as_json)
+        numbers = _budgets(lm, budgets)
+        _finish(measure(lm, rows, numbers, length, tokens, _names(paths), seconds, line), model, out, as_json)
 
 
 @bench.command("train")
@@ -144,6 +174,18 @@ def _refuse(context: typer.Context) -> None:
 for _name in _REMOVED:
     _any_options = {"ignore_unknown_options": True, "allow_extra_args": True}
     bench.command(_name, hidden=True, context_settings=_any_options)(_refuse)
+
+
+def _budgets(model: "LoopedLM", text: str | None) -> list[int]:
+    """The budgets to measure, which the model must be able to follow."""
+    from loopformer.config import parse_counts
+
+    loops = model.config.loops
+    default = sorted({loops, max(1, loops // 2), max(1, loops // 4)}, reverse=True)
+    budgets = default if text is None else parse_counts(text, "--budgets")
+    for budget in budgets:
+        model.resolve(budget)
+    return budgets
 
 
 def _names(text: str) -> list[str]:
