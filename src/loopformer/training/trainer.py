@@ -12,12 +12,10 @@ import dataclasses
 import gc
 import json
 import math
-import os
 import signal
-import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.config import RunConfig, run_to_yaml
+from loopformer.config.model import with_current_keys
 from loopformer.config.run import validation_budgets
-from loopformer.config.schema import with_current_keys
 from loopformer.data.loader import IGNORE_INDEX, Batch, Loader, Prefetcher, Windows, validation_windows
 from loopformer.data.shards import TokenData
 from loopformer.data.states import Group, StateLoader, StateWindows, open_data
@@ -175,9 +173,7 @@ class Trainer:
     def train(self) -> dict[str, Any]:
         """Train to the last step, or to a signal; return what happened."""
         stopping = [signal.SIGINT, signal.SIGTERM]
-        if (
-            signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-        ):  # nohup ignores it: a closed terminal means nothing
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup a closed terminal means nothing
             stopping.append(signal.SIGHUP)
         handlers = {number: signal.signal(number, self._on_signal) for number in stopping}
         started = time.perf_counter()
@@ -203,13 +199,6 @@ class Trainer:
         if self.stop_signal == signal.SIGINT == number:  # a scheduler may well send SIGTERM twice
             raise RunFailed("Stopped at once, as asked twice; --resume goes on from the last checkpoint.")
         self.stop_signal = number
-        if number == signal.SIGHUP:
-            # The terminal was closed, and writing to it would fail; its output goes nowhere from now on.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for stream in (1, 2):
-                with suppress(OSError):
-                    if stat.S_ISCHR(os.fstat(stream).st_mode):
-                        os.dup2(nowhere, stream)
 
     def _batches(self) -> Iterator[StepBatch]:
         """The rank's rows of each step. Pinned memory lets copies to a GPU run beside its work."""
