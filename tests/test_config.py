@@ -172,7 +172,11 @@ def test_the_pair_of_earlier_versions_is_read_as_a_list(pair: dict[str, Any], we
         ("demo", "objective.trajectories=[{budget: 9}]", "beyond the model's 4 loops"),
         ("demo", "objective.trajectories=[{budget: some}]", "a budget is full, short, any"),
         ("demo", "objective.trajectories=[{budget: [3, 2]}]", "a budget is full, short, any"),
-        ("demo", "objective.trajectories=[{budget: 2, match: 1}]", "to match budget 2, the full trajectory must be in the list"),
+        (
+            "demo",
+            "objective.trajectories=[{budget: 2, match: 1}]",
+            "to match budget 2, the full trajectory must be in the list",
+        ),
         ("demo", "objective.trajectories=[{budget: 2, active_range: [0, 0.5]}]", "from 0.5 of training on"),
         ("demo", "objective.trajectories=[{weight: 1}]", "must have its budget"),
         ("demo", "objective.trajectories=[{budget: full, match: 1}]", "the others are matched with"),
@@ -181,7 +185,11 @@ def test_the_pair_of_earlier_versions_is_read_as_a_list(pair: dict[str, Any], we
         ("demo", "objective.trajectories=[full]", "each of objective.trajectories must be a mapping"),
         ("demo", "objective.trajectories=[{bugdet: 2}]", "did you mean budget"),
         ("demo", "objective.trajectories=[{budget: 2, rows: 0.5}]", "let them add up to 1"),
-        ("demo", "objective.trajectories=[{budget: 2}, {budget: 1, rows: 2}]", "rows must be positive and at most 1, got 2"),
+        (
+            "demo",
+            "objective.trajectories=[{budget: 2}, {budget: 1, rows: 2}]",
+            "rows must be positive and at most 1, got 2",
+        ),
         ("demo", "objective.trajectories=any", "must be a list"),
         (
             "paper/base",

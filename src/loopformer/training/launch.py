@@ -127,7 +127,7 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
         micro = run.training.micro_batch
     else:
         micro = estimated_micro_batch(run, 0.9 * available_bytes(ranks.device), ranks.world, fused)
-    micro_batches(run.training.batch, micro, run.objective, world=ranks.world, in_step=run.training.is_sharded)
+    micro_batches(run, micro, world=ranks.world)
     made = make_plan(run, tokens, ranks.device, micro, ranks.world, fused)
     ranks.close()
     return {"plan": made, "settings": run_to_mapping(run), "data_missing": missing}

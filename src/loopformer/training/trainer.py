@@ -128,14 +128,7 @@ class Trainer:
         # The micro-batch is tried out on the plain module: before compilation, which would keep a graph for each
         # size, and before the optimizer has memory of its own.
         self._settle_micro_batch(objective)
-        self.micro_batches = micro_batches(
-            training.batch,
-            self.state.micro_batch,
-            run.objective,
-            ranks.rank,
-            ranks.world,
-            in_step=training.is_sharded,
-        )
+        self.micro_batches = micro_batches(run, self.state.micro_batch, ranks.rank, ranks.world)
         on_gpu = ranks.device.type == "cuda"
         if (on_gpu and fused is None) if training.compile == "auto" else training.compile:
             self.model.compile()
@@ -213,7 +206,10 @@ class Trainer:
         meter = SpeedMeter(self.run, self.ranks.device, self.ranks.world)
         for batch in batches:
             step = state.step + 1
-            terms, norm, rate, flops = self._step(step, batch)
+            rate = learning_rate(step, training)
+            self.optimizer.set_rate(rate)
+            divisors = self._count_targets(batch)
+            terms, norm, flops = self._step(step, batch, divisors)
             finite = self._update(norm)
             state.step = step
             state.tokens += training.batch * self.run.model.context
@@ -222,7 +218,7 @@ class Trainer:
             self.reporter.tick(step)
             if step % training.log_every == 0 or step == training.steps or not finite:
                 values = {
-                    **self._mean_losses(step, batch, terms),
+                    **self._mean_losses(terms, divisors),
                     "gradient_norm": float(norm),
                     "learning_rate": rate,
                     "skipped": step - state.updates,
@@ -249,12 +245,9 @@ class Trainer:
                 self.reporter.say(f"stopped at step {step}; go on with --resume")
                 return
 
-    def _step(self, step: int, batch: StepBatch) -> tuple[Tensor, Tensor, float, float]:
-        """Compute gradients; return loss terms [2, E], the norm before clipping, learning rate and FLOPs."""
+    def _step(self, step: int, batch: StepBatch, divisors: list[float]) -> tuple[Tensor, Tensor, float]:
+        """Compute gradients; return loss terms [2, E], the norm before clipping, and FLOPs."""
         run, device = self.run, self.ranks.device
-        rate = learning_rate(step, run.training)
-        self.optimizer.set_rate(rate)
-        divisors = self._count_targets(batch)
         terms = torch.zeros(2, len(divisors), dtype=torch.float32, device=device)
         flops = 0.0
         for number, (micro_batch, rows) in enumerate(batch):
@@ -270,34 +263,30 @@ class Trainer:
             flops += len(rows) * run.model.context * training_flops_per_token(run, trajectories)
         self.parallel.before_update()
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.training.clip))
-        return terms, norm, rate, flops * self.ranks.world
+        return terms, norm, flops * self.ranks.world
 
-    def _count_targets(self, batch: StepBatch, step: int | None = None) -> list[float]:
+    def _count_targets(self, batch: StepBatch) -> list[float]:
         """Counted targets on the rows of each entry, over all ranks and micro-batches; at least 1.
 
-        With `step`, only those of groups where the entry was active. Without, losses divided by the counts have
-        weights that do not depend on what was drawn.
+        Losses divided by them have weights that do not depend on what was drawn.
         """
         counts = torch.zeros(len(self.run.objective.trajectories))
         for micro_batch, rows in batch:
             counted = (rows.targets != IGNORE_INDEX).sum(1)
-            drawn = None if step is None else draw_trajectories(self.run, step, micro_batch.group)
             for index, entry_rows in enumerate(micro_batch.rows):
-                if drawn is None or drawn[index] is not None:
-                    counts[index] += counted[list(entry_rows)].sum()
+                counts[index] += counted[list(entry_rows)].sum()
         return [max(1.0, count) for count in self.ranks.sum(counts.to(self.ranks.device)).tolist()]
 
-    def _mean_losses(self, step: int, batch: StepBatch, terms: Tensor) -> dict[str, float]:
+    def _mean_losses(self, terms: Tensor, divisors: list[float]) -> dict[str, float]:
         """Cross-entropy per token of each entry, and the distances to the full trajectory in one sum."""
         cross_entropies, distances = self.ranks.sum(terms).tolist()
         values, consistency = dict[str, float](), 0.0
-        entries, counts = self.run.objective.trajectories, self._count_targets(batch, step)
-        for number, entry in enumerate(entries):
-            loss, count = cross_entropies[number], counts[number]
-            if loss:  # an entry that this step does not use has none
+        for number, entry in enumerate(self.run.objective.trajectories):
+            if loss := cross_entropies[number]:  # an entry that this step does not use has none
                 name = f"loss_{entry}"
-                values[f"{name}_{number + 1}" if name in values else name] = loss / count  # two may have one budget
-            consistency += distances[number] / count
+                name = f"{name}_{number + 1}" if name in values else name  # two may have one budget
+                values[name] = loss / divisors[number]
+            consistency += distances[number] / divisors[number]
         return {**values, "consistency": consistency}
 
     def _update(self, norm: Tensor) -> bool:
@@ -410,19 +399,18 @@ def fused_precision(run: RunConfig, ranks: Ranks, say: Callable[[str], None] = l
     `say` gets the reason if a run on a GPU that could use them goes without.
     """
     training, fp8 = run.training, run.training.dtype == "float8"
-    precision = Precision(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
     reason = unsupported_reason(run.model, ranks.device, fp8)
     if ranks.world > 1 and training.is_sharded:
         reason = "with training.strategy=fsdp weights are gathered inside the stack; use ddp"
     if training.fused is True or fp8:
         require(training.fused is not False, "training.dtype=float8 needs training.fused; set it to true or auto.")
         require(reason is None, f"{'float8' if fp8 else 'training.fused'} cannot be used: {reason}.")
-        return precision
-    if training.fused is False or ranks.device.type != "cuda" or training.dtype == "float32":
+    elif training.fused is False or ranks.device.type != "cuda" or training.dtype == "float32":
         return None
-    if reason is not None:
+    elif reason is not None:
         say(f"training without fused passes: {reason}")
-    return precision if reason is None else None
+        return None
+    return Precision(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
 
 
 def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: Callable[[str], None]) -> int:
