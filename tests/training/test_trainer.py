@@ -261,7 +261,7 @@ def test_a_starting_model_without_tokenizer_must_have_the_datas_vocabulary(small
     config = ModelConfig(blocks=1, loops=2, width=32, heads=2, ffn=64, context=32, vocab=500)
     save_model(LoopedLM(config), tmp_path / "model")
     overrides = [word for word in small() if not word.startswith("model.")]
-    with pytest.raises(LoopformerError, match="500 tokens and no tokenizer beside it"):
+    with pytest.raises(LoopformerError, match="500 tokens and no tokenizer, the"):
         launch("demo", [*overrides, f"init_from={tmp_path / 'model'}"], tmp_path / "run", quiet=True)
 
 
@@ -359,7 +359,7 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(model__context=4096), {}, "too few for a window"),
     ]
     for source, overrides, options, said in cases:
-        out = tmp_path / "run" if "run" in said or "seed" in said else tmp_path / "new"
+        out = tmp_path / "run" if "holds a run" in said or "seed" in said else tmp_path / "new"
         with pytest.raises(LoopformerError, match=said) as caught:
             launch(source, overrides, out, quiet=True, say=silent, **options)
         assert "\n" not in str(caught.value)

@@ -55,8 +55,9 @@ def micro_batches(run: RunConfig, micro_batch: int, rank: int = 0, world: int = 
     divided = size if is_sharded else batch
     if divided % world:
         what = f"each of the {groups} parts of the batch" if is_sharded else "the batch"
+        names = "training.batch or objective.trajectory_groups" if is_sharded else "training.batch"
         raise LoopformerError(
-            f"The {divided} rows of {what} cannot be shared evenly by {world} ranks; change training.batch."
+            f"The {divided} rows of {what} cannot be shared evenly by {world} ranks; change {names}."
         )
     share, entry_rows = divided // world, assign_rows(size, run.objective)
 
