@@ -86,16 +86,13 @@ class Trajectory:
     def named(cls, family: str, budget: int) -> Trajectory:
         """A named family at a budget: uniform, coarse-to-fine (M…1), fine-to-coarse (1…M), cosine."""
         budget = _check_budget(budget)
-        if family == "uniform":
-            return cls.uniform(budget)
-        if family == "coarse-to-fine":
-            return cls.from_weights(range(budget, 0, -1))
-        if family == "fine-to-coarse":
-            return cls.from_weights(range(1, budget + 1))
         if family == "cosine":
             times = [math.sin(math.pi * i / (2 * budget)) for i in range(budget + 1)]
             return cls([after - before for before, after in itertools.pairwise(times)])
-        raise LoopformerError(f"Unknown trajectory family {family!r}; choose one of {', '.join(FAMILIES)}.")
+        weights = {"coarse-to-fine": range(budget, 0, -1), "fine-to-coarse": range(1, budget + 1)}
+        if family != "uniform" and family not in weights:
+            raise LoopformerError(f"Unknown trajectory family {family!r}; choose one of {', '.join(FAMILIES)}.")
+        return cls.from_weights(weights.get(family, [1] * budget))
 
     @classmethod
     def from_weights(cls, weights: Iterable[Number]) -> Trajectory:
@@ -147,8 +144,10 @@ class Trajectory:
                 raise LoopformerError(f"A model of {loops} loop has no shorter trajectory to draw.")
             budget = 1 + _draw_below(rng, loops - 1)
         budget = _check_budget(budget, loops)
-        if sampler == "compositions":
-            return cls._between(_draw_distinct(rng, budget - 1, loops - 1), loops)
+        if sampler in ("compositions", "continuous"):
+            # The gaps between sorted uniform points of a fine grid are Dirichlet(1, …, 1).
+            grid = loops if sampler == "compositions" else _CONTINUOUS_GRID
+            return cls._between(_draw_distinct(rng, budget - 1, grid - 1), grid)
         if sampler == "sequential":
             parts: list[int] = []
             for later in range(budget - 1, 0, -1):
@@ -156,9 +155,6 @@ class Trajectory:
             return cls.from_weights([*parts, loops - sum(parts)])
         if sampler == "uniform":
             return cls.uniform(budget)
-        if sampler == "continuous":
-            # The gaps between sorted uniform points are Dirichlet(1, …, 1).
-            return cls._between(_draw_distinct(rng, budget - 1, _CONTINUOUS_GRID - 1), _CONTINUOUS_GRID)
         raise LoopformerError(f"Unknown sampler {sampler!r}; choose one of {', '.join(SAMPLERS)}.")
 
     @classmethod
@@ -174,11 +170,10 @@ def resolve(trajectory: Trajectory | str | int | None, loops: int, beyond: bool 
     """
     if isinstance(trajectory, str):
         trajectory = Trajectory.parse(trajectory)
-    if isinstance(trajectory, Trajectory):
-        _check_budget(trajectory.budget, None if beyond else loops)
-        return trajectory
-    budget = loops if trajectory is None else trajectory
-    return Trajectory.uniform(_check_budget(budget, None if beyond else loops))
+    if not isinstance(trajectory, Trajectory):
+        trajectory = Trajectory.uniform(loops if trajectory is None else trajectory)
+    _check_budget(trajectory.budget, None if beyond else loops)
+    return trajectory
 
 
 class _Unreadable(LoopformerError):
@@ -211,28 +206,23 @@ def _fraction(value: Any) -> Fraction:
         raise _Unreadable(f"{value!r} is not a number that a trajectory step can be.") from error
 
 
-def _snap(value: Number) -> Fraction:
-    """Exact input as it is; a float or decimal within 1e-6 of p/q, q ≤ 4096, as p/q."""
-    exact = _fraction(value)
-    near = exact.limit_denominator(_MAX_DENOMINATOR)
-    return near if not _is_exact(value) and near > 0 and abs(near - exact) <= _TOLERANCE else exact
-
-
-def _is_exact(value: Number) -> bool:
-    return isinstance(value, numbers.Rational) or (isinstance(value, str) and "/" in value)
-
-
-def _exact_steps(given: list[Number]) -> tuple[Fraction, ...]:
-    if not given:
+def _exact_steps(values: list[Number]) -> tuple[Fraction, ...]:
+    """Steps that sum to 1 exactly. A float or decimal within 1e-6 of p/q, q ≤ 4096, is read as p/q."""
+    if not values:
         raise LoopformerError("A trajectory needs at least one step.")
-    _check_budget(len(given))
-    steps = [_snap(value) for value in given]
-    raw = [_fraction(value) for value in given]
+    _check_budget(len(values))
+    raw = [_fraction(value) for value in values]
     if min(raw) <= 0:
         raise LoopformerError(f"Trajectory steps must be positive, got {_join(raw)}.")
-    allowed = _TOLERANCE * sum(1 for value in given if not _is_exact(value))
+    steps, tolerance = list(raw), Fraction(0)
+    for index, value in enumerate(values):
+        if not isinstance(value, numbers.Rational) and not (isinstance(value, str) and "/" in value):
+            tolerance += _TOLERANCE
+            simple = raw[index].limit_denominator(_MAX_DENOMINATOR)
+            if simple > 0 and abs(simple - raw[index]) <= _TOLERANCE:
+                steps[index] = simple
     total = sum(raw, Fraction(0))
-    if abs(total - 1) > allowed:
+    if abs(total - 1) > tolerance:
         raise LoopformerError(
             f"Trajectory steps must sum to 1, but {_join(raw)} sum to {float(total):.6g}; "
             "write weights as 4-2-1-1 to have them normalised."

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from loopformer import LoopformerError
 from loopformer.cli import app, main
+from loopformer.config.model import setting_names
 from loopformer.config.run import SECTIONS
-from loopformer.config.schema import setting_names
 
 from .process import invoke, run
 

@@ -14,27 +14,34 @@ from loopformer.trajectory import Trajectory
 from .runs import pair
 
 
+def run_of(batch: int, objective: ObjectiveConfig, is_sharded: bool = False) -> RunConfig:
+    training = TrainingConfig(batch=batch, strategy="fsdp" if is_sharded else "ddp")
+    return RunConfig(ModelConfig(), objective=objective, training=training)
+
+
 @given(
     draws=st.integers(1, 4),
     share=st.integers(1, 6),
     world=st.sampled_from([1, 2, 3]),
     micro=st.integers(1, 9),
     fraction=st.sampled_from([0.25, 0.5, 0.7, 1.0]),
-    in_step=st.booleans(),
+    is_sharded=st.booleans(),
 )
 def test_any_ranks_and_micro_batches_share_the_same_rows(
-    draws: int, share: int, world: int, micro: int, fraction: float, in_step: bool
+    draws: int, share: int, world: int, micro: int, fraction: float, is_sharded: bool
 ) -> None:
     batch = draws * share * world
     objective = ObjectiveConfig(pair(rows=fraction), trajectory_groups=draws)
+    assume(share * world * fraction >= 1)  # a run refuses an entry without a row
+    run = run_of(batch, objective, is_sharded)
     rows: dict[int, tuple[int, bool]] = {}
-    if in_step:
+    if is_sharded:
         try:
-            micro_batches(batch, micro, objective, 0, world, in_step)
+            micro_batches(run, micro, 0, world)
         except LoopformerError:
             assume(False)  # the ranks would not keep in step
     for rank in range(world):
-        mine = micro_batches(batch, micro, objective, rank, world, in_step)
+        mine = micro_batches(run, micro, rank, world)
         assert sum(micro_batch.stop - micro_batch.start for micro_batch in mine) == batch // world
         for micro_batch in mine:
             assert micro_batch.stop - micro_batch.start <= micro
@@ -43,7 +50,7 @@ def test_any_ranks_and_micro_batches_share_the_same_rows(
                 rows[row] = (micro_batch.group, row - micro_batch.start in micro_batch.rows[1])
     alone = {
         row: (micro_batch.group, row - micro_batch.start in micro_batch.rows[1])
-        for micro_batch in micro_batches(batch, batch, objective)
+        for micro_batch in micro_batches(run_of(batch, objective), batch)
         for row in range(micro_batch.start, micro_batch.stop)
     }
     assert rows == alone
@@ -108,16 +115,17 @@ def test_runs_that_were_stored_with_a_chance_of_one_are_read() -> None:
 def test_sharded_ranks_follow_the_same_trajectories_at_the_same_time() -> None:
     partly = ObjectiveConfig(trajectories=(TrainedTrajectory(1), TrainedTrajectory(2, rows=0.25)))
     with pytest.raises(LoopformerError, match="all ranks must follow the same trajectories"):
-        micro_batches(4, 1, partly, 0, 2, in_step=True)
-    assert micro_batches(8, 4, partly, 0, 2, in_step=True)
+        micro_batches(run_of(4, partly, is_sharded=True), 1, 0, 2)
+    assert micro_batches(run_of(8, partly, is_sharded=True), 4, 0, 2)
 
 
 def test_uneven_shares_are_refused() -> None:
+    forty = ObjectiveConfig(trajectory_groups=40)
     with pytest.raises(LoopformerError, match="shared evenly by 3 ranks"):
-        micro_batches(8, 2, ObjectiveConfig(trajectory_groups=2), 0, 3)
+        micro_batches(run_of(8, ObjectiveConfig(trajectory_groups=2)), 2, 0, 3)
     with pytest.raises(LoopformerError, match=r"12 rows of each of the 40 parts .* by 8 ranks"):
-        micro_batches(480, 2, ObjectiveConfig(trajectory_groups=40), 0, 8, in_step=True)
-    assert {len(micro_batches(480, 12, ObjectiveConfig(trajectory_groups=40), rank, 8)) for rank in range(8)} == {5}
+        micro_batches(run_of(480, forty, is_sharded=True), 2, 0, 8)
+    assert {len(micro_batches(run_of(480, forty), 12, rank, 8)) for rank in range(8)} == {5}
 
 
 @given(size=st.integers(1, 64), shares=st.lists(st.sampled_from([0.125, 0.25, 0.5]), min_size=1, max_size=4))
@@ -192,10 +200,10 @@ def test_the_preset_trains_every_row_of_any_batch(batch: int) -> None:
 
 def test_shares_that_add_up_to_all_rows_train_all_of_them() -> None:
     halves = (TrainedTrajectory("full", rows=0.5), TrainedTrajectory("short", rows=0.5))
-    (only,) = micro_batches(8, 8, ObjectiveConfig(trajectories=halves))
+    (only,) = micro_batches(run_of(8, ObjectiveConfig(trajectories=halves)), 8)
     assert sorted(only.rows[0] + only.rows[1]) == list(range(8))
     with pytest.raises(LoopformerError, match="not all rows are trained"):
         ObjectiveConfig(trajectories=(TrainedTrajectory("full", rows=0.5), TrainedTrajectory("short", rows=0.25)))
     for late in (TrainedTrajectory("full", active_range=(0.5, 1)), TrainedTrajectory("full", weight=0)):
-        with pytest.raises(LoopformerError, match="from 0 of training on no trajectory with a weight is followed"):
+        with pytest.raises(LoopformerError, match="from 0 of training on no active trajectory has a weight"):
             ObjectiveConfig(trajectories=(late,))

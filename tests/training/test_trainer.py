@@ -261,7 +261,7 @@ def test_a_starting_model_without_tokenizer_must_have_the_datas_vocabulary(small
     config = ModelConfig(blocks=1, loops=2, width=32, heads=2, ffn=64, context=32, vocab=500)
     save_model(LoopedLM(config), tmp_path / "model")
     overrides = [word for word in small() if not word.startswith("model.")]
-    with pytest.raises(LoopformerError, match="500 tokens and no tokenizer beside it"):
+    with pytest.raises(LoopformerError, match="500 tokens and no tokenizer, the"):
         launch("demo", [*overrides, f"init_from={tmp_path / 'model'}"], tmp_path / "run", quiet=True)
 
 
@@ -337,10 +337,10 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", ["trainin.steps=1"], {}, "did you mean training.steps"),
         ("demo", ["steps=1"], {}, "did you mean training.steps"),
         ("demo", small(training__threads=0), {}, "training.threads must be 1 or more"),
-        ("demo", small(training__threads=100_000), {}, "training.threads must be 1 or more, and 1,024 at most"),
+        ("demo", small(training__threads=100_000), {}, "training.threads must be 1 or more and at most 1,024, got"),
         ("demo", small(training__device="meta"), {}, "does not run on 'meta'"),
         ("demo", small(training__learning_rate="inf"), {}, "must be a finite number"),
-        ("demo", small(training__seed=-1), {}, "training.seed must lie in"),
+        ("demo", small(training__seed=-1), {}, "training.seed must be 0 or more and below"),
         ("demo", small(training__optimizer="mu"), {}, "one of adamw, muon"),
         ("demo", ["training.steps"], {}, "write key=value"),
         ("demo", small(training__batch=0), {}, "training.batch must be 1 or more"),
@@ -359,7 +359,7 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(model__context=4096), {}, "too few for a window"),
     ]
     for source, overrides, options, said in cases:
-        out = tmp_path / "run" if "run" in said or "seed" in said else tmp_path / "new"
+        out = tmp_path / "run" if "holds a run" in said or "seed" in said else tmp_path / "new"
         with pytest.raises(LoopformerError, match=said) as caught:
             launch(source, overrides, out, quiet=True, say=silent, **options)
         assert "\n" not in str(caught.value)

@@ -3,32 +3,38 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from loopformer.cli.options import MODEL, Heads, Json, Loops, complete_model_or_preset, the_model
 from loopformer.cli.output import print_table, stoppable
+from loopformer.config import ModelConfig, load_run, preset_names, with_expected_vocab
+from loopformer.config.run import describe_settings, list_presets
+from loopformer.errors import FileProblem, nearest, require
 
-if TYPE_CHECKING:
-    from loopformer.config import ModelConfig
+# The columns of the table of budgets: heading, key of the row, divisor, format.
+BUDGET_COLUMNS = (
+    ("budget", "budget", 1, "d"),
+    ("GFLOP/token", "forward_gflops_per_token", 1, ".4g"),
+    ("of full", "share_of_full", 1, ".0%"),
+    ("MB read/token", "bf16_bytes_per_decoded_token", 1e6, ",.1f"),
+    ("with full KV", "bf16_bytes_per_decoded_token_with_kv", 1e6, ",.1f"),
+    ("KV KB/token", "bf16_kv_bytes_per_token", 1e3, ",.1f"),
+)
+ModelOrPreset = Annotated[
+    str | None, typer.Argument(help=f"{MODEL}; or a preset.", autocompletion=complete_model_or_preset)
+]
+HELP = "The model or preset, instead of the argument."
+ModelOrPresetOption = Annotated[
+    str | None, typer.Option("--model", "-m", help=HELP, autocompletion=complete_model_or_preset)
+]
 
 
 @stoppable("nothing is written, the same command starts again")
 def info(
-    model: Annotated[
-        str | None,
-        typer.Argument(help=f"{MODEL}; or a preset.", autocompletion=complete_model_or_preset),
-    ] = None,
-    model_option: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="The model or preset, instead of the argument.",
-            autocompletion=complete_model_or_preset,
-        ),
-    ] = None,
+    model: ModelOrPreset = None,
+    model_option: ModelOrPresetOption = None,
     context: Annotated[
         int | None, typer.Option(help="Count costs at this context. Default: the model's own.")
     ] = None,
@@ -41,8 +47,6 @@ def info(
 
     Example: loopformer info paper/loopformer-3x8
     """
-    from loopformer.errors import require
-
     if settings:
         _show_settings(as_json)
         return
@@ -59,8 +63,6 @@ def info(
 
 
 def _show_presets(as_json: bool) -> None:
-    from loopformer.config import load_run, with_expected_vocab
-    from loopformer.config.run import list_presets
     from loopformer.model.cost import Cost
 
     rows = []
@@ -71,12 +73,8 @@ def _show_presets(as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(rows))
         return
-    print_table(
-        ["preset", "k⊗L", "million", "what it is"],
-        [[row["name"], row["shape"], f"{row['parameters'] / 1e6:,.1f}", row["about"]] for row in rows],
-        left=1,
-        text=(3,),
-    )
+    cells = [[row["name"], row["shape"], f"{row['parameters'] / 1e6:,.1f}", row["about"]] for row in rows]
+    print_table(["preset", "k⊗L", "million", "what it is"], cells, left=1, text=(3,))
     sizes = next(row["sizes"] for row in rows if row["name"] == "paper/loopformer")
     typer.secho(
         f"Parameters in millions. Those of paper/ also come as -{', -'.join(sizes)}, paper/base as -3x1 to -24x1. "
@@ -87,26 +85,18 @@ def _show_presets(as_json: bool) -> None:
 
 
 def _show_settings(as_json: bool) -> None:
-    from loopformer.config.run import describe_settings
-
-    rows = [list(row) for row in describe_settings()]
+    names, rows = ("name", "default", "meaning"), list(describe_settings())
     if as_json:
-        names = ("name", "default", "meaning")
         typer.echo(json.dumps([dict(zip(names, row, strict=True)) for row in rows]))
     else:
         print_table(["setting", "default", "meaning"], rows, left=3)
 
 
-def config_of(model: str, heads: int | None = None, loops: int | None = None) -> "ModelConfig":
+def config_of(model: str, heads: int | None = None, loops: int | None = None) -> ModelConfig:
     """The settings of a preset or of a model on disk."""
-    from loopformer.config import load_run, preset_names, with_expected_vocab
-    from loopformer.errors import FileProblem, nearest, require
-
-    names = preset_names()
+    names, is_plain = preset_names(), heads is None and loops is None
     if model in names:
-        require(
-            heads is None and loops is None, "--heads and --loops are for weights without a config, not presets."
-        )
+        require(is_plain, "--heads and --loops are for weights without a config, not presets.")
         return with_expected_vocab(*load_run(model)).model
     from loopformer.loading import find_config
 
@@ -119,23 +109,16 @@ def config_of(model: str, heads: int | None = None, loops: int | None = None) ->
         raise FileProblem(f"{str(error).rstrip('.')}; nor is {model} a preset: {hint}") from error
 
 
-def _describe(config: "ModelConfig", context: int | None) -> dict[str, Any]:
+def _describe(config: ModelConfig, context: int | None) -> dict[str, Any]:
     """Everything `info` shows, as plain data."""
     from loopformer.model.cost import Cost
 
-    cost = Cost(config)
-    parameters = cost.parameters
-    length = config.context if context is None else context
-    full = cost.forward_flops(context=length)
+    cost, length = Cost(config), config.context if context is None else context
+    parameters, derived = cost.parameters, ("embeddings", "without_embeddings", "total")
     return {
         "settings": config.plain(),
         "shape": f"{config.blocks}⊗{config.loops}",
-        "parameters": {
-            **dataclasses.asdict(parameters),
-            "embeddings": parameters.embeddings,
-            "without_embeddings": parameters.without_embeddings,
-            "total": parameters.total,
-        },
+        "parameters": dataclasses.asdict(parameters) | {name: getattr(parameters, name) for name in derived},
         "context": length,
         "training_gflops_per_token": {
             "full_route": cost.training_flops(length) / 1e9,
@@ -146,7 +129,7 @@ def _describe(config: "ModelConfig", context: int | None) -> dict[str, Any]:
             {
                 "budget": budget,
                 "forward_gflops_per_token": cost.forward_flops(budget, length) / 1e9,
-                "share_of_full": cost.forward_flops(budget, length) / full,
+                "share_of_full": cost.forward_flops(budget, length) / cost.forward_flops(context=length),
                 "bf16_bytes_per_decoded_token": cost.decode_bytes(budget),
                 "bf16_bytes_per_decoded_token_with_kv": cost.decode_bytes(budget, length),
                 "bf16_kv_bytes_per_token": cost.kv_bytes(budget),
@@ -157,32 +140,22 @@ def _describe(config: "ModelConfig", context: int | None) -> dict[str, Any]:
 
 
 def _show(name: str, report: dict[str, Any]) -> None:
-    settings, parameters, training = (
-        report[key] for key in ("settings", "parameters", "training_gflops_per_token")
-    )
+    settings, training = report["settings"], report["training_gflops_per_token"]
     typer.echo(
         f"{typer.style(name, bold=True)}: {report['shape']}, conditioning {settings['conditioning']}, "
         f"width {settings['width']}, {settings['heads']} heads, FFN {settings['ffn']}, "
         f"context {settings['context']}, vocabulary {settings['vocab']}"
     )
     sizes = ("tokens", "positions", "stack", "conditioning", "final_norm", "without_embeddings", "total")
-    print_table(["parameters", "count"], [[key.replace("_", " "), f"{parameters[key]:,}"] for key in sizes], left=1)
+    counts = [[key.replace("_", " "), f"{report['parameters'][key]:,}"] for key in sizes]
+    print_table(["parameters", "count"], counts, left=1)
     typer.echo(
         f"training: {training['full_route']:.4g} GFLOP per token, "
         f"{training['with_short_route']:.4g} with an average short trajectory; context {report['context']}"
     )
-    print_table(
-        ["budget", "GFLOP/token", "of full", "MB read/token", "with full KV", "KV KB/token"],
-        [
-            [
-                str(row["budget"]),
-                f"{row['forward_gflops_per_token']:.4g}",
-                f"{row['share_of_full']:.0%}",
-                f"{row['bf16_bytes_per_decoded_token'] / 1e6:,.1f}",
-                f"{row['bf16_bytes_per_decoded_token_with_kv'] / 1e6:,.1f}",
-                f"{row['bf16_kv_bytes_per_token'] / 1e3:,.1f}",
-            ]
-            for row in report["budgets"]
-        ],
-    )
+    rows = [
+        [format(row[key] / unit if unit > 1 else row[key], form) for _, key, unit, form in BUDGET_COLUMNS]
+        for row in report["budgets"]
+    ]
+    print_table([heading for heading, *_ in BUDGET_COLUMNS], rows)
     typer.secho("FLOPs forward, causal attention; bytes per decoded token at batch 1 in bf16.", dim=True)

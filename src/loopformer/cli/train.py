@@ -71,14 +71,15 @@ def _show_plan(made: dict[str, Any], as_json: bool) -> None:
     plan = made["plan"]
     hours = "unknown on this device" if plan["hours"] is None else duration(plan["hours"] * 3600)
     epochs = "" if plan["epochs"] is None else f", {plan['epochs']:.2f} epochs"
-    missing = f"\ndata         {made['data_missing']}" if made["data_missing"] else ""
     rate = "" if plan["device_tflops"] is None else f" at {plan['device_tflops']:.3g} TFLOP/s"
-    typer.echo(
-        f"parameters   {plan['parameters']:,} ({plan['parameters_without_embeddings']:,} without embeddings)\n"
-        f"steps        {plan['steps']:,}\n"
-        f"tokens       {plan['tokens']:,}{epochs}\n"
-        f"FLOPs        {plan['training_gflops_per_token']:.4g} G per token, {plan['total_flops']:.3g} in all\n"
-        f"micro-batch  {plan['micro_batch']}\n"
-        f"memory       about {plan['memory_gib_per_device']:.2f} GiB per device\n"
-        f"time         about {hours} on {plan['device']}{rate}{missing}"
-    )
+    rows = {
+        "parameters": f"{plan['parameters']:,} ({plan['parameters_without_embeddings']:,} without embeddings)",
+        "steps": f"{plan['steps']:,}",
+        "tokens": f"{plan['tokens']:,}{epochs}",
+        "FLOPs": f"{plan['training_gflops_per_token']:.4g} G per token, {plan['total_flops']:.3g} in all",
+        "micro-batch": plan["micro_batch"],
+        "memory": f"about {plan['memory_gib_per_device']:.2f} GiB per device",
+        "time": f"about {hours} on {plan['device']}{rate}",
+        "data": made["data_missing"],
+    }
+    typer.echo("\n".join(f"{name:12} {value}" for name, value in rows.items() if value is not None))

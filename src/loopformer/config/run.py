@@ -21,10 +21,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from loopformer.config.model import ModelConfig
-from loopformer.config.schema import (
+from loopformer.config.model import (
     RENAMED_KEYS,
+    ModelConfig,
     as_number,
+    check_keys,
     check_settings,
     from_mapping,
     setting,
@@ -51,8 +52,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_settings(self, "data")
         for name in ("documents", "prepare", "train_tokenizer"):
-            is_valid = self.states is None or not getattr(self, name)
-            require(is_valid, f"data.{name} is for text and data.states draws words; set one of both.")
+            is_unused = self.states is None or not getattr(self, name)
+            require(is_unused, f"data.{name} is for text and data.states draws words; set one of both.")
 
 
 @dataclass(frozen=True)
@@ -123,24 +124,16 @@ class ObjectiveConfig:
         check_settings(self, "objective")
         teachers = [entry for entry in self.trajectories if entry.budget == "full"]
         for entry in self.trajectories:
-            require(
-                entry.match == 0 or any(teacher.covers(entry) for teacher in teachers),
-                f"objective.trajectories: budget {entry} is matched with the full trajectory, "
-                "which must be in the list, on all rows, always and for as long.",
-            )
+            has_teacher = entry.match == 0 or any(teacher.covers(entry) for teacher in teachers)
+            need = "the full trajectory must be in the list, on all rows and for at least as long"
+            require(has_teacher, f"objective.trajectories: to match budget {entry}, {need}.")
         borders = sorted({0.0, 1.0, *(bound for entry in self.trajectories for bound in entry.active_range)})
         for start in borders[:-1]:
             phase = f"objective.trajectories: from {start:g} of training on"
-            weighted = [entry for entry in self.trajectories if entry.is_active(start) and entry.weight > 0]
-            require(
-                bool(weighted), f"{phase} no trajectory with a weight is followed; add one or give one a weight."
-            )
-            is_covered = (
-                max(entry.rows for entry in weighted) == 1 or sum(entry.rows for entry in weighted) > 1 - 1e-9
-            )
-            require(
-                is_covered, f"{phase} not all rows are trained; let one have all rows, or let them add up to 1."
-            )
+            shares = [entry.rows for entry in self.trajectories if entry.is_active(start) and entry.weight > 0]
+            require(bool(shares), f"{phase} no active trajectory has a weight; add one or give one a weight.")
+            is_covered = max(shares) == 1 or sum(shares) > 1 - 1e-9
+            require(is_covered, f"{phase} not all rows are trained; give one all rows, or let them add up to 1.")
 
     @property
     def is_elastic(self) -> bool:
@@ -184,14 +177,10 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, "training")
-        require(
-            self.min_learning_rate <= self.learning_rate,
-            f"training.min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}.",
-        )
-        require(
-            self.micro_batch == "auto" or self.micro_batch <= self.batch,
-            f"training.micro_batch {self.micro_batch} is above training.batch {self.batch}; lower it.",
-        )
+        low, high, rows = self.min_learning_rate, self.learning_rate, self.micro_batch
+        require(low <= high, f"training.min_learning_rate {low} is above learning_rate {high}.")
+        fits = rows == "auto" or rows <= self.batch
+        require(fits, f"training.micro_batch {rows} is above training.batch {self.batch}; lower it.")
 
     @property
     def is_sharded(self) -> bool:
@@ -211,21 +200,17 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         groups, batch, loops = self.objective.trajectory_groups, self.training.batch, self.model.loops
-        multiple = f"a multiple of objective.trajectory_groups {groups}"
-        require(batch % groups == 0, f"training.batch {batch} must be {multiple}.")
+        is_multiple, size = batch % groups == 0, batch // groups
+        require(is_multiple, f"training.batch {batch} must be a multiple of objective.trajectory_groups {groups}.")
+        knows_step = self.model.conditioning not in ("none", "index")
+        no_short = "A model of one loop has no shorter trajectory; set objective.trajectories=[{budget: full}]."
         for entry in self.objective.trajectories:
-            where, rows = f"objective.trajectories, budget {entry}", batch // groups
-            require(
-                loops > 1 or entry.budget != "short",
-                "A model of one loop has no shorter trajectory; set objective.trajectories=[{budget: full}].",
-            )
+            where = f"objective.trajectories, budget {entry}"
+            require(loops > 1 or entry.budget != "short", no_short)
             require(entry.budgets(loops)[1] <= loops, f"{where} is beyond the model's {loops} loops.")
-            require(
-                int(rows * entry.rows + 1e-9) >= 1,
-                f"{where}: rows {entry.rows} of {rows} rows is no row; "
-                f"raise it, or training.batch to {math.ceil(groups / entry.rows)}.",
-            )
-            knows_step = self.model.conditioning not in ("none", "index")
+            remedy = f"raise it, or training.batch to {math.ceil(groups / entry.rows)}"
+            has_row = int(size * entry.rows + 1e-9) >= 1
+            require(has_row, f"{where}: rows {entry.rows} of {size} rows is no row; {remedy}.")
             require(
                 knows_step or entry.sampler == "uniform" or entry.budget in ("full", 1),
                 f"A model with conditioning {self.model.conditioning!r} only follows uniform trajectories; "
@@ -291,10 +276,8 @@ def run_from_mapping(settings: Mapping[str, Any]) -> RunConfig:
 
 def _with_current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of any version with all sections and today's keys."""
-    known = [*SECTIONS, "init_from", "sizes"]  # a preset's file lists its sizes; they are no setting of a run
-    for key in settings:
-        if key not in known:
-            raise LoopformerError(f"Unknown setting {key}; {nearest(str(key), known)}")
+    # A preset's file lists its sizes, which are no setting of a run.
+    check_keys(settings, [*SECTIONS, "init_from", "sizes"])
     sections = {name: settings.get(name) or {} for name in SECTIONS}
     for name, section in sections.items():
         require(isinstance(section, Mapping), f"{name} must be a mapping of settings, got {section!r}.")
@@ -302,9 +285,8 @@ def _with_current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     objective = sections["objective"]
     pair = {key: value for key in PAIR_DEFAULTS if (value := objective.pop(key, None)) is not None}
     if pair:
-        first = next(iter(pair))
-        have_both = "trajectories" in objective
-        require(not have_both, f"objective.trajectories says what objective.{first} says; leave one of them out.")
+        said_twice = f"objective.trajectories says what objective.{next(iter(pair))} says; leave one of them out."
+        require("trajectories" not in objective, said_twice)
         weight, match, sampler, rows = (PAIR_DEFAULTS | pair).values()
         short = {"budget": "short", "sampler": sampler, "weight": weight, "match": match, "rows": rows}
         has_short = as_number(weight) != 0 or as_number(match) != 0

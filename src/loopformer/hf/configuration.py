@@ -13,8 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from loopformer.config.model import FORMAT, VERSION, ModelConfig
-from loopformer.config.schema import from_mapping
+from loopformer.config.model import FORMAT, VERSION, ModelConfig, from_mapping
 from loopformer.errors import require
 
 

@@ -75,12 +75,9 @@ def launch(
     """Train, and return the result as plain data."""
     out = Path(out)
     run, written = _settings(source, overrides, out, resume)
-    run = _from_anywhere(run)
     ranks = Ranks.start(run.training.device)
     with lock_folder(out) if ranks.is_main else nullcontext(), _out_of_memory_advice():
-        if checkpoints(out):
-            run = _run_of_folder(run, written, out, resume)
-        else:
+        if not checkpoints(out):
             if ranks.is_main and run.data.prepare is not None and not is_prepared(run.data.path):
                 say(f"preparing {run.data.prepare} into {run.data.path}")
                 prepare([run.data.prepare], run.data.path, train_tokenizer=run.data.train_tokenizer)
@@ -102,80 +99,65 @@ def launch(
 
 def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: bool = False) -> dict[str, Any]:
     """What `--dry-run` prints: the estimate of the whole run, and its settings. It refuses what training would."""
-    out = Path(out)
+    out, tokens, missing = Path(out), 0, None
     run, written = _settings(source, overrides, out, resume)
-    run = with_expected_vocab(run, written)
-    tokens, missing, begun = 0, None, bool(checkpoints(out))
-    if begun:
-        run = _run_of_folder(_from_anywhere(run), written, out, resume)
     if _has_data(run):
         data = open_data(run.data)
         tokens = data.tokens
-        if not begun:
-            run = _settle_run(run, written, data)
-        batches_of(run, data)
+        run = run if checkpoints(out) else _settle_run(run, written, data)
+        batches_of(run, data)  # refuses data that is too short
     else:
-        prepared = f"training prepares it first, from {run.data.prepare}" if run.data.prepare is not None else None
-        missing = f"not there yet: {run.data.path}; {prepared or 'make it with `loopformer prepare`'}"
+        run = with_expected_vocab(run, written)
+        remedy = "make it with `loopformer prepare`"
+        if run.data.prepare is not None:
+            remedy = f"training prepares it first, from {run.data.prepare}"
+        missing = f"not there yet: {run.data.path}; {remedy}"
         if run.init_from is not None:
-            model = find_config(run.init_from)[0]
-            _check_written(run.model, model, written, "the starting model")
-            run = replace(run, model=model)
+            run = _with_starting_model(run, written, find_config(run.init_from)[0])
     ranks = Ranks.start(run.training.device)
     fused = fused_precision(run, ranks) is not None
-    if isinstance(run.training.micro_batch, int):
-        micro = run.training.micro_batch
-    else:
+    micro = run.training.micro_batch
+    if micro == "auto":
         micro = estimated_micro_batch(run, 0.9 * available_bytes(ranks.device), ranks.world, fused)
-    micro_batches(run.training.batch, micro, run.objective, world=ranks.world, in_step=run.training.is_sharded)
-    made = make_plan(run, tokens, ranks.device, micro, ranks.world, fused)
+    micro_batches(run, micro, world=ranks.world)  # refuses rows that the ranks cannot share
+    estimate = make_plan(run, tokens, ranks.device, micro, ranks.world, fused)
     ranks.close()
-    return {"plan": made, "settings": run_to_mapping(run), "data_missing": missing}
+    return {"plan": estimate, "settings": run_to_mapping(run), "data_missing": missing}
 
 
 def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: bool) -> tuple[RunConfig, set[str]]:
-    """The settings, and the keys that the user wrote. A resumed run finds its data, also after it was moved."""
-    if source is None and not resume:
-        source = DEFAULT_PRESET
-    stored = _stored_file(out) if resume else None
-    if source is None and stored is None:
+    """The settings of a run that starts or resumes, with absolute paths, and the keys that the user wrote."""
+    saved = checkpoints(out)
+    # The run's own file, or the newest checkpoint's copy.
+    files = [folder / SETTINGS for folder in (out, *reversed(saved)) if (folder / SETTINGS).is_file()]
+    if resume and source is None and not files:
         raise FileProblem(f"{out} holds no run to go on with; check --out.")
-    run, keys = load_run(source or str(stored), overrides)
-    if stored is not None and checkpoints(out) and not any(word.startswith("data.path=") for word in overrides):
-        stored_path = run_from_mapping(read_yaml(stored)).data.path
-        path = data_folder(out, run.data.path) or data_folder(out, stored_path) or stored_path
-        run = replace(run, data=replace(run.data, path=str(path)))
-    return run, keys
-
-
-def _run_of_folder(run: RunConfig, written: set[str], out: Path, resume: bool) -> RunConfig:
-    """The settings with which the run in this folder is resumed."""
-    stored = _stored_file(out) if resume else None
-    if stored is None:
+    run, keys = load_run(source or (files[0] if resume else DEFAULT_PRESET), overrides)
+    if not saved:
+        return _with_absolute_paths(run), keys
+    if not resume or not files:
         raise LoopformerError(
             f"{out} already holds a run; go on with `loopformer train --resume --out {out}`, or choose another."
         )
-    run = _continued(_from_anywhere(run_from_mapping(read_yaml(stored))), run, written)
+    stored = run_from_mapping(read_yaml(files[0]))
+    if not any(word.startswith("data.path=") for word in overrides):
+        # The run may have been moved, alone or together with its data.
+        path = data_folder(out, run.data.path) or data_folder(out, stored.data.path) or stored.data.path
+        run = replace(run, data=replace(run.data, path=str(path)))
+    run = _continued(_with_absolute_paths(stored), _with_absolute_paths(run), keys)
     if not _has_data(run):
         raise FileProblem(
             f"The data of this run, {run.data.path}, cannot be found; give its folder with data.path=…"
         )
-    return run
+    return run, keys
 
 
-def _from_anywhere(run: RunConfig) -> RunConfig:
-    """The settings with absolute paths, so that a stored run works from any working directory."""
+def _with_absolute_paths(run: RunConfig) -> RunConfig:
+    """The settings as they are stored, so that a run works from any working directory."""
     start = run.init_from
     if start is not None and Path(start).exists():  # it may be a Hub id
         start = os.path.abspath(start)
-    data = replace(run.data, path=os.path.abspath(run.data.path))
-    return replace(run, data=data, init_from=start)
-
-
-def _stored_file(out: Path) -> Path | None:
-    """The settings a run was started with: its own file, or the newest checkpoint's copy."""
-    folders = [out, *reversed(checkpoints(out))]
-    return next((folder / SETTINGS for folder in folders if (folder / SETTINGS).is_file()), None)
+    return replace(run, data=replace(run.data, path=os.path.abspath(run.data.path)), init_from=start)
 
 
 def _has_data(run: RunConfig) -> bool:
@@ -188,9 +170,8 @@ def _settle_run(run: RunConfig, written: set[str], data: TokenData | Group) -> R
     if run.init_from is not None:
         model, tokenizer = find_config(run.init_from)
         _check_same_tokenizer(tokenizer, model, data)
-        _check_written(run.model, model, written, "the starting model")
-        run = replace(run, model=model)
-    elif "model.vocab" not in written:
+        return _with_starting_model(run, written, model)
+    if "model.vocab" not in written:
         run = replace(run, model=replace(run.model, vocab=data.vocab_size))
     if run.model.vocab < data.vocab_size:
         raise LoopformerError(
@@ -200,22 +181,23 @@ def _settle_run(run: RunConfig, written: set[str], data: TokenData | Group) -> R
     return run
 
 
+def _with_starting_model(run: RunConfig, written: set[str], model: ModelConfig) -> RunConfig:
+    _check_written(run.model, model, written, "the starting model")
+    return replace(run, model=model)
+
+
 def _check_same_tokenizer(folder: Path | None, model: ModelConfig, data: TokenData | Group) -> None:
+    """Refuse a starting model whose token ids are not those of the data."""
     if folder is None and data.vocab_size != model.vocab:
         raise LoopformerError(
-            f"The starting model has {model.vocab} tokens and no tokenizer beside it, the data's tokenizer has "
+            f"The starting model has {model.vocab} tokens and no tokenizer, the data's tokenizer has "
             f"{data.vocab_size}; prepare the data with the model's own tokenizer."
         )
     if folder is not None and Tokenizer.load(folder).hash != data.tokenizer.hash:
+        remedy = f"prepare it again with --tokenizer {folder / 'tokenizer.json'}"
         if isinstance(data, Group):
-            raise LoopformerError(
-                f"The tokens of the model in {folder} are not the elements of {data.name}; start from a model that "
-                f"was trained with data.states={data.name}, or leave init_from out."
-            )
-        raise LoopformerError(
-            f"The data in {data.folder} was made with another tokenizer than the model in {folder}; "
-            f"prepare it again with --tokenizer {folder / 'tokenizer.json'}."
-        )
+            remedy = f"start from a model that was trained with data.states={data.name}, or leave init_from out"
+        raise LoopformerError(f"The data was made with another tokenizer than the model in {folder}; {remedy}.")
 
 
 def _check_written(wanted: ModelConfig, model: ModelConfig, written: set[str], owner: str) -> None:
@@ -235,11 +217,8 @@ def _continued(stored: RunConfig, wanted: RunConfig, written: set[str]) -> RunCo
     for name in FIXED:
         before, now = attrgetter(name)(stored), attrgetter(name)(wanted)
         started = "other trajectories" if name == "objective.trajectories" else f"{name} = {before}, not {now}"
-        require(
-            before == now,
-            f"This run was started with {started}; leave it so, as --resume does where no preset or file "
-            "is named, or start a new run.",
-        )
+        remedy = "leave it so, as --resume does where no preset or file is named, or start a new run"
+        require(before == now, f"This run was started with {started}; {remedy}.")
     return replace(wanted, model=stored.model)
 
 

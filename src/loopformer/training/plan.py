@@ -1,6 +1,6 @@
 """What each step trains on, and what a run takes: rows, trajectories, FLOPs, memory, hours.
 
-    for micro_batch in micro_batches(480, 12, run.objective):
+    for micro_batch in micro_batches(run, 12):
         trajectories = draw_trajectories(run, step, micro_batch.group)
     make_plan(run, tokens, device, micro_batch=12, world=1, fused=True)["hours"]
 
@@ -44,39 +44,38 @@ class MicroBatch:
     rows: tuple[tuple[int, ...], ...]  # for each entry of the objective, its rows counted from `start`
 
 
-def micro_batches(
-    batch: int, micro_batch: int, objective: ObjectiveConfig, rank: int = 0, world: int = 1, in_step: bool = False
-) -> list[MicroBatch]:
+def micro_batches(run: RunConfig, micro_batch: int, rank: int = 0, world: int = 1) -> list[MicroBatch]:
     """A rank's micro-batches of one step, in order.
 
-    A rank has consecutive rows of the batch. With `in_step` it has consecutive rows of every group instead, so that
-    all ranks run the same trajectory at the same time, as sharded weights need.
+    A rank has consecutive rows of the batch. With sharded weights it has consecutive rows of every group instead,
+    so that all ranks run the same trajectory at the same time.
     """
-    size = batch // objective.trajectory_groups
-    divided = size if in_step else batch
+    batch, groups, is_sharded = run.training.batch, run.objective.trajectory_groups, run.training.is_sharded
+    size = batch // groups
+    divided = size if is_sharded else batch
     if divided % world:
-        what = f"each of the {objective.trajectory_groups} parts of the batch" if in_step else "the batch"
+        what = f"each of the {groups} parts of the batch" if is_sharded else "the batch"
+        names = "training.batch or objective.trajectory_groups" if is_sharded else "training.batch"
         raise LoopformerError(
-            f"The {divided} rows of {what} cannot be shared evenly by {world} ranks; change training.batch"
-            + (" or objective.trajectory_groups." if in_step else ".")
+            f"The {divided} rows of {what} cannot be shared evenly by {world} ranks; change {names}."
         )
-    share, entry_rows = divided // world, assign_rows(size, objective)
+    share, entry_rows = divided // world, assign_rows(size, run.objective)
 
     def of_rank(number: int) -> list[MicroBatch]:
-        found = []
-        for group in range(objective.trajectory_groups):
-            first = group * size + number * share if in_step else max(group * size, number * share)
-            last = first + share if in_step else min((group + 1) * size, (number + 1) * share)
+        parts = []
+        for group in range(groups):
+            first = group * size + number * share if is_sharded else max(group * size, number * share)
+            last = first + share if is_sharded else min((group + 1) * size, (number + 1) * share)
             for start in range(first, last, micro_batch):
                 stop = min(start + micro_batch, last)
                 inside = range(start - group * size, stop - group * size)
                 rows = (tuple(row - inside.start for row in inside if row in members) for members in entry_rows)
-                found.append(MicroBatch(start, stop, group, tuple(rows)))
-        return found
+                parts.append(MicroBatch(start, stop, group, tuple(rows)))
+        return parts
 
-    if in_step:  # gathering sharded weights is a collective call, so every rank must run the same loops
-        active = [[[bool(rows) for rows in each.rows] for each in of_rank(number)] for number in range(world)]
-        if any(other != active[0] for other in active):
+    if is_sharded:  # gathering sharded weights is a collective call, so every rank must run the same loops
+        active = {tuple(tuple(map(bool, part.rows)) for part in of_rank(number)) for number in range(world)}
+        if len(active) > 1:
             raise LoopformerError(
                 "With sharded weights all ranks must follow the same trajectories at the same time; raise rows "
                 "or training.micro_batch, or use training.strategy=ddp."
@@ -130,15 +129,16 @@ def draw_trajectories(run: RunConfig, step: int, group: int) -> list[Trajectory 
 def costliest_step(run: RunConfig) -> list[Trajectory | None]:
     """The longest trajectories that one step may run together; None for entries that it does not use."""
     entries, loops = run.objective.trajectories, run.model.loops
-    longest = [Trajectory.uniform(entry.budgets(loops)[1]) for entry in entries]
-    costs = [entry.rows * each.budget for entry, each in zip(entries, longest, strict=True)]
+
+    def active_at(progress: float) -> list[Trajectory | None]:
+        longest = (Trajectory.uniform(entry.budgets(loops)[1]) for entry in entries)
+        return [each if entry.is_active(progress) else None for entry, each in zip(entries, longest, strict=True)]
+
+    def row_loops(step: list[Trajectory | None]) -> float:
+        return sum(entry.rows * each.budget for entry, each in zip(entries, step, strict=True) if each is not None)
+
     # The set of active entries only grows where one begins.
-    steps = [
-        {index for index, other in enumerate(entries) if other.is_active(entry.active_range[0])}
-        for entry in entries
-    ]
-    costliest = max(steps, key=lambda indices: sum(costs[index] for index in indices))
-    return [each if index in costliest else None for index, each in enumerate(longest)]
+    return max((active_at(entry.active_range[0]) for entry in entries), key=row_loops)
 
 
 def make_plan(

@@ -11,15 +11,14 @@ A resumed run drops records beyond its checkpoint, so the file reads as if the r
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import math
 import sys
 import time
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, TextIO, cast
+from typing import Any
 
 import torch
 
@@ -30,6 +29,7 @@ from loopformer.files import explain_write_errors, write_atomic
 from loopformer.plots import Line, Panel, has_matplotlib, line_figure, needs_log_axis, save
 
 METRICS, CURVES = "metrics.jsonl", "curves.png"
+WriteRecord = Callable[[str, int, dict[str, Any]], None]  # of a kind and a step
 
 
 class Reporter:
@@ -41,13 +41,9 @@ class Reporter:
 
     def __init__(self, run: RunConfig, out: Path, active: bool, first_step: int, quiet: bool = False) -> None:
         self.active, self.steps = active, run.training.steps
-        self._path, self._quiet = out / METRICS, quiet
+        self._training, self._path, self._quiet = run.training, out / METRICS, quiet
         self._started, self._first = time.perf_counter(), first_step
-        self._writers: list[_TensorBoard | _WandB] = []
-        if active and run.training.tensorboard:
-            self._writers.append(_TensorBoard(out, first_step))
-        if active and run.training.wandb is not None:
-            self._writers.append(_WandB(run.training.wandb, out))
+        self._open, self._logs = ExitStack(), list[WriteRecord]()
         has_bar = active and sys.stderr.isatty() and not quiet
         self._bar = _progress_bar(self.steps, first_step) if has_bar else None
 
@@ -55,21 +51,21 @@ class Reporter:
         """Show a sentence on stderr."""
         if not self.active or self._quiet:
             return
-        if self._bar is not None:
-            self._bar.console.print(sentence, highlight=False)
-        else:
-            _ClosableStream(sys.stderr).write(sentence + "\n")
+        with suppress(OSError):  # a terminal may be closed at any moment, and the run must still save
+            if self._bar is not None:
+                self._bar.console.print(sentence, highlight=False)
+            else:
+                print(sentence, file=sys.stderr, flush=True)
 
     def record(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append a record to metrics.jsonl, with null for numbers that are not finite, and to the other writers."""
+        """Append a record to metrics.jsonl, with null for numbers that are not finite, and to the other logs."""
         if not self.active:
             return
         finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
-        with explain_write_errors(self._path):
-            self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
-            self._file.flush()
-        for writer in self._writers:
-            writer.write(kind, step, values)
+        with explain_write_errors(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
+        for write in self._logs:
+            write(kind, step, values)
 
     def tick(self, step: int) -> None:
         """Move the bar to a finished step."""
@@ -92,65 +88,54 @@ class Reporter:
         self.say(f"step {step}/{self.steps}  {text}  {hours}:{minutes:02d}:{int(seconds) % 60:02d} left")
 
     def __enter__(self) -> Reporter:
-        for writer in self._writers:  # first, because one that cannot start must leave nothing behind
-            writer.open()
         if self.active:
-            if self._path.is_file():
-                kept = [record for record in read_metrics(self._path.parent) if record["step"] <= self._first]
-                write_atomic(self._path, "".join(json.dumps(record) + "\n" for record in kept).encode())
-            with explain_write_errors(self._path):
-                self._file = self._path.open("a", encoding="utf-8")
+            out = self._path.parent
+            # wandb first: without a login it cannot start, and then nothing may be left behind.
+            if self._training.wandb is not None:
+                self._logs.append(self._open.enter_context(_wandb(self._training.wandb, out)))
+            if self._training.tensorboard:
+                self._logs.append(self._open.enter_context(_tensorboard(out, self._first)))
+            records = [record for record in read_metrics(out) if record["step"] <= self._first]
+            write_atomic(self._path, "".join(json.dumps(record) + "\n" for record in records).encode())
         if self._bar is not None:
             self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
-        for writer in self._writers:
-            writer.close()
-        if self.active:
-            with suppress(OSError):  # a full disk was reported when the record was written
-                self._file.close()
+            with suppress(OSError):
+                self._bar.stop()
+        self._open.close()
 
 
-class _TensorBoard:
-    def __init__(self, out: Path, first_step: int) -> None:
-        make = _optional_module("torch.utils.tensorboard", "TensorBoard").SummaryWriter
-        self._open = partial(make, str(out / "tensorboard"), purge_step=first_step + 1)
+@contextmanager
+def _tensorboard(out: Path, first_step: int) -> Iterator[WriteRecord]:
+    make = _optional_module("torch.utils.tensorboard", "TensorBoard").SummaryWriter
+    with make(str(out / "tensorboard"), purge_step=first_step + 1) as writer:
 
-    def open(self) -> None:
-        self._writer: Any = self._open()
+        def write(kind: str, step: int, values: dict[str, Any]) -> None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    writer.add_scalar(f"{kind}/{name}", value, step)
 
-    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._writer.add_scalar(f"{kind}/{name}", value, step)
-
-    def close(self) -> None:
-        self._writer.close()
+        yield write
 
 
-class _WandB:
-    def __init__(self, project: str, out: Path) -> None:
-        init = _optional_module("wandb", "wandb").init
-        self._open = partial(init, project=project, dir=str(out), name=out.name)
-
-    def open(self) -> None:
-        try:
-            self._run: Any = self._open()
-        except Exception as error:  # wandb raises many kinds of its own
-            reason = str(error).strip().splitlines()[0].rstrip(".")
-            raise LoopformerError(
-                f"wandb could not be started ({reason}); log in with `wandb login`, set WANDB_MODE=offline, or "
-                "leave training.wandb out."
-            ) from error
-
-    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        self._run.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+@contextmanager
+def _wandb(project: str, out: Path) -> Iterator[WriteRecord]:
+    wandb = _optional_module("wandb", "wandb")
+    try:
+        run = wandb.init(project=project, dir=str(out), name=out.name)
+    except Exception as error:  # wandb raises many kinds of its own
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise LoopformerError(
+            f"wandb could not be started ({reason}); log in with `wandb login`, set WANDB_MODE=offline, or "
+            "leave training.wandb out."
+        ) from error
+    try:
+        yield lambda kind, step, values: run.log({f"{kind}/{n}": v for n, v in values.items()}, step=step)
+    finally:
+        run.finish()
 
 
 def _optional_module(module: str, name: str) -> Any:
@@ -234,28 +219,6 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
     return record if are_numbers and isinstance(record.get("step"), int) else None
 
 
-class _ClosableStream(io.TextIOBase):
-    """A stream that drops what it cannot write, since a terminal may be closed at any moment."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream  # the real one; rich replaces sys.stderr while a bar is shown
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._stream.write(text)
-            self._stream.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        """Every write flushes."""
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-
 def _progress_bar(steps: int, first_step: int) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -266,7 +229,7 @@ def _progress_bar(steps: int, first_step: int) -> Any:
         BarColumn(bar_width=16),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
-        console=Console(file=cast("IO[str]", _ClosableStream(sys.stderr))),
+        console=Console(stderr=True),
         expand=True,
     )
     bar.add_task("train", total=steps, completed=first_step, note="starting")

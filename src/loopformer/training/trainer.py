@@ -12,12 +12,10 @@ import dataclasses
 import gc
 import json
 import math
-import os
 import signal
-import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopformer.config import RunConfig, run_to_yaml
+from loopformer.config.model import with_current_keys
 from loopformer.config.run import validation_budgets
-from loopformer.config.schema import with_current_keys
 from loopformer.data.loader import IGNORE_INDEX, Batch, Loader, Prefetcher, Windows, validation_windows
 from loopformer.data.shards import TokenData
 from loopformer.data.states import Group, StateLoader, StateWindows, open_data
@@ -130,14 +128,7 @@ class Trainer:
         # The micro-batch is tried out on the plain module: before compilation, which would keep a graph for each
         # size, and before the optimizer has memory of its own.
         self._settle_micro_batch(objective)
-        self.micro_batches = micro_batches(
-            training.batch,
-            self.state.micro_batch,
-            run.objective,
-            ranks.rank,
-            ranks.world,
-            in_step=training.is_sharded,
-        )
+        self.micro_batches = micro_batches(run, self.state.micro_batch, ranks.rank, ranks.world)
         on_gpu = ranks.device.type == "cuda"
         if (on_gpu and fused is None) if training.compile == "auto" else training.compile:
             self.model.compile()
@@ -175,9 +166,7 @@ class Trainer:
     def train(self) -> dict[str, Any]:
         """Train to the last step, or to a signal; return what happened."""
         stopping = [signal.SIGINT, signal.SIGTERM]
-        if (
-            signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-        ):  # nohup ignores it: a closed terminal means nothing
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup a closed terminal means nothing
             stopping.append(signal.SIGHUP)
         handlers = {number: signal.signal(number, self._on_signal) for number in stopping}
         started = time.perf_counter()
@@ -203,13 +192,6 @@ class Trainer:
         if self.stop_signal == signal.SIGINT == number:  # a scheduler may well send SIGTERM twice
             raise RunFailed("Stopped at once, as asked twice; --resume goes on from the last checkpoint.")
         self.stop_signal = number
-        if number == signal.SIGHUP:
-            # The terminal was closed, and writing to it would fail; its output goes nowhere from now on.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for stream in (1, 2):
-                with suppress(OSError):
-                    if stat.S_ISCHR(os.fstat(stream).st_mode):
-                        os.dup2(nowhere, stream)
 
     def _batches(self) -> Iterator[StepBatch]:
         """The rank's rows of each step. Pinned memory lets copies to a GPU run beside its work."""
@@ -224,7 +206,10 @@ class Trainer:
         meter = SpeedMeter(self.run, self.ranks.device, self.ranks.world)
         for batch in batches:
             step = state.step + 1
-            terms, norm, rate, flops = self._step(step, batch)
+            rate = learning_rate(step, training)
+            self.optimizer.set_rate(rate)
+            divisors = self._count_targets(batch)
+            terms, norm, flops = self._step(step, batch, divisors)
             finite = self._update(norm)
             state.step = step
             state.tokens += training.batch * self.run.model.context
@@ -233,7 +218,7 @@ class Trainer:
             self.reporter.tick(step)
             if step % training.log_every == 0 or step == training.steps or not finite:
                 values = {
-                    **self._mean_losses(step, batch, terms),
+                    **self._mean_losses(terms, divisors),
                     "gradient_norm": float(norm),
                     "learning_rate": rate,
                     "skipped": step - state.updates,
@@ -260,12 +245,9 @@ class Trainer:
                 self.reporter.say(f"stopped at step {step}; go on with --resume")
                 return
 
-    def _step(self, step: int, batch: StepBatch) -> tuple[Tensor, Tensor, float, float]:
-        """Compute gradients; return loss terms [2, E], the norm before clipping, learning rate and FLOPs."""
+    def _step(self, step: int, batch: StepBatch, divisors: list[float]) -> tuple[Tensor, Tensor, float]:
+        """Compute gradients; return loss terms [2, E], the norm before clipping, and FLOPs."""
         run, device = self.run, self.ranks.device
-        rate = learning_rate(step, run.training)
-        self.optimizer.set_rate(rate)
-        divisors = self._count_targets(batch)
         terms = torch.zeros(2, len(divisors), dtype=torch.float32, device=device)
         flops = 0.0
         for number, (micro_batch, rows) in enumerate(batch):
@@ -281,34 +263,30 @@ class Trainer:
             flops += len(rows) * run.model.context * training_flops_per_token(run, trajectories)
         self.parallel.before_update()
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.training.clip))
-        return terms, norm, rate, flops * self.ranks.world
+        return terms, norm, flops * self.ranks.world
 
-    def _count_targets(self, batch: StepBatch, step: int | None = None) -> list[float]:
+    def _count_targets(self, batch: StepBatch) -> list[float]:
         """Counted targets on the rows of each entry, over all ranks and micro-batches; at least 1.
 
-        With `step`, only those of groups where the entry was active. Without, losses divided by the counts have
-        weights that do not depend on what was drawn.
+        Losses divided by them have weights that do not depend on what was drawn.
         """
         counts = torch.zeros(len(self.run.objective.trajectories))
         for micro_batch, rows in batch:
             counted = (rows.targets != IGNORE_INDEX).sum(1)
-            drawn = None if step is None else draw_trajectories(self.run, step, micro_batch.group)
             for index, entry_rows in enumerate(micro_batch.rows):
-                if drawn is None or drawn[index] is not None:
-                    counts[index] += counted[list(entry_rows)].sum()
+                counts[index] += counted[list(entry_rows)].sum()
         return [max(1.0, count) for count in self.ranks.sum(counts.to(self.ranks.device)).tolist()]
 
-    def _mean_losses(self, step: int, batch: StepBatch, terms: Tensor) -> dict[str, float]:
+    def _mean_losses(self, terms: Tensor, divisors: list[float]) -> dict[str, float]:
         """Cross-entropy per token of each entry, and the distances to the full trajectory in one sum."""
         cross_entropies, distances = self.ranks.sum(terms).tolist()
         values, consistency = dict[str, float](), 0.0
-        entries, counts = self.run.objective.trajectories, self._count_targets(batch, step)
-        for number, entry in enumerate(entries):
-            loss, count = cross_entropies[number], counts[number]
-            if loss:  # an entry that this step does not use has none
+        for number, entry in enumerate(self.run.objective.trajectories):
+            if loss := cross_entropies[number]:  # an entry that this step does not use has none
                 name = f"loss_{entry}"
-                values[f"{name}_{number + 1}" if name in values else name] = loss / count  # two may have one budget
-            consistency += distances[number] / count
+                name = f"{name}_{number + 1}" if name in values else name  # two may have one budget
+                values[name] = loss / divisors[number]
+            consistency += distances[number] / divisors[number]
         return {**values, "consistency": consistency}
 
     def _update(self, norm: Tensor) -> bool:
@@ -421,19 +399,18 @@ def fused_precision(run: RunConfig, ranks: Ranks, say: Callable[[str], None] = l
     `say` gets the reason if a run on a GPU that could use them goes without.
     """
     training, fp8 = run.training, run.training.dtype == "float8"
-    precision = Precision(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
     reason = unsupported_reason(run.model, ranks.device, fp8)
     if ranks.world > 1 and training.is_sharded:
         reason = "with training.strategy=fsdp weights are gathered inside the stack; use ddp"
     if training.fused is True or fp8:
         require(training.fused is not False, "training.dtype=float8 needs training.fused; set it to true or auto.")
         require(reason is None, f"{'float8' if fp8 else 'training.fused'} cannot be used: {reason}.")
-        return precision
-    if training.fused is False or ranks.device.type != "cuda" or training.dtype == "float32":
+    elif training.fused is False or ranks.device.type != "cuda" or training.dtype == "float32":
         return None
-    if reason is not None:
+    elif reason is not None:
         say(f"training without fused passes: {reason}")
-    return precision if reason is None else None
+        return None
+    return Precision(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
 
 
 def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: Callable[[str], None]) -> int:
