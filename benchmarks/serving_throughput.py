@@ -57,7 +57,8 @@ from loopformer.inference.sampling import Sampling
 from loopformer.lm import LM
 from loopformer.loading.folder import resolve_model_path, save_model
 from loopformer.model import LoopedLM
-from loopformer.serving.worker import WorkerSettings, load_served
+from loopformer.serving.messages import WorkerSettings
+from loopformer.serving.worker import load_served
 from loopformer.trajectory import Trajectory
 
 Report = dict[str, Any]

@@ -25,8 +25,8 @@ from loopformer import LoopedLM, ModelConfig
 from loopformer.cli import app
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.loading import save_model
+from loopformer.serving.messages import WorkerSettings
 from loopformer.serving.server import ServerSettings
-from loopformer.serving.worker import WorkerSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

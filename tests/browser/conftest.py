@@ -33,8 +33,8 @@ def server(browser: Any) -> Iterator[RunningServer]:
     from serving.servers import running_server
 
     from loopformer.config.model import BOX
+    from loopformer.serving.messages import WorkerSettings
     from loopformer.serving.server import ServerSettings
-    from loopformer.serving.worker import WorkerSettings
 
     with running_server(ServerSettings(WorkerSettings(BOX, rows=8, device="cpu"))) as running:
         yield running
@@ -45,8 +45,8 @@ def locked(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     """A server that asks for a key, with one slot and one place to wait."""
     from serving.servers import running_server, save_served
 
+    from loopformer.serving.messages import WorkerSettings
     from loopformer.serving.server import ServerSettings
-    from loopformer.serving.worker import WorkerSettings
 
     folder = tmp_path_factory.mktemp("locked")
     keys: Path = folder / "keys"

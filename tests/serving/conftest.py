@@ -29,8 +29,8 @@ def lm(folder: str) -> LM:
 
 @pytest.fixture(scope="session")
 def server(folder: str) -> Iterator[RunningServer]:
+    from loopformer.serving.messages import WorkerSettings
     from loopformer.serving.server import ServerSettings
-    from loopformer.serving.worker import WorkerSettings
 
     from .servers import running_server
 

@@ -10,8 +10,8 @@ import pytest
 from loopformer import LM, Trajectory
 from loopformer.inference.chat import ChatTemplate
 from loopformer.serving.answers import AnswerWriter, ChatWriter, CompletionWriter, GeneratedText, count_usage
+from loopformer.serving.messages import Ranked
 from loopformer.serving.protocol import ChatBody, CompletionBody, Served
-from loopformer.serving.worker import Ranked
 
 
 @pytest.fixture(scope="module")

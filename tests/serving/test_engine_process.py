@@ -16,7 +16,7 @@ import pytest
 from loopformer import ModelConfig, Trajectory
 from loopformer.serving import engine_process
 from loopformer.serving.engine_process import EngineProcess
-from loopformer.serving.worker import EngineLoad, EngineReady, WorkerSettings
+from loopformer.serving.messages import EngineLoad, EngineReady, WorkerSettings
 
 READY = EngineReady("mine", ModelConfig(), Trajectory.uniform(2), 1, 1, 4, "cpu", 0)
 

@@ -10,6 +10,7 @@ from prometheus_client import Counter
 from starlette.types import Message, Receive, Scope, Send
 
 from loopformer import LoopformerError
+from loopformer.serving.messages import WorkerSettings
 from loopformer.serving.server import (
     LOOPBACK,
     Gate,
@@ -18,7 +19,6 @@ from loopformer.serving.server import (
     is_key,
     read_keys,
 )
-from loopformer.serving.worker import WorkerSettings
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "LOCALHOST:1", "[::1]:8000", "[::1]"])

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from loopformer import LM, LoopformerError
 from loopformer.cli import app
 from loopformer.serving.app import PAGE_FILES
+from loopformer.serving.messages import WorkerSettings
 from loopformer.serving.server import ServerSettings, bind, serve
-from loopformer.serving.worker import WorkerSettings
 
 from .servers import LONG, MAX_WAIT, RunningServer, add_checkpoint, running_server, wait_until
 

@@ -15,19 +15,9 @@ from loopformer import LM, LoopformerError, Trajectory
 from loopformer.errors import RunFailed
 from loopformer.inference.engine import warm_up
 from loopformer.serving import worker
+from loopformer.serving.messages import EngineLoad, EngineOutput, ScoreRequest, Submit, WorkerSettings
 from loopformer.serving.protocol import ApiError
-from loopformer.serving.worker import (
-    EngineLoad,
-    EngineOutput,
-    ScoreRequest,
-    Submit,
-    WorkerSettings,
-    _client_error,
-    _Worker,
-    lens,
-    load_served,
-    ranked,
-)
+from loopformer.serving.worker import _client_error, _Worker, lens, load_served, ranked
 
 from .servers import add_checkpoint, save_served
 

@@ -58,9 +58,9 @@ def serve(
 
     require(ray or replicas is None, "--replicas is for several servers behind one address; add --ray.")
     try:
+        from loopformer.serving.messages import WorkerSettings
         from loopformer.serving.replicas import ReplicaCount, run_replicas
         from loopformer.serving.server import ServerSettings, run_server
-        from loopformer.serving.worker import WorkerSettings
     except ModuleNotFoundError as error:
         raise LoopformerError(
             f"Serving needs {error.name}, which is not installed; pip install 'loopformer[serve]'"

@@ -19,8 +19,8 @@ from pydantic import AfterValidator
 
 from loopformer.inference.request import BROKEN, Reason
 from loopformer.model.cost import Cost
+from loopformer.serving.messages import Alternatives, EngineOutput, Ranked
 from loopformer.serving.protocol import AnswerBody, Job, Served
-from loopformer.serving.worker import Alternatives, EngineOutput, Ranked
 from loopformer.trajectory import Trajectory
 
 FINISH: dict[Reason, str] = {"stop": "stop", "end": "stop", "length": "length", "context": "length"}

@@ -26,8 +26,7 @@ from typing import Any, Literal
 
 from loopformer.errors import RunFailed
 from loopformer.inference.request import Request
-from loopformer.serving.protocol import ApiError
-from loopformer.serving.worker import (
+from loopformer.serving.messages import (
     Cancel,
     EngineLoad,
     EngineOutput,
@@ -37,6 +36,7 @@ from loopformer.serving.worker import (
     WorkerSettings,
     run_worker,
 )
+from loopformer.serving.protocol import ApiError
 from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)

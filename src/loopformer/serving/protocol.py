@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -24,11 +24,13 @@ from pydantic_core import PydanticCustomError
 from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed, nearest, require
-from loopformer.inference.chat import ChatTemplate, Message
 from loopformer.inference.request import Request
 from loopformer.inference.sampling import Sampling
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory, resolve
+
+if TYPE_CHECKING:
+    from loopformer.inference.chat import ChatTemplate, Message
 
 NeutralValues = dict[str, tuple[Any, ...]]  # by field: the values that change nothing, besides null
 

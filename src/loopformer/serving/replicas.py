@@ -35,8 +35,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.serving.engine_process import EngineProcess
+from loopformer.serving.messages import EngineReady, log_as_json
 from loopformer.serving.server import IDLE_SECONDS, ServerSettings, bind, greeting, inspect_model, started_app
-from loopformer.serving.worker import EngineReady, log_as_json
 
 logger = logging.getLogger(__name__)
 APP = "loopformer"  # the name of the application in Ray, and of its only deployment

@@ -43,9 +43,9 @@ from loopformer.loading import find_config
 from loopformer.loading.folder import resolve_model_path, run_folder_of
 from loopformer.serving.app import PAGE_FILES, create_app
 from loopformer.serving.engine_process import EngineProcess
+from loopformer.serving.messages import EngineReady, WorkerSettings, log_as_json
 from loopformer.serving.protocol import ApiError, Served
 from loopformer.serving.service import Admission, Service
-from loopformer.serving.worker import EngineReady, WorkerSettings, log_as_json
 
 logger = logging.getLogger(__name__)
 HEAD_SECONDS = 10  # for a client to send the head of a request

@@ -34,8 +34,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from loopformer.errors import LoopformerError, require
 from loopformer.serving.answers import FINISH, GeneratedText, Usage, count_usage
 from loopformer.serving.engine_process import Call, EngineProcess, shutting_down
+from loopformer.serving.messages import Alternatives, EngineLoad, EngineOutput
 from loopformer.serving.protocol import CLIENT_GONE, ApiError, Job, Served
-from loopformer.serving.worker import Alternatives, EngineLoad, EngineOutput
 from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The process that the engine runs in: the messages of its pipe, and its loop.
+"""The process that the engine runs in.
 
     process = context.Process(target=run_worker, args=(WorkerSettings("runs/mine", rows=16), connection))
     connection.recv()                                   # EngineReady, or one sentence that says what is wrong
@@ -20,34 +20,42 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import json
 import logging
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from loopformer.config import ModelConfig
 from loopformer.device import dtype_of
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.chat import ChatTemplate
 from loopformer.inference.engine import Engine, warm_up
-from loopformer.inference.request import Reason, Request, Result
+from loopformer.inference.request import Result
 from loopformer.inference.sampling import Choice
-from loopformer.lm import LM, Fast, load, move_to_device
+from loopformer.lm import LM, load, move_to_device
 from loopformer.loading import from_model_folder
 from loopformer.loading.folder import is_run_folder, resolve_model_path, run_folder_of
 from loopformer.model import LoopedLM
 from loopformer.scoring import head_chunks
+from loopformer.serving.messages import (
+    Alternatives,
+    Cancel,
+    EngineLoad,
+    EngineOutput,
+    EngineReady,
+    Ranked,
+    ScoreRequest,
+    Submit,
+    WorkerSettings,
+    log_as_json,
+)
 from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -55,99 +63,6 @@ MAX_FAILED_STEPS = 5  # in a row; then the process ends and another one is start
 MAX_OUTPUTS = 4000  # a second, of all streams together
 MAX_MESSAGES = 16_000  # a second, divided by the number of running requests
 UNSTREAMED_SECONDS = 0.25  # between the outputs of an answer that is not streamed
-
-
-@dataclass(frozen=True)
-class WorkerSettings:
-    """The model that the process loads, and how much it runs at once."""
-
-    model: str
-    rows: int = 16
-    memory: int | None = None  # bytes of keys and values
-    device: str = "auto"
-    dtype: str | None = None
-    fast: Fast = "auto"
-    step_seconds: float = 120.0  # after which a silent process counts as hung
-
-
-class EngineReady(NamedTuple):
-    """What was loaded."""
-
-    model: str  # the checkpoint, where a run was given
-    config: ModelConfig
-    default: Trajectory
-    rows: int
-    memory: int  # bytes for keys and values
-    value_bytes: int
-    device: str
-    process: int
-
-
-class EngineLoad(NamedTuple):
-    """How busy the engine is, and what it has done since its last message."""
-
-    running: int = 0
-    waiting: int = 0
-    memory_usage: float = 0.0
-    prompt_tokens: int = 0
-    shared_tokens: int = 0
-
-
-# Messages to the process.
-
-
-class Submit(NamedTuple):
-    """Generate a text. Messages sort by priority, then by number, which is unique."""
-
-    priority: int
-    number: int
-    request: Request
-    stream: bool
-
-
-class ScoreRequest(NamedTuple):
-    """Score tokens: the next one after each loop (`lens`), or each given its predecessors (`ranked`)."""
-
-    number: int
-    ids: tuple[int, ...]
-    trajectory: Trajectory
-    top: int
-    by_loop: bool
-
-
-class Cancel(NamedTuple):
-    """Drop a request, waiting or running."""
-
-    number: int
-
-
-# Messages from it: a list of outputs and the engine's load.
-
-Alternatives = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the most likely first
-
-
-class Ranked(NamedTuple):
-    """A token's log-probability given those before it, and the most likely ones there; the first token has none."""
-
-    logprob: float | None
-    alternatives: Alternatives
-
-
-class EngineOutput(NamedTuple):
-    """What has become of a request since its last output."""
-
-    number: int
-    started_at: float | None = None  # when it got its slot, by `time.monotonic`, which all processes share
-    text: str = ""
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    reason: Reason | None = None  # why the text has ended
-    scores: Any = None  # of a ScoreRequest, all at once
-    error: LoopformerError | None = None  # why it cannot be run, or failed
-
-    @property
-    def is_last(self) -> bool:
-        return self.reason is not None or self.scores is not None or self.error is not None
 
 
 # The process.
@@ -384,25 +299,3 @@ def _alternatives(logprobs: Tensor, top: int) -> list[Alternatives]:
 
 
 # The log of this process and of the server's.
-
-
-class _JsonFormatter(logging.Formatter):
-    """One JSON object per line. A message that is one already is extended by the time and the level."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        message = record.getMessage()
-        content = json.loads(message) if message.startswith("{") else {"event": "log", "message": message}
-        if record.exc_info:
-            content["traceback"] = self.formatException(record.exc_info)
-        when = self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
-        return json.dumps({"time": when, "level": record.levelname.lower(), **content}, ensure_ascii=False)
-
-
-def log_as_json() -> None:
-    """Write the log of this process to stderr, one JSON object per line."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter())
-    for name in ("loopformer", "uvicorn"):
-        logging.getLogger(name).handlers = [handler]
-        logging.getLogger(name).setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

@@ -1,0 +1,146 @@
+"""What the server's process and the engine's process share: the messages of their pipe, and the form of their logs.
+
+The server sends lists of Submit, ScoreRequest and Cancel. The engine's process sends EngineReady, or one sentence
+that says why the model cannot be loaded. After that it sends pairs of a list of EngineOutput and an EngineLoad.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any, Literal, NamedTuple
+
+from loopformer.config import ModelConfig
+from loopformer.errors import LoopformerError
+from loopformer.inference.request import Reason, Request
+from loopformer.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """The model that the process loads, and how much it runs at once."""
+
+    model: str
+    rows: int = 16
+    memory: int | None = None  # bytes of keys and values
+    device: str = "auto"
+    dtype: str | None = None
+    fast: bool | Literal["auto"] = "auto"  # auto: where fused kernels can run
+    step_seconds: float = 120.0  # after which a silent process counts as hung
+
+
+class EngineReady(NamedTuple):
+    """What was loaded."""
+
+    model: str  # the checkpoint, where a run was given
+    config: ModelConfig
+    default: Trajectory
+    rows: int
+    memory: int  # bytes for keys and values
+    value_bytes: int
+    device: str
+    process: int
+
+
+class EngineLoad(NamedTuple):
+    """How busy the engine is, and what it has done since its last message."""
+
+    running: int = 0
+    waiting: int = 0
+    memory_usage: float = 0.0
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+
+
+# Messages to the process.
+
+
+class Submit(NamedTuple):
+    """Generate a text. Messages sort by priority, then by number, which is unique."""
+
+    priority: int
+    number: int
+    request: Request
+    stream: bool
+
+
+class ScoreRequest(NamedTuple):
+    """Score tokens: the next one after each loop (`lens`), or each given its predecessors (`ranked`)."""
+
+    number: int
+    ids: tuple[int, ...]
+    trajectory: Trajectory
+    top: int
+    by_loop: bool
+
+
+class Cancel(NamedTuple):
+    """Drop a request, waiting or running."""
+
+    number: int
+
+
+# Messages from it: a list of outputs and the engine's load.
+
+Alternatives = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the most likely first
+
+
+class Ranked(NamedTuple):
+    """A token's log-probability given those before it, and the most likely ones there; the first token has none."""
+
+    logprob: float | None
+    alternatives: Alternatives
+
+
+class EngineOutput(NamedTuple):
+    """What has become of a request since its last output."""
+
+    number: int
+    started_at: float | None = None  # when it got its slot, by `time.monotonic`, which all processes share
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    reason: Reason | None = None  # why the text has ended
+    scores: Any = None  # of a ScoreRequest, all at once
+    error: LoopformerError | None = None  # why it cannot be run, or failed
+
+    @property
+    def is_last(self) -> bool:
+        return self.reason is not None or self.scores is not None or self.error is not None
+
+
+def run_worker(settings: WorkerSettings, connection: Connection) -> None:
+    """Run the engine in this process.
+
+    The worker is imported here, by its name, so that the server's process never loads the engine.
+    """
+    import_module("loopformer.serving.worker").run_worker(settings, connection)
+
+
+# Logs.
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object per line. A message that is one already is extended by the time and the level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        content = json.loads(message) if message.startswith("{") else {"event": "log", "message": message}
+        if record.exc_info:
+            content["traceback"] = self.formatException(record.exc_info)
+        when = self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
+        return json.dumps({"time": when, "level": record.levelname.lower(), **content}, ensure_ascii=False)
+
+
+def log_as_json() -> None:
+    """Write the log of this process to stderr, one JSON object per line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter())
+    for name in ("loopformer", "uvicorn"):
+        logging.getLogger(name).handlers = [handler]
+        logging.getLogger(name).setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
