@@ -360,8 +360,8 @@ class _Collector:
         stored = loaded.store.get(key)
         if stored is None:
             counted = None if progress is None else lambda done, total: progress("prompts", done, total)
-            dynamics = replace(analyze(model, prompts, "", progress=counted), weights=loaded.weights)
-            stored = loaded.store.put(key, dynamics.to_json())
+            measured = analyze(model, prompts, "", progress=counted) | {"weights": loaded.weights}
+            stored = loaded.store.put(key, measured)
         return {**stored, "text": prompts.text, "part": prompts.part, "documents": prompts.documents}
 
     def _text(self, name: str, loaded: LoadedModel, progress: ReportProgress | None) -> Text:

@@ -29,7 +29,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from loopformer.analysis.collect import PARTS, REPORT_FORMAT
-from loopformer.analysis.dynamics import DEFINITIONS, Dynamics, Row, cka_rows, metric_rows, to_csv
+from loopformer.analysis.dynamics import DEFINITIONS, Row, cka_rows, metric_rows, to_csv
 from loopformer.analysis.figures import accuracy_figure, perplexity_figure, search_figure, state_figures
 from loopformer.config.run import validation_budgets
 from loopformer.errors import FileProblem
@@ -127,7 +127,7 @@ class ReportData:
         self.is_paper = bool(self.task_runs) and all(run["paper"] for run in self.task_runs)
         self.scores = self._score_columns()
         self.has_average = bool(self.task_runs) and all(score.is_share for score in self.scores)
-        self.dynamics = [Dynamics.from_json(model["analysis"]) for model in self.models if model["analysis"]]
+        self.dynamics = [model["analysis"] for model in self.models if model["analysis"]]
         self.rows = [row for model in self.models for row in self._rows(model)]
         self.tables = build_tables(self)
 
