@@ -50,7 +50,7 @@ def test_one_command_makes_the_whole_folder(run: Run, tmp_path: Path) -> None:
         (["nothing"], 1, "no file or folder"),
         (["a/net", "./a/net"], 2, "given twice"),
         (["a/net", "--skip", "task"], 2, "did you mean tasks"),
-        (["a/net", "--budgets", "1,5"], 2, "5 is above the 4 loops of net; choose 1 to 4"),
+        (["a/net", "--budgets", "1,5"], 2, "5 is above the 4 loops of the deepest model; choose 1 to 4"),
         (["a/net", "--budgets", "0"], 2, "1 or more"),
         (["a/net", "--search", "5"], 2, "above the 4 loops"),
         (["a/net", "--out", "thesis"], 1, "not empty and holds no report of ours"),

@@ -19,23 +19,17 @@ from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loopformer.analysis.dynamics import Prompts, analyze, model_names, read_prompts
-from loopformer.config import ModelConfig, RunConfig, load_run, parse_counts
+from loopformer.config import ModelConfig, load_run
 from loopformer.config.run import validation_budgets
 from loopformer.device import DTYPES, choose_device, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
 from loopformer.evaluation.schedules import search
 from loopformer.evaluation.store import JsonDict, LoadedModel, ReportProgress, count_schedules, device_and_dtype
 from loopformer.evaluation.tasks import model_facts, run_requests
-from loopformer.evaluation.text import (
-    Protocol,
-    Text,
-    default_text,
-    perplexity,
-    read_text,
-)
+from loopformer.evaluation.text import Protocol, Text, default_text, perplexity, read_text
 from loopformer.files import read_json
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, STATE, is_run_folder, newest_model, step_of
@@ -47,7 +41,6 @@ from loopformer.training.reporting import read_metrics
 if TYPE_CHECKING:
     from loopformer.lm_eval import Suite
 
-
 REPORT_FORMAT, VERSION = "loopformer-report", 1  # of report.json
 PARTS = {  # that can be left out, and their names in a sentence
     "perplexity": "Perplexity",
@@ -55,11 +48,7 @@ PARTS = {  # that can be left out, and their names in a sentence
     "search": "Schedules",
     "analysis": "Representations",
 }
-
 _PROMPT_LENGTH = 128  # tokens, as in `loopformer analyze`
-# Two runs are compared in speed only if these are equal. The machine is not recorded.
-_SPEED_SETTINGS = ("batch", "dtype", "device", "fused", "compile", "checkpoint_loops", "strategy")
-_SPEED_STATE = ("micro_batch", "world", "threads")
 
 
 @dataclass(frozen=True)
@@ -68,7 +57,7 @@ class ReportRequest:
 
     models: tuple[str, ...]
     texts: Mapping[str, str] | None = None  # name → source; None: the data of the first run that has any
-    tasks: str | None = None  # names, separated by commas; `paper` for its ten
+    tasks: str | None = None  # names, separated by commas; `paper` for its ten, the default where data is given
     data: Path | None = None  # a folder with the paper's tasks as files
     limit: int | None = None  # examples of a task
     budgets: tuple[int, ...] | None = None  # None: 1, L/4, L/2 and L of each model
@@ -83,28 +72,18 @@ class ReportRequest:
     batch_tokens: int = BATCH_TOKENS
 
     def __post_init__(self) -> None:
-        require(len(self.models) > 0, "Name at least one run or model.")
-        limits = {
-            "prompts": self.prompts,
-            "limit": self.limit,
-            "search": self.search,
-            "max-tokens": self.max_tokens,
-        }
-        for option, value in limits.items():
-            require(value is None or value >= 1, f"--{option} must be 1 or more, got {value}.")
+        require(len(self.models) > 0, "There is nothing to report on; name a run or a model.")
+        for name in ("prompts", "limit", "search", "max_tokens"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"--{name.replace('_', '-')} must be 1 or more, got {value}.")
         require(
-            not self.search_tasks or (self.wanted_tasks is not None and not self.skip & {"tasks", "search"}),
+            not self.search_tasks or (self.task_names is not None and not self.skip & {"tasks", "search"}),
             "--search-tasks needs tasks and a search; give --data or --tasks and skip neither.",
         )
-        model_names(self.models)  # refuses a model that is given twice
+        require(self.dtype in DTYPES, f"There is no dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}.")
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return model_names(self.models)
-
-    @property
-    def wanted_tasks(self) -> str | None:
-        """The tasks by name: the paper's where only their data is given."""
+    def task_names(self) -> str | None:
         return self.tasks or ("paper" if self.data is not None else None)
 
     @cached_property
@@ -115,14 +94,11 @@ class ReportRequest:
         held_out = next((text for model in self.models if (text := default_text(model))), None)
         return {} if held_out is None else {short_path(held_out): held_out}
 
-    def check_depths(self, depths: Sequence[int]) -> None:
+    def check_depths(self, loops: Sequence[int]) -> None:
         """Refuse a budget that is above the loops of every model."""
-        deepest = max(depths)
-        name = self.names[list(depths).index(deepest)] + (", the deepest model" if len(depths) > 1 else "")
-        for option, budgets in (("--budgets", self.budgets or ()), ("--search", [self.search or 1])):
-            for budget in budgets:
-                above = f"{option} {budget} is above the {deepest} loops of {name}"
-                require(budget <= deepest, f"{above}; choose 1 to {deepest}.")
+        for option, budget in (("--budgets", max(self.budgets or (1,))), ("--search", self.search or 1)):
+            problem = f"{option} {budget} is above the {max(loops)} loops of the deepest model"
+            require(budget <= max(loops), f"{problem}; choose 1 to {max(loops)}.")
 
     def budgets_of(self, config: ModelConfig) -> list[int]:
         """The requested budgets that a model has, or its full depth if it has none of them."""
@@ -136,7 +112,7 @@ class ReportRequest:
         del plain["models"], plain["batch_tokens"]
         return plain | {
             "texts": [{"name": name, "source": short_path(source)} for name, source in self.sources.items()],
-            "tasks": self.wanted_tasks,
+            "tasks": self.task_names,
             "data": self.data and short_path(self.data),
             "budgets": self.budgets and list(self.budgets),
             "skip": [part for part in PARTS if part in self.skip],
@@ -152,36 +128,27 @@ def read_texts(texts: Sequence[str]) -> dict[str, str]:
     """Sources by name, from NAME=SOURCE or SOURCE; a text without a name gets the last part of its path."""
     sources: dict[str, str] = {}
     for text in texts:
-        name, equals, source = text.partition("=")
-        if not equals or Path(text).exists():
-            name, source = Path(text).name if Path(text).exists() else text, text
-        name = name.strip()
+        name, _, source = text.partition("=") if "=" in text else (Path(text).name, "=", text)
         require(bool(name and source), f"{text!r} is no text; write NAME=SOURCE, as in news=news.jsonl.")
         require(name not in sources, f"Two texts are named {name}; give each another name, as in first={source}.")
         sources[name] = source
     return sources
 
 
-def read_budgets(budgets: str | None) -> tuple[int, ...] | None:
-    """Loops such as 1,2,4, sorted and without repetition."""
-    return None if budgets is None else tuple(sorted(set(parse_counts(budgets, "--budgets"))))
-
-
 def read_skip(skip: str | None) -> frozenset[str]:
     """Parts such as tasks,search."""
     parts = [part.strip() for part in (skip or "").split(",") if part.strip()]
     for part in parts:
-        if part not in PARTS:
-            raise LoopformerError(f"There is no part {part!r} to skip; {nearest(part, list(PARTS))}")
+        require(part in PARTS, f"There is no part {part!r} to skip; {nearest(part, list(PARTS))}")
     return frozenset(parts)
 
 
 def collect(request: ReportRequest, progress: ReportProgress | None = None) -> JsonDict:
     """Measure whatever is missing of all models and put everything together."""
-    require(request.dtype in DTYPES, f"There is no dtype {request.dtype!r}; choose one of {', '.join(DTYPES)}.")
-    device = choose_device(request.device)
+    names = model_names(request.models)  # refuses a model that is given twice
     configs = [find_config(model)[0] for model in request.models]
     request.check_depths([config.loops for config in configs])
+    device = device_name(choose_device(request.device))
     suite, why_no_suite = _load_suite(request, progress)
     # One length for all models, because the entropy of a prompt depends on it.
     length = min(_PROMPT_LENGTH, *(config.context for config in configs))
@@ -191,7 +158,7 @@ def collect(request: ReportRequest, progress: ReportProgress | None = None) -> J
         "version": VERSION,
         "made": {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "device": device_name(device),
+            "device": device,
             "machine": platform.machine(),
             "dtype": request.dtype,
             "python": platform.python_version(),
@@ -199,30 +166,8 @@ def collect(request: ReportRequest, progress: ReportProgress | None = None) -> J
         },
         "asked": request.to_json(),
         "tasks": suite and suite.facts,
-        "models": [collector.measure(*model) for model in zip(request.models, request.names, strict=True)],
+        "models": [collector.measure(*model) for model in zip(request.models, names, strict=True)],
     }
-
-
-def _load_suite(request: ReportRequest, progress: ReportProgress | None) -> tuple[Suite | None, str]:
-    """The tasks, or the reason why there are none; a wrong name or a missing file is an error."""
-    if request.wanted_tasks is None or "tasks" in request.skip:
-        return None, (
-            "No benchmarks were asked for; give their files with --data, "
-            "or --tasks paper to have them from the Hub."
-        )
-    if request.data is not None and not Path(request.data).is_dir():
-        raise FileProblem(
-            f"There is no folder {request.data}; --data takes one with files like copa.validation.jsonl."
-        )
-    try:
-        from loopformer.lm_eval import Suite
-    except LoopformerError as error:  # the harness is not installed
-        return None, str(error)
-    names = [name.strip() for name in request.wanted_tasks.split(",") if name.strip()]
-    try:
-        return Suite.load(names, request.data, None, request.limit, progress), ""
-    except RunFailed as error:  # the Hub cannot be reached
-        return None, str(error)
 
 
 def _version(package: str) -> str | None:
@@ -230,6 +175,24 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _load_suite(request: ReportRequest, progress: ReportProgress | None) -> tuple[Suite | None, str]:
+    """The tasks, or the reason why there are none; a wrong name or a missing file is an error."""
+    if request.task_names is None or "tasks" in request.skip:
+        return None, (
+            "No benchmarks were asked for; give their files with --data, "
+            "or --tasks paper to have them from the Hub."
+        )
+    try:
+        from loopformer.lm_eval import Suite
+    except LoopformerError as error:  # the harness is not installed
+        return None, str(error)
+    names = [name.strip() for name in request.task_names.split(",") if name.strip()]
+    try:
+        return Suite.load(names, request.data, None, request.limit, progress), ""
+    except RunFailed as error:  # the Hub cannot be reached
+        return None, str(error)
 
 
 @dataclass
@@ -249,28 +212,25 @@ class _Collector:
         """All parts of one model, and the reason for each part that is missing."""
         loaded, progress = LoadedModel.open(source, self.request.device, self.request.dtype), self.progress
         named = None if progress is None else lambda doing, done, total: progress(f"{name}: {doing}", done, total)
-        training, missing = training_facts(source), dict[str, str]()
-        if training is None:
-            missing["training"] = "A model without a run says nothing about its training."
         measures: dict[str, Callable[[LoadedModel, ReportProgress | None], JsonDict | list[JsonDict]]] = {
             "perplexity": self._perplexity,
             "tasks": self._tasks,
             "search": self._search,
             "analysis": self._analysis,
         }
-        parts: JsonDict = dict.fromkeys(measures)
+        parts: JsonDict = {"training": training_facts(source), **dict.fromkeys(measures)}
+        missing: dict[str, str] = {}
+        if parts["training"] is None:
+            missing["training"] = "A model without a run says nothing about its training."
         for part, measure in measures.items():
             if why := self._why_not(part, loaded):
                 missing[part] = why
                 continue
             try:
                 parts[part] = measure(loaded, named)
-            except FileProblem:
+            except FileProblem:  # the user named a wrong file
                 raise
             except LoopformerError as error:
-                # A text that cannot be used is the user's mistake; a model that cannot be measured leaves a gap.
-                if part == "perplexity" and not isinstance(error, RunFailed):
-                    raise
                 missing[part] = str(error)
                 for text, path in self.request.sources.items():
                     missing[part] = missing[part].replace(path, text)
@@ -283,7 +243,6 @@ class _Collector:
             "tokenizer": loaded.lm.tokenizer and loaded.lm.tokenizer.hash,
             **device_and_dtype(loaded.model),
             **size_facts(loaded.model.config),
-            "training": training,
             **parts,
             "missing": missing,
         }
@@ -294,24 +253,17 @@ class _Collector:
             return f"Left out, as asked for with --skip {part}."
         if loaded.lm.tokenizer is None:
             return "This model came without a tokenizer; put its tokenizer.json beside its weights."
-        if part == "tasks":
-            return self.why_no_suite
-        if self.request.sources:
-            return ""
+        if part == "tasks" or self.request.sources:
+            return self.why_no_suite if part == "tasks" else ""
         return (
             "No text was given, and no run has prepared data that can be found; give one with --text NAME=SOURCE."
         )
 
     def _perplexity(self, loaded: LoadedModel, progress: ReportProgress | None) -> list[JsonDict]:
-        context = loaded.model.config.context
         trajectories = [loaded.model.resolve(budget) for budget in self.request.budgets_of(loaded.model.config)]
         rows = []
         for name in self.request.sources:
             text = self._text(name, loaded, progress)
-            tokens = min(text.tokens, self.request.max_tokens or text.tokens)
-            require(
-                tokens >= context, f"{name} has {tokens} tokens, fewer than one window of {context}; give more."
-            )
             rows += perplexity(loaded.model, text, trajectories, **self._scoring(loaded, progress))
         return rows
 
@@ -405,32 +357,21 @@ def training_facts(source: str | Path) -> JsonDict | None:
     folder = Path(source)
     run, _ = load_run(str(folder / SETTINGS))
     checkpoint = newest_model(folder, lambda _: None)
-    state = read_json(checkpoint / STATE) if (checkpoint / STATE).is_file() else {}
     records = [record for record in read_metrics(folder) if record.get("kind") == "train"]
     speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
-    return facts_of_run(run, step_of(checkpoint), speeds, state)
-
-
-def facts_of_run(run: RunConfig, step: int, speeds: Sequence[float], state: Mapping[str, Any]) -> JsonDict:
-    """The same from a run's settings, its steps, and the tokens per second and the state that it recorded."""
-    per_token, tokens = training_flops_per_token(run), step * run.training.batch * run.model.context
+    tokens = step_of(checkpoint) * run.training.batch * run.model.context
     short_rows = [entry.rows for entry in run.objective.trajectories if entry.budget != "full"]
     return {
         "elastic": run.objective.is_elastic,
         "short_fraction": max(short_rows, default=0.0),
-        "step": step,
+        "step": step_of(checkpoint),
         "steps": run.training.steps,
         "tokens": tokens,
         "seed": run.training.seed,
         "fixed_flops_per_token": Cost(run.model).training_flops(),
-        "flops_per_token": per_token,
-        "flops": per_token * tokens,
+        "flops_per_token": training_flops_per_token(run),
+        "flops": training_flops_per_token(run) * tokens,
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "records": len(speeds),
-        "data": state.get("data"),
-        "model": run.model.plain(),  # settings of the model, and of the run as far as speeds depend on them
-        "same": {
-            **{name: getattr(run.training, name) for name in _SPEED_SETTINGS},
-            **{name: state.get(name) for name in _SPEED_STATE},
-        },
+        "data": read_json(checkpoint / STATE).get("data") if (checkpoint / STATE).is_file() else None,
     }

@@ -65,19 +65,17 @@ def report(
 
     Example: loopformer report runs/elastic runs/fixed --out report --text news=news.jsonl --data data/eval
     """
-    from loopformer.analysis.collect import ReportRequest, collect, read_budgets, read_skip, read_texts
+    from loopformer.analysis.collect import ReportRequest, collect, read_skip, read_texts
     from loopformer.analysis.report import PART_NAMES, check_folder, gaps, write_report
-    from loopformer.errors import require
+    from loopformer.config import parse_counts
 
-    paths = (*(models or []), *(models_option or []))
-    require(bool(paths), "There is nothing to report on; name a run or a model.")
     request = ReportRequest(
-        paths,
+        (*(models or []), *(models_option or [])),
         texts=read_texts(text) if text else None,
         tasks=tasks,
         data=data,
         limit=limit,
-        budgets=read_budgets(budgets),
+        budgets=tuple(sorted(set(parse_counts(budgets, "--budgets")))) if budgets else None,
         search=search,
         search_tasks=search_tasks,
         prompts=prompts,
