@@ -53,7 +53,7 @@ def test_one_command_makes_the_whole_folder(run: Run, tmp_path: Path) -> None:
         (["a/net", "--budgets", "1,5"], 2, "5 is above the 4 loops of the deepest model; choose 1 to 4"),
         (["a/net", "--budgets", "0"], 2, "1 or more"),
         (["a/net", "--search", "5"], 2, "above the 4 loops"),
-        (["a/net", "--out", "thesis"], 1, "not empty and holds no report of ours"),
+        (["a/net", "--out", "thesis"], 1, "not empty and holds no report"),
         (["a/net", "--out", "text.txt"], 1, "is a file"),
         (["a/net", "--text", "none.txt"], 1, "none.txt"),
         (["a/net", "--text", "x=none.txt"], 1, "none.txt"),

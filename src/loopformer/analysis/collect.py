@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopformer.analysis.dynamics import Prompts, analyze, model_names, read_prompts
+from loopformer.analysis.dynamics import analyze, model_names, read_prompts
 from loopformer.config import ModelConfig, load_run
 from loopformer.config.run import validation_budgets
-from loopformer.device import DTYPES, choose_device, device_name
+from loopformer.device import choose_device, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
 from loopformer.evaluation.schedules import search
 from loopformer.evaluation.store import JsonDict, LoadedModel, ReportProgress, count_schedules, device_and_dtype
@@ -48,6 +48,11 @@ PARTS = {  # that can be left out, and their names in a sentence
     "search": "Schedules",
     "analysis": "Representations",
 }
+_NO_TASKS = (
+    "No benchmarks were asked for; give their files with --data, or --tasks paper to have them from the Hub."
+)
+_NO_TEXT = "No text was given, and no run has prepared data that can be found; give one with --text NAME=SOURCE."
+_ONE_SCHEDULE = "There is only one schedule of this budget, so there is nothing to search."
 _PROMPT_LENGTH = 128  # tokens, as in `loopformer analyze`
 
 
@@ -80,7 +85,6 @@ class ReportRequest:
             not self.search_tasks or (self.task_names is not None and not self.skip & {"tasks", "search"}),
             "--search-tasks needs tasks and a search; give --data or --tasks and skip neither.",
         )
-        require(self.dtype in DTYPES, f"There is no dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}.")
 
     @property
     def task_names(self) -> str | None:
@@ -162,7 +166,8 @@ def collect(request: ReportRequest, progress: ReportProgress | None = None) -> J
             "machine": platform.machine(),
             "dtype": request.dtype,
             "python": platform.python_version(),
-            **{package: _version(package) for package in ("loopformer", "torch", "lm_eval", "matplotlib")},
+            "loopformer": version("loopformer"),
+            "torch": version("torch"),
         },
         "asked": request.to_json(),
         "tasks": suite and suite.facts,
@@ -170,20 +175,10 @@ def collect(request: ReportRequest, progress: ReportProgress | None = None) -> J
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def _load_suite(request: ReportRequest, progress: ReportProgress | None) -> tuple[Suite | None, str]:
     """The tasks, or the reason why there are none; a wrong name or a missing file is an error."""
     if request.task_names is None or "tasks" in request.skip:
-        return None, (
-            "No benchmarks were asked for; give their files with --data, "
-            "or --tasks paper to have them from the Hub."
-        )
+        return None, _NO_TASKS
     try:
         from loopformer.lm_eval import Suite
     except LoopformerError as error:  # the harness is not installed
@@ -197,16 +192,15 @@ def _load_suite(request: ReportRequest, progress: ReportProgress | None) -> tupl
 
 @dataclass
 class _Collector:
-    """Measures model after model; texts and prompts are read once for each tokenizer."""
+    """Measures model after model; texts are read once for each tokenizer."""
 
     request: ReportRequest
     suite: Suite | None
     why_no_suite: str
     length: int  # tokens of a prompt
     progress: ReportProgress | None
-    # By the hash of a tokenizer, because models with the same tokenizer share texts and prompts.
+    # By name and the hash of the tokenizer, because models with the same tokenizer share texts.
     texts: dict[tuple[str, str], Text] = field(default_factory=dict)
-    prompts: dict[str, Prompts] = field(default_factory=dict)
 
     def measure(self, source: str, name: str) -> JsonDict:
         """All parts of one model, and the reason for each part that is missing."""
@@ -223,10 +217,9 @@ class _Collector:
         if parts["training"] is None:
             missing["training"] = "A model without a run says nothing about its training."
         for part, measure in measures.items():
-            if why := self._why_not(part, loaded):
-                missing[part] = why
-                continue
             try:
+                require(part not in self.request.skip, f"Left out, as asked for with --skip {part}.")
+                require(bool(self.request.sources) or part == "tasks", _NO_TEXT)
                 parts[part] = measure(loaded, named)
             except FileProblem:  # the user named a wrong file
                 raise
@@ -247,18 +240,6 @@ class _Collector:
             "missing": missing,
         }
 
-    def _why_not(self, part: str, loaded: LoadedModel) -> str:
-        """Why a part cannot be measured; empty if it can."""
-        if part in self.request.skip:
-            return f"Left out, as asked for with --skip {part}."
-        if loaded.lm.tokenizer is None:
-            return "This model came without a tokenizer; put its tokenizer.json beside its weights."
-        if part == "tasks" or self.request.sources:
-            return self.why_no_suite if part == "tasks" else ""
-        return (
-            "No text was given, and no run has prepared data that can be found; give one with --text NAME=SOURCE."
-        )
-
     def _perplexity(self, loaded: LoadedModel, progress: ReportProgress | None) -> list[JsonDict]:
         trajectories = [loaded.model.resolve(budget) for budget in self.request.budgets_of(loaded.model.config)]
         rows = []
@@ -268,7 +249,8 @@ class _Collector:
         return rows
 
     def _tasks(self, loaded: LoadedModel, progress: ReportProgress | None) -> list[JsonDict]:
-        assert self.suite is not None
+        if self.suite is None:
+            raise LoopformerError(self.why_no_suite)
         trajectories = [loaded.model.resolve(budget) for budget in self.request.budgets_of(loaded.model.config)]
         runs = run_requests(loaded, self.suite.queries, trajectories, self.request.batch_tokens, progress)
         rows: list[JsonDict] = self.suite.results(model_facts(loaded, runs), runs)["runs"]
@@ -277,11 +259,8 @@ class _Collector:
     def _search(self, loaded: LoadedModel, progress: ReportProgress | None) -> JsonDict:
         loops = loaded.model.config.loops
         budget = self.request.search or max(1, loops // 2)
-        require(budget <= loops, f"This model has {loops} loops, fewer than the {budget} of --search.")
-        require(
-            count_schedules(loops, budget) > 1,
-            "There is only one schedule of this budget, so there is nothing to search.",
-        )
+        loaded.model.resolve(budget)  # refuses a budget above the loops
+        require(count_schedules(loops, budget) > 1, _ONE_SCHEDULE)
         suite = self.suite if self.request.search_tasks else None
         return search(
             loaded.model,
@@ -295,11 +274,8 @@ class _Collector:
     def _analysis(self, loaded: LoadedModel, progress: ReportProgress | None) -> JsonDict:
         """The dynamics of the states along the full trajectory, stored like the other parts."""
         (text, source), *_ = self.request.sources.items()
-        tokenizer, model = loaded.lm.need_tokenizer(), loaded.model
-        if tokenizer.hash not in self.prompts:
-            prompts = read_prompts(source, tokenizer, self.request.prompts, self.length, self.request.field)
-            self.prompts[tokenizer.hash] = replace(prompts, text=text)
-        prompts = self.prompts[tokenizer.hash]
+        model, request = loaded.model, self.request
+        prompts = read_prompts(source, loaded.lm.need_tokenizer(), request.prompts, self.length, request.field)
         key = {
             "kind": "dynamics",
             "weights": loaded.weights,
@@ -314,7 +290,7 @@ class _Collector:
             counted = None if progress is None else lambda done, total: progress("prompts", done, total)
             measured = analyze(model, prompts, "", progress=counted) | {"weights": loaded.weights}
             stored = loaded.store.put(key, measured)
-        return {**stored, "text": prompts.text, "part": prompts.part, "documents": prompts.documents}
+        return {**stored, "text": text, "part": prompts.part, "documents": prompts.documents}
 
     def _text(self, name: str, loaded: LoadedModel, progress: ReportProgress | None) -> Text:
         tokenizer, request = loaded.lm.need_tokenizer(), self.request

@@ -30,18 +30,18 @@ import torch
 from torch import Tensor
 
 from loopformer.analysis.metrics import LinearCKA, anisotropy, curvature, lens, movement, prompt_entropy
-from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.evaluation.store import JsonDict, weights_hash
 from loopformer.evaluation.text import read_text
 from loopformer.files import json_bytes, write_together
-from loopformer.model import LoopedLM
-from loopformer.model.looped import TrajectoryLike
 from loopformer.plots import rendered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from loopformer.data.tokenizer import Tokenizer
+    from loopformer.model import LoopedLM
+    from loopformer.model.looped import TrajectoryLike
 
 Row = Mapping[str, Any]  # of a table, by column
 

@@ -14,14 +14,19 @@ Geometry is computed in float64, with one number per prompt. Means leave out zer
 A mean over nothing is nan. docs/analysis.md has the formulas.
 """
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopformer.model import LoopedLM
 from loopformer.scoring import head_chunks
+
+if TYPE_CHECKING:
+    from loopformer.model import LoopedLM
 
 _TINY = 1e-300  # prevents a division by zero
 _ROUNDING_ERROR = 1e-14  # of float64, with a margin

@@ -19,8 +19,6 @@ import shlex
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,9 +52,6 @@ _SHORT = {"hellaswag": "HS", "lambada": "LB", "openbookqa": "OBQA", "social_iqa"
 _SHARES = ("acc", "exact_match")  # metrics that are shares of right answers
 _DPI = 170
 _DOTS_PER_REM = 20  # one scale for all figures, so that their text has one size
-
-
-# Numbers as text.
 
 
 def listed(words: Sequence[str]) -> str:
@@ -94,9 +89,6 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # report_tables.yaml uses these na
     "perplexity": perplexity,
     "hash": short_hash,
 }
-
-
-# What is shown.
 
 
 class ScoreColumn(NamedTuple):
@@ -249,7 +241,7 @@ class Table:
 
 def build_tables(report: ReportData) -> dict[str, Table]:
     """The tables that have rows, by name, in the order of the page."""
-    columns = read_yaml(files("loopformer.analysis") / "report_tables.yaml")
+    columns = read_yaml(Path(__file__).with_name("report_tables.yaml"))
     texts = [{**row, "model": model["name"]} for model in report.models for row in model["perplexity"]]
     text_keys = [key for key, *_ in columns["texts"]]
     scored = [row for row in report.rows if row["is_scored"]]
@@ -376,10 +368,9 @@ def render(layout: str, report: ReportData, pictures: Mapping[str, bytes]) -> st
         extensions=["jinja2.ext.do"],
         trim_blocks=True,
         lstrip_blocks=True,
-        keep_trailing_newline=True,
     )
     templates.filters |= {
-        # Lines of a template become one line; str() so that what comes from a macro is escaped like other text.
+        # Lines of a template become one line; str() so that the output of a macro is escaped like other text.
         "flow": lambda text: re.sub(r"[ \n]+", " ", str(text)).strip(" "),
         "code": lambda text: Markup("").join(_with_code(text, escape, Markup("<code>{}</code>").format)),
         "markdown": lambda text: "".join(_with_code(text, _escape_markdown, "`{}`".format)),
@@ -387,13 +378,13 @@ def render(layout: str, report: ReportData, pictures: Mapping[str, bytes]) -> st
         "base64": lambda picture: b64encode(picture).decode(),
         "rem": lambda picture: f"{int.from_bytes(picture[16:20]) / _DOTS_PER_REM:.1f}",  # from the PNG's header
     }
-    for function in (counted, gaps, listed, percent, perplexity, schedule_figure_name, short_hash):
-        templates.globals[function.__name__] = function
+    functions = (counted, gaps, listed, percent, perplexity, schedule_figure_name, short_hash)
     text = templates.get_template("report.j2").render(
         **vars(report),
+        **{function.__name__: function for function in functions},
         layout=f"report.{layout}.j2",
         pictures=pictures,
-        ends=partial(_ends, report.rows),
+        ends=lambda model, key: _ends(report.rows, model, key),
         definitions=DEFINITIONS,
         chance=CHANCE_AVERAGE,
         tolerance=TOLERANCE,
@@ -402,11 +393,8 @@ def render(layout: str, report: ReportData, pictures: Mapping[str, bytes]) -> st
 
 
 def _with_code(text: str, plain: Callable[[str], str], code: Callable[[str], str]) -> list[str]:
-    """Text with the parts between backticks as code; an odd number of backticks is plain text."""
-    parts = text.split("`")
-    if len(parts) % 2 == 0:
-        return [plain(text)]
-    return [code(part) if i % 2 else plain(part) for i, part in enumerate(parts)]
+    """Text with the parts between two backticks as code."""
+    return [code(part) if i % 2 else plain(part) for i, part in enumerate(re.split("`([^`]*)`", text))]
 
 
 def _escape_markdown(text: str) -> str:
@@ -422,15 +410,12 @@ def _ends(rows: Sequence[Row], model: str, key: str) -> str:
     return (f"{at[-1]} ({at[0]})" if len(at) > 1 else at[0]) if at else ""
 
 
-# The folder.
-
-
 def check_folder(out: Path) -> None:
     """Refuse a folder with files that are not of an earlier report."""
     # Temporary files may be left of a process that was killed.
     files = [path for path in out.iterdir() if path.suffix != ".tmp"] if out.is_dir() else []
     if files and _earlier_files(out) is None:
-        raise FileProblem(f"The folder {out} is not empty and holds no report of ours; choose another with --out.")
+        raise FileProblem(f"The folder {out} is not empty and holds no report; choose another with --out.")
 
 
 def write_report(measured: Mapping[str, Any], out: Path) -> list[Path]:
@@ -447,9 +432,8 @@ def write_report(measured: Mapping[str, Any], out: Path) -> list[Path]:
     contents |= {f"{TABLES}/{name}.csv": table.to_csv() for name, table in report.tables.items()}
     for name, figure in figures.items():
         contents |= {f"{FIGURES}/{name}.png": pictures[name], f"{FIGURES}/{name}.svg": rendered(figure, ".svg")}
-    stored = json_bytes({**measured, "files": list(contents)})
     # report.json comes first: by its list a later report knows the files that it may replace.
-    write_together(out, {REPORT: stored, **contents})
+    write_together(out, {REPORT: json_bytes({**measured, "files": list(contents)}), **contents})
     # The list may have been edited, so nothing outside the two folders of a report is removed.
     for path in [*(out / FIGURES).glob("*"), *(out / TABLES).glob("*")]:
         name = path.relative_to(out).as_posix()

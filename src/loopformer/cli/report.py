@@ -28,7 +28,7 @@ def report(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="MODEL...", help="Runs, model folders or published weights.", autocompletion=complete_model
+            metavar="MODEL...", help="Runs, models or published weights.", autocompletion=complete_model
         ),
     ] = None,
     models_option: ModelsOption = None,
@@ -36,7 +36,7 @@ def report(
         list[str] | None,
         typer.Option(
             help=f"NAME=SOURCE, a name for the report and a text: {TEXT}; may be given several times. "
-            "By default the data of the first run. Schedules and states are measured on the first text."
+            "By default the data of the first run. The first text is used for schedules and states."
         ),
     ] = None,
     data: TaskData = None,
@@ -91,7 +91,6 @@ def report(
         with progress("done") as display:
             measured = collect(request, display)
         files = write_report(measured, out)
-    for part in PART_NAMES:
-        for sentence in gaps(measured["models"], part):
-            typer.echo(f"not in the report: {sentence}", err=True)
+    for sentence in (sentence for part in PART_NAMES for sentence in gaps(measured["models"], part)):
+        typer.echo(f"not in the report: {sentence}", err=True)
     typer.echo(json.dumps([str(file) for file in files]) if as_json else f"{files[0]}")
