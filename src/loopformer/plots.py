@@ -192,8 +192,8 @@ def _draw_shared_legend(figure: Figure, axes: Sequence[Axes], title: str) -> Non
 
 def needs_log_axis(values: Iterable[float | None]) -> bool:
     """Whether an axis of these values is better logarithmic."""
-    known = [value for value in values if value]
-    return bool(known) and min(known) > 0 and max(known) / min(known) > _LOG_RATIO
+    numbers = [value for value in values if value]
+    return bool(numbers) and min(numbers) > 0 and max(numbers) / min(numbers) > _LOG_RATIO
 
 
 def map_figure(
@@ -204,10 +204,7 @@ def map_figure(
     ylabel: str = "",
     title: str = "",
 ) -> Figure:
-    """Square heat maps with their titles, up to three in a row, on one scale that ends at 1.
-
-    The scale begins where the values do.
-    """
+    """Square heat maps with their titles, up to three in a row, on one scale from their lowest value to 1."""
     columns = min(_MAX_COLUMNS, len(maps))
     width = WIDTH if columns > 1 else WIDTH / 2
     side = (width - 0.9) / columns - 0.35  # inches of a map, without the colour bar and tick labels
@@ -245,7 +242,7 @@ def grid_figure(rows: Mapping[str, Sequence[float]], *, label: str, xlabel: str 
 
 
 def _draw_cells(axis: Axes, values: npt.NDArray[np.float64], cell: float, lowest: float) -> Any:
-    """Coloured cells, with two digits in each if cells of so many inches have room."""
+    """Draw coloured cells of `cell` inches, with two digits in each if they have room."""
     image = axis.imshow(values, vmin=lowest, vmax=1)
     axis.grid(False)
     axis.spines[:].set_visible(False)

@@ -17,8 +17,6 @@ _METRICS = ("curvature", "anisotropy", "prompt_entropy", "movement", "lens_diver
 def make_report(*models: Piece, tasks: Piece | None = None) -> Piece:
     """What `collect` returns."""
     return {
-        "format": "loopformer-report",
-        "version": 1,
         "made": {
             "date": "2026-01-02T03:04:05+00:00",
             "device": "cpu (1 threads)",

@@ -1,7 +1,7 @@
 """Everything a report shows, measured or read from the stores beside the models, as plain JSON.
 
     request = ReportRequest(("runs/elastic", "runs/fixed"), texts=read_texts(["news=news.jsonl"]), limit=50)
-    measured = collect(request)                 # the content of report.json
+    measured = collect(request)                 # what write_report takes
     measured["models"][0]["perplexity"], measured["models"][0]["missing"]
 
 One model is in memory at a time. Each finished piece goes into the store of its model, so a report that is stopped,
@@ -41,13 +41,7 @@ from loopformer.training.reporting import read_metrics
 if TYPE_CHECKING:
     from loopformer.lm_eval import Suite
 
-REPORT_FORMAT, VERSION = "loopformer-report", 1  # of report.json
-PARTS = {  # that can be left out, and their names in a sentence
-    "perplexity": "Perplexity",
-    "tasks": "Benchmarks",
-    "search": "Schedules",
-    "analysis": "Representations",
-}
+PARTS = ("perplexity", "tasks", "search", "analysis")  # that can be left out
 _NO_TASKS = (
     "No benchmarks were asked for; give their files with --data, or --tasks paper to have them from the Hub."
 )
@@ -153,13 +147,11 @@ def collect(request: ReportRequest, progress: ReportProgress | None = None) -> J
     configs = [find_config(model)[0] for model in request.models]
     request.check_depths([config.loops for config in configs])
     device = device_name(choose_device(request.device))
-    suite, why_no_suite = _load_suite(request, progress)
+    suite, no_suite_reason = _load_suite(request, progress)
     # One length for all models, because the entropy of a prompt depends on it.
     length = min(_PROMPT_LENGTH, *(config.context for config in configs))
-    collector = _Collector(request, suite, why_no_suite, length, progress)
+    collector = _Collector(request, suite, no_suite_reason, length, progress)
     return {
-        "format": REPORT_FORMAT,
-        "version": VERSION,
         "made": {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": device,
@@ -196,7 +188,7 @@ class _Collector:
 
     request: ReportRequest
     suite: Suite | None
-    why_no_suite: str
+    no_suite_reason: str
     length: int  # tokens of a prompt
     progress: ReportProgress | None
     # By name and the hash of the tokenizer, because models with the same tokenizer share texts.
@@ -204,8 +196,8 @@ class _Collector:
 
     def measure(self, source: str, name: str) -> JsonDict:
         """All parts of one model, and the reason for each part that is missing."""
-        loaded, progress = LoadedModel.open(source, self.request.device, self.request.dtype), self.progress
-        named = None if progress is None else lambda doing, done, total: progress(f"{name}: {doing}", done, total)
+        loaded, report = LoadedModel.open(source, self.request.device, self.request.dtype), self.progress
+        progress = None if report is None else lambda doing, done, total: report(f"{name}: {doing}", done, total)
         measures: dict[str, Callable[[LoadedModel, ReportProgress | None], JsonDict | list[JsonDict]]] = {
             "perplexity": self._perplexity,
             "tasks": self._tasks,
@@ -220,7 +212,7 @@ class _Collector:
             try:
                 require(part not in self.request.skip, f"Left out, as asked for with --skip {part}.")
                 require(bool(self.request.sources) or part == "tasks", _NO_TEXT)
-                parts[part] = measure(loaded, named)
+                parts[part] = measure(loaded, progress)
             except FileProblem:  # the user named a wrong file
                 raise
             except LoopformerError as error:
@@ -250,7 +242,7 @@ class _Collector:
 
     def _tasks(self, loaded: LoadedModel, progress: ReportProgress | None) -> list[JsonDict]:
         if self.suite is None:
-            raise LoopformerError(self.why_no_suite)
+            raise LoopformerError(self.no_suite_reason)
         trajectories = [loaded.model.resolve(budget) for budget in self.request.budgets_of(loaded.model.config)]
         runs = run_requests(loaded, self.suite.queries, trajectories, self.request.batch_tokens, progress)
         rows: list[JsonDict] = self.suite.results(model_facts(loaded, runs), runs)["runs"]
@@ -287,8 +279,8 @@ class _Collector:
         }
         stored = loaded.store.get(key)
         if stored is None:
-            counted = None if progress is None else lambda done, total: progress("prompts", done, total)
-            measured = analyze(model, prompts, "", progress=counted) | {"weights": loaded.weights}
+            on_prompts = None if progress is None else lambda done, total: progress("prompts", done, total)
+            measured = analyze(model, prompts, "", progress=on_prompts) | {"weights": loaded.weights}
             stored = loaded.store.put(key, measured)
         return {**stored, "text": text, "part": prompts.part, "documents": prompts.documents}
 
@@ -336,10 +328,9 @@ def training_facts(source: str | Path) -> JsonDict | None:
     records = [record for record in read_metrics(folder) if record.get("kind") == "train"]
     speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
     tokens = step_of(checkpoint) * run.training.batch * run.model.context
-    short_rows = [entry.rows for entry in run.objective.trajectories if entry.budget != "full"]
     return {
         "elastic": run.objective.is_elastic,
-        "short_fraction": max(short_rows, default=0.0),
+        "short_fraction": max((t.rows for t in run.objective.trajectories if t.budget != "full"), default=0.0),
         "step": step_of(checkpoint),
         "steps": run.training.steps,
         "tokens": tokens,

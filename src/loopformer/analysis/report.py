@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from loopformer.analysis.collect import PARTS, REPORT_FORMAT
 from loopformer.analysis.dynamics import DEFINITIONS, Row, cka_rows, metric_rows, to_csv
 from loopformer.analysis.figures import accuracy_figure, perplexity_figure, search_figure, state_figures
 from loopformer.config.run import validation_budgets
@@ -39,7 +38,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REPORT, FIGURES, TABLES = "report.json", "figures", "tables"
-PART_NAMES = PARTS | {"training": "Training"}
+REPORT_FORMAT, VERSION = "loopformer-report", 1  # of report.json
+PART_NAMES = {  # in a sentence about what is missing
+    "perplexity": "Perplexity",
+    "tasks": "Benchmarks",
+    "search": "Schedules",
+    "analysis": "Representations",
+    "training": "Training",
+}
 TOLERANCE = 0.05  # between the costs of rows that are compared
 
 _CHOICES = {"copa": 2, "hellaswag": 4, "openbookqa": 4, "piqa": 2, "race": 4, "social_iqa": 3, "arc": 4, "sciq": 4}
@@ -301,8 +307,7 @@ def build_tables(report: ReportData) -> dict[str, Table]:
         ("parameters_matched", "stack", " parameters in the stack"),
         ("flops_matched", "flops_per_token", "FLOP per token"),
     ):
-        alike = matched(report.rows, cost)
-        groups[name] = [(f"about {counted(group[0][cost])}{unit}", group) for group in alike]
+        groups[name] = [(f"about {counted(group[0][cost])}{unit}", group) for group in matched(report.rows, cost)]
     tables = {name: Table(_expand(columns[name], report), groups[name]) for name in columns}
     return {name: table for name, table in tables.items() if table.rows}
 
@@ -406,8 +411,8 @@ def _ends(rows: Sequence[Row], model: str, key: str) -> str:
     """The value of a column at a model's largest budget and, if there are several, at its smallest."""
     measured = [row for row in rows if row["model"] == model and row.get(key) is not None]
     show = (lambda value: f"{percent(value)}\u00a0%") if key == "average" else perplexity
-    at = [f"{show(row[key])} at M = {row['budget']}" for row in measured]
-    return (f"{at[-1]} ({at[0]})" if len(at) > 1 else at[0]) if at else ""
+    values = [f"{show(row[key])} at M = {row['budget']}" for row in measured]
+    return (f"{values[-1]} ({values[0]})" if len(values) > 1 else values[0]) if values else ""
 
 
 def check_folder(out: Path) -> None:
@@ -432,8 +437,9 @@ def write_report(measured: Mapping[str, Any], out: Path) -> list[Path]:
     contents |= {f"{TABLES}/{name}.csv": table.to_csv() for name, table in report.tables.items()}
     for name, figure in figures.items():
         contents |= {f"{FIGURES}/{name}.png": pictures[name], f"{FIGURES}/{name}.svg": rendered(figure, ".svg")}
+    stored = {"format": REPORT_FORMAT, "version": VERSION, **measured, "files": list(contents)}
     # report.json comes first: by its list a later report knows the files that it may replace.
-    write_together(out, {REPORT: json_bytes({**measured, "files": list(contents)}), **contents})
+    write_together(out, {REPORT: json_bytes(stored), **contents})
     # The list may have been edited, so nothing outside the two folders of a report is removed.
     for path in [*(out / FIGURES).glob("*"), *(out / TABLES).glob("*")]:
         name = path.relative_to(out).as_posix()
