@@ -255,9 +255,7 @@ def compute_figure(runs: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) 
     ratio = flops / runs[PRESET][0]["plan"]["total_flops"]
     label = f"specialists with as many tokens, {ratio:.1f} times the FLOPs in all"
     lines.append(line(label, {m: mean_perplexity(run, m) for m, run in specialists.items()}, dash=1))
-    panel = Panel(
-        lines, xlabel="MFLOP per token (forward)", ylabel="held-out perplexity", log_y=True, lines_fall=True
-    )
+    panel = Panel(lines, xlabel="MFLOP per token (forward)", ylabel="held-out perplexity", log_y=True)
     return line_figure([panel], height=3.4)
 
 

@@ -197,7 +197,7 @@ def train_and_measure(name: str, inputs: Path, run: Path, commit: str, changes: 
     requests = read_requests(inputs / REQUESTS)
     write_answers(run / ANSWERS, run_requests(loaded, requests, trajectories, BATCH_TOKENS, together=True))
     prompts = read_prompts(str(inputs / TEXTS[-1]), tokenizer, PROMPTS, PROMPT_TOKENS)
-    result["analysis"] = [analyze(loaded.model, prompts, name, trajectory).to_json() for trajectory in trajectories]
+    result["analysis"] = [analyze(loaded.model, prompts, name, trajectory) for trajectory in trajectories]
     if loaded.model.config.conditioning == "trajectory":
         result["schedules"] = [search(loaded.model, 4, text=text, protocol=protocol, **shared) for text in texts]
     write_atomic(run / RAW, json.dumps(result).encode())

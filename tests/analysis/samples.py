@@ -17,8 +17,6 @@ _METRICS = ("curvature", "anisotropy", "prompt_entropy", "movement", "lens_diver
 def make_report(*models: Piece, tasks: Piece | None = None) -> Piece:
     """What `collect` returns."""
     return {
-        "format": "loopformer-report",
-        "version": 1,
         "made": {
             "date": "2026-01-02T03:04:05+00:00",
             "device": "cpu (1 threads)",
@@ -71,7 +69,7 @@ def make_model(name: str, blocks: int = 1, loops: int = 4, level: float = 40.0, 
         "training_overhead": cost.training_overhead(),
         "io_flops": 2 * cost.head_products,
         "loop_flops": cost.loop_flops(),
-        "training": make_training(config),
+        "training": make_training(),
         "perplexity": [_scored(text, budget, level) for text in ("news", "a | b") for budget in budgets],
         "tasks": [make_run(budget, 0.3 + 0.01 * budget) for budget in budgets],
         "search": _searched(loops) if loops > 2 else None,
@@ -81,7 +79,7 @@ def make_model(name: str, blocks: int = 1, loops: int = 4, level: float = 40.0, 
     }
 
 
-def make_training(config: ModelConfig, elastic: bool = True, **changes: Any) -> Piece:
+def make_training(elastic: bool = True) -> Piece:
     return {
         "elastic": elastic,
         "short_fraction": 1.0,
@@ -95,9 +93,6 @@ def make_training(config: ModelConfig, elastic: bool = True, **changes: Any) -> 
         "tokens_per_second": 1000.0 if elastic else 1300.0,
         "records": 3,
         "data": "c" * 64,
-        "model": asdict(config),
-        "same": {"batch": 4, "threads": 1},
-        **changes,
     }
 
 

@@ -72,8 +72,8 @@ def test_the_full_trajectory_is_the_default_and_a_schedule_can_be_asked_for(run:
         (["-m", "one", "--budget", "0"], 2, "1 or more"),
         (["-m", "one", "--budgets", "1,many"], 2, "not '1,many'"),
         (["-m", "mute"], 2, "came without a tokenizer"),
-        (["-m", "one", "--prompts", "0"], 2, "--prompts must be 1 or more"),
-        (["-m", "one", "--states", "between"], 2, "before or after the final norm"),
+        (["-m", "one", "--prompts", "0"], 2, "number of prompts must be 1 or more"),
+        (["-m", "one", "--states", "between", "--prompts", "2"], 2, "before or after the final norm"),
         (["-m", "one", "--length", "25"], 2, "above the context of 24 tokens"),
         (["-m", "one", "--prompts", "500"], 2, "500 prompts were asked for"),
         (["-m", "one", "--text", "short.txt"], 2, "no document of 24 tokens"),
@@ -95,7 +95,7 @@ def test_budgets_that_a_model_lacks_are_left_out(run: Run) -> None:
     words = ["-m", "one", "-m", "two", "--budgets", "2,4", "--text", "text.txt", "--prompts", "2"]
     code, out, error = run(*words)
     assert code == 0
-    assert error.strip() == "two: Budget 4 is above the model's 2 loops; choose 1 to 2. Left out."
+    assert error.strip() == "two: Budget 4 is above the model's 2 loops. Left out."
     shown = [line for line in out.splitlines() if "⊗" in line]
     assert shown == ["one 1⊗4, M = 2", "one 1⊗4, M = 4", "two 1⊗2, M = 2"]
 

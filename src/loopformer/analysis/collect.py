@@ -1,7 +1,7 @@
 """Everything a report shows, measured or read from the stores beside the models, as plain JSON.
 
     request = ReportRequest(("runs/elastic", "runs/fixed"), texts=read_texts(["news=news.jsonl"]), limit=50)
-    measured = collect(request)                 # the content of report.json
+    measured = collect(request)                 # what write_report takes
     measured["models"][0]["perplexity"], measured["models"][0]["missing"]
 
 One model is in memory at a time. Each finished piece goes into the store of its model, so a report that is stopped,
@@ -17,26 +17,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from loopformer.analysis.dynamics import Prompts, analyze, model_names, read_prompts
-from loopformer.config import ModelConfig, RunConfig, load_run, parse_counts
+from loopformer.analysis.dynamics import analyze, model_names, read_prompts
+from loopformer.config import ModelConfig, load_run
 from loopformer.config.run import validation_budgets
-from loopformer.device import DTYPES, choose_device, device_name
+from loopformer.device import choose_device, device_name
 from loopformer.errors import FileProblem, LoopformerError, RunFailed, nearest, require
 from loopformer.evaluation.loaded import LoadedModel
 from loopformer.evaluation.schedules import search
 from loopformer.evaluation.store import JsonDict, ReportProgress, count_schedules, device_and_dtype
 from loopformer.evaluation.tasks import run_requests
-from loopformer.evaluation.text import (
-    Protocol,
-    Text,
-    default_text,
-    perplexity,
-    read_text,
-)
+from loopformer.evaluation.text import Protocol, Text, default_text, perplexity, read_text
 from loopformer.files import read_json
 from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, STATE, is_run_folder, newest_model, step_of
@@ -48,19 +42,13 @@ from loopformer.training.reporting import read_metrics
 if TYPE_CHECKING:
     from loopformer.lm_eval import Suite
 
-
-REPORT_FORMAT, VERSION = "loopformer-report", 1  # of report.json
-PARTS = {  # that can be left out, and their names in a sentence
-    "perplexity": "Perplexity",
-    "tasks": "Benchmarks",
-    "search": "Schedules",
-    "analysis": "Representations",
-}
-
+PARTS = ("perplexity", "tasks", "search", "analysis")  # that can be left out
+_NO_TASKS = (
+    "No benchmarks were asked for; give their files with --data, or --tasks paper to have them from the Hub."
+)
+_NO_TEXT = "No text was given, and no run has prepared data that can be found; give one with --text NAME=SOURCE."
+_ONE_SCHEDULE = "There is only one schedule of this budget, so there is nothing to search."
 _PROMPT_LENGTH = 128  # tokens, as in `loopformer analyze`
-# Two runs are compared in speed only if these are equal. The machine is not recorded.
-_SPEED_SETTINGS = ("batch", "dtype", "device", "fused", "compile", "checkpoint_loops", "strategy")
-_SPEED_STATE = ("micro_batch", "world", "threads")
 
 
 @dataclass(frozen=True)
@@ -69,7 +57,7 @@ class ReportRequest:
 
     models: tuple[str, ...]
     texts: Mapping[str, str] | None = None  # name → source; None: the data of the first run that has any
-    tasks: str | None = None  # names, separated by commas; `paper` for its ten
+    tasks: str | None = None  # names, separated by commas; `paper` for its ten, the default where data is given
     data: Path | None = None  # a folder with the paper's tasks as files
     limit: int | None = None  # examples of a task
     budgets: tuple[int, ...] | None = None  # None: 1, L/4, L/2 and L of each model
@@ -84,28 +72,17 @@ class ReportRequest:
     batch_tokens: int = BATCH_TOKENS
 
     def __post_init__(self) -> None:
-        require(len(self.models) > 0, "Name at least one run or model.")
-        limits = {
-            "prompts": self.prompts,
-            "limit": self.limit,
-            "search": self.search,
-            "max-tokens": self.max_tokens,
-        }
-        for option, value in limits.items():
-            require(value is None or value >= 1, f"--{option} must be 1 or more, got {value}.")
+        require(len(self.models) > 0, "There is nothing to report on; name a run or a model.")
+        for name in ("prompts", "limit", "search", "max_tokens"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"--{name.replace('_', '-')} must be 1 or more, got {value}.")
         require(
-            not self.search_tasks or (self.wanted_tasks is not None and not self.skip & {"tasks", "search"}),
+            not self.search_tasks or (self.task_names is not None and not self.skip & {"tasks", "search"}),
             "--search-tasks needs tasks and a search; give --data or --tasks and skip neither.",
         )
-        model_names(self.models)  # refuses a model that is given twice
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return model_names(self.models)
-
-    @property
-    def wanted_tasks(self) -> str | None:
-        """The tasks by name: the paper's where only their data is given."""
+    def task_names(self) -> str | None:
         return self.tasks or ("paper" if self.data is not None else None)
 
     @cached_property
@@ -116,14 +93,11 @@ class ReportRequest:
         held_out = next((text for model in self.models if (text := default_text(model))), None)
         return {} if held_out is None else {short_path(held_out): held_out}
 
-    def check_depths(self, depths: Sequence[int]) -> None:
+    def check_depths(self, loops: Sequence[int]) -> None:
         """Refuse a budget that is above the loops of every model."""
-        deepest = max(depths)
-        name = self.names[list(depths).index(deepest)] + (", the deepest model" if len(depths) > 1 else "")
-        for option, budgets in (("--budgets", self.budgets or ()), ("--search", [self.search or 1])):
-            for budget in budgets:
-                above = f"{option} {budget} is above the {deepest} loops of {name}"
-                require(budget <= deepest, f"{above}; choose 1 to {deepest}.")
+        for option, budget in (("--budgets", max(self.budgets or (1,))), ("--search", self.search or 1)):
+            problem = f"{option} {budget} is above the {max(loops)} loops of the deepest model"
+            require(budget <= max(loops), f"{problem}; choose 1 to {max(loops)}.")
 
     def budgets_of(self, config: ModelConfig) -> list[int]:
         """The requested budgets that a model has, or its full depth if it has none of them."""
@@ -137,7 +111,7 @@ class ReportRequest:
         del plain["models"], plain["batch_tokens"]
         return plain | {
             "texts": [{"name": name, "source": short_path(source)} for name, source in self.sources.items()],
-            "tasks": self.wanted_tasks,
+            "tasks": self.task_names,
             "data": self.data and short_path(self.data),
             "budgets": self.budgets and list(self.budgets),
             "skip": [part for part in PARTS if part in self.skip],
@@ -153,125 +127,96 @@ def read_texts(texts: Sequence[str]) -> dict[str, str]:
     """Sources by name, from NAME=SOURCE or SOURCE; a text without a name gets the last part of its path."""
     sources: dict[str, str] = {}
     for text in texts:
-        name, equals, source = text.partition("=")
-        if not equals or Path(text).exists():
-            name, source = Path(text).name if Path(text).exists() else text, text
-        name = name.strip()
+        name, _, source = text.partition("=") if "=" in text else (Path(text).name, "=", text)
         require(bool(name and source), f"{text!r} is no text; write NAME=SOURCE, as in news=news.jsonl.")
         require(name not in sources, f"Two texts are named {name}; give each another name, as in first={source}.")
         sources[name] = source
     return sources
 
 
-def read_budgets(budgets: str | None) -> tuple[int, ...] | None:
-    """Loops such as 1,2,4, sorted and without repetition."""
-    return None if budgets is None else tuple(sorted(set(parse_counts(budgets, "--budgets"))))
-
-
 def read_skip(skip: str | None) -> frozenset[str]:
     """Parts such as tasks,search."""
     parts = [part.strip() for part in (skip or "").split(",") if part.strip()]
     for part in parts:
-        if part not in PARTS:
-            raise LoopformerError(f"There is no part {part!r} to skip; {nearest(part, list(PARTS))}")
+        require(part in PARTS, f"There is no part {part!r} to skip; {nearest(part, list(PARTS))}")
     return frozenset(parts)
 
 
 def collect(request: ReportRequest, progress: ReportProgress | None = None) -> JsonDict:
     """Measure whatever is missing of all models and put everything together."""
-    require(request.dtype in DTYPES, f"There is no dtype {request.dtype!r}; choose one of {', '.join(DTYPES)}.")
-    device = choose_device(request.device)
+    names = model_names(request.models)  # refuses a model that is given twice
     configs = [find_config(model)[0] for model in request.models]
     request.check_depths([config.loops for config in configs])
-    suite, why_no_suite = _load_suite(request, progress)
+    device = device_name(choose_device(request.device))
+    suite, no_suite_reason = _load_suite(request, progress)
     # One length for all models, because the entropy of a prompt depends on it.
     length = min(_PROMPT_LENGTH, *(config.context for config in configs))
-    collector = _Collector(request, suite, why_no_suite, length, progress)
+    collector = _Collector(request, suite, no_suite_reason, length, progress)
     return {
-        "format": REPORT_FORMAT,
-        "version": VERSION,
         "made": {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "device": device_name(device),
+            "device": device,
             "machine": platform.machine(),
             "dtype": request.dtype,
             "python": platform.python_version(),
-            **{package: _version(package) for package in ("loopformer", "torch", "lm_eval", "matplotlib")},
+            "loopformer": version("loopformer"),
+            "torch": version("torch"),
         },
         "asked": request.to_json(),
         "tasks": suite and suite.facts,
-        "models": [collector.measure(*model) for model in zip(request.models, request.names, strict=True)],
+        "models": [collector.measure(*model) for model in zip(request.models, names, strict=True)],
     }
 
 
 def _load_suite(request: ReportRequest, progress: ReportProgress | None) -> tuple[Suite | None, str]:
     """The tasks, or the reason why there are none; a wrong name or a missing file is an error."""
-    if request.wanted_tasks is None or "tasks" in request.skip:
-        return None, (
-            "No benchmarks were asked for; give their files with --data, "
-            "or --tasks paper to have them from the Hub."
-        )
-    if request.data is not None and not Path(request.data).is_dir():
-        raise FileProblem(
-            f"There is no folder {request.data}; --data takes one with files like copa.validation.jsonl."
-        )
+    if request.task_names is None or "tasks" in request.skip:
+        return None, _NO_TASKS
     try:
         from loopformer.lm_eval import Suite
     except LoopformerError as error:  # the harness is not installed
         return None, str(error)
-    names = [name.strip() for name in request.wanted_tasks.split(",") if name.strip()]
+    names = [name.strip() for name in request.task_names.split(",") if name.strip()]
     try:
         return Suite.load(names, request.data, None, request.limit, progress), ""
     except RunFailed as error:  # the Hub cannot be reached
         return None, str(error)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 @dataclass
 class _Collector:
-    """Measures model after model; texts and prompts are read once for each tokenizer."""
+    """Measures model after model; texts are read once for each tokenizer."""
 
     request: ReportRequest
     suite: Suite | None
-    why_no_suite: str
+    no_suite_reason: str
     length: int  # tokens of a prompt
     progress: ReportProgress | None
-    # By the hash of a tokenizer, because models with the same tokenizer share texts and prompts.
+    # By name and the hash of the tokenizer, because models with the same tokenizer share texts.
     texts: dict[tuple[str, str], Text] = field(default_factory=dict)
-    prompts: dict[str, Prompts] = field(default_factory=dict)
 
     def measure(self, source: str, name: str) -> JsonDict:
         """All parts of one model, and the reason for each part that is missing."""
-        loaded, progress = LoadedModel.open(source, self.request.device, self.request.dtype), self.progress
-        named = None if progress is None else lambda doing, done, total: progress(f"{name}: {doing}", done, total)
-        training, missing = training_facts(source), dict[str, str]()
-        if training is None:
-            missing["training"] = "A model without a run says nothing about its training."
+        loaded, report = LoadedModel.open(source, self.request.device, self.request.dtype), self.progress
+        progress = None if report is None else lambda doing, done, total: report(f"{name}: {doing}", done, total)
         measures: dict[str, Callable[[LoadedModel, ReportProgress | None], JsonDict | list[JsonDict]]] = {
             "perplexity": self._perplexity,
             "tasks": self._tasks,
             "search": self._search,
             "analysis": self._analysis,
         }
-        parts: JsonDict = dict.fromkeys(measures)
+        parts: JsonDict = {"training": training_facts(source), **dict.fromkeys(measures)}
+        missing: dict[str, str] = {}
+        if parts["training"] is None:
+            missing["training"] = "A model without a run says nothing about its training."
         for part, measure in measures.items():
-            if why := self._why_not(part, loaded):
-                missing[part] = why
-                continue
             try:
-                parts[part] = measure(loaded, named)
-            except FileProblem:
+                require(part not in self.request.skip, f"Left out, as asked for with --skip {part}.")
+                require(bool(self.request.sources) or part == "tasks", _NO_TEXT)
+                parts[part] = measure(loaded, progress)
+            except FileProblem:  # the user named a wrong file
                 raise
             except LoopformerError as error:
-                # A text that cannot be used is the user's mistake; a model that cannot be measured leaves a gap.
-                if part == "perplexity" and not isinstance(error, RunFailed):
-                    raise
                 missing[part] = str(error)
                 for text, path in self.request.sources.items():
                     missing[part] = missing[part].replace(path, text)
@@ -284,40 +229,21 @@ class _Collector:
             "tokenizer": loaded.lm.tokenizer and loaded.lm.tokenizer.hash,
             **device_and_dtype(loaded.model),
             **size_facts(loaded.model.config),
-            "training": training,
             **parts,
             "missing": missing,
         }
 
-    def _why_not(self, part: str, loaded: LoadedModel) -> str:
-        """Why a part cannot be measured; empty if it can."""
-        if part in self.request.skip:
-            return f"Left out, as asked for with --skip {part}."
-        if loaded.lm.tokenizer is None:
-            return "This model came without a tokenizer; put its tokenizer.json beside its weights."
-        if part == "tasks":
-            return self.why_no_suite
-        if self.request.sources:
-            return ""
-        return (
-            "No text was given, and no run has prepared data that can be found; give one with --text NAME=SOURCE."
-        )
-
     def _perplexity(self, loaded: LoadedModel, progress: ReportProgress | None) -> list[JsonDict]:
-        context = loaded.model.config.context
         trajectories = [loaded.model.resolve(budget) for budget in self.request.budgets_of(loaded.model.config)]
         rows = []
         for name in self.request.sources:
             text = self._text(name, loaded, progress)
-            tokens = min(text.tokens, self.request.max_tokens or text.tokens)
-            require(
-                tokens >= context, f"{name} has {tokens} tokens, fewer than one window of {context}; give more."
-            )
             rows += perplexity(loaded.model, text, trajectories, **self._scoring(loaded, progress))
         return rows
 
     def _tasks(self, loaded: LoadedModel, progress: ReportProgress | None) -> list[JsonDict]:
-        assert self.suite is not None
+        if self.suite is None:
+            raise LoopformerError(self.no_suite_reason)
         trajectories = [loaded.model.resolve(budget) for budget in self.request.budgets_of(loaded.model.config)]
         answers = run_requests(loaded, self.suite, trajectories, self.request.batch_tokens, progress)
         rows: list[JsonDict] = self.suite.results(answers)["runs"]
@@ -326,11 +252,8 @@ class _Collector:
     def _search(self, loaded: LoadedModel, progress: ReportProgress | None) -> JsonDict:
         loops = loaded.model.config.loops
         budget = self.request.search or max(1, loops // 2)
-        require(budget <= loops, f"This model has {loops} loops, fewer than the {budget} of --search.")
-        require(
-            count_schedules(loops, budget) > 1,
-            "There is only one schedule of this budget, so there is nothing to search.",
-        )
+        loaded.model.resolve(budget)  # refuses a budget above the loops
+        require(count_schedules(loops, budget) > 1, _ONE_SCHEDULE)
         suite = self.suite if self.request.search_tasks else None
         return search(
             loaded.model,
@@ -346,11 +269,8 @@ class _Collector:
     def _analysis(self, loaded: LoadedModel, progress: ReportProgress | None) -> JsonDict:
         """The dynamics of the states along the full trajectory, stored like the other parts."""
         (text, source), *_ = self.request.sources.items()
-        tokenizer, model = loaded.lm.need_tokenizer(), loaded.model
-        if tokenizer.hash not in self.prompts:
-            prompts = read_prompts(source, tokenizer, self.request.prompts, self.length, self.request.field)
-            self.prompts[tokenizer.hash] = replace(prompts, text=text)
-        prompts = self.prompts[tokenizer.hash]
+        model, request = loaded.model, self.request
+        prompts = read_prompts(source, loaded.lm.need_tokenizer(), request.prompts, self.length, request.field)
         key = {
             "kind": "dynamics",
             "weights": loaded.weights,
@@ -362,10 +282,10 @@ class _Collector:
         }
         stored = loaded.store.get(key)
         if stored is None:
-            counted = None if progress is None else lambda done, total: progress("prompts", done, total)
-            dynamics = replace(analyze(model, prompts, "", progress=counted), weights=loaded.weights)
-            stored = loaded.store.put(key, dynamics.to_json())
-        return {**stored, "text": prompts.text, "part": prompts.part, "documents": prompts.documents}
+            on_prompts = None if progress is None else lambda done, total: progress("prompts", done, total)
+            measured = analyze(model, prompts, "", progress=on_prompts) | {"weights": loaded.weights}
+            stored = loaded.store.put(key, measured)
+        return {**stored, "text": text, "part": prompts.part, "documents": prompts.documents}
 
     def _text(self, name: str, loaded: LoadedModel, progress: ReportProgress | None) -> Text:
         tokenizer, request = loaded.lm.need_tokenizer(), self.request
@@ -408,32 +328,20 @@ def training_facts(source: str | Path) -> JsonDict | None:
     folder = Path(source)
     run, _ = load_run(str(folder / SETTINGS))
     checkpoint = newest_model(folder, lambda _: None)
-    state = read_json(checkpoint / STATE) if (checkpoint / STATE).is_file() else {}
     records = [record for record in read_metrics(folder) if record.get("kind") == "train"]
     speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
-    return facts_of_run(run, step_of(checkpoint), speeds, state)
-
-
-def facts_of_run(run: RunConfig, step: int, speeds: Sequence[float], state: Mapping[str, Any]) -> JsonDict:
-    """The same from a run's settings, its steps, and the tokens per second and the state that it recorded."""
-    per_token, tokens = training_flops_per_token(run), step * run.training.batch * run.model.context
-    short_rows = [entry.rows for entry in run.objective.trajectories if entry.budget != "full"]
+    tokens = step_of(checkpoint) * run.training.batch * run.model.context
     return {
         "elastic": run.objective.is_elastic,
-        "short_fraction": max(short_rows, default=0.0),
-        "step": step,
+        "short_fraction": max((t.rows for t in run.objective.trajectories if t.budget != "full"), default=0.0),
+        "step": step_of(checkpoint),
         "steps": run.training.steps,
         "tokens": tokens,
         "seed": run.training.seed,
         "fixed_flops_per_token": Cost(run.model).training_flops(),
-        "flops_per_token": per_token,
-        "flops": per_token * tokens,
+        "flops_per_token": training_flops_per_token(run),
+        "flops": training_flops_per_token(run) * tokens,
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "records": len(speeds),
-        "data": state.get("data"),
-        "model": run.model.plain(),  # settings of the model, and of the run as far as speeds depend on them
-        "same": {
-            **{name: getattr(run.training, name) for name in _SPEED_SETTINGS},
-            **{name: state.get(name) for name in _SPEED_STATE},
-        },
+        "data": read_json(checkpoint / STATE).get("data") if (checkpoint / STATE).is_file() else None,
     }

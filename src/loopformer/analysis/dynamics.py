@@ -2,13 +2,13 @@
 
     prompts = read_prompts("data/demo", lm.tokenizer, count=64, length=128)     # of the validation split
     result = analyze(lm.model, prompts, "runs/demo", trajectory="4-2-1-1")
-    result.metrics["curvature"].mean                    # [M + 1]: the embedding, then after each loop
+    result["metrics"]["curvature"]["mean"]              # [M + 1]: the embedding, then after each loop
     write_results([result], Path("analysis"))           # analysis.json, metrics.csv and cka.csv, and figures
 
 Prompts are windows of one length that lie inside documents and do not overlap. Every document gives its first
 window. Only if there are too few documents do they give a second, a third, … So 64 prompts are 64 documents if the
 text has them. Prompts run in batches, and memory does not grow with the text: of each batch only numbers per prompt
-and the sums of CKA stay.
+and the sums of CKA stay. Results are plain JSON, in which None stands for a value that does not exist.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import csv
 import hashlib
 import io
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,21 +30,19 @@ import torch
 from torch import Tensor
 
 from loopformer.analysis.metrics import LinearCKA, anisotropy, curvature, lens, movement, prompt_entropy
-from loopformer.data.tokenizer import Tokenizer
-from loopformer.errors import FileProblem, LoopformerError, RunFailed, require, unreadable
-from loopformer.evaluation.store import weights_hash
+from loopformer.errors import LoopformerError, RunFailed, require
+from loopformer.evaluation.store import JsonDict, weights_hash
 from loopformer.evaluation.text import read_text
 from loopformer.files import json_bytes, write_together
-from loopformer.model import LoopedLM
-from loopformer.model.looped import TrajectoryLike
 from loopformer.plots import rendered
-from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from loopformer.data.tokenizer import Tokenizer
+    from loopformer.model import LoopedLM
+    from loopformer.model.looped import TrajectoryLike
 
-MaybeNumber = float | None  # None: the value does not exist
 Row = Mapping[str, Any]  # of a table, by column
 
 DEFINITIONS = {
@@ -78,81 +75,29 @@ def model_names(models: Sequence[str]) -> tuple[str, ...]:
     return tuple(map(str, paths))
 
 
-@dataclass(frozen=True)
-class Series:
-    """A metric at the embedding and after each loop: mean and standard deviation over prompts."""
-
-    mean: list[MaybeNumber]  # [M + 1]
-    std: list[MaybeNumber]
-
-
-@dataclass(frozen=True)
-class Dynamics:
-    """The measurements of one model along one trajectory, with their source."""
-
-    model: str
-    shape: str  # k⊗L
-    weights: str  # hash of settings and weights
-    trajectory: str
-    depth: list[float]  # i / M
-    states: str  # before or after the final norm, for geometry and CKA; the lens always goes through it
-    text: str
-    part: str  # of the text
-    prompts: int
-    documents: int
-    length: int
-    tokens: int
-    tokens_sha256: str  # of the prompts' ids as little-endian int32
-    seed: None  # nothing is drawn
-    device: str
-    dtype: str
-    seconds: float
-    metrics: dict[str, Series]
-    cka: list[list[MaybeNumber]]  # [M + 1, M + 1]
-    cka_debiased: list[list[MaybeNumber]]
-
-    @property
-    def trajectory_name(self) -> str:
-        """A short name: M = 4, 2-1-1, or rounded steps if there is no short form."""
-        if self.trajectory.isdigit():
-            return f"M = {self.trajectory}"
-        steps = Trajectory.parse(self.trajectory).steps
-        if len(self.trajectory) <= 3 * len(steps):
-            return self.trajectory
-        return " ".join(f"{float(step):.2f}" for step in steps)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Dynamics:
-        metrics = {name: Series(**series) for name, series in plain["metrics"].items()}
-        return cls(**{**plain, "metrics": metrics})
-
-
-def metric_rows(results: Sequence[Dynamics]) -> list[Row]:
+def metric_rows(results: Sequence[JsonDict]) -> list[Row]:
     """One row for each result, metric and loop."""
     return [
         {**_row_start(result), "loop": loop, "depth": depth, "metric": metric, "mean": mean, "std": std}
         for result in results
-        for metric, series in result.metrics.items()
-        for loop, (depth, mean, std) in enumerate(zip(result.depth, series.mean, series.std, strict=True))
+        for metric, series in result["metrics"].items()
+        for loop, (depth, mean, std) in enumerate(zip(result["depth"], series["mean"], series["std"], strict=True))
     ]
 
 
-def cka_rows(results: Sequence[Dynamics]) -> list[Row]:
+def cka_rows(results: Sequence[JsonDict]) -> list[Row]:
     """One row for each result and pair of its states."""
     return [
         {**_row_start(result), "loop_i": i, "loop_j": j, "cka": plain, "cka_debiased": debiased}
         for result in results
-        for i, rows in enumerate(zip(result.cka, result.cka_debiased, strict=True))
+        for i, rows in enumerate(zip(result["cka"], result["cka_debiased"], strict=True))
         for j, (plain, debiased) in enumerate(zip(*rows, strict=True))
     ]
 
 
-def _row_start(result: Dynamics) -> Row:
+def _row_start(result: JsonDict) -> Row:
     """The columns that say which states a row is about."""
-    return {name: getattr(result, name) for name in ("model", "shape", "trajectory", "states")}
+    return {name: result[name] for name in ("model", "shape", "trajectory", "states")}
 
 
 @dataclass(frozen=True)
@@ -206,12 +151,13 @@ def analyze(
     *,
     states: str = "before",
     progress: Callable[[int, int], None] | None = None,
-) -> Dynamics:
+) -> JsonDict:
     """Run all prompts along a trajectory (None: the full one) and measure the state after each loop.
 
+    states    before or after the final norm, for geometry and CKA; the lens always goes through the norm
     progress  called with the number of prompts that are done and of all
     """
-    check_states(states)
+    require(states in ("before", "after"), f"States are before or after the final norm; {states!r} is neither.")
     started = time.perf_counter()
     trajectory = model.resolve(trajectory)
     device = model.device
@@ -228,36 +174,28 @@ def analyze(
         cka.add(measured.flatten(1, 2))
         if progress:
             progress(min(start + rows, count), count)
-    return Dynamics(
-        model=name,
-        shape=f"{model.config.blocks}⊗{model.config.loops}",
-        weights=weights_hash(model),
-        trajectory=str(trajectory),
-        depth=[i / trajectory.budget for i in range(trajectory.budget + 1)],
-        states=states,
-        text=prompts.text,
-        part=prompts.part,
-        prompts=count,
-        documents=prompts.documents,
-        length=length,
-        tokens=count * length,
-        tokens_sha256=prompts.hash,
-        seed=None,
-        device=device.type,
-        dtype=model.dtype_name,
-        seconds=time.perf_counter() - started,
-        metrics={name: _series(torch.cat([batch[name] for batch in batches], dim=1)) for name in batches[0]},
-        cka=[_numbers(row) for row in cka.matrix()],
-        cka_debiased=[_numbers(row) for row in cka.matrix(debiased=True)],
-    )
-
-
-def check_states(states: str) -> None:
-    """Refuse anything but `before` and `after` (the final norm)."""
-    if states not in ("before", "after"):
-        raise LoopformerError(
-            f"States are taken before or after the final norm; choose one of them, not {states!r}."
-        )
+    return {
+        "model": name,
+        "shape": f"{model.config.blocks}⊗{model.config.loops}",
+        "weights": weights_hash(model),
+        "trajectory": str(trajectory),
+        "depth": [i / trajectory.budget for i in range(trajectory.budget + 1)],
+        "states": states,
+        "text": prompts.text,
+        "part": prompts.part,
+        "prompts": count,
+        "documents": prompts.documents,
+        "length": length,
+        "tokens": count * length,
+        "tokens_sha256": prompts.hash,
+        "seed": None,  # nothing is drawn
+        "device": device.type,
+        "dtype": model.dtype_name,
+        "seconds": time.perf_counter() - started,
+        "metrics": {name: _series(torch.cat([batch[name] for batch in batches], dim=1)) for name in batches[0]},
+        "cka": [_numbers(row) for row in cka.matrix()],
+        "cka_debiased": [_numbers(row) for row in cka.matrix(debiased=True)],
+    }
 
 
 def _states(model: LoopedLM, ids: Tensor, trajectory: TrajectoryLike) -> Tensor:
@@ -270,13 +208,15 @@ def _states(model: LoopedLM, ids: Tensor, trajectory: TrajectoryLike) -> Tensor:
 
 def _geometry(states: Tensor) -> dict[str, Tensor]:
     """[S, B, T, D] → each metric [S, B]; one state at a time, because float64 takes room."""
-    start = torch.full(states.shape[1:2], math.nan, dtype=torch.float64)  # nothing moves before the first loop
-    return {
-        "curvature": torch.stack([curvature(state) for state in states]).cpu(),
-        "anisotropy": torch.stack([anisotropy(state) for state in states]).cpu(),
-        "prompt_entropy": torch.stack([prompt_entropy(state) for state in states]).cpu(),
-        "movement": torch.stack([start, *(movement(*pair).cpu() for pair in pairwise(states))]),
+    geometry = {
+        "curvature": [curvature(state) for state in states],
+        "anisotropy": [anisotropy(state) for state in states],
+        "prompt_entropy": [prompt_entropy(state) for state in states],
+        "movement": [movement(before, after) for before, after in pairwise(states)],
     }
+    # Nothing moves before the first loop.
+    geometry["movement"].insert(0, torch.full_like(geometry["curvature"][0], math.nan))
+    return {name: torch.stack(values).cpu() for name, values in geometry.items()}
 
 
 def _lens(model: LoopedLM, states: Tensor) -> dict[str, Tensor]:
@@ -289,30 +229,26 @@ def _lens(model: LoopedLM, states: Tensor) -> dict[str, Tensor]:
     return {"lens_divergence": divergence, "lens_agreement": agreement}
 
 
-def _series(values: Tensor) -> Series:
-    """[S, P] → mean and standard deviation over the prompts that have a value."""
+def _series(values: Tensor) -> dict[str, list[float | None]]:
+    """[S, P] → mean and standard deviation over the prompts that have a value, each [S]."""
     mean = values.nanmean(dim=1)
     count = (~values.isnan()).sum(dim=1)
     std = ((values - mean[:, None]).square().nansum(dim=1) / (count - 1)).sqrt()
-    return Series(_numbers(mean), _numbers(torch.where(count > 1, std, math.nan)))
+    return {"mean": _numbers(mean), "std": _numbers(torch.where(count > 1, std, math.nan))}
 
 
-def _numbers(values: Tensor) -> list[MaybeNumber]:
+def _numbers(values: Tensor) -> list[float | None]:
     """Plain numbers, with None for nan, which JSON lacks."""
     return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
-def to_json(results: Sequence[Dynamics]) -> dict[str, Any]:
+def to_json(results: Sequence[JsonDict]) -> JsonDict:
     """The content of analysis.json, with the definition of each metric."""
-    return {
-        "torch": torch.__version__,
-        "definitions": DEFINITIONS,
-        "results": [result.to_json() for result in results],
-    }
+    return {"torch": torch.__version__, "definitions": DEFINITIONS, "results": list(results)}
 
 
 def write_results(
-    results: Sequence[Dynamics], folder: Path, figures: Mapping[str, Figure] | None = None
+    results: Sequence[JsonDict], folder: Path, figures: Mapping[str, Figure] | None = None
 ) -> list[Path]:
     """Write all files, or none if one cannot be made; figures become .png and .svg files."""
     contents = {
@@ -323,17 +259,6 @@ def write_results(
     for name, figure in (figures or {}).items():
         contents |= {name + ending: rendered(figure, ending) for ending in (".png", ".svg")}
     return write_together(folder, contents)
-
-
-def read_results(path: Path) -> list[Dynamics]:
-    """The results of an analysis.json."""
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        return [Dynamics.from_json(result) for result in plain["results"]]
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FileProblem(f"{path} is no result of loopformer analyze; make it again.") from error
 
 
 def to_csv(rows: Sequence[Row], columns: Sequence[str] | None = None) -> bytes:

@@ -14,15 +14,19 @@ Geometry is computed in float64, with one number per prompt. Means leave out zer
 A mean over nothing is nan. docs/analysis.md has the formulas.
 """
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopformer.errors import require
-from loopformer.model import LoopedLM
 from loopformer.scoring import head_chunks
+
+if TYPE_CHECKING:
+    from loopformer.model import LoopedLM
 
 _TINY = 1e-300  # prevents a division by zero
 _ROUNDING_ERROR = 1e-14  # of float64, with a margin
@@ -34,7 +38,6 @@ def curvature(states: Tensor) -> Tensor:
 
     0 is a straight line through state space, π turns back at every token (Hosseini & Fedorenko 2023).
     """
-    _need(states, 3, "Curvature")
     steps = states.double().diff(dim=-2)  # [..., T-1, D]
     lengths = _lengths(steps)
     units = steps / lengths.clamp_min(_TINY)[..., None]
@@ -50,29 +53,23 @@ def anisotropy(states: Tensor) -> Tensor:
 
     1 is one direction for all tokens, 0 directions that are spread evenly or orthogonal (Godey et al. 2024).
     """
-    _need(states, 2, "Anisotropy")
     units = _unit_rows(states.double())
     count = (units != 0).any(dim=-1).sum(dim=-1)  # tokens that have a direction
     # The sum over all pairs is |Σ u|², and each token paired with itself adds 1.
     return (units.sum(dim=-2).square().sum(dim=-1) - count) / (count * (count - 1))
 
 
-def prompt_entropy(states: Tensor, *, centre: bool = True, unit_rows: bool = True) -> Tensor:
+def prompt_entropy(states: Tensor) -> Tensor:
     """The entropy of the spectrum of K = Z Zᵀ / tr, over its largest value log min(T, D): 0 to 1 [...].
 
-    0 means that all tokens lie in one dimension, 1 that they spread evenly over all possible ones. The defaults are
-    those of Skean et al. 2025: states centred over the tokens of their prompt, then each of length 1.
+    0 means that all tokens lie in one dimension, 1 that they spread evenly over all possible ones. As in
+    Skean et al. 2025, Z are the states centred over the tokens of their prompt, then scaled to length 1.
     """
-    _need(states, 2, "Prompt entropy")
     z = states.double()
-    require(z.shape[-1] > 1, "Prompt entropy needs states of 2 dimensions or more.")
-    if centre:
-        z = z - z.mean(dim=-2, keepdim=True)
-        # A token that equals the mean differs from it by rounding, which has no direction.
-        differs = _lengths(z) > _ROUNDING_ERROR * _lengths(states.double())
-        z = torch.where(differs[..., None], z, 0.0)
-    if unit_rows:
-        z = _unit_rows(z)
+    centred = z - z.mean(dim=-2, keepdim=True)
+    # A token that equals the mean differs from it by rounding, which has no direction.
+    differs = _lengths(centred) > _ROUNDING_ERROR * _lengths(z)
+    z = _unit_rows(torch.where(differs[..., None], centred, 0.0))
     # Both products have the same spectrum. The smaller one is faster.
     gram = z @ z.mT if z.shape[-2] <= z.shape[-1] else z.mT @ z
     values = torch.linalg.eigvalsh(gram).clamp_min(0)
@@ -83,7 +80,6 @@ def prompt_entropy(states: Tensor, *, centre: bool = True, unit_rows: bool = Tru
 
 def movement(before: Tensor, after: Tensor) -> Tensor:
     """How far tokens move in one loop, |after − before| / |before|, mean over the prompt [...]."""
-    _need(before, 1, "Movement")
     lengths = _lengths(before.double())
     moved = _lengths(after.double() - before.double())
     return _mean(moved / lengths.clamp_min(_TINY), lengths > 0)
@@ -104,13 +100,6 @@ def _mean(values: Tensor, counted: Tensor) -> Tensor:
     return torch.where(counted, values, 0.0).sum(dim=-1) / counted.sum(dim=-1)
 
 
-def _need(states: Tensor, tokens: int, what: str) -> None:
-    require(
-        states.ndim >= 2 and states.shape[-2] >= tokens,
-        f"{what} needs states [..., T, D] of {tokens} tokens or more, got {list(states.shape)}.",
-    )
-
-
 class LinearCKA:
     """Linear CKA between all S states of width D, summed up over batches of tokens in bounded memory.
 
@@ -124,7 +113,6 @@ class LinearCKA:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
         self.tokens = 0
-        self._shape = (states, width)
         self._pairs = [(i, j) for i in range(states) for j in range(i + 1)]
         self._outer = [zeros(width, width) for _ in self._pairs]  # Σ xᵢ xⱼᵀ
         self._sums = zeros(states, width)  # Σ xᵢ
@@ -135,10 +123,6 @@ class LinearCKA:
 
     def add(self, states: Tensor) -> None:
         """Add tokens [S, n, D] to the sums."""
-        require(
-            states.ndim == 3 and (states.shape[0], states.shape[2]) == self._shape and states.shape[1] > 0,
-            f"CKA of {self._shape[0]} states of width {self._shape[1]} cannot take {list(states.shape)}.",
-        )
         x = states.to(self._sums.device, torch.float64)
         if self._shift is None:
             # CKA ignores a shift. Without this one, centring the sums below would lose digits.
@@ -158,8 +142,7 @@ class LinearCKA:
 
         Debiased values are estimates around the true one and may be slightly negative; they need 4 tokens.
         """
-        require(self.tokens > (3 if debiased else 1), f"CKA of {self.tokens} tokens says nothing; give more.")
-        hsic = torch.zeros(self._shape[0], self._shape[0], dtype=torch.float64)
+        hsic = torch.zeros_like(self._norm_products, device="cpu")
         for (i, j), outer in zip(self._pairs, self._outer, strict=True):
             hsic[i, j] = hsic[j, i] = self._debiased(i, j, outer) if debiased else self._plain(i, j, outer)
         sizes = torch.where(hsic.diag() > 0, hsic.diag(), torch.nan).sqrt()

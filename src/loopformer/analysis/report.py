@@ -14,22 +14,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shlex
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from importlib.resources import files
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from loopformer.analysis.collect import PARTS, REPORT_FORMAT
-from loopformer.analysis.dynamics import DEFINITIONS, Dynamics, Row, cka_rows, metric_rows, to_csv
+from loopformer.analysis.dynamics import DEFINITIONS, Row, cka_rows, metric_rows, to_csv
 from loopformer.analysis.figures import accuracy_figure, perplexity_figure, search_figure, state_figures
 from loopformer.config.run import validation_budgets
 from loopformer.errors import FileProblem
@@ -42,7 +38,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REPORT, FIGURES, TABLES = "report.json", "figures", "tables"
-PART_NAMES = PARTS | {"training": "Training"}
+REPORT_FORMAT, VERSION = "loopformer-report", 1  # of report.json
+PART_NAMES = {  # in a sentence about what is missing
+    "perplexity": "Perplexity",
+    "tasks": "Benchmarks",
+    "search": "Schedules",
+    "analysis": "Representations",
+    "training": "Training",
+}
 TOLERANCE = 0.05  # between the costs of rows that are compared
 
 _CHOICES = {"copa": 2, "hellaswag": 4, "openbookqa": 4, "piqa": 2, "race": 4, "social_iqa": 3, "arc": 4, "sciq": 4}
@@ -55,10 +58,6 @@ _SHORT = {"hellaswag": "HS", "lambada": "LB", "openbookqa": "OBQA", "social_iqa"
 _SHARES = ("acc", "exact_match")  # metrics that are shares of right answers
 _DPI = 170
 _DOTS_PER_REM = 20  # one scale for all figures, so that their text has one size
-_COMMAND_WIDTH = 70  # characters, after which a command continues on the next line
-
-
-# Numbers as text.
 
 
 def listed(words: Sequence[str]) -> str:
@@ -98,9 +97,6 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # report_tables.yaml uses these na
 }
 
 
-# What is shown.
-
-
 class ScoreColumn(NamedTuple):
     """A benchmark, and the tasks that its score is the mean of."""
 
@@ -127,7 +123,7 @@ class ReportData:
         self.is_paper = bool(self.task_runs) and all(run["paper"] for run in self.task_runs)
         self.scores = self._score_columns()
         self.has_average = bool(self.task_runs) and all(score.is_share for score in self.scores)
-        self.dynamics = [Dynamics.from_json(model["analysis"]) for model in self.models if model["analysis"]]
+        self.dynamics = [model["analysis"] for model in self.models if model["analysis"]]
         self.rows = [row for model in self.models for row in self._rows(model)]
         self.tables = build_tables(self)
 
@@ -194,14 +190,15 @@ def _mean_error(errors: Sequence[Any]) -> float | None:
 
 
 def gaps(models: Sequence[JsonDict], part: str) -> list[str]:
-    """Why a part is missing, once if the reason is the same for all models."""
-    reasons = {model["name"]: model["missing"][part] for model in models if part in model["missing"]}
-    names_by_reason: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        names_by_reason.setdefault(reason, []).append(name)
-    if len(names_by_reason) == 1 and len(reasons) == len(models):
-        return [f"{PART_NAMES[part]}: {reason}" for reason in names_by_reason]
-    return [f"{PART_NAMES[part]} of {listed(names)}: {reason}" for reason, names in names_by_reason.items()]
+    """Why a part is missing, once for each reason."""
+    names: dict[str, list[str]] = {}
+    for model in models:
+        if part in model["missing"]:
+            names.setdefault(model["missing"][part], []).append(model["name"])
+    return [
+        f"{PART_NAMES[part]}{'' if len(named) == len(models) else ' of ' + listed(named)}: {reason}"
+        for reason, named in names.items()
+    ]
 
 
 # The tables.
@@ -213,9 +210,10 @@ class Column(NamedTuple):
     key: str
     heading: str = ""  # a column without a heading is only in the CSV file
     format: str = "{}"  # of FORMATS, or Python's
-    best: str = ""  # min or max: which value of a group is set in bold
 
     def show(self, value: Any) -> str:
+        if value is None:
+            return "–"
         return FORMATS[self.format](value) if self.format in FORMATS else self.format.format(value)
 
     @property
@@ -238,19 +236,8 @@ class Table:
     def shown(self) -> list[Column]:
         return [column for column in self.columns if column.heading]
 
-    def cells(self, title: str, rows: Sequence[Row]) -> Iterator[list[tuple[str, bool]]]:
-        """The cells of each row of a group as text, and whether they are the best of their column."""
-        best: dict[str, Any] = {}
-        for key, _, _, rule in self.shown:
-            values = [row[key] for row in rows if row.get(key) is not None]
-            if title and rule and len(values) > 1:
-                best[key] = min(values) if rule == "min" else max(values)
-        for row in rows:
-            values = [(column, row.get(column.key)) for column in self.shown]
-            yield [
-                ("–", False) if value is None else (column.show(value), value == best.get(column.key))
-                for column, value in values
-            ]
+    def cells(self, row: Row) -> list[str]:
+        return [column.show(row.get(column.key)) for column in self.shown]
 
     def to_csv(self) -> bytes:
         """All columns with their raw values."""
@@ -261,7 +248,7 @@ class Table:
 
 def build_tables(report: ReportData) -> dict[str, Table]:
     """The tables that have rows, by name, in the order of the page."""
-    columns = read_yaml(files("loopformer.analysis") / "report_tables.yaml")
+    columns = read_yaml(Path(__file__).with_name("report_tables.yaml"))
     texts = [{**row, "model": model["name"]} for model in report.models for row in model["perplexity"]]
     text_keys = [key for key, *_ in columns["texts"]]
     scored = [row for row in report.rows if row["is_scored"]]
@@ -270,7 +257,17 @@ def build_tables(report: ReportData) -> dict[str, Table]:
     rows: dict[str, Sequence[Row]] = {
         "main": report.rows,
         "scores": [*scored, guessing] if report.is_paper else scored,
-        "training": training_rows(report.models),
+        "training": [
+            {
+                **model["training"],
+                "model": model["name"],
+                "objective": "elastic" if model["training"]["elastic"] else "fixed depth",
+                "overhead": model["training"]["flops_per_token"] / model["training"]["fixed_flops_per_token"],
+                "formula": model["training_overhead"] if model["training"]["elastic"] else None,
+            }
+            for model in report.models
+            if model["training"]
+        ],
         "models": [
             {
                 **model["parameters"],
@@ -311,8 +308,7 @@ def build_tables(report: ReportData) -> dict[str, Table]:
         ("parameters_matched", "stack", " parameters in the stack"),
         ("flops_matched", "flops_per_token", "FLOP per token"),
     ):
-        alike = matched(report.rows, cost)
-        groups[name] = [(f"about {counted(group[0][cost])}{unit}", group) for group in alike]
+        groups[name] = [(f"about {counted(group[0][cost])}{unit}", group) for group in matched(report.rows, cost)]
     tables = {name: Table(_expand(columns[name], report), groups[name]) for name in columns}
     return {name: table for name, table in tables.items() if table.rows}
 
@@ -336,63 +332,14 @@ def _expand(columns: Sequence[Sequence[str]], report: ReportData) -> list[Column
 
 def matched(rows: Sequence[Row], cost: str, tolerance: float = TOLERANCE) -> list[list[Row]]:
     """Groups of rows of different models that cost the same within the tolerance, the cheapest group first."""
-    groups: list[list[int]] = []
-    for i in sorted(range(len(rows)), key=lambda i: rows[i][cost]):
+    groups: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: row[cost]):
         # A group starts with its smallest value, so no two of its rows differ by more than the tolerance.
-        if groups and rows[i][cost] <= rows[groups[-1][0]][cost] * (1 + tolerance):
-            groups[-1].append(i)
+        if groups and row[cost] <= groups[-1][0][cost] * (1 + tolerance):
+            groups[-1].append(row)
         else:
-            groups.append([i])
-    sorted_groups = [[rows[i] for i in sorted(group)] for group in groups]
-    return [group for group in sorted_groups if len({row["model"] for row in group}) > 1]
-
-
-def training_rows(models: Sequence[JsonDict]) -> list[Row]:
-    """What training each model took, and how much slower elastic training was than a fixed-depth run like it."""
-    rows: list[Row] = []
-    for model in models:
-        facts = model["training"]
-        if facts is None:
-            continue
-        times, compared_with = None, None
-        if facts["elastic"]:
-            others = {other["name"]: other["training"] for other in models if other is not model}
-            times, compared_with = slowdown(facts, others)
-        rows.append(
-            {
-                **facts,
-                "model": model["name"],
-                "objective": "elastic" if facts["elastic"] else "fixed depth",
-                "overhead": facts["flops_per_token"] / facts["fixed_flops_per_token"],
-                "formula": model["training_overhead"] if facts["elastic"] else None,
-                "slowdown": times,
-                "compared_with": compared_with,
-            }
-        )
-    return rows
-
-
-def slowdown(elastic: JsonDict, others: Mapping[str, JsonDict | None]) -> tuple[float | None, str]:
-    """How many times slower an elastic run was than a fixed-depth run, and its name; or None and the reason.
-
-    Only runs that differ in the objective alone are compared, because other settings change the speed too.
-    """
-    fixed = {name: facts for name, facts in others.items() if facts is not None and not facts["elastic"]}
-    if not fixed:
-        return None, "there is no fixed-depth run beside it"
-    differences = {
-        name: [
-            *(f"model.{key}" for key, value in elastic["model"].items() if facts["model"].get(key) != value),
-            *(key for key, value in elastic["same"].items() if facts["same"].get(key) != value),
-        ]
-        for name, facts in fixed.items()
-    }
-    name = min(differences, key=lambda name: len(differences[name]))
-    if differences[name]:
-        return None, f"{name} differs in {listed(differences[name])}"
-    if not (elastic["tokens_per_second"] and fixed[name]["tokens_per_second"]):
-        return None, "no speed was recorded"
-    return fixed[name]["tokens_per_second"] / elastic["tokens_per_second"], name
+            groups.append([row])
+    return [sorted(group, key=rows.index) for group in groups if len({row["model"] for row in group}) > 1]
 
 
 # The page.
@@ -427,25 +374,23 @@ def render(layout: str, report: ReportData, pictures: Mapping[str, bytes]) -> st
         extensions=["jinja2.ext.do"],
         trim_blocks=True,
         lstrip_blocks=True,
-        keep_trailing_newline=True,
     )
     templates.filters |= {
-        # Lines of a template become one line; str() so that what comes from a macro is escaped like other text.
+        # Lines of a template become one line; str() so that the output of a macro is escaped like other text.
         "flow": lambda text: re.sub(r"[ \n]+", " ", str(text)).strip(" "),
         "code": lambda text: Markup("").join(_with_code(text, escape, Markup("<code>{}</code>").format)),
         "markdown": lambda text: "".join(_with_code(text, _escape_markdown, "`{}`".format)),
         "quote": lambda value: shlex.quote(str(value).replace("\n", " ")),  # a command is one line
-        "shell_lines": _shell_lines,
         "base64": lambda picture: b64encode(picture).decode(),
         "rem": lambda picture: f"{int.from_bytes(picture[16:20]) / _DOTS_PER_REM:.1f}",  # from the PNG's header
     }
-    for function in (counted, gaps, listed, percent, perplexity, schedule_figure_name, short_hash):
-        templates.globals[function.__name__] = function
+    functions = (counted, gaps, listed, percent, perplexity, schedule_figure_name, short_hash)
     text = templates.get_template("report.j2").render(
         **vars(report),
+        **{function.__name__: function for function in functions},
         layout=f"report.{layout}.j2",
         pictures=pictures,
-        ends=partial(_ends, report.rows),
+        ends=lambda model, key: _ends(report.rows, model, key),
         definitions=DEFINITIONS,
         chance=CHANCE_AVERAGE,
         tolerance=TOLERANCE,
@@ -454,11 +399,8 @@ def render(layout: str, report: ReportData, pictures: Mapping[str, bytes]) -> st
 
 
 def _with_code(text: str, plain: Callable[[str], str], code: Callable[[str], str]) -> list[str]:
-    """Text with the parts between backticks as code; an odd number of backticks is plain text."""
-    parts = text.split("`")
-    if len(parts) % 2 == 0:
-        return [plain(text)]
-    return [code(part) if i % 2 else plain(part) for i, part in enumerate(parts)]
+    """Text with the parts between two backticks as code."""
+    return [code(part) if i % 2 else plain(part) for i, part in enumerate(re.split("`([^`]*)`", text))]
 
 
 def _escape_markdown(text: str) -> str:
@@ -470,37 +412,16 @@ def _ends(rows: Sequence[Row], model: str, key: str) -> str:
     """The value of a column at a model's largest budget and, if there are several, at its smallest."""
     measured = [row for row in rows if row["model"] == model and row.get(key) is not None]
     show = (lambda value: f"{percent(value)}\u00a0%") if key == "average" else perplexity
-    at = [f"{show(row[key])} at M = {row['budget']}" for row in measured]
-    return (f"{at[-1]} ({at[0]})" if len(at) > 1 else at[0]) if at else ""
-
-
-def _shell_lines(commands: str) -> str:
-    """Commands, one in each line, broken before an option where they are long."""
-    broken = []
-    for command in filter(str.strip, commands.split("\n")):
-        lines: list[list[str]] = [[]]
-        for word in shlex.split(command):
-            if word.startswith("--") and len(shlex.join(lines[-1])) > _COMMAND_WIDTH:
-                lines.append([])
-            lines[-1].append(word)
-        broken.append(" \\\n    ".join(map(shlex.join, lines)))
-    return "\n".join(broken)
-
-
-# The folder.
+    values = [f"{show(row[key])} at M = {row['budget']}" for row in measured]
+    return (f"{values[-1]} ({values[0]})" if len(values) > 1 else values[0]) if values else ""
 
 
 def check_folder(out: Path) -> None:
-    """Refuse a folder with other files in it or without write access; it is made when there is a report."""
-    existing = next(path for path in (out, *out.parents) if path.exists())
-    if not existing.is_dir():
-        raise FileProblem(f"{existing} is a file; give a folder with --out.")
-    if not os.access(existing, os.W_OK):
-        raise FileProblem(f"The folder {out} cannot be written to; choose another with --out.")
+    """Refuse a folder with files that are not of an earlier report."""
     # Temporary files may be left of a process that was killed.
     files = [path for path in out.iterdir() if path.suffix != ".tmp"] if out.is_dir() else []
     if files and _earlier_files(out) is None:
-        raise FileProblem(f"The folder {out} is not empty and holds no report of ours; choose another with --out.")
+        raise FileProblem(f"The folder {out} is not empty and holds no report; choose another with --out.")
 
 
 def write_report(measured: Mapping[str, Any], out: Path) -> list[Path]:
@@ -517,15 +438,14 @@ def write_report(measured: Mapping[str, Any], out: Path) -> list[Path]:
     contents |= {f"{TABLES}/{name}.csv": table.to_csv() for name, table in report.tables.items()}
     for name, figure in figures.items():
         contents |= {f"{FIGURES}/{name}.png": pictures[name], f"{FIGURES}/{name}.svg": rendered(figure, ".svg")}
-    stored = json_bytes({**measured, "files": list(contents)})
+    stored = {"format": REPORT_FORMAT, "version": VERSION, **measured, "files": list(contents)}
     # report.json comes first: by its list a later report knows the files that it may replace.
-    write_together(out, {REPORT: stored, **contents})
-    for name in earlier:
-        path = PurePosixPath(str(name))
-        # The list may have been edited, so nothing outside the two folders of a report is removed.
-        inside = len(path.parts) == 2 and path.parts[0] in (FIGURES, TABLES) and path.parts[1] != ".."
-        if inside and name not in contents:
-            (out / path).unlink(missing_ok=True)
+    write_together(out, {REPORT: json_bytes(stored), **contents})
+    # The list may have been edited, so nothing outside the two folders of a report is removed.
+    for path in [*(out / FIGURES).glob("*"), *(out / TABLES).glob("*")]:
+        name = path.relative_to(out).as_posix()
+        if name in earlier and name not in contents:
+            path.unlink()
     html, markdown, *others = contents
     return [out / name for name in (html, markdown, REPORT, *others)]
 

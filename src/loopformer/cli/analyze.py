@@ -22,8 +22,8 @@ from loopformer.cli.output import number, output_folder, print_files, print_tabl
 from loopformer.config.model import BOX
 
 if TYPE_CHECKING:
-    from loopformer.analysis.dynamics import Dynamics
     from loopformer.config import ModelConfig
+    from loopformer.evaluation.store import JsonDict
     from loopformer.trajectory import Trajectory
 
 _PROMPT_LENGTH = 128  # tokens; the same for most models, because entropy depends on it
@@ -68,7 +68,7 @@ def analyze(
     Example: loopformer analyze --model runs/demo/elastic --model runs/demo/fixed --out analysis
     """
     from loopformer.analysis.dynamics import analyze as run
-    from loopformer.analysis.dynamics import check_states, model_names, read_prompts, to_json, write_results
+    from loopformer.analysis.dynamics import model_names, read_prompts, to_json, write_results
     from loopformer.analysis.figures import state_figures
     from loopformer.device import choose_device
     from loopformer.errors import require
@@ -77,15 +77,13 @@ def analyze(
     from loopformer.plots import has_matplotlib
 
     sources = model or [BOX]
-    check_states(states)
-    require(prompts >= 1, f"--prompts must be 1 or more, got {prompts}.")
     names, configs = model_names(sources), [find_config(path)[0] for path in sources]
     trajectories = _trajectories(budgets, trajectory or [], dict(zip(names, configs, strict=True)))
     context = min(config.context for config in configs)
     tokens = min(_PROMPT_LENGTH, context) if length is None else length
     require(tokens <= context, f"--length {tokens} is above the context of {context} tokens; shorten it.")
     target, source = choose_device(device), text or _default_text(sources)
-    results: list[Dynamics] = []
+    results: list[JsonDict] = []
     with output_folder(out), progress("prompts") as report:
         for path, name in zip(sources, names, strict=True):
             lm = load(path).to(target)
@@ -119,43 +117,41 @@ def _trajectories(
 ) -> "dict[str, list[Trajectory | None]]":
     """The trajectories of each model, None for its full one, without those that it has too few loops for."""
     from loopformer.config import parse_counts
-    from loopformer.errors import LoopformerError
-    from loopformer.trajectory import Trajectory, resolve
+    from loopformer.errors import require
+    from loopformer.trajectory import Trajectory
 
     numbers = [] if budgets is None else parse_counts(budgets, "--budgets")
-    wanted = list(dict.fromkeys([*map(Trajectory.uniform, numbers), *map(Trajectory.parse, schedules)]))
+    trajectories = list(dict.fromkeys([*map(Trajectory.uniform, numbers), *map(Trajectory.parse, schedules)]))
     by_model: dict[str, list[Trajectory | None]] = {}
     for name, config in models.items():
-        resolved: list[Trajectory | None] = []
-        errors: list[LoopformerError] = []
-        for trajectory in wanted:
-            try:
-                resolved.append(resolve(trajectory, config.loops))
-            except LoopformerError as error:
-                errors.append(error)
-        if errors and not resolved:
-            raise LoopformerError(f"{name}: {errors[0]}") from errors[0]
-        for reason in errors:
-            typer.echo(f"{name}: {reason} Left out.", err=True)
-        by_model[name] = resolved or [None]
+        usable = [trajectory for trajectory in trajectories if trajectory.budget <= config.loops]
+        by_model[name] = [*usable] or [None]
+        for trajectory in trajectories:
+            if trajectory.budget > config.loops:
+                problem = f"{name}: Budget {trajectory.budget} is above the model's {config.loops} loops"
+                require(bool(usable), f"{problem}; choose 1 to {config.loops}.")
+                typer.echo(f"{problem}. Left out.", err=True)
     return by_model
 
 
-def _show(results: "Sequence[Dynamics]") -> None:
+def _show(results: "Sequence[JsonDict]") -> None:
     """Print a table for each model and trajectory, with a row for each loop."""
+    from loopformer.analysis.figures import trajectory_name
+
     first = results[0]
     typer.echo(
-        f"{first.prompts} prompts of {first.length} tokens from {first.documents} documents of {first.text} "
-        f"({first.part}), states {first.states} the final norm"
+        f"{first['prompts']} prompts of {first['length']} tokens from {first['documents']} documents of "
+        f"{first['text']} ({first['part']}), states {first['states']} the final norm"
     )
-    if len({result.tokens_sha256 for result in results}) > 1:
+    if len({result["tokens_sha256"] for result in results}) > 1:
         typer.echo("The models have different tokenizers, so their prompts differ.", err=True)
     short = {"prompt_entropy": "entropy", "lens_divergence": "lens KL", "lens_agreement": "lens top-1"}
-    columns = ["loop", *(short.get(name, name) for name in first.metrics), "CKA to last"]
+    columns = ["loop", *(short.get(name, name) for name in first["metrics"]), "CKA to last"]
     for result in results:
-        typer.secho(f"{result.model} {result.shape}, {result.trajectory_name}", bold=True)
-        rows = []
-        for loop, similar in enumerate(result.cka[-1]):
-            values = [*(series.mean[loop] for series in result.metrics.values()), similar]
-            rows.append([str(loop), *(number(value, ".4g", missing="-") for value in values)])
+        typer.secho(f"{result['model']} {result['shape']}, {trajectory_name(result['trajectory'])}", bold=True)
+        means = [series["mean"] for series in result["metrics"].values()]
+        rows = [
+            [str(loop), *(number(value, ".4g", missing="-") for value in values)]
+            for loop, values in enumerate(zip(*means, result["cka"][-1], strict=True))
+        ]
         print_table(columns, rows)

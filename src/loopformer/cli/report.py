@@ -28,7 +28,7 @@ def report(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="MODEL...", help="Runs, model folders or published weights.", autocompletion=complete_model
+            metavar="MODEL...", help="Runs, models or published weights.", autocompletion=complete_model
         ),
     ] = None,
     models_option: ModelsOption = None,
@@ -36,7 +36,7 @@ def report(
         list[str] | None,
         typer.Option(
             help=f"NAME=SOURCE, a name for the report and a text: {TEXT}; may be given several times. "
-            "By default the data of the first run. Schedules and states are measured on the first text."
+            "By default the data of the first run. The first text is used for schedules and states."
         ),
     ] = None,
     data: TaskData = None,
@@ -65,19 +65,17 @@ def report(
 
     Example: loopformer report runs/elastic runs/fixed --out report --text news=news.jsonl --data data/eval
     """
-    from loopformer.analysis.collect import ReportRequest, collect, read_budgets, read_skip, read_texts
+    from loopformer.analysis.collect import ReportRequest, collect, read_skip, read_texts
     from loopformer.analysis.report import PART_NAMES, check_folder, gaps, write_report
-    from loopformer.errors import require
+    from loopformer.config import parse_counts
 
-    paths = (*(models or []), *(models_option or []))
-    require(bool(paths), "There is nothing to report on; name a run or a model.")
     request = ReportRequest(
-        paths,
+        (*(models or []), *(models_option or [])),
         texts=read_texts(text) if text else None,
         tasks=tasks,
         data=data,
         limit=limit,
-        budgets=read_budgets(budgets),
+        budgets=tuple(sorted(set(parse_counts(budgets, "--budgets")))) if budgets else None,
         search=search,
         search_tasks=search_tasks,
         prompts=prompts,
@@ -93,7 +91,6 @@ def report(
         with progress("done") as display:
             measured = collect(request, display)
         files = write_report(measured, out)
-    for part in PART_NAMES:
-        for sentence in gaps(measured["models"], part):
-            typer.echo(f"not in the report: {sentence}", err=True)
+    for sentence in (sentence for part in PART_NAMES for sentence in gaps(measured["models"], part)):
+        typer.echo(f"not in the report: {sentence}", err=True)
     typer.echo(json.dumps([str(file) for file in files]) if as_json else f"{files[0]}")

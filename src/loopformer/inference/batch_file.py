@@ -116,6 +116,7 @@ def _prompts(lines: Iterable[bytes]) -> Iterator[_Prompt]:
         fields: dict[str, Any] | LoopformerError
         try:
             record = json.loads(line)
+            json.dumps(record, allow_nan=False)  # Python also reads NaN and 1e999, which an answer could not repeat
             if not isinstance(record, dict):
                 raise LoopformerError('The line is no object such as {"prompt": "…"}.')
             fields = {key: value for key, value in record.items() if value is not None}
