@@ -170,10 +170,11 @@ def resolve(trajectory: Trajectory | str | int | None, loops: int, beyond: bool 
     """
     if isinstance(trajectory, str):
         trajectory = Trajectory.parse(trajectory)
-    if not isinstance(trajectory, Trajectory):
-        trajectory = Trajectory.uniform(loops if trajectory is None else trajectory)
-    _check_budget(trajectory.budget, None if beyond else loops)
-    return trajectory
+    if isinstance(trajectory, Trajectory):
+        _check_budget(trajectory.budget, None if beyond else loops)
+        return trajectory
+    budget = loops if trajectory is None else trajectory
+    return Trajectory.uniform(_check_budget(budget, None if beyond else loops))
 
 
 class _Unreadable(LoopformerError):
