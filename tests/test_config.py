@@ -155,7 +155,7 @@ def test_the_pair_of_earlier_versions_is_read_as_a_list(pair: dict[str, Any], we
         (
             "demo",
             "objective.trajectories=[{budget: full}, {budget: short, rows: 0.1}]",
-            "is no row; raise it, or training.batch to 10",
+            "is less than one row; raise it, or training.batch to 10",
         ),
         (
             "demo",
@@ -179,7 +179,7 @@ def test_the_pair_of_earlier_versions_is_read_as_a_list(pair: dict[str, Any], we
         ),
         ("demo", "objective.trajectories=[{budget: 2, active_range: [0, 0.5]}]", "from 0.5 of training on"),
         ("demo", "objective.trajectories=[{weight: 1}]", "must have its budget"),
-        ("demo", "objective.trajectories=[{budget: full, match: 1}]", "the others are matched with"),
+        ("demo", "objective.trajectories=[{budget: full, match: 1}]", "match compares others with it"),
         ("demo", "objective.trajectories=[]", "must be a list of trajectories"),
         ("demo", "objective.trajectories=false", "must be a list of trajectories"),
         ("demo", "objective.trajectories=[full]", "each of objective.trajectories must be a mapping"),

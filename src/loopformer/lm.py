@@ -1,6 +1,6 @@
-"""What a user holds: a model and its tokenizer.
+"""The Python API: load a model with its tokenizer, generate text and score it.
 
-lm = load("runs/demo")                      # a run, a model folder, or the authors' published weights
+lm = load("runs/demo")                      # a run, a model folder, or published weights
 lm.generate("Once upon a time", budget=4).text
 lm.generate(["Once upon", "It was"], trajectory="4-2-1-1", temperature=0.8, seed=3)
 lm.score(["a text"]); lm.engine(rows=16)    # log-probabilities; continuous batching
@@ -34,8 +34,8 @@ from loopformer.trajectory import Trajectory
 
 Budget = int | Sequence[int] | None
 Schedule = Trajectory | str | Sequence[Trajectory | str] | None
-Fast = bool | Literal["auto"]  # auto: where it can run
-REMOVED = {  # options of earlier versions
+Fast = bool | Literal["auto"]  # auto: use the fused kernels where they can run
+REMOVED_OPTIONS = {  # options of earlier versions, and what to use instead
     "certainty": REMOVED_CERTAINTY,
     "draft": f"{REMOVED_DRAFT}.",
     "int8": 'int8 was removed; leave it out, and on a GPU decode in bfloat16: lm.to("cuda", torch.bfloat16).',
@@ -43,7 +43,7 @@ REMOVED = {  # options of earlier versions
 
 
 class RequestOptions(TypedDict, total=False):
-    """What `lm.requests` takes; see `Sampling` (inference/sampling.py) for how tokens are chosen."""
+    """The keyword options of `lm.requests`. `Sampling` (inference/sampling.py) explains how tokens are chosen."""
 
     temperature: float
     top_k: int | None
@@ -56,30 +56,32 @@ class RequestOptions(TypedDict, total=False):
 
 
 class GenerateOptions(RequestOptions, total=False):
-    """What `lm.generate` and `lm.stream` take. `fast` replays fused kernels as CUDA graphs, compiled at first use.
-    They are used by default where they can run, on a GPU. False switches them off; True is an error if they cannot
-    run."""
+    """The keyword options of `lm.generate` and `lm.stream`.
+
+    `fast` decodes with fused kernels in CUDA graphs. By default it is on wherever the kernels can run. False
+    switches it off. True raises an error if the kernels cannot run. The first use compiles them.
+    """
 
     fast: Fast
 
 
 @dataclass
 class LM:
-    """A model with what belongs to it. `tokenizer` is None where the weights came without one."""
+    """A model with its tokenizer, which is None if the weights came without one."""
 
     model: LoopedLM
     tokenizer: Tokenizer | None = None
-    default: Trajectory | None = None  # of calls without a budget or trajectory; None is the full one
-    _pool: BatchPool | None = field(default=None, repr=False)  # made at first use
+    default: Trajectory | None = None  # for calls without a budget or trajectory; None means all loops
+    _pool: BatchPool | None = field(default=None, repr=False)  # created by the first fused run
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> LM:
         """Move the model, in place, to a device and dtype."""
         optimize_weight_layout(self.model.to(device=device, dtype=dtype))
-        self._pool = None
+        self._pool = None  # its CUDA graphs read the old weights
         return self
 
     @overload
-    def generate(  # type: ignore[overload-overlap]  # text is a sequence of texts, too
+    def generate(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
         self,
         prompt: str,
         budget: Budget = None,
@@ -103,7 +105,7 @@ class LM:
         trajectory: Schedule = None,
         **options: Unpack[GenerateOptions],
     ) -> Result | list[Result]:
-        """Continue one prompt, or several together; a budget or trajectory for all or for each.
+        """Continue one prompt, or several in one batch. Pass one budget or trajectory for all, or one per prompt.
 
         Options: max_tokens=128, stops=(), temperature=0 (greedy), top_k, top_p, min_p, repetition_penalty, seed,
         fast; see `GenerateOptions`.
@@ -115,8 +117,8 @@ class LM:
         requests = self.requests(prompts, budget, trajectory, **options)  # type: ignore[misc]
         if not requests:
             return []
-        ended = {event.ticket: event.result for event in self.events(requests, fast) if event.result is not None}
-        return ended[0] if isinstance(prompt, str) else [ended[ticket] for ticket in range(len(requests))]
+        results = {event.ticket: event.result for event in self.events(requests, fast) if event.result is not None}
+        return results[0] if isinstance(prompt, str) else [results[ticket] for ticket in range(len(requests))]
 
     def stream(
         self,
@@ -125,14 +127,14 @@ class LM:
         trajectory: Schedule = None,
         **options: Unpack[GenerateOptions],
     ) -> Iterator[str]:
-        """Continue a prompt and give its text piece by piece, whole characters each."""
+        """Yield the continuation of a prompt piece by piece. A piece never ends inside a character."""
         fast = options.pop("fast", "auto")
         events = self.events(self.requests([prompt], budget, trajectory, **options), fast)  # type: ignore[misc]
         return (event.piece for event in events if event.piece)
 
     def events(self, requests: Sequence[Request], fast: Fast = "auto") -> Iterator[Event]:
-        """Run requests together, and give their events as they come; a request that fails is raised."""
-        fused = self._is_fused(fast)  # here, so that a wrong option is refused before the first event
+        """Run requests in one batch and yield their events as they happen. A failed request raises `RunFailed`."""
+        fused = self._is_fused(fast)  # inside `run` it would be checked only when the first event is read
 
         def run() -> Iterator[Event]:
             with self._backend(len(requests), fused) as backend:
@@ -141,17 +143,17 @@ class LM:
         return run()
 
     def _is_fused(self, fast: Fast) -> bool:
-        """Whether fused kernels decode; an error if `fast` demands them and they cannot."""
+        """Whether to decode with fused kernels. Raises if `fast` is True and they cannot run."""
         if fast not in (True, False, "auto"):
             raise LoopformerError(f"fast is True, False or 'auto', not {fast!r}.")
-        why = unsupported_reason(self.model)
-        if fast is True and why is not None:
-            raise LoopformerError(f"fast {why}; leave it out.")
-        return fast is not False and why is None
+        reason = unsupported_reason(self.model)
+        if fast is True and reason is not None:
+            raise LoopformerError(f"fast {reason}; leave it out.")
+        return fast is not False and reason is None
 
     @contextmanager
     def _backend(self, requests: int, fused: bool) -> Iterator[Backend]:
-        """A backend for so many requests."""
+        """A backend for this many requests. It keeps no prompt prefixes once a request has finished."""
         if not fused:
             yield PlainBackend(self.model, max(1, requests), remember=0)
             return
@@ -162,7 +164,7 @@ class LM:
             yield SharedBackend(batch, remember=0)
 
     def score(self, texts: Sequence[str], budget: Budget = None, trajectory: Schedule = None) -> list[Score]:
-        """Log-probabilities of texts, token by token; the first follows an end token, as in `loopformer eval`."""
+        """The log-probabilities of each text's tokens, after an end token as in `loopformer eval`."""
         if isinstance(texts, str):
             raise LoopformerError("score takes a list of texts; put the one text in brackets.")
         if not texts:
@@ -180,9 +182,10 @@ class LM:
     ) -> Engine:
         """Continuous batching: at most `rows` requests run at once, at most `queue` more wait.
 
-        On a GPU fused kernels run it unless `fast` is False, and requests of any budget share passes. `memory`
-        bounds the bytes of keys and values. On a GPU requests wait until theirs fit. Elsewhere there are fewer
-        rows, as each has room for a whole context.
+        On a GPU the engine uses fused kernels unless `fast` is False. Requests of different budgets then run
+        their loops in one batch. `memory` limits the bytes of the KV cache. With fused kernels, requests wait
+        until their keys and values fit. Without them, every row reserves a full context, so the limit lowers the
+        number of rows.
         """
         require(is_whole(rows) and rows >= 1, f"An engine needs 1 row or more, got {rows}.")
         if not self._is_fused(fast):
@@ -190,7 +193,7 @@ class LM:
                 rows = min(rows, memory // kv_bytes_per_slot(self.model))
                 require(
                     rows >= 1,
-                    f"{memory:,} bytes hold no row of keys, which takes {kv_bytes_per_slot(self.model):,}.",
+                    f"memory={memory:,} is below the {kv_bytes_per_slot(self.model):,} bytes of one row's keys.",
                 )
             return Engine(self.model, self.need_tokenizer(), PlainBackend(self.model, rows), rows, queue)
         from loopformer.inference.fused.batch import SharedBatch  # needs Triton
@@ -206,12 +209,12 @@ class LM:
         trajectory: Schedule = None,
         **options: Unpack[RequestOptions],
     ) -> list[Request]:
-        """The requests that `generate` and `stream` run."""
+        """Requests for `lm.events` or an engine, one per prompt. `generate` and `stream` run the same requests."""
         if isinstance(prompts, str):
             raise LoopformerError("requests takes a list of prompts; put the one prompt in brackets.")
         for name in options:
-            if name in REMOVED:
-                raise LoopformerError(REMOVED[name])
+            if name in REMOVED_OPTIONS:
+                raise LoopformerError(REMOVED_OPTIONS[name])
             if name not in RequestOptions.__annotations__:
                 hint = nearest(name, list(GenerateOptions.__annotations__))
                 raise LoopformerError(f"Unknown option {name} for generation; {hint}")
@@ -221,12 +224,12 @@ class LM:
         sampling = Sampling(**settings)
         trajectories = self.trajectories(len(prompts), budget, trajectory)
         return [
-            Request(tuple(self._encode(prompt)), along, sampling, max_tokens, stops)
-            for prompt, along in zip(prompts, trajectories, strict=True)
+            Request(tuple(self._encode(prompt)), steps, sampling, max_tokens, stops)
+            for prompt, steps in zip(prompts, trajectories, strict=True)
         ]
 
     def trajectories(self, rows: int, budget: Budget = None, trajectory: Schedule = None) -> list[Trajectory]:
-        """A trajectory for each row, from a budget or a trajectory for all or for each, or the default."""
+        """One trajectory per row: from a budget or trajectory for all rows or for each, or from the default."""
         if budget is not None and trajectory is not None:
             raise LoopformerError("Give a budget or a trajectory, not both.")
         chosen: Any = budget if trajectory is None else trajectory
@@ -234,29 +237,29 @@ class LM:
         return [resolved] * rows if isinstance(resolved, Trajectory) else resolved
 
     def _encode(self, text: str) -> list[int]:
-        """The tokens of a text, which must be one."""
+        """The token ids of a text. Raises if it is not a str that UTF-8 can encode."""
         if not isinstance(text, str):
             raise LoopformerError(f"A prompt or text must be text, got {text!r}.")
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise LoopformerError("The text is not UTF-8: it holds bytes that are no character.") from error
+            raise LoopformerError("The text holds a character that UTF-8 cannot encode; remove it.") from error
         return self.need_tokenizer().encode(text)
 
     def need_tokenizer(self) -> Tokenizer:
-        """The tokenizer; an error if there is none."""
+        """The tokenizer. Raises if the model has none."""
         if self.tokenizer is None:
             raise LoopformerError("This model came without a tokenizer; put its tokenizer.json beside its weights.")
         return self.tokenizer
 
 
 def load(source: str | Path) -> LM:
-    """Load a run, a model folder of ours or the authors' weights (file, folder or Hub id), fp32 on the CPU."""
+    """Load a run, a model folder or published weights (file, folder or Hub id), in float32 on the CPU."""
 
     def read(folder: Path) -> LM:
         if not is_model_folder(folder):
             return load_official(source)
-        lm = _lm(*read_model(folder))
+        lm = _build_lm(*read_model(folder))
         trajectory = default_trajectory(folder)
         lm.default = None if trajectory is None else lm.model.resolve(trajectory)
         return lm
@@ -265,13 +268,14 @@ def load(source: str | Path) -> LM:
 
 
 def load_official(source: str | Path, heads: int | None = None, loops: int | None = None) -> LM:
-    """Load the authors' weights; `heads` and `loops` are needed only where no config stands beside them."""
-    return _lm(*find_model(source, heads, loops))
+    """Load published weights. Give `heads` and `loops` only if no config lies beside the weights."""
+    return _build_lm(*find_model(source, heads, loops))
 
 
 def move_to_device(lm: LM, device: str, dtype: torch.dtype | None, fast: Fast) -> bool:
-    """Move the model to a device, by default in the dtype that suits it; whether fused kernels will run it."""
+    """Move the model to a device, by default in its best dtype. Returns whether fused kernels will run it."""
     chosen = choose_device(device)
+    # The model moves first: whether the kernels can run depends on the device that holds its weights.
     fused = fast is not False and unsupported_reason(lm.to(chosen).model) is None
     lm.to(chosen, dtype or (torch.bfloat16 if fused else torch.float32))
     return fused
@@ -279,17 +283,17 @@ def move_to_device(lm: LM, device: str, dtype: torch.dtype | None, fast: Fast) -
 
 @torch.no_grad()
 def optimize_weight_layout(model: LoopedLM) -> LoopedLM:
-    """Put the weights that every token reads into the memory order that decoding reads fastest; in place.
+    """Store the weights that every token uses in the layout that decodes fastest, in place.
 
-    On the CPU a matmul with one row is limited by reading the weight, and PyTorch reads a weight [out, in] on all
-    cores only when it lies in memory by columns (results/cpu/decode.json). Values, shapes and files stay the same.
+    A matmul of one row on the CPU is limited by memory bandwidth. PyTorch reads a weight [out, in] with all cores
+    only if the weight is column-major (results/cpu/decode.json). Values, shapes and saved files do not change.
     """
-    by_columns = model.device.type == "cpu"
+    is_column_major = model.device.type == "cpu"
     linears = [module for module in model.stack.modules() if isinstance(module, nn.Linear)]
     for weight in (model.tokens.weight, *(linear.weight for linear in linears)):
-        weight.data = weight.data.t().contiguous().t() if by_columns else weight.data.contiguous()
+        weight.data = weight.data.t().contiguous().t() if is_column_major else weight.data.contiguous()
     return model
 
 
-def _lm(model: LoopedLM, tokenizer: Path | None) -> LM:
+def _build_lm(model: LoopedLM, tokenizer: Path | None) -> LM:
     return LM(optimize_weight_layout(model).eval(), Tokenizer.load(tokenizer) if tokenizer else None)

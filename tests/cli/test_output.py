@@ -13,7 +13,15 @@ from typer.main import get_command
 
 from loopformer.__main__ import main
 from loopformer.cli import app
-from loopformer.cli.output import duration, number, output_file, output_folder, print_table, progress, stoppable
+from loopformer.cli.output import (
+    format_duration,
+    format_number,
+    output_file,
+    output_folder,
+    print_table,
+    progress,
+    stoppable,
+)
 from loopformer.errors import LoopformerError
 
 from .process import invoke
@@ -68,12 +76,12 @@ def test_where_there_is_no_terminal_progress_is_a_line_now_and_then(
 
 
 def test_numbers_and_durations() -> None:
-    assert (number(1.23456, ".3f"), number(None, ".3f"), number(None, ".3f", missing="-")) == (
+    assert (format_number(1.23456, ".3f"), format_number(None, ".3f"), format_number(None, ".3f", missing="-")) == (
         "1.235",
         "not a number",
         "-",
     )
-    assert [duration(seconds) for seconds in (8, 90, 5400)] == ["8 s", "1.5 minutes", "1.5 hours"]
+    assert [format_duration(seconds) for seconds in (8, 90, 5400)] == ["8 s", "1.5 minutes", "1.5 hours"]
 
 
 def test_the_list_of_verbs_is_whole() -> None:

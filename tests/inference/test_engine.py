@@ -362,5 +362,5 @@ def test_memory_bounds_the_rows(lm: LM) -> None:
     each = lm.engine(rows=1).memory_bytes
     engine = lm.engine(rows=8, memory=3 * each + 1)
     assert (engine.rows, engine.memory_bytes) == (3, 3 * each)
-    with pytest.raises(LoopformerError, match="hold no row of keys"):
+    with pytest.raises(LoopformerError, match="bytes of one row's keys"):
         lm.engine(memory=each - 1)

@@ -159,7 +159,7 @@ def test_another_text_in_its_place_is_not_taken_for_a_runs_data(
     run, data = project / "runs" / "mine", project / "data" / "mine"
     shutil.rmtree(data)
     assert default_text(run) is None
-    with pytest.raises(LoopformerError, match=r"The data of this run, .*mine, cannot be found; give .* data.path="):
+    with pytest.raises(LoopformerError, match=r"Cannot find this run.s data, .*mine; give .* data.path="):
         launch(None, [], run, resume=True, quiet=True)
     text = tmp_path / "other.txt"
     text.write_text("\n\n".join(f"another text, paragraph {number}" for number in range(900)))
@@ -198,12 +198,12 @@ def test_a_dry_run_refuses_what_training_would(small: Small, corpus: Path, tmp_p
     with pytest.raises(LoopformerError, match="already holds a run"):
         plan("demo", small(), tmp_path / "run")
     for change, said in (
-        ("training.seed=1", "started with training.seed = 0, not 1; leave it so"),
+        ("training.seed=1", "started with training.seed = 0, not 1; set it back"),
         ("model.width=64", "model.width is 64 but this run has 32; leave it out"),
     ):
         with pytest.raises(LoopformerError, match=said):
             plan(None, [change], tmp_path / "run", resume=True)
-    with pytest.raises(LoopformerError, match=r"started with .*; leave it so, as --resume does where no preset"):
+    with pytest.raises(LoopformerError, match=r"started with .*; set it back, use --resume without a preset"):
         plan("paper/loopformer", [], tmp_path / "run", resume=True)
     start = f"init_from={tmp_path / 'run'}"
     for data in (corpus, tmp_path / "later"):
@@ -229,5 +229,5 @@ def test_a_run_that_was_stored_with_the_pair_goes_on(small: Small, tmp_path: Pat
     assert load_run(file, ["objective.trajectories=[{budget: 2}]"])[0].objective.trajectories[0].budget == 2
     settings["objective"]["trajectories"] = [{"budget": "full"}]
     file.write_text(yaml.safe_dump(settings))
-    with pytest.raises(LoopformerError, match=r"trajectories says what objective\.short_weight says; leave one"):
+    with pytest.raises(LoopformerError, match=r"trajectories replaces objective\.short_weight; leave one"):
         load_run(file)

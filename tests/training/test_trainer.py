@@ -331,7 +331,7 @@ def test_supervised_examples_train_on_their_responses_only(small: Small, corpus:
 def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: Path) -> None:
     launch("demo", small(training__steps=2), tmp_path / "run", quiet=True)
     cases: list[tuple[str | None, list[str], dict[str, bool], str]] = [
-        ("demo", small(), {}, "already holds a run; go on with `loopformer train --resume --out"),
+        ("demo", small(), {}, "already holds a run; resume it with `loopformer train --resume --out"),
         ("demo", small(training__seed=1), {"resume": True}, "training.seed = 0, not 1"),
         ("demo", small(training__stesp=1), {}, r"Unknown setting training.stesp; did you mean steps\?"),
         ("demo", ["trainin.steps=1"], {}, "did you mean training.steps"),
@@ -363,7 +363,7 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         with pytest.raises(LoopformerError, match=said) as caught:
             launch(source, overrides, out, quiet=True, say=silent, **options)
         assert "\n" not in str(caught.value)
-    with pytest.raises(LoopformerError, match="holds no run to go on with"):
+    with pytest.raises(LoopformerError, match="holds no run to resume"):
         launch(None, [], tmp_path / "none", resume=True)
 
 

@@ -18,7 +18,7 @@ from loopformer.cli.options import (
     complete_model,
     text_of_model,
 )
-from loopformer.cli.output import number, output_folder, print_files, print_table, progress, stoppable
+from loopformer.cli.output import format_number, output_folder, print_files, print_table, progress, stoppable
 from loopformer.config.model import BOX
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _show(results: "Sequence[JsonDict]") -> None:
         typer.secho(f"{result['model']} {result['shape']}, {trajectory_name(result['trajectory'])}", bold=True)
         means = [series["mean"] for series in result["metrics"].values()]
         rows = [
-            [str(loop), *(number(value, ".4g", missing="-") for value in values)]
+            [str(loop), *(format_number(value, ".4g", missing="-") for value in values)]
             for loop, values in enumerate(zip(*means, result["cka"][-1], strict=True))
         ]
         print_table(columns, rows)

@@ -36,7 +36,7 @@ from loopformer.cli.options import (
     text_of_model,
     the_model,
 )
-from loopformer.cli.output import number, output_file, print_table, progress, stoppable
+from loopformer.cli.output import format_number, output_file, print_table, progress, stoppable
 from loopformer.config.model import BOX
 from loopformer.files import write_json
 
@@ -303,10 +303,10 @@ def _show_perplexity(rows: list[dict[str, Any]]) -> None:
         columns = {
             "budget": str(row["budget"]),
             "schedule": _schedule(row),
-            "certainty": number(row.get("certainty"), "g", missing="-"),
+            "certainty": format_number(row.get("certainty"), "g", missing="-"),
             "passes": f"{row.get('mean_passes', row['budget']):.2f}",
-            "perplexity": number(row["perplexity"], ".3f"),
-            "bits/byte": number(row["bits_per_byte"], ".4f"),
+            "perplexity": format_number(row["perplexity"], ".3f"),
+            "bits/byte": format_number(row["bits_per_byte"], ".4f"),
             "MFLOP/token": f"{row['flops_per_scored_token'] / 1e6:,.4g}",
             "seconds": f"{row['seconds']:.1f}",
             "tokens/s": f"{row['tokens_per_second']:,.0f}",

@@ -28,7 +28,7 @@ from loopformer.cli.options import (
     TrajectoryOption,
     check_at_most_one,
 )
-from loopformer.cli.output import number, output_file, print_files, print_table, progress, stoppable
+from loopformer.cli.output import format_number, output_file, print_files, print_table, progress, stoppable
 from loopformer.config.model import BOX
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ def _compare(lm: "LM", text: str, compared: "list[Trajectory]", options: dict[st
         "loops": lambda row: row["trajectory"],
         "decode,\nms/token": lambda row: f"{row['ms_per_token']:.2f}",
         "total,\ns": lambda row: f"{row['seconds']:.2f}",
-        "prompt\nperplexity": lambda row: number(row["prompt_perplexity"], ".2f", missing="-"),
+        "prompt\nperplexity": lambda row: format_number(row["prompt_perplexity"], ".2f", missing="-"),
         "continuation": lambda row: row["text"],
     }
     cells = [[show(row) for show in columns.values()] for row in rows]

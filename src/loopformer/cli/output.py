@@ -1,7 +1,7 @@
-"""What a verb prints and writes: tables on stdout, progress on stderr, results in files.
+"""What a command prints and writes: tables on stdout, progress on stderr, results in files.
 
 with progress("prompts") as report:
-    report("runs/mine", 12, 64)                     # what is running, how much is done, of how much
+    report("runs/mine", 12, 64)                     # the work, how much is done, the total
 print_table(["text", "loss"], [["news", "3.21"]], left=1)
 """
 
@@ -19,19 +19,21 @@ from typing import ParamSpec
 import typer
 
 P = ParamSpec("P")
-Display = Callable[[str, float, float | None], None]  # what is running, how much is done, the total if known
+Display = Callable[[str, float, float | None], None]  # (work, done, total if known)
 
-LINE_SECONDS = 5.0  # between two progress lines where there is no terminal
+LINE_SECONDS = 5.0  # between two progress lines if stderr is not a terminal
 
 
 @contextmanager
 def progress(unit: str = "tokens") -> Iterator[Display]:
     """Show the progress of long work on stderr: a bar on a terminal, a line every few seconds elsewhere."""
-    begun: dict[str, tuple[float, float]] = {}  # when the work began or resumed, and how much was done then
+    # For each work: the time of its first report and how much was done then. Resumed work does not start at zero,
+    # so the rate counts only what was done since.
+    first_reports: dict[str, tuple[float, float]] = {}
 
     def rate(work: str, done: float) -> float:
         now = time.monotonic()
-        start, before = begun.setdefault(work, (now, done))
+        start, before = first_reports.setdefault(work, (now, done))
         per_second = (done - before) / (now - start) if now > start else 0.0
         return round(per_second) if isinstance(done, int) else per_second
 
@@ -40,14 +42,14 @@ def progress(unit: str = "tokens") -> Iterator[Display]:
 
         def show_line(work: str, done: float, total: float | None) -> None:
             nonlocal last_line
-            per_second = rate(work, done)
+            per_second = rate(work, done)  # also if nothing is printed, as the first call starts the clock
             if time.monotonic() - last_line < LINE_SECONDS:
                 return
             last_line = time.monotonic()
             line = f"{work}: {_amount(done)} {f'of {_amount(total)} ' if total else ''}{unit}"
             if per_second:
                 line += f", {_amount(per_second)} {unit}/s"
-                line += f", about {duration(max(0, total - done) / per_second)} left" if total else ""
+                line += f", about {format_duration(max(0, total - done) / per_second)} left" if total else ""
             typer.echo(line, err=True)
 
         yield show_line
@@ -57,7 +59,7 @@ def progress(unit: str = "tokens") -> Iterator[Display]:
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[count]}"))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bars:
-        current: dict[str, TaskID] = {}  # one bar at a time
+        current: dict[str, TaskID] = {}  # the bar on screen; new work replaces it
 
         def show_bar(work: str, done: float, total: float | None) -> None:
             if work not in current:
@@ -77,8 +79,8 @@ def _amount(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
 
 
-def duration(seconds: float) -> str:
-    """A duration in the largest unit that fits."""
+def format_duration(seconds: float) -> str:
+    """A duration in its largest unit, such as `1.5 hours`."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     units = (("minutes", 60.0), ("hours", 3600.0), ("days", 86_400.0), ("years", 365.25 * 86_400))
@@ -86,8 +88,8 @@ def duration(seconds: float) -> str:
     return f"{seconds / size:,.1f} {name}"
 
 
-def number(value: float | None, form: str, missing: str = "not a number") -> str:
-    """A number for a table. `missing` is shown where the model gave none."""
+def format_number(value: float | None, form: str, missing: str = "not a number") -> str:
+    """A table cell for a number, or `missing` if the value is None."""
     return missing if value is None else format(value, form)
 
 
@@ -116,16 +118,16 @@ def print_table(
 
 
 def print_files(files: Iterable[Path]) -> None:
-    """Name the files that were written."""
+    """Print the paths of the files that were written."""
     typer.secho(f"written: {', '.join(map(str, files))}", dim=True)
-
-
-# Output folders are checked before the work starts, and removed again if the work leaves them empty.
 
 
 @contextmanager
 def output_folder(out: Path, option: str = "--out") -> Iterator[None]:
-    """Create the folder to write to. A folder that cannot be written to is refused."""
+    """Create the output folder before the work starts, and raise if it cannot be written to.
+
+    If the work fails and leaves the folder empty, the folder is removed again.
+    """
     from loopformer.errors import FileProblem
     from loopformer.files import check_writable, remove_empty_on_failure
 
@@ -139,7 +141,7 @@ def output_folder(out: Path, option: str = "--out") -> Iterator[None]:
 
 @contextmanager
 def output_file(path: Path | None, option: str = "--out") -> Iterator[None]:
-    """Create the parent folder of the file to write, if there is one to write."""
+    """Create the parent folder of an output file as `output_folder` does. None means that no file is written."""
     from loopformer.errors import LoopformerError
 
     if path is None:
@@ -152,13 +154,13 @@ def output_file(path: Path | None, option: str = "--out") -> Iterator[None]:
 
 
 def stoppable(outcome: str | Callable[..., str]) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Decorate a verb so that Ctrl-C anywhere in it prints one sentence and exits with code 130.
+    """Decorate a command so that Ctrl-C anywhere in it prints one sentence and exits with code 130.
 
-    `outcome` says what is saved and how to continue. It may be a function of the verb's options.
+    `outcome` says what is saved and how to continue. It may be a function of the command's options.
     """
 
-    def decorate(verb: Callable[P, None]) -> Callable[P, None]:
-        @wraps(verb)
+    def decorate(command: Callable[P, None]) -> Callable[P, None]:
+        @wraps(command)
         def run(*args: P.args, **options: P.kwargs) -> None:
             pressed = False
 
@@ -167,14 +169,17 @@ def stoppable(outcome: str | Callable[..., str]) -> Callable[[Callable[P, None]]
                 pressed = True
                 signal.default_int_handler(number, frame)
 
+            # Python allows handlers only in the main thread. Any other handler stays, such as SIG_IGN of a
+            # background job.
             in_main_thread = threading.current_thread() is threading.main_thread()
-            handles = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            if handles:
+            installs_handler = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if installs_handler:
                 signal.signal(signal.SIGINT, interrupt)
             try:
-                # A library may swallow the KeyboardInterrupt and return, or fail with another error.
+                # A library may swallow the KeyboardInterrupt and return, or raise another error instead. `pressed`
+                # remembers it, so that both end like Ctrl-C.
                 try:
-                    verb(*args, **options)
+                    command(*args, **options)
                 except Exception:
                     if not pressed:
                         raise
@@ -186,7 +191,7 @@ def stoppable(outcome: str | Callable[..., str]) -> Callable[[Callable[P, None]]
                 typer.echo(f"{newline}loopformer: stopped; {sentence}.", err=True)
                 raise typer.Exit(130) from None
             finally:
-                if handles:
+                if installs_handler:
                     signal.signal(signal.SIGINT, signal.default_int_handler)
 
         return run

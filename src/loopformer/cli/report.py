@@ -35,8 +35,8 @@ def report(
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"NAME=SOURCE, a name for the report and a text: {TEXT}; may be given several times. "
-            "By default the data of the first run. The first text is used for schedules and states."
+            help=f"NAME=SOURCE, a name for the report and a text: {TEXT}; repeat it for more texts. "
+            "Default: the data of the first run. Schedules and states are measured on the first text."
         ),
     ] = None,
     data: TaskData = None,
@@ -46,7 +46,7 @@ def report(
     ] = None,
     limit: Examples = None,
     budgets: Budgets = None,
-    search: Annotated[int | None, typer.Option(help="The budget to search schedules for; L/2 by default.")] = None,
+    search: Annotated[int | None, typer.Option(help="The budget to search schedules for. Default: L/2.")] = None,
     search_tasks: Annotated[
         bool, typer.Option("--search-tasks", help="Also score the schedules on the benchmarks, which takes long.")
     ] = False,
@@ -61,7 +61,7 @@ def report(
 ) -> None:
     """Write a report: perplexity, benchmarks, schedules, states and costs of all models, as a page, CSV and JSON.
 
-    Results of eval, search and earlier reports are reused; only what is missing is measured.
+    Reuses results of eval, search and earlier reports, and measures only what is missing.
 
     Example: loopformer report runs/elastic runs/fixed --out report --text news=news.jsonl --data data/eval
     """
@@ -91,6 +91,7 @@ def report(
         with progress("done") as display:
             measured = collect(request, display)
         files = write_report(measured, out)
-    for sentence in (sentence for part in PART_NAMES for sentence in gaps(measured["models"], part)):
-        typer.echo(f"not in the report: {sentence}", err=True)
+    for part in PART_NAMES:
+        for gap in gaps(measured["models"], part):
+            typer.echo(f"not in the report: {gap}", err=True)
     typer.echo(json.dumps([str(file) for file in files]) if as_json else f"{files[0]}")

@@ -24,7 +24,7 @@ from loopformer.cli.options import (
     complete_budget,
     text_of_model,
 )
-from loopformer.cli.output import number, output_file, progress, stoppable
+from loopformer.cli.output import format_number, output_file, progress, stoppable
 from loopformer.config.model import BOX
 
 _SHOWN = 5  # schedules at each end of the table
@@ -116,7 +116,7 @@ def _show(ranking: dict[str, Any]) -> None:
         {
             "rank": str(row["rank"]),
             "schedule": row["schedule"],
-            **{name.replace("_", " "): number(row[name], ".4f") for name in measures},
+            **{name.replace("_", " "): format_number(row[name], ".4f") for name in measures},
             "": " ".join(name for name in ("best", "worst", "uniform") if ranking[name]["rank"] == row["rank"]),
         }
         for row in rows

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from loopformer.cli.options import Json, complete_preset
-from loopformer.cli.output import duration, stoppable
+from loopformer.cli.output import format_duration, stoppable
 from loopformer.config import DEFAULT_PRESET
 
 
@@ -69,7 +69,7 @@ def _show_plan(made: dict[str, Any], as_json: bool) -> None:
         typer.echo(json.dumps(made, indent=2))
         return
     plan = made["plan"]
-    hours = "unknown on this device" if plan["hours"] is None else duration(plan["hours"] * 3600)
+    hours = "unknown on this device" if plan["hours"] is None else format_duration(plan["hours"] * 3600)
     epochs = "" if plan["epochs"] is None else f", {plan['epochs']:.2f} epochs"
     rate = "" if plan["device_tflops"] is None else f" at {plan['device_tflops']:.3g} TFLOP/s"
     rows = {

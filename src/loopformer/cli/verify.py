@@ -11,22 +11,20 @@ import typer
 from loopformer.cli.options import Json, ModelsOption, complete_model
 from loopformer.cli.output import stoppable
 
-MAX_TOKENS_AT_ONCE = 1 << 24
-Checks = Iterator[tuple[str, Callable[[], None]]]  # what is checked, and a function that raises if it is damaged
+TOKENS_PER_READ = 1 << 24  # bounds the memory of the check
+Checks = Iterator[tuple[str, Callable[[], None]]]  # a name, and a function that raises if it finds damage
 
 
 @stoppable("nothing is written, the same command starts again")
 def verify(
     paths: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Prepared data, runs, checkpoints, model folders, weights, or box.", autocompletion=complete_model
-        ),
+        typer.Argument(help="Data, runs, checkpoints, models, or the bundled box.", autocompletion=complete_model),
     ] = None,
     models: ModelsOption = None,
     as_json: Json = False,
 ) -> None:
-    """Compare files with their checksums, and check every token and every weight. The exit code is 1 for damage.
+    """Compare files with their checksums, and check every token and every weight. Exits with 1 if any is damaged.
 
     Example: loopformer verify data/mine runs/mine
     """
@@ -52,7 +50,7 @@ def verify(
 
 
 def _checks(path: str) -> Checks:
-    """The checks of a path: one for each split of prepared data, one for each checkpoint of a run, or one."""
+    """The checks of a path: one per split of prepared data, one per checkpoint of a run, one for a model."""
     from loopformer.data.shards import is_prepared
     from loopformer.loading.folder import checkpoints, is_run_folder
 
@@ -68,18 +66,18 @@ def _checks(path: str) -> Checks:
 
 
 def _check_data(folder: Path, split: str) -> None:
-    """The shards match their checksums, and every token is in the vocabulary."""
+    """Raise if a shard differs from its checksum or holds a token outside the vocabulary."""
     from loopformer.data.shards import TokenData
 
     data = TokenData.open(folder, split)
     data.verify()
     for source in data.sources:
-        for start in range(0, len(source.ids), MAX_TOKENS_AT_ONCE):
-            data.check_ids(source.ids.read(start, start + MAX_TOKENS_AT_ONCE), source.name)
+        for start in range(0, len(source.ids), TOKENS_PER_READ):
+            data.check_ids(source.ids.read(start, start + TOKENS_PER_READ), source.name)
 
 
 def _check_model(path: str) -> None:
-    """The files of a checkpoint match their checksums, every weight is finite, and the tokenizer fits."""
+    """Raise if a file differs from its checksum, a weight is not finite, or the tokenizer is too large."""
     from loopformer.data.shards import STATE_FILE
     from loopformer.data.tokenizer import Tokenizer
     from loopformer.errors import FileProblem
@@ -90,11 +88,11 @@ def _check_model(path: str) -> None:
     if (folder / STATE_FILE).is_file():
         raise FileProblem("its preparation is unfinished; run the same `loopformer prepare` again")
     if folder.is_dir() and not any((*folder.glob("*.safetensors"), *folder.glob("*.pt"))):
-        raise FileProblem("it has no prepared data, checkpoint or weights; name a folder that does")
+        raise FileProblem("it has no prepared data, checkpoint or weights; name a folder that has some")
     if is_checkpoint(folder):
         if (problem := find_damage(folder)) is not None:
             raise FileProblem(problem)
-        model, tokenizer = read_model(folder)  # `find_model` would hash the weights a second time
+        model, tokenizer = read_model(folder)  # `find_model` would compute the checksums of the weights again
     else:
         model, tokenizer = find_model(path)
     check_finite(model.state_dict())

@@ -1,7 +1,7 @@
 """The settings of a run: model, data, objective and training as one checked tree, and the presets of the package.
 
     run, keys = load_run("demo", ["training.steps=100", "data.path=data/mine"])
-    load_preset("paper/loopformer-1x24")     # plain data: a preset in one of the sizes that its file lists
+    load_preset("paper/loopformer-1x24")     # a dict: this preset with 1 block and 24 loops
 
 The defaults are the paper's recipe. A preset or a YAML file gives some keys, and `key=value` overrides them.
 """
@@ -41,27 +41,27 @@ GROUP_ORDERS: dict[GroupName, int] = {"S3": 6, "A5": 60, "S5": 120}
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The prepared tokens and how they are read, or a group with states to track."""
+    """What to train on: prepared tokens, or random words over a group (the state-tracking task)."""
 
     path: str = setting("data", "The folder that `loopformer prepare` wrote.")
     documents: bool = setting(False, "Mask attention and restart positions at document borders.")
     prepare: str | None = setting(None, "A source to prepare into path if the folder is not there.")
-    train_tokenizer: int | None = setting(None, "Size of the tokenizer to train on that source.")
-    states: GroupName | None = setting(None, "Draw words over this group instead of text.")  # noqa: RUF009
+    train_tokenizer: int | None = setting(None, "Vocabulary size of a tokenizer to train on that source.")
+    states: GroupName | None = setting(None, "Track states of this group instead of reading text.")  # noqa: RUF009
 
     def __post_init__(self) -> None:
         check_settings(self, "data")
         for name in ("documents", "prepare", "train_tokenizer"):
             is_unused = self.states is None or not getattr(self, name)
-            require(is_unused, f"data.{name} is for text and data.states draws words; set one of both.")
+            require(is_unused, f"data.{name} applies to text, not to data.states; leave one of them out.")
 
 
 @dataclass(frozen=True)
 class TrainedTrajectory:
     """One entry of the objective: a budget, how its steps are drawn, and its weight in the loss."""
 
-    budget: str | int | tuple[int, ...]  # full (L), short (from 1…L-1), any (from 1…L), a number, or [low, high]
-    sampler: Literal["compositions", "sequential", "uniform", "continuous"] = setting("uniform", "Draws the steps.")
+    budget: str | int | tuple[int, ...]  # full (L), short (1…L-1), any (1…L), a number, or [low, high]
+    sampler: Literal["compositions", "sequential", "uniform", "continuous"] = setting("uniform", "Draws steps.")
     weight: float = setting(1.0, "Weight of its cross-entropy.", minimum=0)
     match: float = setting(0.0, "Weight of its distance to the full trajectory.", minimum=0)
     rows: float = setting(1.0, "Share of the rows that train on it.", above=0, maximum=1)
@@ -74,17 +74,17 @@ class TrainedTrajectory:
         is_budget = self.budget in ("full", "short", "any") or (is_range and bounds == sorted(bounds))
         require(is_budget, f"{where}: a budget is full, short, any, a number or [low, high].")
         check_settings(self, where)
-        require(self.budget != "full" or self.match == 0, f"{where}: it is what the others are matched with.")
+        require(self.budget != "full" or self.match == 0, f"{where}: match compares others with it; leave it out.")
         active = self.active_range
         is_interval = len(active) == 2 and 0 <= active[0] < active[1] <= 1
         require(is_interval, f"{where}: active_range must be two shares, such as [0, 0.5], got {active}.")
 
     def __str__(self) -> str:
-        """Its budget as logs have it."""
+        """The budget as it appears in logs, such as `short` or `2-4`."""
         return "-".join(map(str, self.budget)) if isinstance(self.budget, list | tuple) else str(self.budget)
 
     def budgets(self, loops: int) -> tuple[int, int]:
-        """Its smallest and largest budget in a model of so many loops."""
+        """The smallest and the largest budget that can be drawn in a model with this many loops."""
         if isinstance(self.budget, int):
             return self.budget, self.budget
         if isinstance(self.budget, tuple):
@@ -92,17 +92,17 @@ class TrainedTrajectory:
         return {"full": (loops, loops), "short": (1, loops - 1), "any": (1, loops)}[self.budget]
 
     def covers(self, other: TrainedTrajectory) -> bool:
-        """Whether it trains on all rows in every step that uses the other."""
+        """Whether this entry trains on all rows, in every step in which the other is active."""
         start, stop = self.active_range
         return self.rows == 1 and start <= other.active_range[0] and other.active_range[1] <= stop
 
     def splits_rows_with(self, other: TrainedTrajectory) -> bool:
-        """Whether both train on a part of the rows in the same steps."""
+        """Whether both train on fewer than all rows and are active in the same steps."""
         starts, stops = zip(self.active_range, other.active_range, strict=True)
-        return self.rows < 1 > other.rows and max(starts) < min(stops)
+        return max(self.rows, other.rows) < 1 and max(starts) < min(stops)
 
     def is_active(self, progress: float) -> bool:
-        """Whether steps after this share of training use it."""
+        """Whether the entry is used once this share of training is done."""
         return self.active_range[0] <= progress < self.active_range[1]
 
 
@@ -111,7 +111,7 @@ PAPER_TRAJECTORIES = (TrainedTrajectory("full"), TrainedTrajectory("short", "com
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """A weighted sum over trajectories: the cross-entropy of each, and its distance to the full one."""
+    """The loss: a weighted sum over trajectories of cross-entropy and distance to the full trajectory."""
 
     trajectories: tuple[TrainedTrajectory, ...] = setting(PAPER_TRAJECTORIES, "Budgets, samplers and weights.")
     consistency: Literal["hidden", "logits", "distribution"] = setting("hidden", "What match compares.")
@@ -127,17 +127,20 @@ class ObjectiveConfig:
             has_teacher = entry.match == 0 or any(teacher.covers(entry) for teacher in teachers)
             need = "the full trajectory must be in the list, on all rows and for at least as long"
             require(has_teacher, f"objective.trajectories: to match budget {entry}, {need}.")
-        borders = sorted({0.0, 1.0, *(bound for entry in self.trajectories for bound in entry.active_range)})
-        for start in borders[:-1]:
+        # Which entries are active changes only at these points, so checking each start checks all of training.
+        phase_borders = sorted({0.0, 1.0, *(bound for entry in self.trajectories for bound in entry.active_range)})
+        for start in phase_borders[:-1]:
             phase = f"objective.trajectories: from {start:g} of training on"
             shares = [entry.rows for entry in self.trajectories if entry.is_active(start) and entry.weight > 0]
             require(bool(shares), f"{phase} no active trajectory has a weight; add one or give one a weight.")
+            # 0.7 + 0.2 + 0.1 is just below 1 in floating point.
             is_covered = max(shares) == 1 or sum(shares) > 1 - 1e-9
             require(is_covered, f"{phase} not all rows are trained; give one all rows, or let them add up to 1.")
 
     @property
     def is_elastic(self) -> bool:
         """Whether more than one budget is trained."""
+        # The objective does not know L. A number above all fixed budgets stands in for it.
         budgets = {tuple(entry.budgets(1 << 30)) for entry in self.trajectories}
         return len(budgets) > 1 or any(low < high for low, high in budgets)
 
@@ -150,15 +153,15 @@ class TrainingConfig:
     batch: int = setting(480, "Sequences per optimizer step, over all ranks.", minimum=1)
     micro_batch: int | Literal["auto"] = setting("auto", "Sequences at a time on one device.", minimum=1)
     optimizer: Literal["adamw", "muon"] = setting("adamw", "Muon updates the blocks' matrices, AdamW the rest.")
-    learning_rate: float = setting(6e-4, "The highest, after the warmup; a cosine follows.", above=0, maximum=100)
+    learning_rate: float = setting(6e-4, "Peak after the warmup; decays along a cosine.", above=0, maximum=100)
     min_learning_rate: float = setting(6e-5, "The learning rate of the last step.", minimum=0)
-    matrix_learning_rate: float = setting(0.02, "Muon's; scheduled like learning_rate.", above=0, maximum=100)
+    matrix_learning_rate: float = setting(0.02, "Peak for Muon; same schedule.", above=0, maximum=100)
     warmup: int = setting(4000, "Steps of linear warmup.", minimum=0)
-    weight_decay: float = setting(0.2, "Weight decay of matrices; with muon only of its own.", minimum=0)
+    weight_decay: float = setting(0.2, "Of matrices; with muon, only of those it updates.", minimum=0)
     beta1: float = setting(0.9, "AdamW's first beta.", minimum=0, below=1)
     beta2: float = setting(0.95, "AdamW's second beta.", minimum=0, below=1)
     clip: float = setting(1.0, "Largest gradient norm.", above=0)
-    dtype: Literal["float32", "bfloat16", "float8"] = setting("bfloat16", "Of matmuls; float8 only in the stack.")
+    dtype: Literal["float32", "bfloat16", "float8"] = setting("bfloat16", "For matmuls; float8: stack only.")
     device: str = setting("auto", "cpu, cuda, mps, or auto for the best available.")
     fused: bool | Literal["auto"] = setting("auto", "Use the fused kernels; auto: on CUDA below float32.")
     compile: bool | Literal["auto"] = setting("auto", "Compile the stack; auto: on CUDA without fused kernels.")
@@ -171,20 +174,24 @@ class TrainingConfig:
     validate_every: int = setting(1000, "Steps between validations.", minimum=1)
     validation_windows: int = setting(256, "Sequences of the validation split, spread evenly.", minimum=1)
     log_every: int = setting(10, "Steps between log records.", minimum=1)
-    bad_steps: int = setting(10, "Steps in a row with a non-finite gradient that end the run.", minimum=1)
+    bad_steps: int = setting(10, "Stop after this many consecutive non-finite gradients.", minimum=1)
     tensorboard: bool = setting(False, "Also write TensorBoard files.")
     wandb: str | None = setting(None, "Also log to this Weights & Biases project.")
 
     def __post_init__(self) -> None:
         check_settings(self, "training")
-        low, high, rows = self.min_learning_rate, self.learning_rate, self.micro_batch
+        low, high, micro_batch = self.min_learning_rate, self.learning_rate, self.micro_batch
         require(low <= high, f"training.min_learning_rate {low} is above learning_rate {high}.")
-        fits = rows == "auto" or rows <= self.batch
-        require(fits, f"training.micro_batch {rows} is above training.batch {self.batch}; lower it.")
+        fits = micro_batch == "auto" or micro_batch <= self.batch
+        require(fits, f"training.micro_batch {micro_batch} is above training.batch {self.batch}; lower it.")
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks share the weights, and so must follow the same trajectory at the same time."""
+        """Whether each rank holds a shard of the weights.
+
+        Ranks then gather weights together in every block, so all must run the same trajectory at the same time, or
+        they deadlock.
+        """
         return self.strategy == "fsdp"
 
 
@@ -200,7 +207,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         groups, batch, loops = self.objective.trajectory_groups, self.training.batch, self.model.loops
-        is_multiple, size = batch % groups == 0, batch // groups
+        is_multiple, group_rows = batch % groups == 0, batch // groups
         require(is_multiple, f"training.batch {batch} must be a multiple of objective.trajectory_groups {groups}.")
         knows_step = self.model.conditioning not in ("none", "index")
         no_short = "A model of one loop has no shorter trajectory; set objective.trajectories=[{budget: full}]."
@@ -209,8 +216,8 @@ class RunConfig:
             require(loops > 1 or entry.budget != "short", no_short)
             require(entry.budgets(loops)[1] <= loops, f"{where} is beyond the model's {loops} loops.")
             remedy = f"raise it, or training.batch to {math.ceil(groups / entry.rows)}"
-            has_row = int(size * entry.rows + 1e-9) >= 1
-            require(has_row, f"{where}: rows {entry.rows} of {size} rows is no row; {remedy}.")
+            has_row = int(group_rows * entry.rows + 1e-9) >= 1  # rounding may leave just below 1
+            require(has_row, f"{where}: rows {entry.rows} of {group_rows} rows is less than one row; {remedy}.")
             require(
                 knows_step or entry.sampler == "uniform" or entry.budget in ("full", 1),
                 f"A model with conditioning {self.model.conditioning!r} only follows uniform trajectories; "
@@ -219,7 +226,7 @@ class RunConfig:
 
 
 def validation_budgets(loops: int) -> list[int]:
-    """1, L/4, L/2 and L."""
+    """The budgets that validation measures: 1, L/4, L/2 and L."""
     return sorted({1, max(1, loops // 4), max(1, loops // 2), loops})
 
 
@@ -230,12 +237,13 @@ SECTIONS: dict[str, type[Any]] = {
     "objective": ObjectiveConfig,
     "training": TrainingConfig,
 }
-# Settings of earlier versions: the paper's two trajectories without a list. Files that have them still load.
-PAIR_DEFAULTS = {"short_weight": 0.1, "consistency_weight": 0.1, "sampler": "compositions", "short_fraction": 1.0}
+# Earlier versions had these keys instead of a list of trajectories, and files that have them still load. The order
+# matters: `_with_current_settings` unpacks the values.
+OLD_DEFAULTS = {"short_weight": 0.1, "consistency_weight": 0.1, "sampler": "compositions", "short_fraction": 1.0}
 
 
 def load_run(source: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, set[str]]:
-    """A run's settings from a preset's name or a YAML file, and the dotted keys that the user wrote."""
+    """The settings from a preset's name or a YAML file, and the dotted keys that the user set."""
     path, keys = Path(source), {override.partition("=")[0] for override in overrides}
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
@@ -244,7 +252,8 @@ def load_run(source: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConf
         keys |= {f"{name}.{key}" for name in SECTIONS for key in settings[name]}
     elif str(source) in preset_names() or not path.exists():
         settings = _with_current_settings(load_preset(str(source)))
-        if "data.path" in keys:  # the source is for the preset's own folder
+        # A missing data.path of the user is an error. The preset's own source must not be prepared into it.
+        if "data.path" in keys:
             settings["data"].pop("prepare", None)
     else:
         raise LoopformerError(f"{source} is neither a preset nor a .yaml file.")
@@ -254,20 +263,20 @@ def load_run(source: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConf
 
 
 def with_expected_vocab(run: RunConfig, keys: set[str]) -> RunConfig:
-    """The run with the vocabulary of the tokenizer to train, or of the group; `keys` are what the user wrote."""
+    """The run with the vocabulary that its data will have, unless the user set model.vocab (in `keys`)."""
     states = run.data.states
-    vocab = run.data.train_tokenizer if states is None else GROUP_ORDERS[states] + 1
+    vocab = run.data.train_tokenizer if states is None else GROUP_ORDERS[states] + 1  # and the end token
     if vocab is None or "model.vocab" in keys:
         return run
     return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab))
 
 
 def run_from_mapping(settings: Mapping[str, Any]) -> RunConfig:
-    """The checked tree from plain data, also of earlier versions."""
+    """The checked settings from a mapping, which may come from an earlier version."""
     settings = _with_current_settings(settings)
     model, init_from = settings["model"], settings.get("init_from")
     if "vocab" not in model and isinstance(rows := model.get("padded_vocab"), int):
-        # The data decides the vocabulary when it is opened. Until then it is as large as the rows allow.
+        # The data decides the vocabulary when it is opened. Until then it is the size of the embedding matrix.
         settings["model"] = {**model, "vocab": max(1, rows)}
     require(init_from is None or isinstance(init_from, str), f"init_from must be a path, got {init_from!r}.")
     sections: dict[str, Any] = {name: from_mapping(cls, settings[name], name) for name, cls in SECTIONS.items()}
@@ -275,19 +284,19 @@ def run_from_mapping(settings: Mapping[str, Any]) -> RunConfig:
 
 
 def _with_current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of any version with all sections and today's keys."""
-    # A preset's file lists its sizes, which are no setting of a run.
+    """A copy of settings from any version, with every section and with today's keys."""
+    # `sizes` is in the files of presets only. It is not a setting of a run.
     check_keys(settings, [*SECTIONS, "init_from", "sizes"])
     sections = {name: settings.get(name) or {} for name in SECTIONS}
     for name, section in sections.items():
         require(isinstance(section, Mapping), f"{name} must be a mapping of settings, got {section!r}.")
         sections[name] = with_current_keys(section)
     objective = sections["objective"]
-    pair = {key: value for key in PAIR_DEFAULTS if (value := objective.pop(key, None)) is not None}
-    if pair:
-        said_twice = f"objective.trajectories says what objective.{next(iter(pair))} says; leave one of them out."
-        require("trajectories" not in objective, said_twice)
-        weight, match, sampler, rows = (PAIR_DEFAULTS | pair).values()
+    old = {key: value for key in OLD_DEFAULTS if (value := objective.pop(key, None)) is not None}
+    if old:
+        conflict = f"objective.trajectories replaces objective.{next(iter(old))}; leave one of them out."
+        require("trajectories" not in objective, conflict)
+        weight, match, sampler, rows = (OLD_DEFAULTS | old).values()
         short = {"budget": "short", "sampler": sampler, "weight": weight, "match": match, "rows": rows}
         has_short = as_number(weight) != 0 or as_number(match) != 0
         objective["trajectories"] = [{"budget": "full"}, *([short] if has_short else [])]
@@ -295,7 +304,7 @@ def _with_current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_to_mapping(run: RunConfig) -> dict[str, Any]:
-    """A whole run as plain data, which `run_from_mapping` reads."""
+    """The settings as a dict that JSON and YAML can hold. `run_from_mapping` reads it back."""
     return {**dataclasses.asdict(run), "model": run.model.plain()}
 
 
@@ -306,7 +315,7 @@ def run_to_yaml(run: RunConfig) -> str:
 def _apply(settings: dict[str, Any], override: str) -> None:
     """Set one `section.key=value`; the value is read as YAML."""
     name, equals, text = override.partition("=")
-    require(bool(equals), f"{override!r} is no setting; write key=value, as in training.steps=100.")
+    require(bool(equals), f"{override!r} is not a setting; write key=value, as in training.steps=100.")
     if name == "init_from":
         settings["init_from"] = None if text in ("", "~", "null") else text
         return
@@ -317,7 +326,7 @@ def _apply(settings: dict[str, Any], override: str) -> None:
         hint = f"did you mean {full}?" if full else nearest(name, keys, f"sections are {', '.join(SECTIONS)}.")
         raise LoopformerError(f"Unknown setting {name}; {hint}")
     require(
-        section != "objective" or key not in PAIR_DEFAULTS,
+        section != "objective" or key not in OLD_DEFAULTS,
         f"{name} was removed; write the list of trajectories instead, as in "
         "objective.trajectories='[{budget: full}, {budget: short, sampler: compositions, weight: 0.1}]'.",
     )
@@ -330,7 +339,7 @@ def _apply(settings: dict[str, Any], override: str) -> None:
 
 @dataclass(frozen=True)
 class PresetSummary:
-    """A preset, the first sentence of its file, and the sizes that it also comes in."""
+    """A preset: its name, the first sentence of its file, and the sizes that it can be loaded in."""
 
     name: str
     about: str
@@ -347,7 +356,7 @@ def list_presets() -> list[PresetSummary]:
 
 
 def preset_names() -> list[str]:
-    """Every preset of the package, each of its sizes included."""
+    """The names of all presets, with and without a size."""
     names = [(preset.name, *(f"{preset.name}-{size}" for size in preset.sizes)) for preset in list_presets()]
     return list(itertools.chain(*names))
 
@@ -356,15 +365,15 @@ def describe_settings() -> Iterator[tuple[str, str, str]]:
     """Every setting: its name, its default with the other choices, and its help text."""
     for section, cls in SECTIONS.items():
         hints = get_type_hints(cls)
-        for known in dataclasses.fields(cls):
-            default = json.dumps(known.default, default=str, ensure_ascii=False).replace('"', "")
-            hint = hints[known.name]
+        for entry in dataclasses.fields(cls):
+            default = json.dumps(entry.default, default=str, ensure_ascii=False).replace('"', "")
+            hint = hints[entry.name]
             choices = f" ({', '.join(get_args(hint))})" if get_origin(hint) is Literal else ""
-            yield f"{section}.{known.name}", default + choices, known.metadata["help"]
+            yield f"{section}.{entry.name}", default + choices, entry.metadata["help"]
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """The settings of a preset as plain data: `demo`, `paper/loopformer`, or in a size `paper/loopformer-1x24`."""
+    """The settings of a preset as a dict. A size, as in `paper/loopformer-1x24`, sets its blocks and loops."""
     files = _preset_files()
     family, _, size = (name, "", "") if name in files else name.rpartition("-")
     settings = read_yaml(files[family], name) if family in files else {}

@@ -5,14 +5,14 @@
     parse_sources(["hf:HuggingFaceFW/fineweb-edu:sample-10BT"])    # hf:DATASET[:config][:split], also a folder
     parse_sources(["pile"])                                        # a preset: pile, fineweb-edu, openwebtext
 
-A source is a list of parts (files), each of which can be read from any record on, so an interrupted job can
-continue. A dataset of the Hub is streamed in an order that a broken connection does not disturb: the stream is
-opened again at the next record, so nothing is lost and nothing comes twice.
+A source is a list of parts (files or datasets). Reading a part can start at any record, so an interrupted job can
+continue. If the connection to the Hub breaks, the stream is reopened at the next record, so no record is lost or
+read twice.
 
-The embedded corpus is the prose of the Python standard library, about 2 MB that every machine has. It has one
-document per module with its docstrings in the order of the source, each docstring once in the whole corpus, then
-one document per topic of `help()`. The modules are parsed, never imported. The text depends on the Python version,
-not on the machine.
+The embedded corpus is the documentation of the Python standard library, about 2 MB that every machine has. First
+comes one document per module with its docstrings in source order. A docstring that occurs more than once is used
+once. Then comes one document per topic of `help()`. Modules are parsed, never imported. The text depends on the
+Python version, not on the machine.
 """
 
 from __future__ import annotations
@@ -41,19 +41,18 @@ from loopformer.files import sha256_of
 
 T = TypeVar("T")
 DEFAULT_VAL_FRACTION = 0.01
-_STDLIB_VAL_FRACTION = 0.05  # of 2 MB; less would measure noise
+_STDLIB_VAL_FRACTION = 0.05  # 100 kB; the loss on less would be noise
 _RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # before each new attempt to reach the Hub
-_NETWORK = ("httpx", "httpx2", "httpcore", "aiohttp", "requests", "urllib3", "fsspec", "huggingface_hub")
-_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
+_NETWORK_LIBRARIES = ("httpx", "httpx2", "httpcore", "aiohttp", "requests", "urllib3", "fsspec", "huggingface_hub")
+_EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
 
 
 @dataclass(frozen=True)
 class Preset:
     """A well-known dataset with its training and held-out parts.
 
-    A document is held out if its hash says so (`val_fraction` of all). Each part ends after exactly so many tokens,
-    counting the end token of each document, so the counts hold by definition for any tokenizer; GPT-2's is the
-    default.
+    The hash of a document decides whether it is held out; `val_fraction` of all documents are. Each split is cut
+    after exactly `train_tokens` or `val_tokens`, end tokens included, whatever the tokenizer (default: GPT-2's).
     """
 
     dataset: str
@@ -71,7 +70,7 @@ PRESETS = {
 
 
 class Position(NamedTuple):
-    """The next record to read: its part of the source, its number there, and how many of its documents are done."""
+    """Where to resume: the index of the part, of the next record in it, and of the next document in that record."""
 
     part: int = 0
     record: int = 0
@@ -80,31 +79,32 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One file or one dataset: `read(skip, meter)` gives its records from number `skip` on."""
+    """One file or one dataset: `read(skip, meter)` yields its records after the first `skip`."""
 
     name: str
     read: Callable[[int, Meter], Iterator[Record | BadRecord]]
     path: Path | None = None  # None if it is not a file
     size: int | None = None  # bytes on disk, if known
-    changed: int | None = None  # when the file was last written to, in ns
+    modified_ns: int | None = None  # modification time of the file when it was listed
 
     def checksum(self, report: Callable[[int], None] | None = None) -> str | None:
-        """The SHA-256 of the file; None if it is not a file or was written to since it was found."""
+        """The SHA-256 of the file; None if it is not a file or has changed since it was listed."""
         if self.path is None:
             return None
         try:
+            # The time is compared after hashing, or a write in the meantime would go unnoticed.
             digest = sha256_of(self.path, report)
-            return digest if self.path.stat().st_mtime_ns == self.changed else None
+            return digest if self.path.stat().st_mtime_ns == self.modified_ns else None
         except OSError:
             return None
 
 
 @dataclass(frozen=True)
 class Source:
-    """A named list of parts, its share of a mixture, and how much of it to take."""
+    """A named list of parts, its weight in a mixture, and how many of its tokens to use."""
 
     name: str
-    given: str  # as the user wrote it
+    given: str  # the spec as the user wrote it; `prepare` stores fields under their names
     weight: float | None
     parts: tuple[Part, ...]
     remote: bool = False
@@ -120,13 +120,13 @@ class Source:
 
     def records(self, start: Position, meter: Meter) -> Iterator[tuple[Position, Record | BadRecord]]:
         """Each record from `start` on, with the position after it."""
-        for number in range(start.part, len(self.parts)):
-            skip = start.record if number == start.part else 0
-            for record_number, record in enumerate(self.parts[number].read(skip, meter), skip + 1):
-                yield Position(number, record_number), record
+        for part in range(start.part, len(self.parts)):
+            skip = start.record if part == start.part else 0
+            for next_record, record in enumerate(self.parts[part].read(skip, meter), skip + 1):
+                yield Position(part, next_record), record
 
     def text_of(self, record: Record | BadRecord, field: str, after: Position) -> str | BadRecord:
-        """The text of a record, empty if there is only white space; or what is wrong with it."""
+        """The text of a record, empty if it is only white space, or a `BadRecord` that says what is wrong."""
         if isinstance(record, BadRecord):
             return record
         text, where = record.get(field), self.where(after)
@@ -138,7 +138,7 @@ class Source:
         return clean(text) if text and not text.isspace() else ""
 
     def texts(self, field: str, start: Position | None = None) -> Iterator[tuple[Position, str]]:
-        """The text of each record that has any, with the position after it; a bad record is raised."""
+        """Each text that is not empty, with the position after its record. Raises the first bad record."""
         for position, record in self.records(start or Position(), Meter()):
             text = self.text_of(record, field, position)
             if isinstance(text, BadRecord):
@@ -147,12 +147,12 @@ class Source:
                 yield position, text
 
     def where(self, after: Position) -> str:
-        """The name of the record that ends at a position, or that the position is in."""
+        """A name for error messages: the record before a position, or the record that the position is inside."""
         return f"{self.parts[after.part].name} record {after.record + (after.piece > 0)}"
 
 
 def parse_sources(specs: Sequence[str], field: str = "text", supervised: bool = False) -> tuple[Source, ...]:
-    """The source of each `NAME_OR_PATH[=weight]`; all of them have a weight, or none."""
+    """The sources for specs such as `NAME_OR_PATH[=weight]`. Either all specs have a weight, or none."""
     require(bool(specs), "Name at least one source: a file, a folder, hf:DATASET or stdlib.")
     sources: list[Source] = []
     for spec in specs:
@@ -162,11 +162,11 @@ def parse_sources(specs: Sequence[str], field: str = "text", supervised: bool = 
         sources.append(dataclasses.replace(source, name=next(name for name in names if name not in used)))
     with_weight = [source for source in sources if source.weight is not None]
     if with_weight:
-        require(
-            len(with_weight) == len(sources), "Give every source a weight (news.jsonl=2 books=1), or none of them."
-        )
+        all_weighted = len(with_weight) == len(sources)
+        require(all_weighted, "Give every source a weight (news.jsonl=2 books=1), or none of them.")
         return tuple(sources)
-    owners: dict[str, str] = {}  # text that is in two sources is an error, unless weights say that it is meant
+    # Without weights, a file in two sources is a mistake. Weights say that it is repeated on purpose.
+    owners: dict[str, str] = {}  # the spec that reads each file or dataset
     for source in sources:
         for part in source.parts:
             name = part.name if part.path is None else os.path.realpath(part.path)
@@ -182,7 +182,7 @@ def parse_sources(specs: Sequence[str], field: str = "text", supervised: bool = 
 def _parse_source(spec: str, field: str, supervised: bool) -> Source:
     name, weight = _split_weight(spec)
     if name == "stdlib":
-        read_stdlib = functools.cache(stdlib_documents)  # parsing takes seconds, and it is read several times
+        read_stdlib = functools.cache(stdlib_documents)  # parsing takes seconds
 
         def read(skip: int, meter: Meter) -> Iterator[Record]:
             return ({field: text} for text in itertools.islice(read_stdlib(), skip, None))
@@ -210,7 +210,7 @@ def _parse_source(spec: str, field: str, supervised: bool) -> Source:
 
 
 def _split_weight(spec: str) -> tuple[str, float | None]:
-    """A source without its weight, and the weight."""
+    """A spec split into its name or path and its weight."""
     name, equals, text = spec.rpartition("=")
     if not equals or Path(spec).exists():
         return spec, None
@@ -224,13 +224,13 @@ def _split_weight(spec: str) -> tuple[str, float | None]:
 
 
 def _slug(name: str) -> str:
-    """A short name for files: `corpus/wiki.jsonl.zst` is wiki, `HuggingFaceFW/fineweb-edu` fineweb-edu."""
+    """A short file name: `wiki` for corpus/wiki.jsonl.zst, `fineweb-edu` for HuggingFaceFW/fineweb-edu."""
     stem = re.sub(r"(\.(txt|md|jsonl|parquet))?(\.(gz|xz|zst))?$", "", Path(name).name or "text")
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.") or "text"
 
 
 def _find_files(given: str) -> tuple[Path, list[Path]]:
-    """The files that a path, a folder or a glob stands for, in a fixed order, and the folder to name them from."""
+    """The root that part names are relative to, and the sorted files of a path, a folder or a glob."""
     path = Path(given)
     if path.is_file():
         if format_of(path) is None:
@@ -243,7 +243,7 @@ def _find_files(given: str) -> tuple[Path, list[Path]]:
         root = Path(os.path.commonpath([path.parent for path in entries])) if entries else Path()
     else:
         raise FileProblem(f"There is no file or folder {given}; named sources are stdlib, {', '.join(PRESETS)}.")
-    # A file is read once, under its first name, however many links lead to it.
+    # Links may lead to the same file. The reverse order makes the first name of a file win.
     files = {os.path.realpath(path): path for path in sorted(entries, reverse=True) if format_of(path)}
     paths = sorted(path for path in files.values() if path.is_file())
     if not paths:
@@ -252,7 +252,7 @@ def _find_files(given: str) -> tuple[Path, list[Path]]:
 
 
 def _expand_glob(pattern: str) -> Iterator[Path]:
-    """The paths of a glob; each folder below a `**` is searched once, however many links lead to it."""
+    """The paths of a glob. A folder below `**` is searched once, so that circular links end."""
     parts = Path(pattern).parts
     if "**" not in parts:
         yield from map(Path, glob.glob(pattern))
@@ -263,6 +263,7 @@ def _expand_glob(pattern: str) -> Iterator[Path]:
     for top in sorted(glob.glob(str(above))):
         for folder, folders, _ in os.walk(top, followlinks=True):
             real = os.path.realpath(folder)
+            # os.walk descends into what is left in `folders`.
             folders[:] = sorted(name for name in folders if not name.startswith(".")) if real not in seen else []
             if real not in seen:
                 yield from _expand_glob(os.path.join(glob.escape(folder), *below))
@@ -275,16 +276,16 @@ def _dataset_part(dataset: str, config: str, split: str) -> Part:
 
 
 def read_dataset(dataset: str, config: str, split: str, skip: int = 0) -> Iterator[Record]:
-    """The records of a dataset by id, or of a local dataset folder, from number `skip` on."""
+    """The records after the first `skip` of a Hub dataset or a local dataset folder."""
     return iterate_with_retries(lambda done: _open_dataset(dataset, config, split, done), skip, f"hf:{dataset}")
 
 
 def iterate_with_retries(
     open_at: Callable[[int], Iterator[T]], skip: int, name: str, waits: tuple[float, ...] = _RETRY_SECONDS
 ) -> Iterator[T]:
-    """The items of `open_at(skip)`; if the network fails, it is opened again at the item after the last one.
+    """The items of `open_at(skip)`. If the network fails, it is reopened at the next item.
 
-    If not even the first item comes, that is an error at once, without waiting.
+    If the network fails before the first item, there is no retry, as the machine is probably offline.
     """
     attempt, reached = 0, False
     while True:
@@ -300,7 +301,7 @@ def iterate_with_retries(
             if not reached or attempt == len(waits):
                 raise FileProblem(
                     f"{name} cannot be reached ({_first_line(error)}); "
-                    "start again when the connection is back, it continues."
+                    "start again once the connection is back, and it will continue."
                 ) from error
             time.sleep(waits[attempt])
             attempt += 1
@@ -309,7 +310,7 @@ def iterate_with_retries(
 def _open_dataset(dataset: str, config: str, split: str, skip: int) -> Iterator[Record]:
     datasets = import_optional("datasets", "A Hugging Face dataset")
     try:
-        if any((Path(dataset) / name).is_file() for name in ("dataset_dict.json", "state.json")):  # by save_to_disk
+        if any((Path(dataset) / name).is_file() for name in ("dataset_dict.json", "state.json")):  # save_to_disk
             saved = datasets.load_from_disk(dataset)
             stream = (saved[split] if isinstance(saved, dict) else saved).to_iterable_dataset()
         else:
@@ -318,23 +319,23 @@ def _open_dataset(dataset: str, config: str, split: str, skip: int) -> Iterator[
         raise LoopformerError(f"There is no dataset {dataset!r} that you may read; check its id.") from error
     except (ValueError, KeyError, FileNotFoundError) as error:
         raise LoopformerError(f"hf:{dataset} cannot be opened: {_first_line(error)}") from error
-    done = skip
+    read_to = skip
     try:
         for record in stream.skip(skip) if skip else stream:
             yield record
-            done += 1
-    except Exception as error:  # of the library, or of those that it reads files with
+            read_to += 1
+    except Exception as error:  # `datasets` and its file readers raise many types
         if _is_network(error):
             raise
         raise FileProblem(
-            f"hf:{dataset} cannot be read after record {done} ({_first_line(error)}); correct it or leave it out."
+            f"hf:{dataset} cannot be read after record {read_to} ({_first_line(error)}); repair it or leave it out."
         ) from error
 
 
 def _is_network(error: BaseException) -> bool:
     if isinstance(error, FileNotFoundError | PermissionError | LoopformerError):
         return False
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _NETWORK
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _NETWORK_LIBRARIES
 
 
 def _first_line(error: BaseException) -> str:
@@ -347,11 +348,11 @@ def stdlib_documents() -> list[str]:
     seen: set[str] = set()
     documents = []
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        if _LEFT_OUT.isdisjoint(path.relative_to(root).parts):
-            fresh = [text for text in dict.fromkeys(_docstrings(path)) if text not in seen]
-            seen.update(fresh)
-            if fresh:
-                documents.append("\n\n".join(fresh) + "\n")
+        if _EXCLUDED_FOLDERS.isdisjoint(path.relative_to(root).parts):
+            new_texts = [text for text in dict.fromkeys(_docstrings(path)) if text not in seen]
+            seen.update(new_texts)
+            if new_texts:
+                documents.append("\n\n".join(new_texts) + "\n")
     topics: list[str] = []
     for statement in _parse_module(root / "pydoc_data" / "topics.py").body:
         if isinstance(statement, ast.Assign):
@@ -373,7 +374,7 @@ def _parse_module(path: Path) -> ast.Module:
     """The syntax tree of a module; an empty one if it cannot be parsed."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old escapes in other people's strings
+            warnings.simplefilter("ignore")  # about invalid escapes in the strings of other people's modules
             return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):
         return ast.Module([], [])

@@ -282,7 +282,7 @@ class Ledger:
     @property
     def _changed(self) -> list[dict[str, int | None]]:
         """For each source, when each of its files was last written to."""
-        return [{part.name: part.changed for part in source.parts} for source in self.given]
+        return [{part.name: part.modified_ns for part in source.parts} for source in self.given]
 
     def _compare_settings(self, earlier: Any) -> None:
         now = json.loads(json_bytes(self.settings))
@@ -300,9 +300,9 @@ class Ledger:
         marks = read_json(path) if path.exists() else {}  # folders of earlier versions have none
         for source in self.given:
             for part in source.parts:
-                match marks.get(f"{source.name}/{part.name}", [part.changed, None]):
+                match marks.get(f"{source.name}/{part.name}", [part.modified_ns, None]):
                     case [changed, digest]:
-                        if changed != part.changed and (digest is None or digest != part.checksum()):
+                        if changed != part.modified_ns and (digest is None or digest != part.checksum()):
                             raise self._file_changed(part.name, "made of")
                     case _:
                         raise DamagedFile(f"{path} is damaged; delete it, or prepare the folder again.")
@@ -325,7 +325,7 @@ class Ledger:
 
         for part in source.parts:
             if part.path is not None:
-                yield f"{source.name}/{part.name}", [part.changed, part.checksum(show)]
+                yield f"{source.name}/{part.name}", [part.modified_ns, part.checksum(show)]
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""A chat as a prompt: as many of its turns as fit, as tokens by the model's chat template or the plain one.
+"""Turn a chat into prompt tokens with the model's chat template, dropping the oldest turns if it is too long.
 
     template = ChatTemplate.find(tokenizer, Path("models/mine"))
-    fitted = template.fit([{"role": "user", "content": "2 + 2?"}], most=200)
+    fitted = template.fit([{"role": "user", "content": "2 + 2?"}], max_tokens=200)
     request = Request(fitted.ids, trajectory, stops=template.stops)
 
-The plain template is that of supervised examples (data/tokenizer.py): `User: 2 + 2?`, an empty line, `Assistant:`.
-The template of a model is Jinja, as in Transformers, and runs in Jinja's sandbox. Special tokens of the template
-are encoded as tokens. A message that spells one out stays text.
+A model's own template is Jinja, as in Transformers, and runs in Jinja's sandbox. Without it, the plain template of
+supervised examples is used (data/tokenizer.py): `User: 2 + 2?`, an empty line, `Assistant:`. Special tokens of the
+template are encoded as such. In a message they are encoded as text, so no user can end a turn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from loopformer.files import read_json
 from loopformer.loading.folder import TEMPLATE, TOKENIZER_CONFIG, find_chat_template
 
 Message = dict[str, str]  # role and content
-_MARK = "\ufdd0"  # a Unicode noncharacter: no text contains it
+_CUT = "\ufdd0"  # a Unicode noncharacter, which ordinary text never contains
 
 
 class FittedChat(NamedTuple):
@@ -40,16 +40,16 @@ class FittedChat(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Turns a chat into tokens. The tokenizer's end token is the one that ends an answer."""
+    """Turns a chat into tokens. The end token of `tokenizer` ends an answer."""
 
     tokenizer: Tokenizer
     source: str | None = None  # Jinja; None is the plain template
 
     @classmethod
     def find(cls, tokenizer: Tokenizer, *folders: Path | None) -> ChatTemplate:
-        """The template of the first folder that has one, with the end token of its tokenizer settings.
+        """The template of the first folder that has one, or else the plain template.
 
-        Without any, the plain template.
+        The first tokenizer config in these folders names the end token.
         """
         source = find_chat_template(*folders)
         if source is None:
@@ -61,38 +61,39 @@ class ChatTemplate:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end an answer. A model that never learned the end token goes on with the user's next turn."""
+        """Stop strings of an answer. A model that never learned the end token would write the user's next turn."""
         return () if self.source is not None else (f"\n\n{ROLES['user']}", f"\n{ROLES['user']}")
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a chat, up to the beginning of the answer."""
         if self.source is None:
             return encode_prompt(self.tokenizer, messages)
-        marked = [{**message, "content": self._marked(message["content"])} for message in messages]
-        rendered = self._rendered(marked)
-        return [number for part in rendered.split(_MARK) for number in self.tokenizer.encode_template(part)]
+        safe = [{**message, "content": self._cut_special_tokens(message["content"])} for message in messages]
+        rendered = self._render(safe)
+        return [token for part in rendered.split(_CUT) for token in self.tokenizer.encode_template(part)]
 
-    def _marked(self, content: str) -> str:
-        """A message with a mark inside everything that reads like a special token.
+    def _cut_special_tokens(self, content: str) -> str:
+        """A message with `_CUT` inside every special token that it spells out.
 
-        The rendered chat is cut at the marks before it is encoded, so the tokenizer never sees such a token.
+        `encode` splits the rendered chat there and encodes the parts one by one, so the tokenizer never sees the
+        special token.
         """
         for special in self.tokenizer.special_tokens:
-            content = content.replace(special, f"{special[:1]}{_MARK}{special[1:]}")
+            content = content.replace(special, f"{special[:1]}{_CUT}{special[1:]}")
         return content
 
-    def fit(self, messages: Sequence[Message], most: int) -> FittedChat:
-        """The chat without its oldest questions and answers, so that it has at most `most` tokens.
+    def fit(self, messages: Sequence[Message], max_tokens: int) -> FittedChat:
+        """The chat without its oldest questions and answers, cut until it has at most `max_tokens` tokens.
 
-        The system message and the last question always stay.
+        The system message and the last question always stay, even if they alone have more.
         """
         kept = list(messages)
-        first = sum(message["role"] == "system" for message in kept[:1])
-        while len(ids := self.encode(kept)) > most and len(kept) > first + 1:
-            del kept[first : first + 2]
+        first_turn = sum(message["role"] == "system" for message in kept[:1])
+        while len(ids := self.encode(kept)) > max_tokens and len(kept) > first_turn + 1:
+            del kept[first_turn : first_turn + 2]  # a question and its answer
         return FittedChat(kept, tuple(ids))
 
-    def _rendered(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[Message]) -> str:
         end = self.tokenizer.decode([self.tokenizer.eot], special=True)
         try:
             return self._template.render(
@@ -110,11 +111,11 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals |= {
-            "raise_exception": _refuse,
+            "raise_exception": _raise_template_error,
             "strftime_now": lambda form: datetime.now().strftime(form),
         }
         return environment.from_string(self.source or "")
 
 
-def _refuse(sentence: str) -> Any:
+def _raise_template_error(sentence: str) -> Any:
     raise TemplateError(sentence)

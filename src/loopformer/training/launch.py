@@ -1,12 +1,12 @@
-"""Start or continue a run: settings in, a run folder out.
+"""Start or resume a run: settings in, a run folder out.
 
     launch("demo", ["training.steps=200"], out="runs/demo")
     launch(None, ["data.path=data/mine"], out="runs/x")  # the preset `elastic`
-    launch(None, [], out="runs/demo", resume=True)       # with the run's own settings
+    launch(None, [], out="runs/demo", resume=True)       # with the settings stored in the run folder
     plan("paper/loopformer", [], out="runs/paper")       # what --dry-run prints
 
-Settings come from a preset or a file and the user's overrides; the data and the starting model fill in the rest. A
-resumed run keeps its model and the settings in `FIXED`.
+Settings come from a preset or a file and the user's overrides. The data decides the vocabulary, or a starting
+model (`init_from`) decides all model settings. A resumed run keeps its model and the settings in `FIXED_ON_RESUME`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from loopformer.training.plan import estimated_micro_batch, make_plan, micro_bat
 from loopformer.training.reporting import draw_curves
 from loopformer.training.trainer import Trainer, batches_of, fused_precision
 
-# Settings that decide what is trained. Any other may change when a run is resumed.
-FIXED = (
+# Settings that decide what is trained. All others may change when a run is resumed.
+FIXED_ON_RESUME = (
     "data.documents",
     "data.states",
     "objective.trajectories",
@@ -72,21 +72,22 @@ def launch(
     quiet: bool = False,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Train, and return the result as plain data."""
+    """Train a new run or resume one. Returns the result as a dict that JSON can hold."""
     out = Path(out)
-    run, written = _settings(source, overrides, out, resume)
+    run, user_keys = _load_settings(source, overrides, out, resume)
     ranks = Ranks.start(run.training.device)
+    # The lock keeps a second process from training in the same folder.
     with lock_folder(out) if ranks.is_main else nullcontext(), _out_of_memory_advice():
         if not checkpoints(out):
             if ranks.is_main and run.data.prepare is not None and not is_prepared(run.data.path):
                 say(f"preparing {run.data.prepare} into {run.data.path}")
                 prepare([run.data.prepare], run.data.path, train_tokenizer=run.data.train_tokenizer)
-            ranks.wait()  # the other ranks read what the main one prepares
-            run = _settle_run(run, written, open_data(run.data))
+            ranks.wait()  # the other ranks would open data that the main rank is still preparing
+            run = _complete_model(run, user_keys, open_data(run.data))
         if ranks.is_main and run.data.states is None:
             for split in SPLITS:
                 TokenData.open(run.data.path, split).verify(changed_only=True, say=say)
-        ranks.wait()
+        ranks.wait()  # no rank trains on data that the main rank has not verified
         result = Trainer(run, out, ranks, resume, quiet).train()
         if ranks.is_main:
             with explain_write_errors(out):
@@ -98,62 +99,62 @@ def launch(
 
 
 def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: bool = False) -> dict[str, Any]:
-    """What `--dry-run` prints: the estimate of the whole run, and its settings. It refuses what training would."""
+    """What `--dry-run` prints: an estimate of the whole run, and its settings. Raises where `launch` would."""
     out, tokens, missing = Path(out), 0, None
-    run, written = _settings(source, overrides, out, resume)
+    run, user_keys = _load_settings(source, overrides, out, resume)
     if _has_data(run):
         data = open_data(run.data)
         tokens = data.tokens
-        run = run if checkpoints(out) else _settle_run(run, written, data)
-        batches_of(run, data)  # refuses data that is too short
+        run = run if checkpoints(out) else _complete_model(run, user_keys, data)
+        batches_of(run, data)  # raises if the data is too short
     else:
-        run = with_expected_vocab(run, written)
+        run = with_expected_vocab(run, user_keys)
         remedy = "make it with `loopformer prepare`"
         if run.data.prepare is not None:
             remedy = f"training prepares it first, from {run.data.prepare}"
         missing = f"not there yet: {run.data.path}; {remedy}"
         if run.init_from is not None:
-            run = _with_starting_model(run, written, find_config(run.init_from)[0])
+            run = _with_starting_model(run, user_keys, find_config(run.init_from)[0])
     ranks = Ranks.start(run.training.device)
     fused = fused_precision(run, ranks) is not None
     micro = run.training.micro_batch
     if micro == "auto":
         micro = estimated_micro_batch(run, 0.9 * available_bytes(ranks.device), ranks.world, fused)
-    micro_batches(run, micro, world=ranks.world)  # refuses rows that the ranks cannot share
+    micro_batches(run, micro, world=ranks.world)  # raises if the rows cannot be divided among the ranks
     estimate = make_plan(run, tokens, ranks.device, micro, ranks.world, fused)
     ranks.close()
     return {"plan": estimate, "settings": run_to_mapping(run), "data_missing": missing}
 
 
-def _settings(source: str | None, overrides: Sequence[str], out: Path, resume: bool) -> tuple[RunConfig, set[str]]:
-    """The settings of a run that starts or resumes, with absolute paths, and the keys that the user wrote."""
+def _load_settings(
+    source: str | None, overrides: Sequence[str], out: Path, resume: bool
+) -> tuple[RunConfig, set[str]]:
+    """The settings of a new or resumed run, with absolute paths, and the keys that the user set."""
     saved = checkpoints(out)
-    # The run's own file, or the newest checkpoint's copy.
+    # If the file in the run's folder is lost, the copy in the newest checkpoint replaces it.
     files = [folder / SETTINGS for folder in (out, *reversed(saved)) if (folder / SETTINGS).is_file()]
     if resume and source is None and not files:
-        raise FileProblem(f"{out} holds no run to go on with; check --out.")
+        raise FileProblem(f"{out} holds no run to resume; check --out.")
     run, keys = load_run(source or (files[0] if resume else DEFAULT_PRESET), overrides)
     if not saved:
         return _with_absolute_paths(run), keys
     if not resume or not files:
         raise LoopformerError(
-            f"{out} already holds a run; go on with `loopformer train --resume --out {out}`, or choose another."
+            f"{out} already holds a run; resume it with `loopformer train --resume --out {out}`, or change --out."
         )
     stored = run_from_mapping(read_yaml(files[0]))
-    if not any(word.startswith("data.path=") for word in overrides):
+    if not any(override.startswith("data.path=") for override in overrides):
         # The run may have been moved, alone or together with its data.
         path = data_folder(out, run.data.path) or data_folder(out, stored.data.path) or stored.data.path
         run = replace(run, data=replace(run.data, path=str(path)))
-    run = _continued(_with_absolute_paths(stored), _with_absolute_paths(run), keys)
+    run = _check_resumable(_with_absolute_paths(stored), _with_absolute_paths(run), keys)
     if not _has_data(run):
-        raise FileProblem(
-            f"The data of this run, {run.data.path}, cannot be found; give its folder with data.path=…"
-        )
+        raise FileProblem(f"Cannot find this run's data, {run.data.path}; give its folder with data.path=…")
     return run, keys
 
 
 def _with_absolute_paths(run: RunConfig) -> RunConfig:
-    """The settings as they are stored, so that a run works from any working directory."""
+    """The settings with absolute paths, so that a stored run can be resumed from any working directory."""
     start = run.init_from
     if start is not None and Path(start).exists():  # it may be a Hub id
         start = os.path.abspath(start)
@@ -161,17 +162,17 @@ def _with_absolute_paths(run: RunConfig) -> RunConfig:
 
 
 def _has_data(run: RunConfig) -> bool:
-    """Whether the data is there: states are drawn, tokens must have been prepared."""
+    """Whether the data can be opened. Words for state tracking are generated, but tokens must be prepared."""
     return run.data.states is not None or is_prepared(run.data.path)
 
 
-def _settle_run(run: RunConfig, written: set[str], data: TokenData | Group) -> RunConfig:
-    """The settings with the vocabulary of the data, or with the model settings of the starting model."""
+def _complete_model(run: RunConfig, user_keys: set[str], data: TokenData | Group) -> RunConfig:
+    """The run with the model settings of its starting model, or else with the vocabulary of its data."""
     if run.init_from is not None:
-        model, tokenizer = find_config(run.init_from)
-        _check_same_tokenizer(tokenizer, model, data)
-        return _with_starting_model(run, written, model)
-    if "model.vocab" not in written:
+        model, tokenizer_folder = find_config(run.init_from)
+        _check_same_tokenizer(tokenizer_folder, model, data)
+        return _with_starting_model(run, user_keys, model)
+    if "model.vocab" not in user_keys:
         run = replace(run, model=replace(run.model, vocab=data.vocab_size))
     if run.model.vocab < data.vocab_size:
         raise LoopformerError(
@@ -181,28 +182,30 @@ def _settle_run(run: RunConfig, written: set[str], data: TokenData | Group) -> R
     return run
 
 
-def _with_starting_model(run: RunConfig, written: set[str], model: ModelConfig) -> RunConfig:
-    _check_written(run.model, model, written, "the starting model")
+def _with_starting_model(run: RunConfig, user_keys: set[str], model: ModelConfig) -> RunConfig:
+    _check_model_keys(run.model, model, user_keys, "the starting model")
     return replace(run, model=model)
 
 
-def _check_same_tokenizer(folder: Path | None, model: ModelConfig, data: TokenData | Group) -> None:
-    """Refuse a starting model whose token ids are not those of the data."""
-    if folder is None and data.vocab_size != model.vocab:
+def _check_same_tokenizer(tokenizer_folder: Path | None, model: ModelConfig, data: TokenData | Group) -> None:
+    """Refuse a starting model with other token ids than the data."""
+    if tokenizer_folder is None and data.vocab_size != model.vocab:
         raise LoopformerError(
             f"The starting model has {model.vocab} tokens and no tokenizer, the data's tokenizer has "
             f"{data.vocab_size}; prepare the data with the model's own tokenizer."
         )
-    if folder is not None and Tokenizer.load(folder).hash != data.tokenizer.hash:
-        remedy = f"prepare it again with --tokenizer {folder / 'tokenizer.json'}"
+    if tokenizer_folder is not None and Tokenizer.load(tokenizer_folder).hash != data.tokenizer.hash:
+        remedy = f"prepare it again with --tokenizer {tokenizer_folder / 'tokenizer.json'}"
         if isinstance(data, Group):
             remedy = f"start from a model that was trained with data.states={data.name}, or leave init_from out"
-        raise LoopformerError(f"The data was made with another tokenizer than the model in {folder}; {remedy}.")
+        raise LoopformerError(
+            f"The data was made with another tokenizer than the model in {tokenizer_folder}; {remedy}."
+        )
 
 
-def _check_written(wanted: ModelConfig, model: ModelConfig, written: set[str], owner: str) -> None:
-    """Refuse model settings that the user wrote and that an existing model does not have."""
-    for name in sorted(written):
+def _check_model_keys(wanted: ModelConfig, model: ModelConfig, user_keys: set[str], owner: str) -> None:
+    """Refuse model settings that the user set to other values than an existing model has."""
+    for name in sorted(user_keys):
         section, _, key = name.partition(".")
         if section == "model" and getattr(wanted, key) != getattr(model, key):
             raise LoopformerError(
@@ -210,24 +213,25 @@ def _check_written(wanted: ModelConfig, model: ModelConfig, written: set[str], o
             )
 
 
-def _continued(stored: RunConfig, wanted: RunConfig, written: set[str]) -> RunConfig:
-    """The wanted settings for a resumed run, unless they make it another run."""
-    # The data and the starting model decided some of the model's settings, so only what the user wrote can differ.
-    _check_written(wanted.model, stored.model, written, "this run")
-    for name in FIXED:
+def _check_resumable(stored: RunConfig, wanted: RunConfig, user_keys: set[str]) -> RunConfig:
+    """The wanted settings with the stored model. Raises if they change what the run trains."""
+    # `wanted` lacks what the data and the starting model decided, so only the keys that the user set are compared.
+    _check_model_keys(wanted.model, stored.model, user_keys, "this run")
+    for name in FIXED_ON_RESUME:
         before, now = attrgetter(name)(stored), attrgetter(name)(wanted)
         started = "other trajectories" if name == "objective.trajectories" else f"{name} = {before}, not {now}"
-        remedy = "leave it so, as --resume does where no preset or file is named, or start a new run"
+        remedy = "set it back, use --resume without a preset or file, or start a new run"
         require(before == now, f"This run was started with {started}; {remedy}.")
     return replace(wanted, model=stored.model)
 
 
 @contextmanager
 def _out_of_memory_advice() -> Iterator[None]:
-    """Replace an out-of-memory error of a GPU or the CPU by one with a remedy."""
+    """Replace an out-of-memory error of the GPU or CPU by an error that says how to use less."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        # On the CPU, PyTorch raises a plain RuntimeError that only its text tells apart.
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
             raise RunFailed(
                 "The device ran out of memory; lower training.micro_batch (or set it to auto), set "
