@@ -59,7 +59,7 @@ def prefill(
 
 
 def kv_bytes_per_slot(model: LoopedLM) -> int:
-    """Keys and values of a slot that is used in every loop; it has room for a wgap context."""
+    """Keys and values of a slot that is used in every loop; it has room for a whole context."""
     return model.config.context * model.cost.kv_bytes(value_bytes=model.tokens.weight.element_size())
 
 

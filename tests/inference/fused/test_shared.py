@@ -198,7 +198,7 @@ def test_a_request_cancelled_while_its_prompt_is_under_way_takes_nothing_with_it
 def test_a_request_that_can_never_come_in_ends_with_the_reason(
     model: LoopedLM, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    monkeypatch.setattr(SharedBackend, "piece", 8)  # the longer one is run in pieces
+    monkeypatch.setattr(SharedBackend, "prefill_chunk", 8)  # the longer one is run in pieces
     backend = backend_of(model)
     engine = Engine(model, Letters(), backend)
     fill: Any = backend._batch.fill
@@ -230,7 +230,7 @@ def test_a_request_that_can_never_come_in_ends_with_the_reason(
 def test_texts_are_those_of_the_plain_path(
     model: LoopedLM, expected: list[Result], pages: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SharedBackend, "piece", piece)  # of a prompt, at a time
+    monkeypatch.setattr(SharedBackend, "prefill_chunk", piece)  # of a prompt, at a time
     backend = backend_of(model, pages)
     results = finished(Engine(model, Letters(), backend), asked(model))
     same(results, expected)
