@@ -172,8 +172,8 @@ def run_replicas(settings: ServerSettings, count: ReplicaCount, say: Callable[[s
     require(":" not in device, f"With --ray each replica gets its own GPU; use --device cuda, not {device}.")
     if Path(model).exists():
         settings = replace(settings, worker=replace(settings.worker, model=str(Path(model).resolve())))
-    # Ray binds the address later. Binding it now refuses a port in use before Ray starts, and turns --port 0 into a
-    # port.
+    # Ray binds the address later. Binding it now refuses a port in use before Ray starts, and turns --port 0 into
+    # the number of a free port.
     with bind(settings.host, settings.port) as listener:
         address = listener.getsockname()
     with _StopSignals() as signals, _ray(count):
@@ -251,7 +251,7 @@ def _ray(count: ReplicaCount) -> Iterator[None]:
         yield
     finally:
         if address != "local":
-            serve.shutdown()  # else the proxy and the replicas stay in the joined Ray
+            serve.shutdown()  # `ray.shutdown` only leaves a joined Ray; the proxy and the replicas would go on
         ray.shutdown()
 
 
@@ -292,7 +292,7 @@ def _deploy(
 
 
 def _broadcast(handle: Any, method: str) -> list[Any]:
-    """The answers of the replicas, without those that failed; none without replicas or in time."""
+    """The answers of all replicas that did not fail. Empty if there is no replica or the broadcast times out."""
     from ray.serve.exceptions import DeploymentUnavailableError
 
     try:
