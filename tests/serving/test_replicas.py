@@ -75,7 +75,7 @@ def test_what_cannot_be_is_one_sentence(folder: str) -> None:
 
     assert "add --ray" in said("--replicas", "2")
     assert "a number or a range" in said("--ray", "--replicas", "some")
-    assert "say --device cuda, not cuda:1" in said("--ray", "--device", "cuda:1")
+    assert "use --device cuda, not cuda:1" in said("--ray", "--device", "cuda:1")
 
 
 def test_without_ray_its_extra_is_named(folder: str) -> None:
