@@ -175,9 +175,9 @@ def test_what_is_wrong_for_all_lines_is_said_before_the_first(
 
 def test_input_and_out_go_together(model: str, prompts: Path) -> None:
     for words, said in [
-        (["--input", str(prompts)], "--input, the prompts, and --out, their answers, go together."),
-        (["every", "--out", "x"], "--input, the prompts, and --out, their answers, go together."),
-        (["every", "--rows", "2"], "--rows goes with --input."),
+        (["--input", str(prompts)], "--input and --out go together: prompts, and their answers."),
+        (["every", "--out", "x"], "--input and --out go together: prompts, and their answers."),
+        (["every", "--rows", "2"], "--rows is for a file of prompts; add --input."),
     ]:
         error = CliRunner().invoke(app, ["generate", "-m", model, *words]).exception
         assert isinstance(error, LoopformerError)

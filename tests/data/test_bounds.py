@@ -108,7 +108,7 @@ def test_a_window_that_is_too_large(tmp_path: Path) -> None:
     large_window(tmp_path / "a.txt.xz")
     (problem,) = read_records(tmp_path / "a.txt.xz", "text")
     assert isinstance(problem, BadRecord)
-    assert "takes more than 128 MB to unpack" in str(problem)
+    assert "takes more than 128 MB to decompress" in str(problem)
 
 
 def test_padded_xz(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_padded_xz(tmp_path: Path) -> None:
 
 BAD_LINES = {
     b'{"text": ': "line 2 is not JSON",
-    b"[" * 100_000: "line 2 is not JSON that can be read: it is nested too deeply",
+    b"[" * 100_000: "line 2 is JSON that is nested too deeply; remove it",
     b'{"text": "x", "n": ' + b"7" * 5000 + b"}": "line 2 is not JSON (Exceeds the limit",
     b'{"text": "caf\xe9"}': "line 2 is not UTF-8",
     b"[1]": "line 2 must be an object",

@@ -97,7 +97,7 @@ def test_damaged_archive(tmp_path: Path, packing: str, damage: str) -> None:
     ("name", "content", "sentence"),
     [
         ("a.txt", b"a\ncaf\xe9", "a.txt line 2 is not UTF-8"),
-        ("a.parquet", b"PAR1 no", "a.parquet is no readable parquet file"),
+        ("a.parquet", b"PAR1 no", "a.parquet is not a readable parquet file"),
     ],
 )
 def test_wrong_content_beside_lines_of_jsonl(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:

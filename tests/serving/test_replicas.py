@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from loopformer import LoopformerError
 from loopformer.cli import app
-from loopformer.serving.replicas import ByReplica, PatientApp, ReplicaCount
+from loopformer.serving.replicas import MetricsByReplica, ReplicaCount, WaitForEngine
 
 
 def test_a_number_is_fixed_and_a_range_follows_the_queues() -> None:
@@ -36,7 +36,7 @@ def test_metrics_of_all_replicas_are_one_text() -> None:
         Counter("loopformer:requests", "Requests.", ["budget"], registry=registry).labels("4").inc(requests)
         Histogram("loopformer:seconds", "Seconds.", registry=registry, buckets=(1.0,)).observe(0.5)
         counted[name] = list(registry.collect())
-    text = generate_latest(ByReplica(counted.items())).decode()
+    text = generate_latest(MetricsByReplica(counted.items())).decode()
     assert text.count("# TYPE loopformer:requests_total counter") == 1
     samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
     found = {each.labels["replica"]: each.value for each in samples if each.name == "loopformer:requests_total"}
@@ -52,7 +52,7 @@ def test_what_comes_while_there_is_no_engine_waits_for_one() -> None:
 
     async def run(seconds: float) -> None:
         engine: Any = SimpleNamespace(state="lost")
-        patient, none = PatientApp(answer, engine, seconds), (None, None)
+        patient, none = WaitForEngine(answer, engine, seconds), (None, None)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(patient({"type": "http", "method": "POST"}, *none))  # type: ignore[arg-type]
             tasks.create_task(patient({"type": "http", "method": "GET"}, *none))  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def test_what_cannot_be_is_one_sentence(folder: str) -> None:
 
     assert "add --ray" in said("--replicas", "2")
     assert "a number or a range" in said("--ray", "--replicas", "some")
-    assert "say --device cuda, not cuda:1" in said("--ray", "--device", "cuda:1")
+    assert "use --device cuda, not cuda:1" in said("--ray", "--device", "cuda:1")
 
 
 def test_without_ray_its_extra_is_named(folder: str) -> None:

@@ -65,12 +65,12 @@ def test_damaged_checkpoints_are_set_aside_and_never_deleted(
         (newest / "checksums.json").write_text("{}")
         contents[name] = (newest / "optimizer" / "optimizer.safetensors").read_bytes()
         launch(None, [], run, resume=True)
-        assert f"It is kept as {newest.with_name(name)}." in capsys.readouterr().err
+        assert f"A damaged checkpoint is kept as {newest.with_name(name)}." in capsys.readouterr().err
     for name, content in contents.items():
         assert (run / "checkpoints" / name / "optimizer" / "optimizer.safetensors").read_bytes() == content
     assert checkpoints(run)[-1].name == "step-00000006"
     launch(None, ["training.steps=5"], run, resume=True)
-    assert "nothing is left to train: step 6 of training.steps=5" in capsys.readouterr().err
+    assert "the run is already finished: step 6 of training.steps=5" in capsys.readouterr().err
 
 
 def test_an_unreadable_checkpoint_stops_a_resume(small: Small, tmp_path: Path) -> None:

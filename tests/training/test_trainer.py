@@ -236,7 +236,7 @@ def test_newer_damaged_checkpoints_do_not_push_out_good_ones(small: Small, tmp_p
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000003"]
     assert good.name == "step-00000002"
     (checkpoints(tmp_path / "run")[0] / "state.json").unlink()
-    with pytest.raises(LoopformerError, match=r"state.json is missing.* None is left"):
+    with pytest.raises(LoopformerError, match=r"state.json is missing.* No checkpoint is intact"):
         launch("demo", again, tmp_path / "run", resume=True, quiet=True)
 
 
@@ -546,7 +546,7 @@ def test_auto_names_what_keeps_passes_from_being_fused(monkeypatch: pytest.Monke
     settings = ("training.dtype=bfloat16", "model.norms=sandwich")
     assert precision_on("cuda", 1, *settings, said=said) is None
     assert said == [
-        "training without fused passes: its kernels have no norms after a sum; leave model.norms at pre"
+        "training without fused kernels: its kernels have no norms after a sum; leave model.norms at pre"
     ]
     assert precision_on("cpu", 1, *settings, said=said) is None
     assert precision_on("cuda", 1, *settings, "training.fused=false", said=said) is None

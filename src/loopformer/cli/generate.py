@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 def _outcome_of_stop(*_: Any, source: Path | None = None, **__: Any) -> str:
+    """What Ctrl-C leaves behind. The parameters are those of `generate`."""
     if source is None:
         return "only the text printed so far is kept, the same command starts again"
     return "answered lines are kept, the same command continues after them"
@@ -50,16 +51,16 @@ def generate(
     budget: BudgetOption = None,
     trajectory: TrajectoryOption = None,
     schedule: Annotated[
-        str, typer.Option(help="The schedule of a budget: uniform, or best, the result of `loopformer search`.")
+        str, typer.Option(help="How a budget is split into steps: uniform, or best, as `loopformer search` found.")
     ] = "uniform",
     max_ms_per_token: Annotated[
-        float | None, typer.Option(help="Use the largest budget that is this fast on this machine.")
+        float | None, typer.Option(help="Use the largest budget that takes at most this long per token here.")
     ] = None,
     max_flops: Annotated[
         float | None, typer.Option(help="Use the largest budget within this many FLOPs per token.")
     ] = None,
     compare: Annotated[
-        str | None, typer.Option(help="Show budgets and schedules side by side: 1,2,4-2-1-1.")
+        str | None, typer.Option(help="Show several budgets or trajectories side by side, such as 1,2,4-2-1-1.")
     ] = None,
     max_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
@@ -82,9 +83,9 @@ def generate(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="The file of answers to --input. An existing one is continued."),
+        typer.Option("--out", "-o", help="The file for the answers to --input. If it exists, it is continued."),
     ] = None,
-    rows: Annotated[int | None, typer.Option(help="Prompts of --input that run at once. Default: 16.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Maximum prompts of --input at once. Default: 16.")] = None,
     removed_certainty: RemovedCertainty = None,
     removed_draft: RemovedDraft = None,
     removed_int8: RemovedInt8 = False,
@@ -107,20 +108,20 @@ def generate(
 
     targets = {"--max-ms-per-token": max_ms_per_token, "--max-flops": max_flops}
     check_at_most_one({"--budget": budget, "--trajectory": trajectory, **targets, "--compare": compare})
-    one_prompt = {"a prompt": prompt, "--compare": compare, **targets, "--json": as_json}
-    for name, value in {**one_prompt, "--schedule": schedule != "uniform"}.items():
+    single_prompt_only = {"a prompt": prompt, "--compare": compare, **targets, "--json": as_json}
+    for name, value in {**single_prompt_only, "--schedule": schedule != "uniform"}.items():
         check_at_most_one({"--input": source, name: value})
-    # These two run on the plain path.
-    plain = {"--compare": compare, "--max-ms-per-token": max_ms_per_token}
-    for name, value in plain.items():
+    # These two measure without the fused kernels, so they exclude --fast.
+    unfused_only = {"--compare": compare, "--max-ms-per-token": max_ms_per_token}
+    for name, value in unfused_only.items():
         check_at_most_one({"--fast": fast, name: value})
-    require((source is None) == (out is None), "--input, the prompts, and --out, their answers, go together.")
-    require(rows is None or source is not None, "--rows goes with --input.")
+    require((source is None) == (out is None), "--input and --out go together: prompts, and their answers.")
+    require(rows is None or source is not None, "--rows is for a file of prompts; add --input.")
     require(
         schedule == "uniform" or any(value is not None for value in (budget, *targets.values())),
         "--schedule goes with --budget, --max-flops or --max-ms-per-token.",
     )
-    text = prompt if prompt is not None else _standard_input() if source is None else ""
+    text = _standard_input() if prompt is None and source is None else prompt or ""
     require(text != "" or source is not None, "The prompt is empty; give one, or pipe text into standard input.")
 
     chosen_dtype = None if dtype is None else dtype_of(dtype)
@@ -128,9 +129,9 @@ def generate(
     compared = None if compare is None else [lm.model.resolve(part) for part in compare.split(",")]
     # Saved schedules and answers are keyed by the weights on disk, so hash them before they are cast.
     weights = None if schedule == "uniform" and source is None else weights_hash(lm.model)
-    is_plain = any(value is not None for value in plain.values())
-    mode: Fast = "auto" if fast is None and not is_plain else bool(fast)
-    fused = move_to_device(lm, device, chosen_dtype, mode)
+    needs_unfused = any(value is not None for value in unfused_only.values())
+    mode: Fast = "auto" if fast is None and not needs_unfused else bool(fast)
+    is_fused = move_to_device(lm, device, chosen_dtype, mode)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -144,7 +145,7 @@ def generate(
     if source is not None and out is not None:
         defaults = {"budget": budget, "trajectory": trajectory, **options}
         with output_file(out):
-            _answer_file(lm, source, out, 16 if rows is None else rows, defaults, mode is True or fused, weights)
+            _answer_file(lm, source, out, 16 if rows is None else rows, defaults, mode is True or is_fused, weights)
     elif compared is not None:
         _compare(lm, text, compared, options, as_json)
     else:
@@ -153,7 +154,7 @@ def generate(
         if schedule != "uniform":
             budget, trajectory = None, str(scheduled_trajectory(model, lm.model, budget or 0, schedule, weights))
         requests = lm.requests([text], budget, trajectory, **options)
-        _stream(lm, requests, mode, fused, max_ms_per_token, as_json)
+        _stream(lm, requests, mode, is_fused, max_ms_per_token, as_json)
 
 
 def _standard_input() -> str:
@@ -177,30 +178,30 @@ def _answer_file(
 
     def request_of(fields: dict[str, Any]) -> "Request":
         line = {"stops" if name == "stop" else name: value for name, value in fields.items()}
-        if "budget" in line or "trajectory" in line:  # then neither comes from the command line
+        if "budget" in line or "trajectory" in line:  # it replaces both of the command line
             line = {"budget": None, "trajectory": None, **line}
         return lm.requests([line.pop("prompt")], **{**defaults, **line})[0]
 
     engine = lm.engine(rows, queue=rows, fast=fast)
-    # A wrong option is wrong for every line, so refuse it before the first.
+    # A wrong option is wrong for every line, so check the options before the first line is answered.
     (example,) = lm.requests(["a"], **defaults)
     engine.backend.check(example)
     settings = {**defaults, "weights": weights, "tokenizer": lm.need_tokenizer().hash}
     settings |= {"trajectory": str(example.trajectory), "device": lm.model.device.type}
     settings |= {"dtype": lm.model.dtype_name, "fast": fast}
-    del settings["budget"]  # the trajectory says it
+    del settings["budget"]  # the trajectory already determines it
     with progress("prompts") as report:
-        done = answer_file(source, out, engine, request_of, settings, lambda *count: report(source.name, *count))
+        summary = answer_file(source, out, engine, request_of, settings, lambda *count: report(source.name, *count))
     print_files([out])
-    if done.errors:
+    if summary.errors:
         raise RunFailed(
-            f"{done.errors} of {done.lines} lines failed; see `error` in {out}, then correct these lines and put "
-            "them into a new file."
+            f"{summary.errors} of {summary.lines} lines failed; see `error` in {out}, then correct these lines and "
+            "put them into a new file."
         )
 
 
 def _budget_for(lm: "LM", text: str, max_flops: float | None, max_ms_per_token: float | None) -> int:
-    """The largest budget within a target, which is also printed."""
+    """The largest budget within a target. Its expected cost is printed to stderr."""
     from loopformer.inference.budget import budget_for_flops, budget_for_milliseconds
 
     if max_flops is not None:
@@ -218,15 +219,15 @@ def _stream(
     lm: "LM",
     requests: "list[Request]",
     mode: "Fast",
-    fused: bool,
+    is_fused: bool,
     max_ms_per_token: float | None,
     as_json: bool,
 ) -> None:
-    """Run one request and print its text as it comes, then how long it took."""
+    """Run a single request, print its text as it is generated, then the time it took."""
     from loopformer.inference.request import REASONS
 
     results = []
-    first: float | None = None  # when the first token came
+    first: float | None = None  # time of the first event, which ends prefill
     started = time.perf_counter()
     for event in lm.events(requests, mode):
         first = first or time.perf_counter()
@@ -237,20 +238,20 @@ def _stream(
             sys.stdout.flush()
     ended, (result,) = time.perf_counter(), results
     seconds, count = ended - started, len(result.ids)
-    decoding = (ended - first) / (count - 1) * 1e3 if first is not None and count > 1 else None
+    ms_per_token = (ended - first) / (count - 1) * 1e3 if first is not None and count > 1 else None
     if as_json:
         content = {"text": result.text, "reason": result.reason, "trajectory": str(result.trajectory)}
         counts = {"prompt_tokens": result.prompt_tokens, "new_tokens": count}
-        timing = {"seconds": seconds, "ms_per_token": decoding}
+        timing = {"seconds": seconds, "ms_per_token": ms_per_token}
         typer.echo(json.dumps({**content, **counts, **timing, "logprobs": result.logprobs}))
         return
     sys.stdout.write("\n")
-    each = "" if decoding is None else f" {decoding:.1f} ms each after the first,"
-    included, notes = "the prompt and compilation" if fused else "the prompt", ""
-    if max_ms_per_token is not None and decoding is not None and decoding > max_ms_per_token:
-        notes = f" slower than {max_ms_per_token:g} ms because the machine is busier than when it was measured;"
+    speed = "" if ms_per_token is None else f" {ms_per_token:.1f} ms each after the first,"
+    included, note = "the prompt and compilation" if is_fused else "the prompt", ""
+    if max_ms_per_token is not None and ms_per_token is not None and ms_per_token > max_ms_per_token:
+        note = f" slower than {max_ms_per_token:g} ms because the machine is busier than when it was measured;"
     typer.echo(
-        f"[{count} tokens,{each} {seconds:.2f} s including {included};{notes} {REASONS[result.reason]}]", err=True
+        f"[{count} tokens,{speed} {seconds:.2f} s including {included};{note} {REASONS[result.reason]}]", err=True
     )
 
 

@@ -13,7 +13,7 @@ from loopformer.config import ModelConfig, load_run, preset_names, with_expected
 from loopformer.config.run import describe_settings, list_presets
 from loopformer.errors import FileProblem, nearest, require
 
-# The columns of the table of budgets: heading, key of the row, divisor, format.
+# The columns of the table of budgets: heading, key of the row, unit to divide by, format.
 BUDGET_COLUMNS = (
     ("budget", "budget", 1, "d"),
     ("GFLOP/token", "forward_gflops_per_token", 1, ".4g"),
@@ -25,9 +25,9 @@ BUDGET_COLUMNS = (
 ModelOrPreset = Annotated[
     str | None, typer.Argument(help=f"{MODEL}; or a preset.", autocompletion=complete_model_or_preset)
 ]
-HELP = "The model or preset, instead of the argument."
 ModelOrPresetOption = Annotated[
-    str | None, typer.Option("--model", "-m", help=HELP, autocompletion=complete_model_or_preset)
+    str | None,
+    typer.Option("--model", "-m", help="The same as the argument MODEL.", autocompletion=complete_model_or_preset),
 ]
 
 
@@ -43,7 +43,9 @@ def info(
     settings: Annotated[bool, typer.Option("--settings", help="List the settings of `loopformer train`.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print a model's sizes, k⊗L and the cost of each budget; without a model, list the presets.
+    """Print a model's parameters, its shape k⊗L (k blocks, L loops) and the cost of each budget.
+
+    Without a model, list the presets.
 
     Example: loopformer info paper/loopformer-3x8
     """
@@ -77,9 +79,9 @@ def _show_presets(as_json: bool) -> None:
     print_table(["preset", "k⊗L", "million", "what it is"], cells, left=1, text=(3,))
     sizes = next(row["sizes"] for row in rows if row["name"] == "paper/loopformer")
     typer.secho(
-        f"Parameters in millions. Those of paper/ also come as -{', -'.join(sizes)}, paper/base as -3x1 to -24x1. "
-        "`loopformer train PRESET data.path=… --out …` trains one on your text; `loopformer info --settings` lists "
-        "what can be set.",
+        f"Parameters in millions. Presets in paper/ also exist with the suffixes -{', -'.join(sizes)}, "
+        "and paper/base with -3x1 to -24x1. `loopformer train PRESET data.path=… --out …` trains one on your text. "
+        "`loopformer info --settings` lists the settings.",
         dim=True,
     )
 
@@ -94,9 +96,9 @@ def _show_settings(as_json: bool) -> None:
 
 def config_of(model: str, heads: int | None = None, loops: int | None = None) -> ModelConfig:
     """The settings of a preset or of a model on disk."""
-    names, is_plain = preset_names(), heads is None and loops is None
-    if model in names:
-        require(is_plain, "--heads and --loops are for weights without a config, not presets.")
+    presets = preset_names()
+    if model in presets:
+        require(heads is None and loops is None, "--heads and --loops are for weights without a config.")
         return with_expected_vocab(*load_run(model)).model
     from loopformer.loading import find_config
 
@@ -104,8 +106,8 @@ def config_of(model: str, heads: int | None = None, loops: int | None = None) ->
         return find_config(model, heads, loops)[0]
     except FileProblem as error:
         if Path(model).exists():
-            raise
-        hint = nearest(model, names, otherwise="`loopformer info` lists them.")
+            raise  # the user meant this file or folder, so a hint at presets would mislead
+        hint = nearest(model, presets, otherwise="`loopformer info` lists them.")
         raise FileProblem(f"{str(error).rstrip('.')}; nor is {model} a preset: {hint}") from error
 
 
@@ -114,6 +116,7 @@ def _describe(config: ModelConfig, context: int | None) -> dict[str, Any]:
     from loopformer.model.cost import Cost
 
     cost, length = Cost(config), config.context if context is None else context
+    # `asdict` leaves properties out, so add them by name.
     parameters, derived = cost.parameters, ("embeddings", "without_embeddings", "total")
     return {
         "settings": config.plain(),
@@ -122,6 +125,7 @@ def _describe(config: ModelConfig, context: int | None) -> dict[str, Any]:
         "context": length,
         "training_gflops_per_token": {
             "full_route": cost.training_flops(length) / 1e9,
+            # The objective's short trajectory has L / 2 loops on average.
             "with_short_route": cost.training_flops(length, [config.loops, config.loops / 2]) / 1e9,
             "overhead": cost.training_overhead(length),
         },
@@ -153,6 +157,7 @@ def _show(name: str, report: dict[str, Any]) -> None:
         f"training: {training['full_route']:.4g} GFLOP per token, "
         f"{training['with_short_route']:.4g} with an average short trajectory; context {report['context']}"
     )
+    # Dividing makes a float even of an integer, and the format "d" refuses floats.
     rows = [
         [format(row[key] / unit if unit > 1 else row[key], form) for _, key, unit, form in BUDGET_COLUMNS]
         for row in report["budgets"]

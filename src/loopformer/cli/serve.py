@@ -9,19 +9,19 @@ from loopformer.cli.options import DecodeDtype, Device, FastOption, ModelArgumen
 from loopformer.cli.output import stoppable
 
 
-@stoppable("nothing runs any more, the same command starts again")
+@stoppable("the server has ended, the same command starts it again")
 def serve(
     model: ModelArgument = None,
     model_option: ModelOption = None,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for other machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 chooses a free one.")] = 8000,
-    rows: Annotated[int, typer.Option(min=1, help="Texts generated at once.")] = 16,
+    rows: Annotated[int, typer.Option(min=1, help="Maximum sequences that are generated at once.")] = 16,
     queue: Annotated[int, typer.Option(min=1, help="Maximum queued requests; beyond this, HTTP 429.")] = 64,
     memory: Annotated[
-        int | None, typer.Option(min=1, help="Bytes for keys and values; by default enough for all rows.")
+        int | None, typer.Option(min=1, help="Size of the KV cache in bytes. Default: enough for all rows.")
     ] = None,
     degrade: Annotated[
-        bool, typer.Option("--degrade", help="Grant smaller budgets, down to min_budget, as the queue fills.")
+        bool, typer.Option("--degrade", help="Grant smaller budgets as the queue fills, but at least min_budget.")
     ] = False,
     api_keys: Annotated[
         Path | None, typer.Option(help="A file of API keys, one per line; clients must send one of them.")
@@ -29,10 +29,10 @@ def serve(
     cors: Annotated[
         list[str] | None, typer.Option(help="An origin whose web pages may use the server; repeatable.")
     ] = None,
-    max_prompt: Annotated[int | None, typer.Option(min=1, help="Maximum prompt tokens; the context.")] = None,
-    max_output: Annotated[int | None, typer.Option(min=1, help="Maximum new tokens; the context.")] = None,
+    max_prompt: Annotated[int | None, typer.Option(min=1, help="Most prompt tokens. Default: the context.")] = None,
+    max_output: Annotated[int | None, typer.Option(min=1, help="Most new tokens. Default: the context.")] = None,
     max_body: Annotated[int, typer.Option(min=1, help="Maximum bytes of a body; beyond this, HTTP 413.")] = 1 << 20,
-    timeout: Annotated[float, typer.Option(help="Maximum seconds per request, waiting included.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Maximum seconds per request, including queueing.")] = 600.0,
     step_seconds: Annotated[float, typer.Option(help="Restart the engine after this many silent seconds.")] = 120.0,
     drain_seconds: Annotated[
         float, typer.Option(help="Maximum seconds to finish requests after SIGTERM or Ctrl-C.")
@@ -41,7 +41,7 @@ def serve(
     ray: Annotated[
         bool, typer.Option("--ray", help="Run replicas, each with the options above, behind Ray's proxy.")
     ] = False,
-    replicas: Annotated[str | None, typer.Option(help="With --ray: how many, such as 2, or 1-4 by load.")] = None,
+    replicas: Annotated[str | None, typer.Option(help="With --ray: a number, or 1-4 to scale with load.")] = None,
     fast: FastOption = None,
     device: Device = "auto",
     dtype: DecodeDtype = None,
@@ -71,18 +71,18 @@ def serve(
     )
     settings = ServerSettings(
         worker,
-        host,
-        port,
-        queue,
-        degrade,
-        api_keys,
-        tuple(cors or ()),
-        max_prompt,
-        max_output,
-        max_body,
-        drain_seconds,
-        timeout,
-        log_prompts,
+        host=host,
+        port=port,
+        queue=queue,
+        degrade=degrade,
+        api_keys=api_keys,
+        cors=tuple(cors or ()),
+        max_prompt=max_prompt,
+        max_output=max_output,
+        max_body=max_body,
+        drain_seconds=drain_seconds,
+        timeout=timeout,
+        log_prompts=log_prompts,
     )
     if ray:
         run_replicas(settings, ReplicaCount.parse(replicas or "1"), typer.echo)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from loopformer.data.formats import READABLE, BadRecord, Meter, Record, format_of, import_optional, read_records
+from loopformer.data.formats import SUPPORTED, BadRecord, Meter, Record, format_of, import_optional, read_records
 from loopformer.data.splits import clean
 from loopformer.errors import FileProblem, LoopformerError, require
 from loopformer.files import sha256_of
@@ -234,7 +234,7 @@ def _find_files(given: str) -> tuple[Path, list[Path]]:
     path = Path(given)
     if path.is_file():
         if format_of(path) is None:
-            raise FileProblem(f"{given} has an unknown ending; prepare reads {READABLE}.")
+            raise FileProblem(f"{given} has an unknown ending; prepare reads {SUPPORTED}.")
         return path.parent, [path]
     if path.is_dir():
         root, entries = path, list(path.rglob("*"))
@@ -247,7 +247,7 @@ def _find_files(given: str) -> tuple[Path, list[Path]]:
     files = {os.path.realpath(path): path for path in sorted(entries, reverse=True) if format_of(path)}
     paths = sorted(path for path in files.values() if path.is_file())
     if not paths:
-        raise FileProblem(f"{given} holds no file that prepare reads; it reads {READABLE}.")
+        raise FileProblem(f"{given} holds no file that prepare reads; it reads {SUPPORTED}.")
     return root, paths
 
 

@@ -2,11 +2,11 @@
 
 Each scalar (time t, step size Δ or loop index) becomes Fourier features, and a 2-layer SiLU MLP turns them into a
 vector [D]. The sum of these vectors goes through one modulator per block, which gives gates α₁, α₂ and scales γ₁,
-γ₂. All of it depends on (t, Δ) alone. So it is computed once per trajectory as a table [M, k, 4, D], never per
-token or per sequence.
+γ₂. All of it depends on (t, Δ) alone, not on the tokens. So it is computed once per trajectory as a table
+[M, k, 4, D].
 
-With `model.inject` gated, the same sum also gives a vector [D] per loop: how much of the embedding is added to the
-state before it.
+With `model.inject` gated, the same sum also gives a gate [D] per loop. It says how much of the token embedding is
+added to the state before that loop.
 """
 
 import math
@@ -30,7 +30,7 @@ class Condition(NamedTuple):
     injection: Tensor | None = None  # [N, D]; None: nothing is injected
 
     def at(self, index: int | slice) -> "Condition":
-        """The condition of one loop or of some."""
+        """The condition of a single loop (without the dimension N), or of a slice of the loops."""
         return self.map(lambda part: part[index])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Condition":
@@ -42,14 +42,20 @@ class Condition(NamedTuple):
         return [part for part in self if part is not None]
 
     @staticmethod
-    def stack(each: Sequence["Condition"]) -> "Condition":
-        """Conditions without the first dimension as one with it; all must have the same parts."""
-        parts = ([part for part in parts if part is not None] for parts in zip(*each, strict=True))
-        return Condition(*(torch.stack(part) if part else None for part in parts))
+    def stack(conditions: Sequence["Condition"]) -> "Condition":
+        """N conditions, each of a single loop and without the dimension N, stacked into one.
+
+        Either all of them have a modulation or none has, and the same for the injection.
+        """
+        present = ([part for part in parts if part is not None] for parts in zip(*conditions, strict=True))
+        return Condition(*(torch.stack(tensors) if tensors else None for tensors in present))
 
 
 class ZeroLinear(nn.Linear):
-    """A linear map that starts at 0 without drawing, so that a model with it starts as the one without."""
+    """A linear map initialised to zero.
+
+    It draws no random numbers, so a model with this layer gets the same initial weights as one without it.
+    """
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -72,31 +78,38 @@ class ScalarEmbedding(nn.Module):
 
 
 class Conditioner(nn.Module):
-    """Trajectory → condition of its loops. Only the embeddings that the model's conditioning uses exist."""
+    """Turns a trajectory into the condition of its loops.
+
+    It holds only the scalar embeddings that `model.conditioning` uses.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.kind = config.conditioning
         self.scale = config.time_scale
+        # With kind "index", `time` embeds the loop index in place of t.
         self.time = ScalarEmbedding(config.width) if self.kind in ("index", "time", "trajectory") else None
         self.step = ScalarEmbedding(config.width) if self.kind in ("step", "trajectory") else None
         self.modulators = nn.ModuleList(nn.Linear(config.width, 4 * config.width) for _ in range(config.blocks))
         self.injector = ZeroLinear(config.width, config.width) if config.inject == "gated" else None
 
     def forward(self, trajectory: Trajectory) -> Condition:
-        """Modulations [M, k, 4, D], for each block both gates, then both scales; and injections [M, D], if any."""
+        """The condition of the M loops: modulations [M, k, 4, D] and, with gated injection, injections [M, D].
+
+        The four vectors of a block are its two gates and then its two scales.
+        """
         signal: Tensor | None = None
         if self.time is not None:
             # A loop index already spans 0…L-1. Only t and Δ, which lie in [0, 1], are scaled.
-            scaled = [self.scale * float(t) for t in trajectory.times]
-            signal = self.time([float(i) for i in range(len(trajectory))] if self.kind == "index" else scaled)
+            times = [self.scale * float(t) for t in trajectory.times]
+            signal = self.time([float(i) for i in range(len(trajectory))] if self.kind == "index" else times)
         if self.step is not None:
             steps = self.step([self.scale * float(step) for step in trajectory.steps])
             signal = steps if signal is None else signal + steps
         assert signal is not None
-        active = nn.functional.silu(signal)  # [M, D]: each modulator is a linear map behind this one nonlinearity
-        rows = [modulator(active).view(len(trajectory), 4, -1) for modulator in self.modulators]
-        return Condition(torch.stack(rows, dim=1), None if self.injector is None else self.injector(active))
+        active = nn.functional.silu(signal)  # [M, D]; all modulators share this nonlinearity
+        per_block = [modulator(active).view(len(trajectory), 4, -1) for modulator in self.modulators]
+        return Condition(torch.stack(per_block, dim=1), None if self.injector is None else self.injector(active))
 
     @torch.no_grad()
     def initialise(self, how: str) -> None:
@@ -109,11 +122,11 @@ class Conditioner(nn.Module):
             else:
                 nn.init.zeros_(modulator.weight)
             if how == "one":
-                modulator.bias.view(4, -1)[:2].fill_(1.0)
+                modulator.bias.view(4, -1)[:2].fill_(1.0)  # the two gates
 
 
 def fourier_features(scalars: Tensor) -> Tensor:
-    """[M] → [M, 256]: 128 cosines, then 128 sines, of frequencies from 1 down to 1/max period; in fp32."""
+    """[M] → [M, 256] in fp32: 128 cosines, then 128 sines. Frequencies fall from 1 to about 1 / MAX_PERIOD."""
     half = FOURIER_WIDTH // 2
     exponents = torch.arange(half, dtype=torch.float32, device=scalars.device) / half
     angles = scalars[:, None] * torch.exp(-math.log(MAX_PERIOD) * exponents)

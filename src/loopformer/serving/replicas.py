@@ -1,13 +1,13 @@
-"""Several servers behind one address, by Ray Serve: for when one engine or one machine is too small.
+"""Several servers behind one address, by Ray Serve, for loads beyond one engine or one machine.
 
     run_replicas(ServerSettings(WorkerSettings("runs/mine")), ReplicaCount(2, 2), print)   # until SIGTERM or Ctrl-C
 
-A replica is a complete server without a socket: gate, app, admission, an engine in a process of its own. Ray's
-proxy has the socket and gives each request to the less busy of two replicas. Requests wait and are refused inside a
-replica, since Ray's own back-pressure answers 503 without `Retry-After`.
+A replica is a complete server without a socket: the app behind its gate, its queue, and an engine in a separate
+process. Ray's proxy has the socket and gives each request to the less busy of two replicas. Each replica queues and
+refuses requests itself, because Ray's own back-pressure answers 503 without `Retry-After`.
 
-Ray is started on this machine with a random token, or joined where it runs if `RAY_ADDRESS` is set. It is imported
-in functions only, after the environment variables that keep it from reporting usage are set.
+Ray is started on this machine with a random token. If `RAY_ADDRESS` is set, the Ray that runs there is joined.
+Ray is imported inside functions only: it reports usage unless `_ray` has set the environment variables against it.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from loopformer.serving.server import IDLE_SECONDS, ServerSettings, bind, greeti
 
 logger = logging.getLogger(__name__)
 APP = "loopformer"  # the name of the application in Ray, and of its only deployment
-MAX_UNADMITTED = 1000  # requests that a replica may hold besides the admitted ones: probes, and those it refuses
-HEALTH_SECONDS = 5.0  # between health checks of a replica
-BROADCAST_SECONDS = 10.0  # for all replicas to answer a broadcast
-QUIET_LOGGING = {"log_level": "CRITICAL", "enable_access_log": False}  # as replicas log requests themselves
+MAX_UNADMITTED = 1000  # requests that a replica may hold besides admitted ones: health probes and refusals
+HEALTH_CHECK_SECONDS = 5.0  # between two health checks of a replica
+BROADCAST_TIMEOUT = 10.0  # seconds until all replicas must have answered a broadcast
+QUIET_LOGGING = {"log_level": "CRITICAL", "enable_access_log": False}  # replicas log requests themselves
 
 
 @dataclass(frozen=True)
 class ReplicaCount:
-    """How many replicas there are: a fixed number, or a range in which the queues decide."""
+    """How many replicas there are: a fixed number, or a range in which Ray scales with the load."""
 
     minimum: int
     maximum: int
 
     @staticmethod
     def parse(text: str) -> ReplicaCount:
-        """`2`, or `1-4`."""
+        """The count of an option such as `2` or `1-4`."""
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
         count = ReplicaCount(int(match[1]), int(match[2] or match[1])) if match else ReplicaCount(0, 0)
         require(
@@ -64,7 +64,7 @@ class ReplicaCount:
         return count
 
     def options(self, rows: int) -> dict[str, Any]:
-        """The options of a Ray deployment. Replicas with more than `rows` requests each get another one."""
+        """The options of a Ray deployment. Ray aims at `rows` ongoing requests per replica."""
         low, high = self.minimum, self.maximum
         if low == high:
             return {"num_replicas": low}
@@ -72,77 +72,82 @@ class ReplicaCount:
         return {"autoscaling_config": scaling}
 
 
-def is_lost(engine: EngineProcess) -> bool:
+def is_down(engine: EngineProcess) -> bool:
     return engine.state in ("lost", "hung")
 
 
-class PatientApp:
-    """The app, but a POST that comes while there is no engine waits for the next engine.
+class WaitForEngine:
+    """The app, except that a POST waits while the engine is down.
 
-    A replica that refused it at once would count as the least busy one, and so get all of the requests.
+    A replica that refused requests at once would look the least busy, so Ray would send all requests to it.
     """
 
     def __init__(self, app: ASGIApp, engine: EngineProcess, seconds: float) -> None:
         self._app, self._engine, self._seconds = app, engine, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        until = time.monotonic() + self._seconds
-        while scope.get("method") == "POST" and is_lost(self._engine) and time.monotonic() < until:
+        deadline = time.monotonic() + self._seconds
+        while scope.get("method") == "POST" and is_down(self._engine) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         await self._app(scope, receive, send)
 
 
 class Replica:
-    """The actor that Ray runs: the app, and methods for broadcasts. Its engine ends with its process."""
+    """The actor that Ray runs: the app, and methods for broadcasts."""
 
     async def __init__(self, settings: ServerSettings, keys: tuple[bytes, ...]) -> None:  # type: ignore[misc]
         log_as_json()
-        vars(sys.modules["__main__"]).pop("__file__", None)  # else the engine's process imports Ray's worker, too
+        # A spawned process imports the file of __main__ again. Here that is Ray's worker, which must not run twice.
+        vars(sys.modules["__main__"]).pop("__file__", None)
+        # The context is entered and never left, because the engine ends with this process. It must be referenced:
+        # collecting it as garbage could stop the engine.
         self._started = started_app(settings, keys)
         try:
             app, self._service, self._ready = await self._started.__aenter__()
         except LoopformerError as error:
             logger.error("A replica cannot be started: %s", error)
             raise
-        self._app = PatientApp(app, self._service.engine, settings.timeout)
+        self._app = WaitForEngine(app, self._service.engine, settings.timeout)
+        # The proxy picks any replica for /metrics, so each must answer for all of them.
         self._service.metrics_text = self._all_metrics
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app
 
     def check_health(self) -> None:
-        """Raises while there is no engine. After three times in a row Ray replaces the replica."""
-        if is_lost(self._service.engine):
-            raise RunFailed("The engine is started again.")
+        """Raise while the engine is down. After three failures in a row Ray replaces the replica."""
+        if is_down(self._service.engine):
+            raise RunFailed("The engine is down; it is being restarted.")
 
     def ready(self) -> EngineReady:
         return self._ready
 
     async def drain(self) -> int:
-        """Accept nothing new. Returns the number of texts still in flight."""
+        """Refuse new requests; return how many sequences are still in flight."""
         self._service.is_draining = True
         return self._service.admission.in_flight
 
-    async def drop(self) -> None:
-        """End the requests that still run with an error."""
+    async def stop_engine(self) -> None:
+        """Stop the engine. Requests that still run end with an error."""
         await self._service.engine.stop()
 
     async def metrics(self) -> tuple[str, list[Metric]]:
+        """The replica's name and its own metrics."""
         from ray import serve
 
         return serve.get_replica_context().replica_id.unique_id, list(self._service.metrics.registry.collect())
 
     async def _all_metrics(self) -> bytes:
-        """The metrics of all replicas, which is what any of them serves."""
+        """The metrics of all replicas, as Prometheus text."""
         from ray import serve
 
         replies = serve.get_deployment_handle(APP, APP).broadcast("metrics")
-        answers = await replies.results_async(timeout_s=BROADCAST_SECONDS, return_exceptions=True)
-        return generate_latest(ByReplica(each for each in answers if not isinstance(each, BaseException)))
+        answers = await replies.results_async(timeout_s=BROADCAST_TIMEOUT, return_exceptions=True)
+        return generate_latest(MetricsByReplica(each for each in answers if not isinstance(each, BaseException)))
 
 
-class ByReplica(Collector):
-    """The metrics of several replicas, with their names as labels."""
+class MetricsByReplica(Collector):
+    """The metrics of several replicas, each sample labelled with its replica."""
 
     def __init__(self, replicas: Iterable[tuple[str, list[Metric]]]) -> None:
         self._families: dict[str, Metric] = {}
@@ -150,7 +155,7 @@ class ByReplica(Collector):
             for metric in metrics:
                 new = Metric(metric.name, metric.documentation, metric.type)
                 family = self._families.setdefault(metric.name, new)
-                family.samples += [each._replace(labels=each.labels | {"replica": name}) for each in metric.samples]
+                family.samples += [s._replace(labels=s.labels | {"replica": name}) for s in metric.samples]
 
     def collect(self) -> Iterable[Metric]:
         return self._families.values()
@@ -164,13 +169,15 @@ def run_replicas(settings: ServerSettings, count: ReplicaCount, say: Callable[[s
     keys = settings.read_keys()
     model, device = settings.worker.model, settings.worker.device
     inspect_model(model)  # a wrong model fails here, before Ray starts
-    require(":" not in device, f"With --ray every replica has a GPU of its own; say --device cuda, not {device}.")
+    require(":" not in device, f"With --ray each replica gets its own GPU; use --device cuda, not {device}.")
     if Path(model).exists():
         settings = replace(settings, worker=replace(settings.worker, model=str(Path(model).resolve())))
+    # Ray binds the address later. Binding it now refuses a port in use before Ray starts, and turns --port 0 into
+    # the number of a free port.
     with bind(settings.host, settings.port) as listener:
-        address = listener.getsockname()  # Ray binds it anew; now it is known to be free, and --port 0 is chosen
+        address = listener.getsockname()
     with _StopSignals() as signals, _ray(count):
-        signals.listen()  # again: Ray has replaced the handler of SIGTERM by one that aborts
+        signals.listen()  # again, because Ray has replaced our SIGTERM handler by one that aborts
         handle = _deploy(settings, keys, count, address)
         while len(engines := _broadcast(handle, "ready")) < count.minimum:
             time.sleep(0.1)
@@ -182,7 +189,10 @@ def run_replicas(settings: ServerSettings, count: ReplicaCount, say: Callable[[s
 
 
 class _StopSignals:
-    """SIGTERM and Ctrl-C. Once armed, the first one sets the event. Any other one ends everything at once."""
+    """Handlers of SIGTERM and Ctrl-C. Once `armed`, the first signal sets the event.
+
+    Any signal before or after that raises KeyboardInterrupt, so that a slow start or drain can be cut short.
+    """
 
     def __init__(self) -> None:
         self.event, self.armed = threading.Event(), False
@@ -212,11 +222,13 @@ def _ray(count: ReplicaCount) -> Iterator[None]:
     """Ray, started here or joined. It is stopped only if it was started here."""
     address = os.environ.get("RAY_ADDRESS", "local")
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0", RAY_COLOR_PREFIX="0")
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # else one of its threads that ends late starts it again
+    # Otherwise a Ray thread that outlives the shutdown starts Ray again.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     options: dict[str, Any] = {}
     if address == "local":
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux, too, this keeps it on loopback
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # despite its name, on Linux it keeps Ray on loopback
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        # All replicas run on this machine, so they share its cores.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count.maximum)))
         options["include_dashboard"] = False
     try:
@@ -234,19 +246,19 @@ def _ray(count: ReplicaCount) -> Iterator[None]:
         raise RunFailed(f"Ray at {address} cannot be joined or started: {error}") from error
     if address != "local" and serve.status().proxies:
         ray.shutdown()
-        raise LoopformerError(f"Ray Serve is in use at {address}, and has one port; stop what it serves first.")
+        raise LoopformerError(f"Ray Serve at {address} already uses its only port; stop what it serves first.")
     try:
         yield
     finally:
         if address != "local":
-            serve.shutdown()
+            serve.shutdown()  # `ray.shutdown` only leaves a joined Ray; the proxy and the replicas would go on
         ray.shutdown()
 
 
 def _deploy(
     settings: ServerSettings, keys: tuple[bytes, ...], count: ReplicaCount, address: tuple[Any, ...]
 ) -> Any:
-    """Start the proxy and the replicas. Returns the handle that reaches all of them."""
+    """Start the proxy and the replicas; return a handle to all replicas."""
     import ray
     from ray import serve
 
@@ -254,8 +266,8 @@ def _deploy(
     has_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     for name in ("CPU", "GPU") if has_gpu else ("CPU",):
         available, needed = ray.cluster_resources().get(name, 0), count.minimum
-        sentence = f"{needed} replicas need a {name} each, and Ray has {available:g}; choose fewer --replicas."
-        require(needed <= available, sentence)
+        message = f"{needed} replicas need a {name} each, and Ray has {available:g}; choose fewer --replicas."
+        require(needed <= available, message)
     admitted = settings.worker.rows + settings.queue
     deployment = serve.deployment(
         serve.ingress()(Replica),
@@ -263,7 +275,7 @@ def _deploy(
         ray_actor_options={"num_cpus": 1, "num_gpus": int(has_gpu)},
         max_ongoing_requests=admitted + MAX_UNADMITTED,
         max_constructor_retry_count=1,
-        health_check_period_s=HEALTH_SECONDS,
+        health_check_period_s=HEALTH_CHECK_SECONDS,
         graceful_shutdown_timeout_s=settings.drain_seconds,
         graceful_shutdown_wait_loop_s=0.1,
         logging_config=QUIET_LOGGING,
@@ -274,29 +286,31 @@ def _deploy(
     try:
         return serve.run(deployment.bind(settings, keys), name=APP)
     except RuntimeError as error:
-        why = re.findall(r"loopformer\.\S+: (.*)", serve.status().applications[APP].deployments[APP].message)
-        raise RunFailed(why[-1] if why else str(error)) from error
+        # Ray reports the replica's traceback. Its last line with one of our exceptions names the cause.
+        causes = re.findall(r"loopformer\.\S+: (.*)", serve.status().applications[APP].deployments[APP].message)
+        raise RunFailed(causes[-1] if causes else str(error)) from error
 
 
 def _broadcast(handle: Any, method: str) -> list[Any]:
-    """The answers of those replicas that can answer."""
+    """The answers of all replicas that did not fail. Empty if there is no replica or the broadcast times out."""
     from ray.serve.exceptions import DeploymentUnavailableError
 
     try:
-        answers = handle.broadcast(method).results(timeout_s=BROADCAST_SECONDS, return_exceptions=True)
+        answers = handle.broadcast(method).results(timeout_s=BROADCAST_TIMEOUT, return_exceptions=True)
     except (DeploymentUnavailableError, TimeoutError):
         return []
     return [each for each in answers if not isinstance(each, BaseException)]
 
 
 def _drain(handle: Any, seconds: float) -> None:
-    """Wait until nothing is in flight or the time is over, then remove the app."""
+    """Refuse new requests, wait at most `seconds` for those in flight, then remove the app."""
     from ray import serve
     from ray.exceptions import RayActorError
 
-    until = time.monotonic() + seconds
-    while sum(_broadcast(handle, "drain")) and time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    while sum(_broadcast(handle, "drain")) and time.monotonic() < deadline:
         time.sleep(0.1)
-    _broadcast(handle, "drop")
+    # End the requests that still run. Otherwise `serve.delete` waits for them, up to `drain_seconds` again.
+    _broadcast(handle, "stop_engine")
     with contextlib.suppress(RayActorError):  # Serve itself is gone
         serve.delete(APP)

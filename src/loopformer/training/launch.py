@@ -44,7 +44,7 @@ from loopformer.plots import has_matplotlib
 from loopformer.training.distributed import Ranks
 from loopformer.training.plan import estimated_micro_batch, make_plan, micro_batches
 from loopformer.training.reporting import draw_curves
-from loopformer.training.trainer import Trainer, batches_of, fused_precision
+from loopformer.training.trainer import Trainer, fused_precision, open_loaders
 
 # Settings that decide what is trained. All others may change when a run is resumed.
 FIXED_ON_RESUME = (
@@ -106,7 +106,7 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
         data = open_data(run.data)
         tokens = data.tokens
         run = run if checkpoints(out) else _complete_model(run, user_keys, data)
-        batches_of(run, data)  # raises if the data is too short
+        open_loaders(run, data)  # raises if the data is too short
     else:
         run = with_expected_vocab(run, user_keys)
         remedy = "make it with `loopformer prepare`"

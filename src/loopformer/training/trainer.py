@@ -1,9 +1,9 @@
-"""The training loop: from settings to checkpoints, and bit by bit the same after a crash.
+"""The training loop. A run that crashed and resumed ends with bitwise the weights of one that did not.
 
     Trainer(run, Path("runs/mine"), Ranks.start(), resume=False).train()
 
-A step follows from (seed, step): its samples, its trajectories, its learning rate. A checkpoint holds the weights,
-the optimizer's state and the counters, so a resumed run is the run that never stopped.
+The samples, trajectories and learning rate of a step depend on (seed, step) only. A checkpoint holds everything
+else: the weights, the optimizer's state and the counters.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from loopformer.training.plan import (
 from loopformer.training.reporting import Reporter, SpeedMeter
 from loopformer.trajectory import Trajectory
 
-StepBatch = list[tuple[MicroBatch, Batch]]  # a rank's rows of one step
+StepBatch = list[tuple[MicroBatch, Batch]]  # the micro-batches of a step on this rank, each with its rows
 
 
 @dataclass
@@ -72,13 +72,13 @@ class TrainingState:
     """What a checkpoint holds besides tensors: counters, the data's hash, and the random generator."""
 
     step: int = 0
-    updates: int = 0  # steps that changed the weights; the others had a gradient that was not finite
+    updates: int = 0  # steps that changed the weights; the others had a non-finite gradient
     bad_in_a_row: int = 0
     tokens: int = 0
     best_step: int | None = None
     best_loss: float | None = None
     micro_batch: int = 0
-    micro_batch_found: bool = False  # chosen by `auto` for this world, device and execution mode
+    micro_batch_found: bool = False  # whether `auto` chose it, for the world, device and execution mode below
     device: str = ""
     execution_mode: str = ""
     world: int = 1
@@ -88,14 +88,14 @@ class TrainingState:
 
 
 class Trainer:
-    """One run on one rank."""
+    """Trains a run on this rank."""
 
     def __init__(self, run: RunConfig, out: Path, ranks: Ranks, resume: bool, quiet: bool = False) -> None:
         self.run, self.out, self.ranks = run, out, ranks
         training = run.training
         self.stop_signal: int | None = None
         notes: list[str] = []
-        # Everything that can be refused comes before the first file is written.
+        # Check everything that may be refused before the Reporter writes the first file.
         fused = fused_precision(run, ranks, notes.append)
         if training.threads is not None:
             torch.set_num_threads(training.threads)
@@ -103,34 +103,35 @@ class Trainer:
 
         data = open_data(run.data)
         self.tokenizer = data.tokenizer
-        self.loader, self.windows = batches_of(run, data)
+        self.loader, self.windows = open_loaders(run, data)
 
         damaged: list[str] = []
         checkpoint = latest_good_checkpoint(out, damaged.append) if resume else None
         if checkpoint is None and damaged:
             raise FileProblem(
-                f"{' '.join(damaged)} None is left; restore one, or start a new run with another --out."
+                f"{' '.join(damaged)} No checkpoint is intact; restore one, or start a new run with another --out."
             )
         self.state = self._restore_state(checkpoint, data) if checkpoint else TrainingState(data=data.index_hash)
         self.reporter = Reporter(run, out, ranks.is_main, self.state.step, quiet)
         for note in (*notes, *damaged):
             self.reporter.say(note)
         if checkpoint and ranks.is_main:
-            for aside in set_aside_newer(out, self.state.step):
-                self.reporter.say(f"It is kept as {aside}.")
+            for renamed in set_aside_newer(out, self.state.step):
+                self.reporter.say(f"A damaged checkpoint is kept as {renamed}.")
         if resume:
-            self.reporter.say(f"going on from {checkpoint}" if checkpoint else "no checkpoint yet; starting anew")
+            self.reporter.say(f"resuming from {checkpoint}" if checkpoint else "no checkpoint yet; starting anew")
             if (step := self.state.step) >= training.steps:
-                self.reporter.say(f"nothing is left to train: step {step} of training.steps={training.steps}")
+                self.reporter.say(f"the run is already finished: step {step} of training.steps={training.steps}")
 
         self.model = load_model(checkpoint) if checkpoint else make_model(run)
         objective = Objective(self.model.to(ranks.device), run.objective, training.checkpoint_loops, fused)
-        # The micro-batch is tried out on the plain module: before compilation, which would keep a graph for each
-        # size, and before the optimizer has memory of its own.
-        self._settle_micro_batch(objective)
+        # Choose the micro-batch before compilation, which would keep a graph for each size that is tried. Choose it
+        # before the optimizer exists, whose memory `_fits` reserves itself.
+        self._set_micro_batch(objective)
         self.micro_batches = micro_batches(run, self.state.micro_batch, ranks.rank, ranks.world)
         on_gpu = ranks.device.type == "cuda"
-        if (on_gpu and fused is None) if training.compile == "auto" else training.compile:
+        # `auto` compiles on a GPU, unless the fused kernels already replace the compiler's.
+        if training.compile is True or (training.compile == "auto" and on_gpu and fused is None):
             self.model.compile()
         self.parallel = Parallel(objective, ranks, training.is_sharded)
         # FSDP replaces the parameters, so the optimizer must see them afterwards.
@@ -138,18 +139,22 @@ class Trainer:
         if checkpoint:
             restore_optimizer(self.model, self.optimizer, checkpoint, self.state.updates, on_gpu)
 
-    def _settle_micro_batch(self, objective: Objective) -> None:
-        """Use the configured micro-batch; with `auto` the one of the checkpoint, unless it was found elsewhere."""
+    def _set_micro_batch(self, objective: Objective) -> None:
+        """Set the micro-batch to the configured size.
+
+        With `auto`, keep the checkpoint's if it was chosen for this world, device and execution mode. Otherwise
+        choose again.
+        """
         state, ranks, training = self.state, self.ranks, self.run.training
         device = device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
         fused, recompute = objective.fused is not None, training.checkpoint_loops
-        now = (ranks.world, device, f"{training.dtype} fused={fused} checkpoint_loops={recompute}")
+        setup = (ranks.world, device, f"{training.dtype} fused={fused} checkpoint_loops={recompute}")
         if isinstance(training.micro_batch, int):
             state.micro_batch = training.micro_batch
-        elif not state.micro_batch_found or (state.world, state.device, state.execution_mode) != now:
+        elif not state.micro_batch_found or (state.world, state.device, state.execution_mode) != setup:
             state.micro_batch = choose_micro_batch(self.run, objective, ranks, self.reporter.say)
         state.micro_batch_found = not isinstance(training.micro_batch, int)
-        state.world, state.device, state.execution_mode = now
+        state.world, state.device, state.execution_mode = setup
 
     def _restore_state(self, checkpoint: Path, data: TokenData | Group) -> TrainingState:
         state = TrainingState(**with_current_keys(read_json(checkpoint / STATE)))
@@ -159,16 +164,16 @@ class Trainer:
                 "restore it, or start a new run with init_from."
             )
         if self.ranks.device.type == "cpu" and self.run.training.threads is None:
-            torch.set_num_threads(state.threads)  # sums split over other threads differ in their last bits
+            torch.set_num_threads(state.threads)  # with another number of threads, sums differ in their last bits
         torch.set_rng_state(torch.tensor(state.rng, dtype=torch.uint8))
         return state
 
     def train(self) -> dict[str, Any]:
-        """Train to the last step, or to a signal; return what happened."""
-        stopping = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup a closed terminal means nothing
-            stopping.append(signal.SIGHUP)
-        handlers = {number: signal.signal(number, self._on_signal) for number in stopping}
+        """Train until the last step or a signal; return a summary."""
+        stop_signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and so must we
+            stop_signals.append(signal.SIGHUP)
+        handlers = {number: signal.signal(number, self._on_signal) for number in stop_signals}
         started = time.perf_counter()
         try:
             with self.reporter, closing(Prefetcher(self._batches(), depth=2)) as batches:
@@ -189,16 +194,16 @@ class Trainer:
         }
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_signal == signal.SIGINT == number:  # a scheduler may well send SIGTERM twice
-            raise RunFailed("Stopped at once, as asked twice; --resume goes on from the last checkpoint.")
+        if self.stop_signal == signal.SIGINT == number:  # only for Ctrl-C; a scheduler may send SIGTERM twice
+            raise RunFailed("Stopped at once by a second Ctrl-C; --resume continues from the last checkpoint.")
         self.stop_signal = number
 
     def _batches(self) -> Iterator[StepBatch]:
-        """The rank's rows of each step. Pinned memory lets copies to a GPU run beside its work."""
+        """This rank's micro-batches, step by step. Copies from pinned memory overlap with the GPU's computation."""
         pin = self.ranks.device.type == "cuda"
         for step in range(self.state.step, self.run.training.steps):
-            rows = [self.loader.batch(step, part.start, part.stop) for part in self.micro_batches]
-            pinned = [map_tensors(batch, Tensor.pin_memory) if pin else batch for batch in rows]
+            batches = [self.loader.batch(step, part.start, part.stop) for part in self.micro_batches]
+            pinned = [map_tensors(batch, Tensor.pin_memory) if pin else batch for batch in batches]
             yield list(zip(self.micro_batches, pinned, strict=True))
 
     def _loop(self, batches: Iterator[StepBatch]) -> None:
@@ -210,13 +215,13 @@ class Trainer:
             self.optimizer.set_rate(rate)
             divisors = self._count_targets(batch)
             terms, norm, flops = self._step(step, batch, divisors)
-            finite = self._update(norm)
+            is_finite = self._update(norm)
             state.step = step
             state.tokens += training.batch * self.run.model.context
-            state.bad_in_a_row = 0 if finite else state.bad_in_a_row + 1
+            state.bad_in_a_row = 0 if is_finite else state.bad_in_a_row + 1
             meter.add(flops)
             self.reporter.tick(step)
-            if step % training.log_every == 0 or step == training.steps or not finite:
+            if step % training.log_every == 0 or step == training.steps or not is_finite:
                 values = {
                     **self._mean_losses(terms, divisors),
                     "gradient_norm": float(norm),
@@ -232,21 +237,25 @@ class Trainer:
                     f"{state.bad_in_a_row} steps in a row had a gradient that is not finite, at step {step}; "
                     "lower training.learning_rate, lengthen training.warmup, or look at the data, then --resume."
                 )
-            # A signal may reach one rank first. All must agree, or the others wait in a collective call for ever.
-            stopping = self.ranks.any(self.stop_signal is not None)
-            best = False
+            # A signal may reach one rank first. All ranks must agree to stop, or the others wait for ever in a
+            # collective call.
+            is_stopping = self.ranks.any(self.stop_signal is not None)
+            is_best = False
             if step % training.validate_every == 0 or step == training.steps:
-                best = self._validate(step)
-                meter.skip()
-            if step % training.save_every == 0 or step == training.steps or stopping or best:
+                is_best = self._validate(step)
+                meter.skip()  # speed counts training only
+            if step % training.save_every == 0 or step == training.steps or is_stopping or is_best:
                 self.save()
                 meter.skip()
-            if stopping:
-                self.reporter.say(f"stopped at step {step}; go on with --resume")
+            if is_stopping:
+                self.reporter.say(f"stopped at step {step}; continue with --resume")
                 return
 
     def _step(self, step: int, batch: StepBatch, divisors: list[float]) -> tuple[Tensor, Tensor, float]:
-        """Compute gradients; return loss terms [2, E], the norm before clipping, and FLOPs."""
+        """Compute and clip gradients; return loss terms [2, E], the norm before clipping, and all ranks' FLOPs.
+
+        E counts the objective's entries. terms[0] sums their cross-entropies, terms[1] their consistency losses.
+        """
         run, device = self.run, self.ranks.device
         terms = torch.zeros(2, len(divisors), dtype=torch.float32, device=device)
         flops = 0.0
@@ -256,19 +265,21 @@ class Trainer:
             with self.parallel.micro_batch(last=number == len(batch) - 1):
                 with autocast(device, run):
                     losses = self.parallel.module(*tensors, trajectories, micro_batch.rows, divisors)
-                # The divisors count all ranks, so gradients add up; the wrappers average them over the ranks.
+                # The divisors count the targets of all ranks, so gradients must be summed over ranks. DDP and FSDP
+                # average them instead, hence the factor.
                 (losses.total * self.ranks.world).backward()
             terms += losses.terms
-            del losses  # its graph holds the cast weights, which the next micro-batch makes again
+            del losses  # frees the cast weights that its graph holds, before the next micro-batch casts its own
             flops += len(rows) * run.model.context * training_flops_per_token(run, trajectories)
         self.parallel.before_update()
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.training.clip))
         return terms, norm, flops * self.ranks.world
 
     def _count_targets(self, batch: StepBatch) -> list[float]:
-        """Counted targets on the rows of each entry, over all ranks and micro-batches; at least 1.
+        """The number of targets, at least 1, on the rows of each entry of the objective, over all ranks.
 
-        Losses divided by them have weights that do not depend on what was drawn.
+        A loss divided by it is a mean per token. So the weight of an entry depends neither on the number of its
+        targets nor on the split into micro-batches.
         """
         counts = torch.zeros(len(self.run.objective.trajectories))
         for micro_batch, rows in batch:
@@ -278,44 +289,48 @@ class Trainer:
         return [max(1.0, count) for count in self.ranks.sum(counts.to(self.ranks.device)).tolist()]
 
     def _mean_losses(self, terms: Tensor, divisors: list[float]) -> dict[str, float]:
-        """Cross-entropy per token of each entry, and the distances to the full trajectory in one sum."""
+        """The cross-entropy per token of each entry, and the sum of their distances to the full trajectory."""
         cross_entropies, distances = self.ranks.sum(terms).tolist()
         values, consistency = dict[str, float](), 0.0
         for number, entry in enumerate(self.run.objective.trajectories):
-            if loss := cross_entropies[number]:  # an entry that this step does not use has none
+            if loss := cross_entropies[number]:  # zero: this step does not use the entry
                 name = f"loss_{entry}"
-                name = f"{name}_{number + 1}" if name in values else name  # two may have one budget
+                name = f"{name}_{number + 1}" if name in values else name  # entries may share a budget
                 values[name] = loss / divisors[number]
             consistency += distances[number] / divisors[number]
         return {**values, "consistency": consistency}
 
     def _update(self, norm: Tensor) -> bool:
-        """Take the step unless its gradient is not finite. Every rank sees the same norm, so all decide alike."""
-        finite = bool(torch.isfinite(norm))
-        if finite:
+        """Update the weights and return True, or skip the update if the gradient is not finite.
+
+        Every rank has the same norm, so all ranks decide alike. Otherwise their weights would drift apart.
+        """
+        is_finite = bool(torch.isfinite(norm))
+        if is_finite:
             self.optimizer.step()
             self.state.updates += 1
         self.optimizer.zero_grad()
-        return finite
+        return is_finite
 
     def _validate(self, step: int) -> bool:
-        """Validate; True if the longest trained budget is the best so far."""
+        """Validate and record; return whether the loss of the largest trained budget is the lowest so far."""
         loops = self.run.model.loops
-        longest = max(entry.budgets(loops)[1] for entry in self.run.objective.trajectories)
-        budgets = sorted({*validation_budgets(loops), longest})
+        largest = max(entry.budgets(loops)[1] for entry in self.run.objective.trajectories)
+        budgets = sorted({*validation_budgets(loops), largest})
         losses = validate(self.parallel, self.windows, budgets, self.state.micro_batch, self.run)
         values = {f"loss_at_{budget}": loss for budget, loss in losses.items()}
         self.reporter.record("validation", step, values)
-        shown = "  ".join(f"M={budget} {math.exp(min(loss, 99)):.2f}" for budget, loss in losses.items())
-        self.reporter.say(f"step {step}: validation perplexity  {shown}")
-        now, before = losses[longest], self.state.best_loss
-        best = math.isfinite(now) and (before is None or now < before)
-        if best:
-            self.state.best_step, self.state.best_loss = step, now
-        return best
+        # A perplexity of e^99 already means divergence, and exp overflows at 710.
+        perplexities = "  ".join(f"M={budget} {math.exp(min(loss, 99)):.2f}" for budget, loss in losses.items())
+        self.reporter.say(f"step {step}: validation perplexity  {perplexities}")
+        loss, best_loss = losses[largest], self.state.best_loss
+        is_best = math.isfinite(loss) and (best_loss is None or loss < best_loss)
+        if is_best:
+            self.state.best_step, self.state.best_loss = step, loss
+        return is_best
 
     def save(self) -> None:
-        """Write a checkpoint of this moment. Every rank must call it, since gathering weights is collective."""
+        """Write a checkpoint. Every rank must call it, because gathering sharded weights is collective."""
         state = self.state
         state.threads = torch.get_num_threads()
         state.rng = torch.get_rng_state().tolist()
@@ -337,31 +352,35 @@ class Trainer:
 def validate(
     parallel: Parallel, windows: Windows | StateWindows, budgets: list[int], rows: int, run: RunConfig
 ) -> dict[int, float]:
-    """Mean cross-entropy per token at each budget, over the same windows for any number of ranks.
+    """Mean cross-entropy per token at each budget. The number of ranks does not change the windows.
 
-    The loss is that of `loopformer eval text --join` on the same windows (scoring.py). The objective's differs:
-    its softmax includes the rows that pad the vocabulary, as the paper's does.
+    The loss is that of `loopformer eval text --join` on the same windows (scoring.py). The training
+    loss differs: as in the paper, its softmax includes the rows that pad the vocabulary.
     """
     ranks = parallel.ranks
-    sums = torch.zeros(len(budgets) + 1, dtype=torch.float64)  # of each budget's losses; the last counts targets
-    # Every rank makes the same number of calls, because sharded weights are gathered together.
-    for turn in range(math.ceil(math.ceil(len(windows) / rows) / ranks.world)):
-        first = (turn * ranks.world + ranks.rank) * rows
+    # The summed loss of each budget, and last the number of targets.
+    sums = torch.zeros(len(budgets) + 1, dtype=torch.float64)
+    # Every rank runs the same number of batches, even empty ones: with FSDP, all ranks gather the weights together.
+    for index in range(math.ceil(len(windows) / (rows * ranks.world))):
+        first = (index * ranks.world + ranks.rank) * rows
         batch = windows.batch(first, first + rows)
         sums[-1] += float((batch.targets != IGNORE_INDEX).sum())
-        if missing := rows - len(batch):  # another shape would be another graph; padding does not count
+        # Pad the last batches, because torch.compile would compile again for another shape. Padding has no targets.
+        if missing := rows - len(batch):
             targets = F.pad(batch.targets, (0, 0, 0, missing), value=IGNORE_INDEX)
             batch = replace(map_tensors(batch, partial(F.pad, pad=(0, 0, 0, missing))), targets=targets)
         tensors = to_device_async(batch, ranks.device)
-        for index, budget in enumerate(budgets):
+        for column, budget in enumerate(budgets):
             with autocast(ranks.device, run):
                 logprobs = parallel.objective.logprobs(*tensors, Trajectory.uniform(budget))
-            sums[index] -= logprobs.cpu().double().sum()
+            sums[column] -= logprobs.cpu().double().sum()
+    # MPS has no float64.
     total = ranks.sum(sums.to(torch.float32 if ranks.device.type == "mps" else torch.float64).to(ranks.device))
     return {budget: float(total[index] / total[-1]) for index, budget in enumerate(budgets)}
 
 
 def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """The batch with `change` applied to each tensor."""
     documents = None if batch.documents is None else change(batch.documents)
     return Batch(change(batch.inputs), change(batch.targets), documents)
 
@@ -372,8 +391,8 @@ def to_device_async(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor,
     return moved.inputs, moved.targets, moved.documents
 
 
-def batches_of(run: RunConfig, data: TokenData | Group) -> tuple[Loader | StateLoader, Windows | StateWindows]:
-    """A run's training batches, and the windows of its validation."""
+def open_loaders(run: RunConfig, data: TokenData | Group) -> tuple[Loader | StateLoader, Windows | StateWindows]:
+    """The batches of a run for training, and the windows for validation."""
     context, training, documents = run.model.context, run.training, run.data.documents
     if isinstance(data, Group):
         windows = StateWindows(data, context, training.validation_windows)
@@ -384,7 +403,7 @@ def batches_of(run: RunConfig, data: TokenData | Group) -> tuple[Loader | StateL
 
 
 def make_model(run: RunConfig) -> LoopedLM:
-    """The initial weights, on the CPU, so that they are the same for any device and number of ranks."""
+    """The initial model, on the CPU. Random numbers differ between devices, and so would the weights."""
     if run.init_from is not None:
         model = find_model(run.init_from)[0]
         check_finite(model.state_dict())
@@ -394,47 +413,48 @@ def make_model(run: RunConfig) -> LoopedLM:
 
 
 def fused_precision(run: RunConfig, ranks: Ranks, say: Callable[[str], None] = lambda _: None) -> Precision | None:
-    """The precision of the fused kernels, or None for a run without them.
+    """The precision of the fused kernels, or None if the run does not use them.
 
-    `say` gets the reason if a run on a GPU that could use them goes without.
+    If a GPU run with training.fused=auto cannot use them, `say` gets the reason.
     """
     training, fp8 = run.training, run.training.dtype == "float8"
     reason = unsupported_reason(run.model, ranks.device, fp8)
     if ranks.world > 1 and training.is_sharded:
-        reason = "with training.strategy=fsdp weights are gathered inside the stack; use ddp"
+        reason = "training.strategy=fsdp gathers weights inside the stack; use ddp"
     if training.fused is True or fp8:
         require(training.fused is not False, "training.dtype=float8 needs training.fused; set it to true or auto.")
         require(reason is None, f"{'float8' if fp8 else 'training.fused'} cannot be used: {reason}.")
     elif training.fused is False or ranks.device.type != "cuda" or training.dtype == "float32":
         return None
     elif reason is not None:
-        say(f"training without fused passes: {reason}")
+        say(f"training without fused kernels: {reason}")
         return None
     return Precision(torch.float32 if training.dtype == "float32" else torch.bfloat16, fp8)
 
 
 def choose_micro_batch(run: RunConfig, objective: Objective, ranks: Ranks, say: Callable[[str], None]) -> int:
-    """The largest micro-batch that fits: tried on a GPU, estimated elsewhere."""
+    """The largest micro-batch that fits in memory: measured on a GPU, estimated elsewhere."""
     sizes, fused = micro_batch_sizes(run, ranks.world), objective.fused is not None
     if ranks.device.type != "cuda":
         chosen = estimated_micro_batch(run, 0.6 * available_bytes(ranks.device), ranks.world, fused)
     else:
-        likely = 1.5 * available_bytes(ranks.device)  # a try far beyond it is a waste of time
-        tried = (size for size in sizes if memory_bytes(run, size, ranks.world, fused) < likely)
-        chosen = next((size for size in tried if _fits(run, objective, ranks.device, size)), 1)
-    chosen = ranks.smallest(chosen)
+        # The estimate may be too high, so try sizes somewhat beyond it. Far beyond, a trial only costs time.
+        limit = 1.5 * available_bytes(ranks.device)
+        candidates = (size for size in sizes if memory_bytes(run, size, ranks.world, fused) < limit)
+        chosen = next((size for size in candidates if _fits(run, objective, ranks.device, size)), 1)
+    chosen = ranks.smallest(chosen)  # all ranks must split a step alike
     say(f"micro-batch {chosen}: {run.training.batch // (chosen * ranks.world)} per step on each device")
     return chosen
 
 
 def _fits(run: RunConfig, objective: Objective, device: torch.device, rows: int) -> bool:
-    """Run the costliest micro-batch once, forward and backward."""
+    """Whether a forward and backward of the costliest micro-batch fits in memory."""
     ids = torch.zeros(rows, run.model.context, dtype=torch.long, device=device)
     trajectories = costliest_step(run)
     documents = torch.zeros_like(ids) if run.data.documents else None
     reserved = None
     try:
-        # Two moments, and the gradients of earlier micro-batches, do not exist yet. Reserve their memory.
+        # A real step also holds the gradients of earlier micro-batches and two moments. Reserve their memory.
         reserved = [torch.empty_like(p) for p in objective.parameters() for _ in range(3)]
         with autocast(device, run):
             count = len(trajectories)

@@ -14,7 +14,7 @@ from loopformer.training.fused.ops import (
     Precision,
     add_matmul,
     quantise,
-    transposed,
+    transpose_fp8,
 )
 
 pytest.importorskip("triton")
@@ -49,9 +49,9 @@ def same(mine: Operand | Tensor, theirs: Operand | Tensor) -> None:
     if mine.scales is None:
         same(mine.values, theirs.values)
     else:
-        same(mine.scaled[1], theirs.scaled[1])
-        assert (torch.frexp(mine.scaled[1].cpu()).mantissa == 0.5).all()  # powers of two
-        one, two = mine.scaled[0].cpu().float(), theirs.scaled[0].float()
+        same(mine.values_and_scales[1], theirs.values_and_scales[1])
+        assert (torch.frexp(mine.values_and_scales[1].cpu()).mantissa == 0.5).all()  # powers of two
+        one, two = mine.values_and_scales[0].cpu().float(), theirs.values_and_scales[0].float()
         assert one.isfinite().all()
         assert ((one - two).abs() <= 0.13 * two.abs() + 0.002).all()
         assert (one != two).float().mean() < 0.02
@@ -102,9 +102,9 @@ def test_residual_backward(precision: Precision, which: str) -> None:
     sums, others = torch.zeros(1, 2, 4, WIDTH), there(torch.zeros(5, 2, 4, WIDTH))
     theirs = ops.residual_backward(dx, norms, gates, sums, precision)
     if norms is not None:
-        norms = NormBackward(there(norms.dh), there(norms.x), there(norms.inverse), there(norms.gain), norms.at)
+        norms = NormBackward(there(norms.dh), there(norms.x), there(norms.inverse), there(norms.gain), norms.index)
     if gates is not None:
-        gates = GateBackward(there(gates.change), there(gates.gate), gates.at)
+        gates = GateBackward(there(gates.change), there(gates.gate), gates.index)
     mine = kernels.residual_backward(there(dx), norms, gates, others, precision)
     same(mine[0], theirs[0])
     if norms is not None and not precision.fp8:
@@ -128,8 +128,10 @@ def test_transposing_loses_nothing() -> None:
     """But for what is far below the largest value of all rows."""
     sizes = torch.logspace(-2, 2, TOKENS)[:, None]
     several = [quantise(draw(TOKENS, FFN, seed=seed) * sizes) for seed in range(2)]
-    turned, scale = transposed(*(Operand(*(there(part) for part in rows.scaled)) for rows in several))
-    meant = torch.cat([values.float() * scales for values, scales in (rows.scaled for rows in several)]).t()
+    turned, scale = transpose_fp8(*(Operand(*(there(part) for part in rows.values_and_scales)) for rows in several))
+    meant = torch.cat(
+        [values.float() * scales for values, scales in (rows.values_and_scales for rows in several)]
+    ).t()
     found = turned.cpu().float() * scale.cpu()
     large = meant.abs() > 2.0**-6 * scale.cpu()
     assert torch.equal(found[large], meant[large])

@@ -366,8 +366,8 @@ def residual_backward(
         new_dx,
         h,
         *_pointers(dchange),
-        sums[0, norm_of.at[0], norm_of.at[1]],
-        sums[0, gated_of.at[0], gated_of.at[1]],
+        sums[0, norm_of.index[0], norm_of.index[1]],
+        sums[0, gated_of.index[0], gated_of.index[1]],
         tokens,
         width,
         sums.stride(0),
@@ -391,8 +391,8 @@ def quantise(*parts: Tensor) -> Operand:
     return Operand(values, scales)
 
 
-def transposed(*operands: Operand) -> tuple[Tensor, Tensor]:
-    parts = [rows.scaled for rows in operands]
+def transpose_fp8(*operands: Operand) -> tuple[Tensor, Tensor]:
+    parts = [rows.values_and_scales for rows in operands]
     scale = torch.cat([scales for _, scales in parts]).amax()
     total, width = sum(len(values) for values, _ in parts), parts[0][0].shape[1]
     out, start = parts[0][0].new_empty(width, total), 0

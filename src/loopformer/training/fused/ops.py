@@ -28,12 +28,14 @@ R = TypeVar("R")
 
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = 448.0  # the largest e4m3 value
-MIN_SCALE = 2.0**-100  # of a row of zeros; gradients are small, since losses are divided by a step's tokens
+# The scale of a row of zeros. It must lie far below that of real gradients, which are tiny: the loss of a token is
+# divided by the number of tokens in a step.
+MIN_SCALE = 2.0**-100
 MAX_NEGATIVE_GELU = 0.17  # gelu(u) >= -0.17, so |gelu(u)| <= max(u, 0.17)
 MAX_GELU_SLOPE = 1.13  # |gelu'(u)| <= 1.129
-PROGRAMS_PER_CORE = 4  # programs that share the rows of a backward pass, for each multiprocessor of a GPU
+PROGRAMS_PER_SM = 4  # programs of a backward kernel per streaming multiprocessor; together they share the rows
 
-TableIndex = tuple[int, int]  # of a gain or gate in the table [k, 4, D]: its block, and which of the four
+TableIndex = tuple[int, int]  # (block, which of its four vectors): a gain or gate in the table [k, 4, D]
 
 
 @dataclass(frozen=True)
@@ -55,66 +57,71 @@ class Operand(NamedTuple):
         return self.values.is_cuda
 
     @property
-    def scaled(self) -> tuple[Tensor, Tensor]:
+    def values_and_scales(self) -> tuple[Tensor, Tensor]:
+        """Both parts of an fp8 operand."""
         assert self.scales is not None, "a plain operand has no scales"
         return self.values, self.scales
 
 
 @dataclass(frozen=True)
 class NormBackward:
-    """Inputs of a norm's backward: its output's gradient, its input, the inverse rms [N], its gain and index."""
+    """Inputs of the backward of a norm h = x · inverse · gain."""
 
-    dh: Tensor
-    x: Tensor
-    inverse: Tensor
-    gain: Tensor
-    at: TableIndex
+    dh: Tensor  # [N, D], the gradient of h
+    x: Tensor  # [N, D]
+    inverse: Tensor  # [N], 1 / rms(x)
+    gain: Tensor  # [D]
+    index: TableIndex  # of the gain
 
 
 @dataclass(frozen=True)
 class GateBackward:
-    """Inputs of the backward of x + gate · change: the change, its gate and the gate's index."""
+    """Inputs of the backward of x + gate · change."""
 
-    change: Tensor
-    gate: Tensor
-    at: TableIndex
+    change: Tensor  # [N, D]
+    gate: Tensor  # [D]
+    index: TableIndex  # of the gate
 
 
 def new_modulation_sums(table: Tensor, tokens: int) -> Tensor:
-    """Room for the gradients of gains and gates [programs, k, 4, D]; their sum over programs is the gradient.
+    """A buffer [programs, k, 4, D] for the gradients of gains and gates, which are its sums over programs.
 
-    Each program of a kernel sums its own rows in fp32, so that no atomics are needed and sums repeat bit by bit.
+    Each program of a kernel sums over its own rows in fp32. Atomic adds to a shared sum would have no fixed order,
+    so results would differ in their last bits from run to run.
     """
     if not table.is_cuda:
         return table.new_zeros(1, *table.shape)
-    cores = torch.cuda.get_device_properties(table.device).multi_processor_count
-    # Left unfilled, because every program writes all of its own sums.
-    return table.new_empty(min(tokens, PROGRAMS_PER_CORE * cores), *table.shape)
+    multiprocessors = torch.cuda.get_device_properties(table.device).multi_processor_count
+    # It may stay uninitialised, because every program overwrites all of its sums.
+    return table.new_empty(min(tokens, PROGRAMS_PER_SM * multiprocessors), *table.shape)
 
 
-def kernel_on_gpu(twin: Callable[P, R]) -> Callable[P, R]:
-    """The function itself, or the launcher of the same name in kernels.py if its first argument is on a GPU."""
+def kernel_on_gpu(reference: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a PyTorch function to call the launcher of the same name in kernels.py for arguments on a GPU."""
 
-    @wraps(twin)
-    def chosen(*args: P.args, **kwargs: P.kwargs) -> R:
+    @wraps(reference)
+    def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[0]
         if not first.is_cuda:
-            return twin(*args, **kwargs)
+            return reference(*args, **kwargs)
         from loopformer.training.fused import kernels
 
-        launcher: Callable[P, R] = getattr(kernels, twin.__name__)
+        launcher: Callable[P, R] = getattr(kernels, reference.__name__)
         return launcher(*args, **kwargs)
 
-    return chosen
+    return dispatch
 
 
 def operand(precision: Precision, *parts: Tensor) -> Operand:
-    """One matrix, or three side by side, as an operand."""
+    """A matrix as an operand, or three side by side, such as the gradients of q, k and v."""
     return quantise(*parts) if precision.fp8 else Operand(torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0])
 
 
 def add_matmul(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left · right in fp32, in place. On a GPU the matmul accumulates low-precision operands into it."""
+    """total + left · right in fp32; `total` is overwritten, and None stands for zero.
+
+    On a GPU, operands in bf16 are not converted: the matmul itself accumulates into fp32.
+    """
     if left.is_cuda and left.dtype != torch.float32:
         if total is None:
             return torch.mm(left, right, out_dtype=torch.float32)
@@ -125,40 +132,44 @@ def add_matmul(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 @kernel_on_gpu
 def quantise(*parts: Tensor) -> Operand:
-    """One matrix [N, K] in fp8, or three side by side."""
+    """A matrix [N, K] in fp8, or three side by side, with a scale per row."""
     values = torch.cat(parts, dim=-1)
-    return _in_fp8(values, values.abs().amax(1))
+    return _quantise_rows(values, values.abs().amax(1))
 
 
 @kernel_on_gpu
-def transposed(*operands: Operand) -> tuple[Tensor, Tensor]:
-    """The fp8 operands [N, K] of several passes, transposed and side by side [K, all N] under one scale."""
-    parts = [rows.scaled for rows in operands]
+def transpose_fp8(*operands: Operand) -> tuple[Tensor, Tensor]:
+    """The fp8 operands [N, K] of several loops, transposed and side by side [K, sum of N], and their scale.
+
+    A weight's gradient sums over these rows, so all of them need the same scale. The largest avoids overflow.
+    """
+    parts = [rows.values_and_scales for rows in operands]
     scale = torch.cat([scales for _, scales in parts]).amax()
     values = torch.cat([values.float() * scales for values, scales in parts])
-    return _to_fp8(values, scale).t().contiguous(), scale
+    return _cast_to_fp8(values, scale).t().contiguous(), scale
 
 
-def _in_fp8(values: Tensor, bounds: Tensor) -> Operand:
+def _quantise_rows(values: Tensor, bounds: Tensor) -> Operand:
     """Values [N, K] in fp8; no value of a row exceeds its bound [N]."""
+    # Powers of two: dividing by them is exact, and so is `transpose_fp8`'s change of scale, except for underflow.
     scales = torch.exp2(torch.ceil(torch.log2((bounds.float() / MAX_FP8).clamp(min=MIN_SCALE))))[:, None]
-    return Operand(_to_fp8(values, scales), scales)
+    return Operand(_cast_to_fp8(values, scales), scales)
 
 
-def _to_fp8(values: Tensor, scales: Tensor) -> Tensor:
+def _cast_to_fp8(values: Tensor, scales: Tensor) -> Tensor:
     return (values.float() / scales).clamp(-MAX_FP8, MAX_FP8).to(FP8)
 
 
 def matmul_fp8(rows: Operand, weight: Operand) -> Tensor:
     """rows · weightᵀ of fp8 operands [N, K] and [M, K], in bf16."""
-    (left, left_scales), (right, right_scales) = rows.scaled, weight.scaled
+    (left, left_scales), (right, right_scales) = rows.values_and_scales, weight.values_and_scales
     return scaled_matmul(left, right.t(), left_scales, right_scales.t(), torch.bfloat16)
 
 
 def scaled_matmul(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """left · right of fp8 values in the dtype."""
+    """left · right of fp8 values, each times its scales; the result has the given dtype."""
     if not left.is_cuda:
         return ((left.float() * left_scale) @ (right.float() * right_scale)).to(dtype)
     # A result in fp32 is a sum over many tokens, for which the fast accumulator's 14 bits are too few.
@@ -173,12 +184,12 @@ def scaled_matmul(
 def norm_forward(
     x: Tensor, change: Tensor | None, gate: Tensor | None, gain: Tensor, precision: Precision
 ) -> tuple[Tensor, Tensor, Operand]:
-    """x + gate · change, the inverse of its rms [N], and it divided by the rms times gain, for a matmul."""
+    """The new x = x + gate · change [N, D], its 1 / rms [N], and x / rms · gain as the next matmul's operand."""
     if change is not None and gate is not None:
         x = x + gate * change.float()
     inverse = (x.square().mean(-1) + EPSILON).rsqrt()
     out = x * inverse[:, None] * gain
-    return x, inverse, _operand(out, precision, out.abs().amax(1))
+    return x, inverse, _bounded_operand(out, precision, out.abs().amax(1))
 
 
 @kernel_on_gpu
@@ -189,45 +200,49 @@ def add_change(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:
 
 @kernel_on_gpu
 def gelu_forward(u: Tensor, precision: Precision) -> Operand:
-    """gelu(u). Its bound follows from u, so that a kernel quantises a row without computing it twice."""
-    return _operand(F.gelu(u.float()), precision, u.amax(1).clamp(min=MAX_NEGATIVE_GELU))
+    """gelu(u) as an operand. The bound of a row comes from u, or a kernel would have to compute GELU twice."""
+    return _bounded_operand(F.gelu(u.float()), precision, u.amax(1).clamp(min=MAX_NEGATIVE_GELU))
 
 
 @kernel_on_gpu
 def gelu_backward(u: Tensor, da: Tensor, precision: Precision) -> tuple[Operand, Operand]:
-    """gelu(u) again, and the gradient of u. In fp8 forward kept gelu(u), so a kernel does not write it; otherwise
-    a kernel overwrites `da` with the gradient."""
+    """gelu(u), recomputed, and the gradient of u.
+
+    With fp8 a kernel leaves gelu(u) unwritten, because forward has kept it. Without fp8 it writes the gradient over
+    `da`, so `da` must not be read afterwards.
+    """
     wide = u.float()
-    below = 0.5 * (1 + torch.erf(wide / math.sqrt(2)))
+    cdf = 0.5 * (1 + torch.erf(wide / math.sqrt(2)))  # of the standard normal distribution
     density = torch.exp(-0.5 * wide * wide) / math.sqrt(2 * math.pi)
-    du = da.float() * (below + wide * density)
+    du = da.float() * (cdf + wide * density)
     bounds = MAX_GELU_SLOPE * da.float().abs().amax(1)
-    return Operand((wide * below).to(precision.dtype)), _operand(du, precision, bounds)
+    return Operand((wide * cdf).to(precision.dtype)), _bounded_operand(du, precision, bounds)
 
 
 @kernel_on_gpu
 def residual_backward(
     dx: Tensor, norm: NormBackward | None, gated: GateBackward | None, sums: Tensor, precision: Precision
 ) -> tuple[Tensor, Operand, Operand]:
-    """Back through a norm into the residual stream's gradient, then on to the change that was added before it.
+    """Backward through h = norm(x), then through the x = … + gate · change before it.
 
-    Returns the stream's gradient, the norm's output again (not written by a kernel in fp8), and the change's
-    gradient. The gradients of gain and gate go to `sums`. Without a norm or a change its result is a placeholder.
+    Returns the gradient of x, h recomputed, and the gradient of the change. The gradients of gain and gate go
+    into `sums`. Without `norm` the second result is a placeholder, and without `gated` the third. With fp8 a kernel
+    leaves h unwritten, because forward has kept it.
     """
     h = dchange = Operand(dx)
     if norm is not None:
-        above, normed = norm.dh.float(), norm.x * norm.inverse[:, None]
-        sums[0, norm.at[0], norm.at[1]] += (above * normed).sum(0)
-        above = above * norm.gain
-        dx = dx + norm.inverse[:, None] * (above - normed * (above * normed).mean(-1, keepdim=True))
+        dh, normed = norm.dh.float(), norm.x * norm.inverse[:, None]
+        sums[0, norm.index[0], norm.index[1]] += (dh * normed).sum(0)
+        dnormed = dh * norm.gain
+        dx = dx + norm.inverse[:, None] * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
         h = Operand((normed * norm.gain).to(precision.dtype))
     if gated is not None:
-        sums[0, gated.at[0], gated.at[1]] += (dx * gated.change.float()).sum(0)
-        through = dx * gated.gate
-        dchange = _operand(through, precision, through.abs().amax(1))
+        sums[0, gated.index[0], gated.index[1]] += (dx * gated.change.float()).sum(0)
+        gated_dx = dx * gated.gate
+        dchange = _bounded_operand(gated_dx, precision, gated_dx.abs().amax(1))
     return dx, h, dchange
 
 
-def _operand(values: Tensor, precision: Precision, bounds: Tensor) -> Operand:
+def _bounded_operand(values: Tensor, precision: Precision, bounds: Tensor) -> Operand:
     """Values [N, K] as an operand; no value of a row exceeds its bound [N]."""
-    return _in_fp8(values, bounds) if precision.fp8 else Operand(values.to(precision.dtype))
+    return _quantise_rows(values, bounds) if precision.fp8 else Operand(values.to(precision.dtype))

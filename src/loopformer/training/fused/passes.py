@@ -90,7 +90,7 @@ class SharedLinear:
 
     def _flush(self) -> None:
         lefts, rights = zip(*self._waiting, strict=True)
-        (left, left_scale), (right, right_scale) = ops.transposed(*lefts), ops.transposed(*rights)
+        (left, left_scale), (right, right_scale) = ops.transpose_fp8(*lefts), ops.transpose_fp8(*rights)
         gradient = ops.scaled_matmul(left, right.t(), left_scale, right_scale, torch.float32)
         self._grad = gradient if self._grad is None else self._grad.add_(gradient)
         self._waiting = []
