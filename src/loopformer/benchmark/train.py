@@ -66,7 +66,7 @@ def train(
     check_paths("training", chosen, TRAIN_PATHS)
     for path in chosen:
         fp8 = path == "fused fp8"
-        require(bf16 or not fp8, "fused fp8 needs --dtype bfloat16, the dtype of everything that is not fp8.")
+        require(bf16 or not fp8, "fused fp8 is measured with --dtype bfloat16, the dtype of all other tensors.")
         why = unsupported_reason(config, device, fp8) if path.startswith("fused") else None
         require(why is None, f"{path} cannot be measured: {why}.")
     machine = describe(device)
