@@ -90,16 +90,16 @@ def decode(model: LoopedLM, ids: Tensor, cache: KVCache, threshold: float) -> tu
     x, taken, exited = embedded if start is None else start.expand_as(embedded), 0, False
     for number, condition in enumerate(cache.passes.conditions):
         state = model.inject(x, embedded, condition, number)
-        for index, (block, slot) in enumerate(zip(model.stack.typed_blocks(), cache.slots(number), strict=True)):
+        for index, (block, layer) in enumerate(zip(model.stack.typed_blocks(), cache.layers(number), strict=True)):
             modulation = None if condition.modulation is None else condition.modulation[:, index]
             if not exited:
-                state = block(state, modulation, rotary, mask, slot)
+                state = block(state, modulation, rotary, mask, layer)
                 continue
             normed = block.norm_1(state)
             normed = normed if modulation is None else normed * (1 + modulation[:, 2, None])
             keys_values = F.linear(normed, block.attention.qkv.weight[model.config.width :])
             k, v = keys_values.view(1, 1, 2, model.config.heads, -1).transpose(1, 3).unbind(2)  # [1, H, 1, D/H]
-            slot.store(k if rotary is None else rotate(k, *rotary), v)
+            layer.store(k if rotary is None else rotate(k, *rotary), v)
         if not exited:
             x, taken = state, taken + 1
             if number + 1 < len(cache.passes.conditions):

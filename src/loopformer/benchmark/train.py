@@ -1,15 +1,18 @@
-"""Training speed and memory: the naive path, ours, and Transformers' model of the same compute.
+"""Training speed and memory of several execution paths, and of a GPT-2 of Transformers with the same compute.
 
     report = train(ModelConfig(), micro_batches=(4, 12), device=torch.device("cuda"))
 
-What is measured is a forward and backward pass over a micro-batch of random tokens, without the optimizer. The
-short trajectory has L/2 steps, its mean length. `naive` is the eager model with all logits at once. `plain` is our
-objective over the eager stack, `compiled` over the compiled one. `fused`, `fused fp8` and `fused recomputed`, which
-computes loops again in backward, run through training/fused. `transformers` is a GPT-2 of as many blocks. FLOPs
-count causal attention. MFU is their rate over the device's peak in bf16.
+A measurement is a forward and backward pass over a micro-batch of random tokens, without the optimizer. The short
+trajectory has L/2 steps, the mean length in training.
 
-The peak of memory is the allocator's, gradients included and the optimizer's moments not; it needs a GPU. Figures
-are None where a row did not fit.
+naive              the eager model, with all logits in memory at once
+plain, compiled    the training objective over the eager or the compiled stack
+fused, fused fp8   the same through training/fused, without and with fp8 matmuls
+fused recomputed   the same with loops that backward computes again, to save memory
+transformers       a GPT-2 with k·L blocks
+
+FLOPs count attention as causal. MFU is FLOPs per second over the device's bf16 peak. Peak memory is the allocator's
+and needs a GPU. It includes gradients, but not the optimizer's moments. Figures are None if a row does not fit.
 """
 
 from __future__ import annotations
@@ -57,13 +60,13 @@ def train(
     steps: int = 20,
     say: Say = lambda row: None,
 ) -> dict[str, Any]:
-    """Measure every path, with both trajectories and with the full one alone; `say` gets each row as it comes."""
-    low = dtype == "bfloat16"
-    chosen = usual_paths(config, device, low) if paths is None else paths
+    """Measure every path, with both trajectories and with the full one alone. `say` is called with each new row."""
+    bf16 = dtype == "bfloat16"
+    chosen = default_paths(config, device, bf16) if paths is None else paths
     check_paths("training", chosen, TRAIN_PATHS)
     for path in chosen:
         fp8 = path == "fused fp8"
-        require(low or not fp8, "fused fp8 is measured with --dtype bfloat16, which the rest of it runs in.")
+        require(bf16 or not fp8, "fused fp8 is measured with --dtype bfloat16, the dtype of all other tensors.")
         why = unsupported_reason(config, device, fp8) if path.startswith("fused") else None
         require(why is None, f"{path} cannot be measured: {why}.")
     machine = describe(device)
@@ -80,36 +83,36 @@ def train(
         size, trajectory = case["micro_batch"], short if case["routes"] == "full and short" else None
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(config.vocab, (size, config.context + 1), generator=generator).to(device)
-        figures = time_passes(make_loss(case["path"], config, ids, trajectory, low), device, low, steps)
+        figures = time_passes(make_loss(case["path"], config, ids, trajectory, bf16), device, bf16, steps)
         budgets = [config.loops, *([trajectory.budget] if trajectory else [])]
         rate = size * config.context / figures["ms"] * 1e3
         tflops, peak = rate * Cost(config).training_flops(budgets=budgets) / 1e12, machine["peak_tflops"]
-        mfu = tflops / peak if peak and low else None
+        mfu = tflops / peak if peak and bf16 else None
         return {**figures, "tokens_per_second": rate, "tflops": tflops, "mfu": mfu}
 
     rows = measure_rows(device, cases, FIGURES, measure, say)
     return {"benchmark": "train", **machine, "dtype": dtype, "rows": rows}
 
 
-def usual_paths(config: ModelConfig, device: torch.device, low: bool) -> list[str]:
-    """The paths that are measured by default on a device."""
+def default_paths(config: ModelConfig, device: torch.device, bf16: bool) -> list[str]:
+    """The paths that are measured by default on this device."""
     paths = ["naive", "compiled" if device.type == "cuda" else "plain"]
-    for path in ("fused", "fused fp8") if device.type == "cuda" and low else ():
+    for path in ("fused", "fused fp8") if device.type == "cuda" and bf16 else ():
         if unsupported_reason(config, device, path == "fused fp8") is None:
             paths.append(path)
     return [*paths, *(["transformers"] if find_spec("transformers") else [])]
 
 
 def make_loss(
-    path: str, config: ModelConfig, ids: Tensor, short: Trajectory | None, low: bool
+    path: str, config: ModelConfig, ids: Tensor, short: Trajectory | None, bf16: bool
 ) -> Callable[[], Tensor]:
-    """The function that computes a path's loss of a micro-batch ids [B, T + 1]; `low` is bf16."""
+    """A function that computes the loss of a path on the micro-batch ids [B, T + 1]."""
     inputs, targets = ids[:, :-1], ids[:, 1:]
-    if path == "transformers":  # it has no short trajectory
-        theirs = gpt2(config, config.loops, torch.empty(0, device=ids.device))  # not in training mode: no dropout
-        return lambda: theirs(input_ids=inputs, labels=inputs, use_cache=False).loss
+    if path == "transformers":  # GPT-2 has no short trajectory
+        gpt2_model = gpt2(config, config.loops, torch.empty(0, device=ids.device))  # in eval mode: no dropout
+        return lambda: gpt2_model(input_ids=inputs, labels=inputs, use_cache=False).loss
     torch.manual_seed(0)
-    # With open gates: a GPU multiplies the zeros behind closed ones faster.
+    # Open the gates. Closed gates give zeros, which a GPU multiplies faster than other numbers.
     model = LoopedLM(replace(config, modulator_start="one")).to(ids.device)
     if path == "naive":
 
@@ -128,7 +131,7 @@ def make_loss(
         return naive_loss
     if path == "compiled":
         model.compile()
-    precision = Precision(torch.bfloat16 if low else torch.float32, path == "fused fp8")
+    precision = Precision(torch.bfloat16 if bf16 else torch.float32, path == "fused fp8")
     fused = precision if path.startswith("fused") else None
     objective = Objective(model, ObjectiveConfig(), path == "fused recomputed", fused)
     trajectories, rows = [Trajectory.uniform(config.loops), short], [range(len(ids))] * 2
@@ -140,19 +143,20 @@ def make_loss(
     return loss
 
 
-def time_passes(loss: Callable[[], Tensor], device: torch.device, low: bool, steps: int) -> Measurement:
+def time_passes(loss: Callable[[], Tensor], device: torch.device, bf16: bool, steps: int) -> Measurement:
     """Milliseconds and peak memory of a forward and backward pass."""
 
     def run_pass() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=low):
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             value = loss()
         torch.autograd.backward(value)
 
-    for _ in range(2):
+    for _ in range(2):  # warm up: compile, and allocate the gradients
         run_pass()
     synchronise(device)
     reset_peak(device)
-    started = time.perf_counter()  # the mean, not the fastest: under load a GPU lowers its clock
+    # Take the mean, not the fastest pass: a GPU lowers its clock under load, as in training.
+    started = time.perf_counter()
     for _ in range(steps):
         run_pass()
     synchronise(device)

@@ -1,7 +1,7 @@
-"""`loopformer eval text`, `eval tasks`, `eval states`: how good a model is at each budget.
+"""`loopformer eval text`, `eval tasks`, `eval states`: measure a model at each budget.
 
-Tasks can be scored in three steps where lm-evaluation-harness is on another machine than the model: write the
-requests to a file (--export-requests), answer them (--score-requests), compute the metrics (--aggregate).
+If lm-evaluation-harness is on another machine than the model, tasks take three steps: write the requests to a file
+(--export-requests), answer them (--score-requests), and compute the metrics (--aggregate).
 """
 
 import json
@@ -53,7 +53,7 @@ _TASK_OPTIONS = {"--tasks", "--export-requests", "--score-requests", "--aggregat
 
 
 class EvalGroup(TyperGroup):
-    """The subcommands, and for one more version the earlier form without one."""
+    """The subcommands. For one more version, `eval` without a subcommand works as before."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         is_help = bool(args) and args[0] in ctx.help_option_names
@@ -64,16 +64,16 @@ class EvalGroup(TyperGroup):
 
 
 def _with_subcommand(args: list[str]) -> list[str]:
-    """Arguments of the earlier `eval` as those of today's subcommands."""
+    """The arguments of an `eval` without a subcommand, with the subcommand that they imply."""
     from loopformer.errors import require
     from loopformer.evaluation.states import trained_group
 
-    words = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    if _TASK_OPTIONS.intersection(words):
-        require("--text" not in words, "Texts and tasks are two commands: `eval text` and `eval tasks`.")
+    parts = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    if _TASK_OPTIONS.intersection(parts):
+        require("--text" not in parts, "Texts and tasks are two commands: `eval text` and `eval tasks`.")
         return ["tasks", *args]
-    named = [value for option, value in pairwise(words) if option in ("--model", "-m")]
-    if "--states" in words or ("--text" not in words and trained_group(named[-1] if named else BOX)):
+    named = [value for option, value in pairwise(parts) if option in ("--model", "-m")]
+    if "--states" in parts or ("--text" not in parts and trained_group(named[-1] if named else BOX)):
         return ["states", *(word.replace("--states", "--group", 1) for word in args)]
     return ["text", *args]
 
@@ -92,7 +92,7 @@ def eval_text(
     schedule: ScheduleOption = "uniform",
     certainty: Certainty = None,
     window: Window = None,
-    stride: Annotated[int | None, typer.Option(help="Tokens from one window to the next; no overlap.")] = None,
+    stride: Annotated[int | None, typer.Option(help="Tokens between window starts. Default: no overlap.")] = None,
     join: Join = False,
     max_tokens: MaxTokens = None,
     field: Field = "text",
@@ -102,7 +102,7 @@ def eval_text(
     out: OutFile = None,
     as_json: Json = False,
 ) -> None:
-    """Measure perplexity and bits per byte; started again, it continues.
+    """Measure perplexity and bits per byte. Repeat an interrupted command to continue.
 
     Example: loopformer eval text runs/mine --text news.jsonl --budgets 1,2,4 --trajectory 4-2-1-1
     """
@@ -114,22 +114,23 @@ def eval_text(
         loaded = LoadedModel.open(source, device, dtype)
         trajectories = loaded.trajectories(budgets, trajectory or (), schedule)
         protocol = Protocol(window, stride, join, max_tokens)
-        protocol.sizes(loaded.model.config.context)  # before a text is read, which may take long
+        # Refuse a wrong --window or --stride before reading texts, which may take long.
+        protocol.sizes(loaded.model.config.context)
         measure = partial(
             perplexity, weights=loaded.weights, store=loaded.store, batch_tokens=batch_tokens, report=report
         )
         rows = []
         for name in text or [text_of_model(source)]:
-            read = read_text(name, loaded.lm.need_tokenizer(), field, max_tokens, report)
-            rows += measure(loaded.model, read, trajectories, protocol)
+            content = read_text(name, loaded.lm.need_tokenizer(), field, max_tokens, report)
+            rows += measure(loaded.model, content, trajectories, protocol)
             for threshold in thresholds:
                 longest = max(trajectories, key=len)
-                rows += measure(loaded.model, read, [longest], protocol, certainty=threshold)
+                rows += measure(loaded.model, content, [longest], protocol, certainty=threshold)
     if write_results({"model": source, "weights": loaded.weights, "perplexity": rows}, out, as_json):
         _show_perplexity(rows)
         reused = sum(row["reused"] for row in rows)
-        kept = f"kept in {loaded.store.folder}" + (f"; {reused} of {len(rows)} were there" if reused else "")
-        typer.echo(kept if loaded.store.folder else "not kept: no folder for results can be written", err=True)
+        stored = f"kept in {loaded.store.folder}" + (f"; {reused} of {len(rows)} were reused" if reused else "")
+        typer.echo(stored if loaded.store.folder else "not kept: no results folder is writable", err=True)
 
 
 @evaluate.command("tasks")
@@ -137,7 +138,7 @@ def eval_text(
 def eval_tasks(
     model: ModelArgument = None,
     model_option: ModelOption = None,
-    tasks: Annotated[str | None, typer.Option(help="paper, the default, or names as in piqa,arc_easy.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="paper (the default), or names as in piqa,arc_easy.")] = None,
     data: TaskData = None,
     include: Annotated[Path | None, typer.Option(help="A folder of your own task definitions (YAML).")] = None,
     limit: Examples = None,
@@ -153,44 +154,45 @@ def eval_tasks(
     out: OutFile = None,
     as_json: Json = False,
 ) -> None:
-    """Measure accuracy on zero-shot tasks; started again, it continues.
+    """Measure accuracy on zero-shot tasks. Repeat an interrupted command to continue.
 
     Example: loopformer eval tasks runs/mine --tasks paper --data data/eval --limit 50
     """
-    from loopformer.evaluation import tasks as files
+    from loopformer.evaluation import tasks as task_files
     from loopformer.evaluation.loaded import LoadedModel
 
     source = the_model(model, model_option)
-    answering = {"--score-requests": score_requests, "--aggregate": aggregate}
-    check_at_most_one({"--export-requests": export_requests, **answering})
+    score_or_aggregate = {"--score-requests": score_requests, "--aggregate": aggregate}
+    check_at_most_one({"--export-requests": export_requests, **score_or_aggregate})
     for name, value in {"--tasks": tasks, "--limit": limit}.items():
-        check_at_most_one({**answering, name: value})  # the file says which tasks and examples
+        check_at_most_one({**score_or_aggregate, name: value})  # the file already fixes tasks and examples
     for name, folder in {"--data": data, "--include": include}.items():
         check_at_most_one({"--score-requests": score_requests, name: folder})
     with output_file(out), output_file(export_requests, "--export-requests"), progress("done") as report:
         if export_requests is not None:
             suite = load_tasks(tasks, data, include, limit, report)
-            files.write_requests(export_requests, suite)
+            task_files.write_requests(export_requests, suite)
             count = sum(map(len, suite.queries.values()))
             typer.echo(f"{count:,} requests of {len(suite.tasks)} tasks written to {export_requests}", err=True)
             return
         if aggregate is not None:
-            answers = files.read_answers(aggregate)
+            answers = task_files.read_answers(aggregate)
             names, limit = ",".join(answers.facts["names"]), answers.facts["limit"]
             suite = load_tasks(names, data, include, limit, report)
         else:
-            loaded = LoadedModel.open(source, device, dtype)  # before the tasks, which may take long
+            # Refuse a wrong model or trajectory before loading tasks, which may take long.
+            loaded = LoadedModel.open(source, device, dtype)
             trajectories = loaded.trajectories(budgets, trajectory or (), schedule)
             if score_requests is not None:
-                requests = files.read_requests(score_requests)
-                answers = files.run_requests(loaded, requests, trajectories, batch_tokens, report)
+                requests = task_files.read_requests(score_requests)
+                answers = task_files.run_requests(loaded, requests, trajectories, batch_tokens, report)
                 out = out or score_requests.with_suffix(".answers.jsonl")
-                files.write_answers(out, answers)
+                task_files.write_answers(out, answers)
                 along = ", ".join(answers.runs)
                 typer.echo(f"answers along {along} written to {out}; use --aggregate {out} for metrics", err=True)
                 return
             suite = load_tasks(tasks, data, include, limit, report)
-            answers = files.run_requests(loaded, suite, trajectories, batch_tokens, report)
+            answers = task_files.run_requests(loaded, suite, trajectories, batch_tokens, report)
         results = suite.results(answers)
     named = {"model": answers.model["path"], "weights": answers.model["weights"]}
     if write_results({**named, "tasks": results}, out, as_json):
@@ -202,13 +204,13 @@ def eval_tasks(
 def eval_states(
     model: ModelArgument = None,
     model_option: ModelOption = None,
-    group: Annotated[str | None, typer.Option(help="S3, A5 or S5. Default: the group of a run.")] = None,
+    group: Annotated[str | None, typer.Option(help="S3, A5 or S5. Default: the group of the training run.")] = None,
     budgets: Annotated[str | None, typer.Option(help="Loops: 1,2,4,8; 1 to L by default.")] = None,
     trajectory: Trajectories = None,
     beyond: Annotated[bool, typer.Option("--beyond", help="Allow more loops than L.")] = False,
     certainty: Certainty = None,
-    sequences: Annotated[int, typer.Option(help="Words to track.")] = 4096,
-    seed: Annotated[int, typer.Option(help="Of the words.")] = 0,
+    sequences: Annotated[int, typer.Option(help="Number of random words.")] = 4096,
+    seed: Annotated[int, typer.Option(help="Seed of the random words.")] = 0,
     figure: Annotated[Path | None, typer.Option(help="Draw the accuracies: a .png, .pdf or .svg.")] = None,
     batch_tokens: BatchTokens = 8192,
     device: Device = "auto",
@@ -216,7 +218,7 @@ def eval_states(
     out: OutFile = None,
     as_json: Json = False,
 ) -> None:
-    """Measure how many elements of a word over a group a model can multiply.
+    """Measure state tracking: how long a word over a group may be for a model to multiply it out.
 
     Example: loopformer eval states runs/s3 --budgets 1,2,4 --figure s3.png
     """
@@ -266,7 +268,7 @@ def _thresholds(certainty: str | None) -> list[float]:
 def load_tasks(
     tasks: str | None, data: Path | None, include: Path | None, limit: int | None, report: "ReportProgress"
 ) -> "Suite":
-    """Tasks by name, as in piqa,arc_easy; all of the paper's by default."""
+    """The tasks with these names, as in piqa,arc_easy. By default all tasks of the paper."""
     from loopformer.lm_eval import Suite
 
     names = [name.strip() for name in (tasks or "paper").split(",") if name.strip()]
@@ -274,7 +276,7 @@ def load_tasks(
 
 
 def write_results(report: dict[str, Any], out: Path | None, as_json: bool) -> bool:
-    """Write results to the file, if there is one, and print them if JSON is wanted; true if tables are wanted."""
+    """Write results to `out`, if given, and print them with `as_json`. True if tables should be shown instead."""
     if out is not None:
         write_json(out, report)
     if as_json:
@@ -283,7 +285,7 @@ def write_results(report: dict[str, Any], out: Path | None, as_json: bool) -> bo
 
 
 def show_table(rows: Iterable[dict[str, str]]) -> None:
-    """Print rows of cells by column."""
+    """Print rows that map columns to cells."""
     cells = list(rows)
     print_table(list(cells[0]), [list(row.values()) for row in cells])
 
@@ -293,10 +295,10 @@ def _schedule(row: dict[str, Any]) -> str:
 
 
 def _show_perplexity(rows: list[dict[str, Any]]) -> None:
-    """Print for each text what was scored, and a table."""
+    """Print what was scored and a table for each text."""
     has_exits = any("certainty" in row for row in rows)
 
-    # The evaluation of early exit runs every loop, so its times say nothing.
+    # Measuring early exit runs every loop for every token, so its times say nothing about early exit.
     hidden = ("seconds", "tokens/s") if has_exits else ("certainty", "passes")
 
     def cells(row: dict[str, Any]) -> dict[str, str]:
@@ -314,21 +316,21 @@ def _show_perplexity(rows: list[dict[str, Any]]) -> None:
         return {name: cell for name, cell in columns.items() if name not in hidden}
 
     for name in dict.fromkeys(row["text"] for row in rows):
-        of_text = [row for row in rows if row["text"] == name]
-        first = of_text[0]
+        text_rows = [row for row in rows if row["text"] == name]
+        first = text_rows[0]
         documents = "1 document" if first["documents"] == 1 else f"{first['documents']:,} documents"
-        how = "joined" if first["joined"] else "each on its own"
+        joining = "joined" if first["joined"] else "each on its own"
         stride = "no overlap" if first["stride"] == first["window"] else f"stride {first['stride']}"
         typer.echo(
             f"{name} ({first['part']}): {first['tokens']:,} tokens scored, {first['bytes']:,} bytes, {documents}, "
-            f"{how}, windows of {first['window']}, {stride}, {first['dtype']} on {first['device']}\n"
+            f"{joining}, windows of {first['window']}, {stride}, {first['dtype']} on {first['device']}\n"
             f"sha256 {first['sha256']}"
         )
-        show_table(map(cells, of_text))
+        show_table(map(cells, text_rows))
 
 
 def _show_states(tracking: dict[str, Any]) -> None:
-    """Print the accuracy at ranges of positions, doubling in length, along each trajectory; then early exit."""
+    """Print a table of accuracies per trajectory, in ranges of positions that double in length, then early exit."""
     length = tracking["places"]
     typer.echo(
         f"products over {tracking['group']} ({tracking['elements']} elements, chance "
@@ -347,7 +349,7 @@ def _show_states(tracking: dict[str, Any]) -> None:
         for row in tracking["trajectories"]
     )
     typer.echo("tracked: the longest prefix with 95 % or more at every position\n")
-    typer.echo("early exit: a position takes no further loop once its top element is likelier than this certainty")
+    typer.echo("early exit: a position runs no further loop once its top element is likelier than this certainty")
     show_table(
         {
             "trajectory": row["trajectory"],
@@ -361,21 +363,21 @@ def _show_states(tracking: dict[str, Any]) -> None:
 
 
 def _show_tasks(results: dict[str, Any]) -> None:
-    """Print a row per task and a column per trajectory, in percent, then the data and any deviation."""
+    """Print a row per task and a column per trajectory, in percent. Then name the data and any notes."""
     runs = results["runs"]
     heads = [run["trajectory"] if _schedule(run) != "uniform" else f"M={run['budget']}" for run in runs]
     rows = []
     for name, facts in results["tasks"].items():
         scores = [run["tasks"][name] for run in runs]
-        cells = [_percent(score["metric"], score["value"], score["stderr"]) for score in scores]
+        cells = [_format_metric(score["metric"], score["value"], score["stderr"]) for score in scores]
         rows.append([name, scores[0]["metric"], f"{facts['examples']:,}", *cells])
     for name, metrics in runs[0]["groups"].items():
         for metric in (metric for metric in metrics if "_stderr" not in metric):
-            cells = [_percent(metric, run["groups"][name].get(metric)) for run in runs]
+            cells = [_format_metric(metric, run["groups"][name].get(metric)) for run in runs]
             rows.append([f"{name} (group)", metric, "", *cells])
     if all(run["paper"] for run in runs):
         for name, label in {"arc": "ARC, mean of both", "average": "average of 10"}.items():
-            rows.append([label, "", "", *(_percent("acc", run["paper"][name]) for run in runs)])
+            rows.append([label, "", "", *(_format_metric("acc", run["paper"][name]) for run in runs)])
     rows.append(["MFLOP/token", "", "", *(f"{run['flops_per_token'] / 1e6:,.4g}" for run in runs)])
     rows.append(["seconds", "", "", *(f"{run['seconds']:.1f}" for run in runs)])
     print_table(["task", "metric", "examples", *heads], rows, left=2)
@@ -393,9 +395,9 @@ def _show_tasks(results: dict[str, Any]) -> None:
         typer.echo(f"note: {note}")
 
 
-def _percent(metric: str, value: float | None, stderr: float | None = None) -> str:
-    """A metric for a table, fractions in percent, with its standard error if there is one."""
+def _format_metric(metric: str, value: float | None, stderr: float | None = None) -> str:
+    """The cell of a metric, fractions in percent, with its standard error if there is one."""
     if value is None:
         return "none"
     shown = f"{100 * value:.2f}" if metric.startswith(_FRACTIONS) else f"{value:.4g}"
-    return shown if stderr is None else f"{shown} ± {_percent(metric, stderr)}"
+    return shown if stderr is None else f"{shown} ± {_format_metric(metric, stderr)}"

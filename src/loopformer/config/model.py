@@ -1,10 +1,10 @@
-"""How settings are checked, and the settings of a model: the whole family of k shared blocks, applied L times.
+"""The settings of a model (k shared blocks, applied up to L times), and the checks that all settings share.
 
 ModelConfig(blocks=2, loops=4)
-from_mapping(ModelConfig, {"blocks": 2, "loops": 4}, "model")   # from plain data
+from_mapping(ModelConfig, {"blocks": 2, "loops": 4}, "model")   # from YAML or JSON data
 
 Settings are frozen dataclasses. Each field declares its default, help text and bounds, and `check_settings` checks
-them all. An unknown key of plain data is an error that names the nearest valid one.
+them all. An unknown key is an error that names the nearest valid key.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from loopformer.errors import LoopformerError, nearest, require
 
 Conditioning = Literal["none", "index", "time", "step", "trajectory"]
-FORMAT, VERSION = "loopformer-model", 1  # the mark of our model folders in their config.json
-BOX = "box"  # the name of the bundled model
-FOURIER_WIDTH = 256  # features of each scalar that conditions a loop
+FORMAT, VERSION = "loopformer-model", 1  # what config.json of a model folder says
+BOX = "box"  # name of the bundled model, and its folder in the package
+FOURIER_WIDTH = 256  # Fourier features of t, and of Δ
 T = TypeVar("T")
 UNIONS = (Union, types.UnionType)
 
@@ -33,15 +33,16 @@ RENAMED_KEYS = {
     "during": "active_range",  # each of objective.trajectories
     "way": "execution_mode",  # state.json of a checkpoint
 }
-REMOVED_KEYS = {"chance": 1}  # of trajectories: the only value that has the same meaning without the key
+# Keys of trajectories that no longer exist. Reading drops a key that has this value, because it had no effect.
+REMOVED_KEYS = {"chance": 1}
 
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:
     """A field of a settings dataclass.
 
-    minimum, maximum   the smallest and the largest allowed number
-    above=0, below     bounds that are not allowed themselves
-    beyond_paper       True for a setting that files leave out while it has its default
+    minimum, maximum   inclusive bounds
+    above=0, below     exclusive bounds
+    beyond_paper       True for a setting that the paper does not have; files leave it out at its default
     """
     return dataclasses.field(default=default, metadata={"help": help, **metadata})
 
@@ -51,7 +52,7 @@ def setting_names(cls: type[Any]) -> list[str]:
 
 
 def with_current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping of any version with the keys of this one."""
+    """The settings that any version wrote, with the keys of this version."""
     for old, new in RENAMED_KEYS.items():
         require(not {old, new} <= values.keys(), f"{old} is the former name of {new}; leave one of them out.")
     values = {key: value for key, value in values.items() if key not in REMOVED_KEYS or value != REMOVED_KEYS[key]}
@@ -71,14 +72,14 @@ def from_mapping(cls: type[T], values: Any, where: str) -> T:
 
 
 def check_keys(values: Mapping[str, Any], known: list[str], prefix: str = "") -> None:
-    """Raise an error that names the nearest known key for the first key that is not known."""
+    """Raise an error for the first unknown key, with the nearest known one."""
     for key in values:
         if key not in known:
             raise LoopformerError(f"Unknown setting {prefix}{key}; {nearest(str(key), known)}")
 
 
 def check_settings(settings: Any, where: str) -> None:
-    """Check every field against its annotation and bounds, and store its value as annotated."""
+    """Check every field against its annotation and bounds, and store it converted to the annotated type."""
     hints = get_type_hints(type(settings))
     prefix = f"{where}." if where.isidentifier() else f"{where}: "
     for field in dataclasses.fields(settings):
@@ -92,7 +93,7 @@ def check_settings(settings: Any, where: str) -> None:
 
 
 def _converted(value: Any, hint: Any, name: str) -> Any:
-    """The value as annotated, where it can be read so: YAML and JSON know neither tuples nor dataclasses."""
+    """The value converted to its annotation where possible: YAML and JSON have neither tuples nor dataclasses."""
     choices = get_args(hint) if get_origin(hint) in UNIONS else (hint,)
     for choice in choices:
         if get_origin(choice) is tuple and isinstance(value, list | tuple):
@@ -114,7 +115,7 @@ def _check_bounds(value: float, name: str, bounds: Mapping[str, Any]) -> None:
 
 
 def as_number(value: Any) -> float | None:
-    """The number that an int, a float or text means, as YAML 1.1 reads 6e-4 as text; None for anything else."""
+    """An int, a float or numeric text as a float, else None. YAML 1.1 reads 6e-4 as text."""
     try:
         return float(value) if type(value) in (float, int, str) else None
     except ValueError:
@@ -131,7 +132,7 @@ def _matches(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and all(_matches(item, get_args(hint)[0]) for item in value)
     if hint is float:
         return isinstance(value, float) and math.isfinite(value)
-    return type(value) is int if hint is int else isinstance(value, hint)  # a bool is an instance of int
+    return type(value) is int if hint is int else isinstance(value, hint)  # isinstance would take a bool for an int
 
 
 def _describe(hint: Any) -> str:
@@ -151,11 +152,11 @@ def bundled_model_dir() -> Path:
 
 
 def parse_counts(text: str, option: str) -> list[int]:
-    """The numbers of 1 or more in an option's text, such as 1,2,4."""
+    """The whole numbers in the text of an option, such as 1,2,4. Each must be 1 or more."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        numbers = [0]
+        numbers = [0]  # refused below
     require(min(numbers) >= 1, f"{option} takes whole numbers of 1 or more, such as 1,2,4, not {text!r}.")
     return numbers
 
@@ -164,16 +165,16 @@ def parse_counts(text: str, option: str) -> list[int]:
 class ModelConfig:
     """Any model of the family. The defaults are the paper's LoopFormer 3⊗8.
 
-    The upper bounds lie far above any model. They keep a damaged file from asking for terabytes.
+    The upper bounds lie far above any real model. They stop a damaged file from allocating terabytes.
     """
 
-    conditioning: Conditioning = setting("trajectory", "What a loop knows of its time t and step size Δ.")  # noqa: RUF009
+    conditioning: Conditioning = setting("trajectory", "What a loop knows about its time t and step size Δ.")  # noqa: RUF009
     blocks: int = setting(3, "Blocks in the shared stack (k).", minimum=1, maximum=4096)
     loops: int = setting(8, "Loops of the longest trajectory (L).", minimum=1, maximum=4096)
     width: int = setting(2048, "Width of the residual stream, a multiple of heads.", minimum=1, maximum=1 << 17)
     heads: int = setting(32, "Attention heads.", minimum=1, maximum=1 << 13)
     ffn: int = setting(5120, "Hidden units of the feed-forward layer.", minimum=1, maximum=1 << 20)
-    context: int = setting(1024, "Tokens of a sequence.", minimum=1, maximum=1 << 22)
+    context: int = setting(1024, "Longest sequence in tokens.", minimum=1, maximum=1 << 22)
     vocab: int = setting(50257, "Token ids that the model accepts.", minimum=1, maximum=1 << 24)
     padded_vocab: int | None = setting(None, "Rows of the embedding; null rounds vocab up to a multiple of 64.")
     positions: Literal["learned", "rotary"] = setting("learned", "Position embeddings.")
@@ -181,46 +182,46 @@ class ModelConfig:
     time_scale: float = setting(1.0, "Factor on t and Δ before their Fourier features.", above=0)
     residual_init: Literal["blocks", "depth"] = setting("blocks", "Residual init std: 0.02/√(2k) or 0.02/√(2kL).")
     inject: Literal["none", "gated", "adapter"] = setting(
-        "none", "How loops get the embedding again.", beyond_paper=True
+        "none", "How the embedding is injected into each loop.", beyond_paper=True
     )
     start: Literal["embedding", "normed", "random"] = setting(
-        "embedding", "The state before the first loop.", beyond_paper=True
+        "embedding", "Initial state, before the first loop.", beyond_paper=True
     )
     norms: Literal["pre", "sandwich"] = setting(
-        "pre", "Where norms stand; sandwich: also after each sum.", beyond_paper=True
+        "pre", "Norms before each layer; sandwich: also after each sum.", beyond_paper=True
     )
 
     def __post_init__(self) -> None:
         check_settings(self, "model")
         width, heads, vocab, rows = self.width, self.heads, self.vocab, self.vocab_rows
         require(width % heads == 0, f"model.width {width} must be a multiple of model.heads {heads}.")
-        is_even = self.positions != "rotary" or self.head_width % 2 == 0
-        require(is_even, "Rotary positions need an even width/heads; change model.heads.")
+        has_even_heads = self.positions != "rotary" or self.head_width % 2 == 0
+        require(has_even_heads, "Rotary positions need an even width/heads; change model.heads.")
         has_gate = self.inject != "gated" or self.conditioning != "none"
         require(has_gate, "model.inject gated needs conditioning; give model.conditioning another value than none.")
         sees_tokens = self.start != "random" or self.inject == "adapter"
-        require(sees_tokens, "model.start random needs the tokens injected; set model.inject to adapter.")
+        require(sees_tokens, "model.start random needs tokens to be injected; set model.inject to adapter.")
         require(rows >= vocab, f"model.padded_vocab {rows} is smaller than model.vocab {vocab}; raise it.")
 
     def plain(self) -> dict[str, Any]:
-        """The settings as files hold them, without those beyond the paper that have their defaults.
+        """The settings as they are written to files. Settings beyond the paper are left out at their defaults.
 
         So a model of the paper has the same file and the same hash in every version.
         """
-        known = [field.name for field in dataclasses.fields(self) if "beyond_paper" not in field.metadata]
-        return {name: getattr(self, name) for name in (*known, *self.non_paper_settings)}
+        paper = [field.name for field in dataclasses.fields(self) if "beyond_paper" not in field.metadata]
+        return {name: getattr(self, name) for name in (*paper, *self.non_paper_settings)}
 
     @property
     def non_paper_settings(self) -> list[str]:
         """The settings beyond the paper that are not at their defaults."""
-        known = [field for field in dataclasses.fields(self) if "beyond_paper" in field.metadata]
-        return [field.name for field in known if getattr(self, field.name) != field.default]
+        fields = [field for field in dataclasses.fields(self) if "beyond_paper" in field.metadata]
+        return [field.name for field in fields if getattr(self, field.name) != field.default]
 
     @property
     def fused_unsupported(self) -> str | None:
-        """The setting that the fused decoding kernels do not support, if any."""
-        fused = {"inject": self.inject == "gated", "start": self.start == "normed" and self.positions == "rotary"}
-        return next((name for name in self.non_paper_settings if not fused.get(name)), None)
+        """The name of a setting that the fused decoding kernels do not support, or None."""
+        works = {"inject": self.inject == "gated", "start": self.start == "normed" and self.positions == "rotary"}
+        return next((name for name in self.non_paper_settings if not works.get(name)), None)
 
     @property
     def vocab_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""Text → token shards: what `loopformer prepare` does.
+"""Turn text into token shards, as `loopformer prepare` does.
 
     index = prepare(["stdlib"], "data/stdlib", train_tokenizer=4096)
     index = prepare(["news.jsonl.zst=2", "books/=1"], "data/mix", tokenizer="gpt2")
@@ -7,11 +7,11 @@ The folder gets `tokenizer.json`, shards of token ids for each source and split,
 counts, checksums and settings. An end token follows every document.
 
 The output depends only on the settings and the text. After a crash at any moment the same call continues at the
-last commit and ends with the same bytes. The ledger on disk (`prepare.state.json`) is replaced atomically, and
-only after the shards it describes are on disk, so it is always true. Anything in the shards beyond the ledger is
-cut off on resume. Reading and splitting run in a thread, while the `tokenizers` library tokenizes on all cores.
-Only a few batches of text are in memory. A record that cannot be used ends the work with one sentence; with
-`on_bad="skip"` it is counted and left out.
+last commit and ends with the same bytes. The ledger (`prepare.state.json`) is replaced atomically, and only after
+the shards that it describes are on disk. So it never claims more than there is. A resumed call truncates shards to
+what the ledger claims. Reading and splitting run in a thread, while the `tokenizers` library uses all cores. Only a
+few batches of text are in memory. A record that cannot be used is an error. With `on_bad="skip"` it is counted and
+left out.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ from loopformer.files import (
     write_json,
 )
 
-DEFAULT_VOCAB = 4096  # of the tokenizer that is trained if none is named
-MARKS_FILE = "sources.json"  # modification time and checksum of each file that was read
-_MAX_LISTED = 20  # bad records that the index quotes
+DEFAULT_VOCAB = 4096  # ids of the tokenizer that is trained by default
+FINGERPRINTS_FILE = "sources.json"  # modification time and checksum of each source file
+_MAX_LISTED = 20  # error messages of bad records in the index
 
 OnBad = Literal["stop", "skip"]
 Item = Example | BadRecord
@@ -77,12 +77,12 @@ Item = Example | BadRecord
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """How far the work on one source has come, for a display."""
+    """Progress on one source, for display."""
 
     source: str
-    text_bytes: int  # of text; of files in the phase "checksums"
+    text_bytes: int  # bytes of text; in the phase "checksums", bytes of files
     tokens: int
-    fraction: float | None  # of the source; None if its length is unknown
+    fraction: float | None  # share of the source that is done; None if its length is unknown
     phase: str = "tokenizing"
 
 
@@ -107,14 +107,14 @@ def prepare(
     commit_seconds: float = 2.0,
     report: Report | None = None,
 ) -> dict[str, Any]:
-    """Turn sources into token shards under `out` and return the index; started again, it continues.
+    """Turn sources into token shards under `out` and return the index. An interrupted call continues when repeated.
 
     The tokenizer is `tokenizer` (gpt2 or a path), or one trained on the sources with `train_tokenizer` ids. With
     neither it is GPT-2's if text comes from the Hub, else a trained one of 4096 ids. `val_fraction`, `train_tokens`
-    and `val_tokens` hold for each source and overrule its preset; a split ends after exactly that many tokens. With
-    `on_bad="skip"` unusable records do not end the work: the index counts them and quotes the first. `workers`
-    (cores for tokenizing), `batch_bytes` (UTF-8 bytes tokenized at a time), `commit_seconds` and `report` do not
-    change the result.
+    and `val_tokens` apply to each source and override its preset. A split ends after exactly that many tokens. With
+    `on_bad="skip"` unusable records are left out: the index has their number and the first error messages.
+    `workers` (cores for tokenizing), `batch_bytes` (UTF-8 bytes tokenized at a time), `commit_seconds` and `report`
+    do not change the result.
     """
     require(tokenizer is None or train_tokenizer is None, "Choose --tokenizer or --train-tokenizer, not both.")
     for name, number in (("train-tokens", train_tokens), ("val-tokens", val_tokens), ("workers", workers)):
@@ -125,7 +125,7 @@ def prepare(
     if train_tokenizer is not None:
         check_vocab_size(train_tokenizer)
     if workers is not None:
-        os.environ["RAYON_NUM_THREADS"] = str(workers)  # the library reads it when it first tokenizes
+        os.environ["RAYON_NUM_THREADS"] = str(workers)  # read when the library first tokenizes
     limits = {"val_fraction": val_fraction, "train_tokens": train_tokens, "val_tokens": val_tokens}
     overrides: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
     parsed = [dataclasses.replace(source, **overrides) for source in parse_sources(sources, field, supervised)]
@@ -154,23 +154,24 @@ def prepare(
         if (index := ledger.begin()) is not None:
             return index
         check_writable(ledger.folder)
-        if not ledger.sources:
+        if not ledger.states:
             splitters = []
             for source in parsed:
                 announce(source.name, "looking through")
                 splitters.append(reader.make_splitter(source))
-            ledger.sources = [SourceState(splitter) for splitter in reconcile(splitters)]
+            ledger.states = [SourceState(splitter) for splitter in reconcile(splitters)]
         if (ledger.folder / TOKENIZER_FILE).exists():
             chosen = Tokenizer.load(ledger.folder)
         elif chosen is None:
             announce("tokenizer", f"training, {vocab_size} ids")
-            chosen = Tokenizer.train_in_subprocess(reader.training_texts(parsed, ledger.sources), vocab_size)
+            chosen = Tokenizer.train_in_subprocess(reader.training_texts(parsed, ledger.states), vocab_size)
             if (got := chosen.vocab_size) < vocab_size:
-                announce("tokenizer", f"the text gave {got} ids instead of {vocab_size}, it has no more pairs")
-        # The first write comes only now: a wrong field or a missing file leaves no folder and not half a job.
+                announce("tokenizer", f"{got} ids instead of {vocab_size}, the text has no more pairs to merge")
+        # Write nothing before this line, so that a wrong field or a missing file leaves no folder. Write the ledger
+        # before the tokenizer, because a repeated call refuses a folder that has files but no ledger.
         ledger.commit()
         chosen.save(ledger.folder)
-        for source, state in zip(parsed, ledger.sources, strict=True):
+        for source, state in zip(parsed, ledger.states, strict=True):
             if not state.done:
                 _tokenize(ledger, source, state, reader, chosen, batch_bytes, commit_seconds)
         return ledger.finish(chosen)
@@ -178,7 +179,7 @@ def prepare(
 
 @dataclass
 class SplitState:
-    """What one split of one source has on disk; supervised examples have a mask beside each shard."""
+    """What one split of one source has on disk. Supervised data has a mask for each shard."""
 
     tokens: int = 0
     documents: int = 0
@@ -189,13 +190,13 @@ class SplitState:
 
 @dataclass
 class SourceState:
-    """How far one source has come."""
+    """Progress on one source, as the ledger stores it."""
 
     splitter: Splitter
     position: Position = field(default_factory=Position)
     done: bool = False
     bad: int = 0  # unusable records
-    bad_first: list[str] = field(default_factory=list)  # what was wrong with the first of them
+    bad_first: list[str] = field(default_factory=list)  # the error messages of the first ones
     splits: dict[Split, SplitState] = field(default_factory=lambda: {split: SplitState() for split in SPLITS})
 
     @classmethod
@@ -211,16 +212,16 @@ class SourceState:
 
 @dataclass
 class Ledger:
-    """The settings of a folder, its sources, and how far the work on each of them has come."""
+    """The settings and sources of a folder, and the progress on each source."""
 
     folder: Path
     settings: dict[str, Any]
-    given: Sequence[Source]
+    sources: Sequence[Source]
     report: Report
-    sources: list[SourceState] = field(default_factory=list)
+    states: list[SourceState] = field(default_factory=list)  # one per source, once they are known
 
     def begin(self) -> dict[str, Any] | None:
-        """Start or resume: the index if the folder is finished; else None, and `sources` are as they were."""
+        """The index of a finished folder. Otherwise None, with `states` as of the last commit, if there is one."""
         index, state = self.folder / INDEX_FILE, self.folder / STATE_FILE
         if index.exists():
             finished = read_index(index)
@@ -232,13 +233,13 @@ class Ledger:
             unfinished = read_index(state)
             self._compare_settings(unfinished.get("settings"))
             try:
-                files = zip(unfinished.get("changed", self._changed), self._changed, strict=True)
+                files = zip(unfinished.get("changed", self._modified_times), self._modified_times, strict=True)
                 changed = [name for then, now in files for name in now if then[name] != now[name]]
-                self.sources = [SourceState.from_json(source) for source in unfinished["sources"]]
+                self.states = [SourceState.from_json(source) for source in unfinished["sources"]]
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise damaged_folder_error(state) from error
             if changed:
-                raise self._file_changed(changed[0], "begun with")
+                raise self._changed_file_error(changed[0], "begun with")
         elif any(path.name != f"{STATE_FILE}.tmp" for path in self.folder.iterdir()):
             raise FileProblem(
                 f"{self.folder} is not empty and was not made by prepare; choose another --out folder."
@@ -246,17 +247,17 @@ class Ledger:
         return None
 
     def commit(self) -> None:
-        """Record how far the work has come; the shards must be on disk before."""
-        sources = [dataclasses.asdict(source) for source in self.sources]
-        state = {"settings": self.settings, "changed": self._changed, "sources": sources}
-        write_json(self.folder / STATE_FILE, state)
+        """Record the progress. Flush the shards before, because the ledger may only claim what survives a crash."""
+        sources = [dataclasses.asdict(state) for state in self.states]
+        ledger = {"settings": self.settings, "changed": self._modified_times, "sources": sources}
+        write_json(self.folder / STATE_FILE, ledger)
 
     def finish(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Write the index, which makes the folder usable, and return it."""
-        if marks := {name: mark for source in self.given for name, mark in self._marks(source)}:
-            write_json(self.folder / MARKS_FILE, marks)
+        if fingerprints := dict(pair for source in self.sources for pair in self._fingerprints(source)):
+            write_json(self.folder / FINGERPRINTS_FILE, fingerprints)
         sources = []
-        for source, state in zip(self.given, self.sources, strict=True):
+        for source, state in zip(self.sources, self.states, strict=True):
             splits = {
                 split: dataclasses.asdict(state.splits[split]) for split in SPLITS if state.splits[split].tokens
             }
@@ -271,18 +272,19 @@ class Ledger:
             "settings": self.settings,
             "tokenizer": {"sha256": tokenizer.hash, "vocab_size": tokenizer.vocab_size, "end": tokenizer.eot},
             "dtype": _dtype(tokenizer).name,
-            "tokens": {split: sum(state.splits[split].tokens for state in self.sources) for split in SPLITS},
+            "tokens": {split: sum(state.splits[split].tokens for state in self.states) for split in SPLITS},
             "sources": sources,
         }
+        # Delete the ledger last: after a crash in between, `begin` finds a finished folder.
         write_json(self.folder / INDEX_FILE, index)
         (self.folder / STATE_FILE).unlink()
         sync_folder(self.folder)
         return read_index(self.folder / INDEX_FILE)
 
     @property
-    def _changed(self) -> list[dict[str, int | None]]:
-        """For each source, when each of its files was last written to."""
-        return [{part.name: part.modified_ns for part in source.parts} for source in self.given]
+    def _modified_times(self) -> list[dict[str, int | None]]:
+        """For each source, the modification time of each of its files."""
+        return [{part.name: part.modified_ns for part in source.parts} for source in self.sources]
 
     def _compare_settings(self, earlier: Any) -> None:
         now = json.loads(json_bytes(self.settings))
@@ -295,33 +297,34 @@ class Ledger:
             )
 
     def _compare_files(self) -> None:
-        """Refuse files that were written to since; a copied file has another time and the same checksum."""
-        path = self.folder / MARKS_FILE
-        marks = read_json(path) if path.exists() else {}  # folders of earlier versions have none
-        for source in self.given:
+        """Refuse a folder if a source file has changed since. A new time with the same checksum is no change."""
+        path = self.folder / FINGERPRINTS_FILE
+        fingerprints = read_json(path) if path.exists() else {}  # folders of earlier versions have none
+        for source in self.sources:
             for part in source.parts:
-                match marks.get(f"{source.name}/{part.name}", [part.modified_ns, None]):
+                # A file without a fingerprint counts as unchanged.
+                match fingerprints.get(f"{source.name}/{part.name}", [part.modified_ns, None]):
                     case [changed, digest]:
                         if changed != part.modified_ns and (digest is None or digest != part.checksum()):
-                            raise self._file_changed(part.name, "made of")
+                            raise self._changed_file_error(part.name, "made of")
                     case _:
                         raise DamagedFile(f"{path} is damaged; delete it, or prepare the folder again.")
 
-    def _file_changed(self, name: str, how: str) -> FileProblem:
+    def _changed_file_error(self, name: str, how: str) -> FileProblem:
         return FileProblem(
             f"{name} has changed since {self.folder} was {how} it; put the old file back, "
             f"or delete {self.folder} and start again."
         )
 
-    def _marks(self, source: Source) -> Iterator[tuple[str, list[Any]]]:
+    def _fingerprints(self, source: Source) -> Iterator[tuple[str, list[Any]]]:
         """The modification time and the checksum of each file, by its name."""
-        done = 0
+        bytes_read = 0
 
         def show(count: int) -> None:
-            nonlocal done
-            done += count
-            fraction = min(1.0, done / source.size) if source.size else None
-            self.report(PrepareProgress(source.name, done, 0, fraction, "checksums"))
+            nonlocal bytes_read
+            bytes_read += count
+            fraction = min(1.0, bytes_read / source.size) if source.size else None
+            self.report(PrepareProgress(source.name, bytes_read, 0, fraction, "checksums"))
 
         for part in source.parts:
             if part.path is not None:
@@ -334,12 +337,12 @@ class _Document:
 
     split: Split
     segments: Example
-    position: Position  # after its record
+    position: Position  # where reading continues after it
 
 
 @dataclass
 class _Batch:
-    """Documents to tokenize together, the bad records between them, and how far the source has been read."""
+    """Documents to tokenize together, the errors of bad records among them, and where reading continues."""
 
     position: Position
     bytes_read: int
@@ -349,14 +352,14 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Sources as documents: texts, each a single segment, or supervised examples."""
+    """Reads sources as documents: texts of a single segment each, or supervised examples."""
 
     field: str
     supervised: bool
     skip_bad: bool
 
     def read(self, source: Source, start: Position, meter: Meter) -> Iterator[tuple[Position, Item]]:
-        """Each document with the position after it; a bad record is raised, or yielded if it is to be skipped."""
+        """Each document with the position after it. Raises a bad record, or yields it if `skip_bad` is set."""
         for after, record in source.records(start, meter):
             items: list[Item] = []
             if self.supervised:
@@ -393,17 +396,17 @@ class _Reader:
         return make_splitter(keys, source.val_fraction, source.given, can_cut=not self.supervised)
 
     def split(self, splitter: Splitter, example: Example) -> list[tuple[Split, Example]]:
-        """The document in its split; a text may be cut between both splits."""
+        """The document with its split. A text may be cut into a part for each split."""
         if self.supervised:
             return [(splitter.choose(example_key(example)), example)]
         return [(split, (Segment(text, True),)) for split, text in splitter.split(example_text(example))]
 
     def training_texts(self, sources: Sequence[Source], states: Sequence[SourceState]) -> Iterator[str]:
-        """Pieces of the training documents of each source, up to its share of what a tokenizer learns from."""
+        """Texts to train a tokenizer on: pieces of the training split, with an equal share for each source."""
         for source, state in zip(sources, states, strict=True):
             items = (item for _, item in self.read(source, Position(), Meter()) if not isinstance(item, BadRecord))
-            pieces = (self.split(state.splitter, item) for item in items)
-            texts = ([example_text(each) for split, each in piece if split == "train"] for piece in pieces)
+            split_items = (self.split(state.splitter, item) for item in items)
+            texts = ([example_text(part) for split, part in parts if split == "train"] for parts in split_items)
             yield from training_pieces(texts, len(sources))
 
     def batches(self, source: Source, state: SourceState, max_bytes: int) -> Iterator[_Batch]:
@@ -412,13 +415,13 @@ class _Reader:
         meter = Meter(sum(part.size or 0 for part in source.parts[: start.part]))
         batch, size = _Batch(start, meter.read), 0
         for position, item in self.read(source, start, meter):
-            more = len(str(item) if isinstance(item, BadRecord) else example_text(item).encode())
-            if size and size + more > max_bytes:
+            item_bytes = len(str(item) if isinstance(item, BadRecord) else example_text(item).encode())
+            if size and size + item_bytes > max_bytes:
                 yield batch
                 batch, size = _Batch(batch.position, meter.read), 0
-            size += more
+            size += item_bytes
             if isinstance(item, BadRecord):
-                batch.bad.append(str(item))  # the error itself would keep its line of text in memory
+                batch.bad.append(str(item))  # as text, because the error would keep its record in memory
             else:
                 pieces = self.split(state.splitter, item)
                 batch.documents += [_Document(split, example, position) for split, example in pieces]
@@ -427,7 +430,7 @@ class _Reader:
 
 
 class _SplitWriter:
-    """Writes the shards of one split of one source up to its limit, and masks beside them if it is supervised."""
+    """Writes the shards of one split of one source up to its limit, and their masks if it is supervised."""
 
     def __init__(
         self, ledger: Ledger, name: str, dtype: npt.DTypeLike, written: SplitState, limit: int | None
@@ -443,9 +446,10 @@ class _SplitWriter:
         return self._limit is not None and self._written.tokens >= self._limit
 
     def append(self, example: Example, encoded: Encoded) -> None:
-        """Append a document; the last is cut to fit the limit."""
+        """Append a document, cut to fit the limit. A full split ignores it."""
         if not self.is_full:
             left = None if self._limit is None else self._limit - self._written.tokens
+            # Ids go to the first writer and flags to the second, which exists only for supervised data.
             for writer, values in zip(self.writers, encoded, strict=False):
                 writer.append(values[:left])
             self._written.tokens = self.writers[0].items
@@ -466,10 +470,10 @@ def _tokenize(
     max_bytes: int,
     commit_seconds: float,
 ) -> None:
-    """Tokenize the rest of one source."""
+    """Tokenize the rest of one source and commit at intervals."""
     limits: dict[Split, int | None] = {"train": source.train_tokens, "val": source.val_tokens}
     committed = time.monotonic()
-    ledger.report(_progress(source, state, 0))  # a display measures its speed from here
+    ledger.report(_progress(source, state, 0))  # a display measures speed from this report
     with ExitStack() as stack:
         outputs: dict[Split, _SplitWriter] = {}
         for split, written in state.splits.items():
@@ -493,6 +497,7 @@ def _tokenize(
             if all(output.is_full for output in outputs.values()):
                 break
             if time.monotonic() - committed >= commit_seconds:
+                # Flush before the commit: the ledger may only claim what survives a crash.
                 for output in outputs.values():
                     for writer in output.writers:
                         writer.flush()
@@ -510,7 +515,10 @@ def _tokenize(
 
 
 def _encode(tokenizer: Tokenizer, wanted: list[_Document], source: Source) -> list[Encoded | BadRecord]:
-    """The ids and flags of each document, or why the tokenizer cannot give them."""
+    """The ids and flags of each document, or the reason why it cannot be tokenized.
+
+    If a batch fails, each document is tried alone to find the bad ones.
+    """
     try:
         return list(encode_examples(tokenizer, [document.segments for document in wanted]))
     except LoopformerError as error:
@@ -533,7 +541,7 @@ def _progress(source: Source, state: SourceState, bytes_read: int) -> PreparePro
 
 
 def _describe(source: Source) -> dict[str, Any]:
-    """What must be the same for an interrupted job to continue."""
+    """The settings of a source that must be the same for an interrupted call to continue."""
     names = ("given", "name", "weight", "val_fraction", "train_tokens", "val_tokens")
     parts = [{"name": part.name, "size": part.size} for part in source.parts]
     return {name: getattr(source, name) for name in names} | {"parts": parts}

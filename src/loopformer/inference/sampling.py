@@ -2,10 +2,9 @@
 
 choices = sample(logits, [Draw(Sampling(temperature=0.8, top_p=0.95), seed=3, position=17), …])    # logits [B, V]
 
-Greedy by default. Repetition penalty, temperature, top-k, top-p and min-p apply in that order. The sampled token
-has the largest sum of log-probability and Gumbel noise, which is the same as drawing from the distribution. The
-noise follows from (seed, position, token) alone. So the text of a request depends on its own seed, not on the rest
-of the batch or on the path that computes the logits.
+Greedy by default. Repetition penalty, temperature, top-k, top-p and min-p apply in that order. A token is drawn by
+adding Gumbel noise to the log-probabilities and taking the argmax. The noise depends only on the seed, the position
+and the token. So the text of a request does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class Sampling:
     temperature: float = 0.0  # 0 is greedy
     top_k: int | None = None  # only the k most likely tokens
     top_p: float = 1.0  # only the most likely tokens that make up this probability
-    min_p: float = 0.0  # only tokens at least this fraction as likely as the most likely one
-    repetition_penalty: float = 1.0  # above 1: tokens that the text already has become less likely
+    min_p: float = 0.0  # only tokens at log_min_p this fraction as likely as the most likely one
+    repetition_penalty: float = 1.0  # above 1: tokens that already occur in the text become less likely
     seed: int | None = None  # None: a different text each time
 
     def __post_init__(self) -> None:
@@ -60,18 +59,18 @@ class Sampling:
         return self.temperature == 0
 
     @property
-    def most_likely(self) -> bool:
-        """Whether the token is the one with the largest logit."""
+    def is_argmax(self) -> bool:
+        """Whether the next token is the argmax of the logits, so that nothing else needs to be computed."""
         return self.greedy and self.repetition_penalty == 1
 
 
 class Draw(NamedTuple):
-    """The settings and the noise of a row's next token."""
+    """What decides a row's next token besides its logits."""
 
     sampling: Sampling
     seed: int = 0
-    position: int = 0  # the number of tokens before it
-    history: tuple[int, ...] = ()  # those tokens, where a repetition penalty needs them
+    position: int = 0  # number of tokens before the next token
+    history: tuple[int, ...] = ()  # these tokens; needed only with a repetition penalty
 
 
 class Choice(NamedTuple):
@@ -103,15 +102,15 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Choice]:
 
 
 def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
-    """The same as tensors on the device of the logits: tokens and log-probabilities [B], without a sync."""
+    """What `sample` returns, but as tensors [B] on the device of the logits, without a sync."""
     scores = logits
-    if not all(draw.sampling.most_likely for draw in draws):
+    if not all(draw.sampling.is_argmax for draw in draws):
         scores = log_probabilities(logits, draws)
-        drawn = [row for row, draw in enumerate(draws) if not draw.sampling.greedy]
-        if drawn:
-            keys = [_key(draws[row].seed, draws[row].position) for row in drawn]
+        sampled_rows = [row for row, draw in enumerate(draws) if not draw.sampling.greedy]
+        if sampled_rows:
+            keys = [_noise_key(draws[row].seed, draws[row].position) for row in sampled_rows]
             noise = gumbel_noise(keys, logits.shape[-1], logits.device).to(scores.dtype)
-            scores.index_add_(0, to_device_async(drawn, logits.device), noise)
+            scores.index_add_(0, to_device_async(sampled_rows, logits.device), noise)
     tokens = scores.argmax(-1)
     return tokens, logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
@@ -134,29 +133,30 @@ def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         rows, tokens, penalties = zip(*seen, strict=True)
         penalty = to_device_async(penalties, device, scores.dtype)
         index = to_device_async(rows, device), to_device_async(tokens, device)
-        before = scores[index]
-        scores[index] = torch.where(before > 0, before / penalty, before * penalty)
+        unpenalised = scores[index]
+        scores[index] = torch.where(unpenalised > 0, unpenalised / penalty, unpenalised * penalty)
 
-    rules = to_device_async([rule(draw.sampling, vocab) for draw in draws], device, scores.dtype)  # [B, 4]
-    temperature, top_k, top_p, least = rules[:, :, None].unbind(1)  # [B, 1] each
+    settings = to_device_async([kernel_settings(draw.sampling, vocab) for draw in draws], device, scores.dtype)
+    temperature, top_k, top_p, log_min_p = settings[:, :, None].unbind(1)  # [B, 1] each
     samplings = [draw.sampling for draw in draws]
-    # Less the largest, so that the smallest temperature gives finite numbers. Greedy rows keep their order.
+    # Subtract the largest score before dividing. Otherwise a very low temperature would overflow to infinity.
+    # Greedy rows are divided by 1.
     scores = (scores - scores.amax(-1, keepdim=True)) / temperature.masked_fill(temperature == 0, 1.0)
     if any(sampling.top_k is not None or sampling.top_p < 1 for sampling in samplings):
         ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-        last = ranked.gather(1, top_k.long() - 1)
-        scores = scores.masked_fill(scores < last, -math.inf)
-        likely = ranked.masked_fill(ranked < last, -math.inf).softmax(-1)
-        # A token stays as long as the more likely ones before it add up to less than top_p.
-        within = likely.cumsum(-1) - likely < top_p
-        scores = scores.masked_fill(~torch.zeros_like(within).scatter(1, order, within), -math.inf)
+        kth_largest = ranked.gather(1, top_k.long() - 1)
+        scores = scores.masked_fill(scores < kth_largest, -math.inf)
+        probabilities = ranked.masked_fill(ranked < kth_largest, -math.inf).softmax(-1)
+        # A token stays if the more likely tokens together have less than top_p. The most likely one always stays.
+        in_nucleus = probabilities.cumsum(-1) - probabilities < top_p
+        scores = scores.masked_fill(~torch.zeros_like(in_nucleus).scatter(1, order, in_nucleus), -math.inf)
     if any(sampling.min_p > 0 for sampling in samplings):
-        scores = scores.masked_fill(scores < least, -math.inf)  # the most likely token has a score of 0
+        scores = scores.masked_fill(scores < log_min_p, -math.inf)  # the largest score is 0
     return scores.log_softmax(-1) if not all(sampling.greedy for sampling in samplings) else scores
 
 
 def gumbel_noise(keys: Sequence[int], vocab: int, device: torch.device) -> Tensor:
-    """Gumbel noise [B, V] in fp64, which follows from the row's key and the token alone."""
+    """Gumbel noise [B, V] in fp64 (fp32 on MPS). It depends only on the row's key and the token."""
     compute = torch.device("cpu") if device.type == "mps" else device  # MPS has no fp64
     key = to_device_async([as_int64(key) for key in keys], compute)[:, None]
     bits = hashed(key + torch.arange(vocab, device=compute) * as_int64(GOLDEN))
@@ -165,24 +165,24 @@ def gumbel_noise(keys: Sequence[int], vocab: int, device: torch.device) -> Tenso
     return noise.float().to(device) if device.type == "mps" else noise
 
 
-def rule(sampling: Sampling, vocab: int) -> tuple[float, float, float, float]:
-    """The settings as numbers, for this file and for kernels: temperature, top-k, top-p and log of min-p."""
-    least = math.log(sampling.min_p) if sampling.min_p else -math.inf
-    return sampling.temperature, min(sampling.top_k or vocab, vocab), sampling.top_p, least
+def kernel_settings(sampling: Sampling, vocab: int) -> tuple[float, float, float, float]:
+    """The settings as the numbers that kernels read: temperature, top-k, top-p and log of min-p."""
+    log_min_p = math.log(sampling.min_p) if sampling.min_p else -math.inf
+    return sampling.temperature, min(sampling.top_k or vocab, vocab), sampling.top_p, log_min_p
 
 
 def hashed_seed(seed: int) -> int:
     """A seed as 64 random-looking bits in an int64, so that neighbouring seeds have unrelated noise."""
-    return as_int64(_mixed(seed & _64_BITS))
+    return as_int64(_hashed_int(seed & _64_BITS))
 
 
-def _key(seed: int, position: int) -> int:
-    """64 bits for a position of a text; two positions collide about as rarely as random numbers do."""
-    return _mixed((hashed_seed(seed) + position * GOLDEN) & _64_BITS)
+def _noise_key(seed: int, position: int) -> int:
+    """The 64-bit key of the noise at a position. Keys collide about as rarely as random numbers."""
+    return _hashed_int((hashed_seed(seed) + position * GOLDEN) & _64_BITS)
 
 
-def _mixed(bits: int) -> int:
-    """`hashed` (model/noise.py) of a plain number."""
+def _hashed_int(bits: int) -> int:
+    """`hashed` (model/noise.py) for a Python int instead of a tensor. Both must give the same bits."""
     bits = ((bits ^ (bits >> 30)) * MIX_1) & _64_BITS
     bits = ((bits ^ (bits >> 27)) * MIX_2) & _64_BITS
     return bits ^ (bits >> 31)

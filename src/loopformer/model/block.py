@@ -1,14 +1,14 @@
-"""The shared stack: k pre-norm Transformer blocks, each with scales γ and gates α from a modulation.
+"""The shared stack: k pre-norm Transformer blocks, each with scales γ and gates α.
 
     x ← x + α₁ ⊙ Attention(RMSNorm(x) ⊙ (1 + γ₁))
     x ← x + α₂ ⊙ FFN(RMSNorm(x) ⊙ (1 + γ₂))
 
-With `model.norms` sandwich, each of the two sums goes through a learned norm of its own (Geiping et al. 2025).
-Unconditioned models have learned norm weights instead of a modulation.
+With `model.norms` sandwich, a learned norm follows each of the two sums (Geiping et al. 2025).
+γ and α of a loop are its modulation. Unconditioned models have learned norm weights instead.
 
 `Stack` is one loop through all k blocks: the unit that `torch.compile` sees. `mask` [B or 1, 1, T, keys] is True
-where a query may attend to a key; None is causal. `slots`, one per block, store new keys and values and return all
-stored ones. The lists `states` and `maps` collect the state after each block and its attention map [B, H, T, keys].
+where a query may attend to a key; None is causal. `kvs`, one per block, store new keys and values and return all
+stored ones. The lists `states` and `maps` receive the state after each block and its attention map [B, H, T, keys].
 """
 
 import math
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from loopformer.config.model import ModelConfig
 
-EPSILON = 1.1920929e-07  # the machine epsilon of fp32 at every dtype; that of nn.RMSNorm depends on the input's
+# The machine epsilon of fp32, used at every dtype. The default of nn.RMSNorm depends on the dtype of its input.
+EPSILON = 1.1920929e-07
 ROTARY_BASE = 10_000.0
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, each [B or 1, 1, T, head_width / 2]
@@ -66,11 +67,11 @@ class Attention(nn.Module):
         x: Tensor,
         rotary: Rotary | None,
         mask: Tensor | None,
-        slot: KVStore | None,
+        kv: KVStore | None,
         maps: list[Tensor] | None = None,
     ) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        out: Tensor = self.out(self.attend(q, k, v, rotary, mask, slot, maps))
+        out: Tensor = self.out(self.attend(q, k, v, rotary, mask, kv, maps))
         return out
 
     def attend(
@@ -80,25 +81,26 @@ class Attention(nn.Module):
         v: Tensor,
         rotary: Rotary | None,
         mask: Tensor | None,
-        slot: KVStore | None,
+        kv: KVStore | None,
         maps: list[Tensor] | None = None,
     ) -> Tensor:
-        """Attention between the two projections: queries, keys and values [B, T, D] each → [B, T, D]."""
+        """Attention without its two projections: queries, keys and values [B, T, D] each → [B, T, D]."""
         batch, length, width = q.shape
         shape = batch, length, self.heads, width // self.heads
         q, k, v = [part.view(shape).transpose(1, 2) for part in (q, k, v)]  # [B, H, T, D/H] each
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        if slot is not None:
-            k, v = slot.store(k, v)  # [B, H, keys, D/H], earlier tokens included
-        # One new token may attend to all stored ones. Several without a mask start a sequence, so causal holds.
-        causal = mask is None and (slot is None or length > 1)
+        if kv is not None:
+            k, v = kv.store(k, v)  # [B, H, keys, D/H], earlier tokens included
+        # A single new token attends to all stored ones, so it needs no mask. Several tokens without a mask begin a
+        # sequence: no earlier key is stored, so the causal mask is right.
+        is_causal = mask is None and (kv is None or length > 1)
         if maps is None:
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
         else:
-            maps.append(attention_map(q, k, mask, causal))
-            mixed = maps[-1] @ v
-        return mixed.transpose(1, 2).reshape(batch, length, width)
+            maps.append(attention_map(q, k, mask, is_causal))
+            attended = maps[-1] @ v
+        return attended.transpose(1, 2).reshape(batch, length, width)
 
 
 class FeedForward(nn.Module):
@@ -115,7 +117,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One Transformer block; `modulation` is [B or 1, 4, D]: both gates, then both scales."""
+    """One Transformer block. `modulation` [B or 1, 4, D] holds gate 1, gate 2, scale 1, scale 2, in this order."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -134,15 +136,15 @@ class Block(nn.Module):
         modulation: Tensor | None,
         rotary: Rotary | None,
         mask: Tensor | None,
-        slot: KVStore | None,
+        kv: KVStore | None,
         maps: list[Tensor] | None = None,
     ) -> Tensor:
         if modulation is None:
-            x = self.after_1(x + self.attention(self.norm_1(x), rotary, mask, slot, maps))
+            x = self.after_1(x + self.attention(self.norm_1(x), rotary, mask, kv, maps))
             out: Tensor = self.after_2(x + self.ffn(self.norm_2(x)))
             return out
         gate_1, gate_2, scale_1, scale_2 = modulation.unsqueeze(2).unbind(1)  # each [B or 1, 1, D]
-        x = self.after_1(x + gate_1 * self.attention(self.norm_1(x) * (1 + scale_1), rotary, mask, slot, maps))
+        x = self.after_1(x + gate_1 * self.attention(self.norm_1(x) * (1 + scale_1), rotary, mask, kv, maps))
         out = self.after_2(x + gate_2 * self.ffn(self.norm_2(x) * (1 + scale_2)))
         return out
 
@@ -155,7 +157,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
 
     def typed_blocks(self) -> Iterator[Block]:
-        """The blocks, with their type."""
+        """The blocks as `Block`, because iterating over a ModuleList gives plain modules to a type checker."""
         for block in self.blocks:
             assert isinstance(block, Block)
             yield block
@@ -166,22 +168,22 @@ class Stack(nn.Module):
         modulation: Tensor | None,
         rotary: Rotary | None = None,
         mask: Tensor | None = None,
-        slots: Sequence[KVStore] | None = None,
+        kvs: Sequence[KVStore] | None = None,
         states: list[Tensor] | None = None,
         maps: list[Tensor] | None = None,
     ) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            of_block = None if modulation is None else modulation[:, number]  # [B or 1, 4, D]
-            x = block(x, of_block, rotary, mask, None if slots is None else slots[number], maps)
+        for index, block in enumerate(self.blocks):
+            block_modulation = None if modulation is None else modulation[:, index]  # [B or 1, 4, D]
+            x = block(x, block_modulation, rotary, mask, None if kvs is None else kvs[index], maps)
             if states is not None:
                 states.append(x)
         return x
 
 
-def attention_map(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def attention_map(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     """Attention weights [B, H, T, keys] of queries [B, H, T, D/H] over keys [B, H, keys, D/H]; rows sum to 1."""
     scores = (q @ k.transpose(-2, -1)).float() / math.sqrt(q.shape[-1])
-    if causal:
+    if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
@@ -197,9 +199,9 @@ def rotary_angles(positions: Tensor, head_width: int, dtype: torch.dtype) -> Rot
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x_i, x_{i + D/2}) of a head [B, H, T, D] by its angle.
+    """Rotate each pair (x_i, x_{i + w/2}) of a head of width w, in x [B, H, T, w], by its angle.
 
-    The angles may have a higher dtype than x; the result has that of x.
+    cos and sin may have a higher dtype than x. The result has the dtype of x.
     """
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)

@@ -124,8 +124,8 @@ class KVCache:
         keys = torch.arange(self._end, device=new.device)
         return positions, keys <= positions[:, None, :, None]
 
-    def slots(self, loop: int) -> list[LayerKV]:
-        """The slots of all blocks in a loop, for the tokens of the last call of `positions_and_mask`."""
+    def layers(self, loop: int) -> list[LayerKV]:
+        """The keys and values of each block in a loop, for the tokens of the last call of `positions_and_mask`."""
         rows, positions = self.passes.rows[loop], self._positions
         if len(positions) > 1:
             first = self._order[:rows]  # positions are in the order of the caller, keys in that of the loop

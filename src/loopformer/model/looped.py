@@ -285,7 +285,7 @@ class LoopedLM(nn.Module):
         x, rotary = self.add_positions(self.tokens(ids), positions)
 
         def step(number: int, *inputs: Any) -> Tensor:
-            out: Tensor = self.stack(*inputs, cache.slots(number))
+            out: Tensor = self.stack(*inputs, cache.layers(number))
             return out
 
         with without_cudnn_attention():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loopformer.inference.sampling import Choice, Draw, Sampling, hashed_seed, rule, sample
+from loopformer.inference.sampling import Choice, Draw, Sampling, hashed_seed, kernel_settings, sample
 
 pytest.importorskip("triton")
 from loopformer.inference.fused.kernels import choice_kernel
@@ -30,7 +30,7 @@ def chosen(logits: Tensor, draws: list[Draw], alone: bool = False) -> list[Choic
     rules = torch.full((rows + 2, 4), math.nan, dtype=torch.float64)
     seeds, lengths = (torch.zeros(rows + 2, dtype=torch.int64) for _ in range(2))
     for slot, draw in zip(order, draws, strict=True):
-        rules[slot] = torch.tensor(rule(draw.sampling, vocab), dtype=torch.float64)
+        rules[slot] = torch.tensor(kernel_settings(draw.sampling, vocab), dtype=torch.float64)
         seeds[slot], lengths[slot] = hashed_seed(draw.seed), draw.position - (not alone)
     padded = torch.full((rows, vocab + 6), 99.0)
     padded[:, :vocab] = logits

@@ -40,7 +40,7 @@ from loopformer.inference.fused.graphs import (
     record,
     wait_for,
 )
-from loopformer.inference.sampling import GREEDY, Draw, hashed_seed, rule
+from loopformer.inference.sampling import GREEDY, Draw, hashed_seed, kernel_settings
 from loopformer.model.block import EPSILON
 from loopformer.model.cache import SequenceKV
 from loopformer.model.conditioning import Condition
@@ -104,7 +104,7 @@ class SharedBatch:
         self._written: dict[str, tuple[int, ...]] = {}
         self._choices = torch.zeros(most, 2, device=like.device)
         # How each slot chooses its tokens.
-        greedy = [rule(GREEDY.sampling, config.vocab)] * rows
+        greedy = [kernel_settings(GREEDY.sampling, config.vocab)] * rows
         self._rules = torch.tensor(greedy, dtype=torch.float64, device=like.device)
         self._seeds = integers(rows)
         self._scratch = allocate_scratch(model, most)
@@ -156,7 +156,7 @@ class SharedBatch:
         if condition.injection is not None:
             self._injection[slot, :budget] = condition.injection
         self._rules[slot] = to_device_async(
-            rule(draw.sampling, self.model.config.vocab), self.device, torch.float64
+            kernel_settings(draw.sampling, self.model.config.vocab), self.device, torch.float64
         )
         self._seeds[slot] = to_device_async([hashed_seed(draw.seed)], self.device)[0]
         used = -(-length // PAGE)

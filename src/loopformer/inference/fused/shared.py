@@ -399,7 +399,7 @@ def _give(arrived: Pending, given: Mapping[int, list[Choice]]) -> None:
 def _draw(row: RowState, tokens: int, given: Mapping[int, list[Choice]]) -> Draw:
     """What decides a row's new token of this number; a repetition penalty knows all that has come."""
     sampling = row.request.sampling
-    if sampling.most_likely:
+    if sampling.is_argmax:
         return GREEDY
     history: tuple[int, ...] = ()
     if sampling.repetition_penalty != 1:

@@ -1,15 +1,15 @@
 """Triton kernels for the work between the matmuls of a block in training, their launchers, and cross-entropy.
 
 The launchers have the names and parameters of ops.py, which defines in PyTorch what each computes. Tensors have one
-token per row, and a program works on whole rows. Forward has one program per row. In backward a fixed number of
-programs share the rows, because each sums gradients of gains and gates. Whatever the dtype of a tensor, arithmetic
-and sums are fp32. With `FP8` an operand is written in fp8 with a scale per row, and what forward has kept is not
-written again. TRITON_INTERPRET=1 runs all of it on the CPU.
+token per row, and most kernels run one program per row. In `residual_backward_kernel` a fixed number of programs
+share the rows, because each sums the gradients of gains and gates over its rows. Arithmetic and sums are fp32,
+whatever the dtype of a tensor. With `FP8`, operands are written in fp8 with a scale per row, and backward does not
+write operands again that forward has saved. TRITON_INTERPRET=1 runs all kernels on the CPU.
 
     losses = cross_entropy_(logits, targets, scale, -100)   # [n] fp32; logits [n, V] become scale · their gradient
 
-Cross-entropy reads a row of logits in chunks, twice; the second time the row is in the cache, and its gradient is
-written over it. Each lane keeps a maximum and a sum of its own, so that lanes meet only at the end of a row.
+Cross-entropy reads a row of logits twice, in chunks. The second time the row comes from the cache, and its gradient
+overwrites it. Each lane keeps its own maximum and sum, so lanes synchronise only at the end of a row.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -30,10 +30,10 @@ MAX_FP8 = tl.constexpr(ops.MAX_FP8)
 MIN_SCALE = tl.constexpr(ops.MIN_SCALE)
 MAX_NEGATIVE_GELU = tl.constexpr(ops.MAX_NEGATIVE_GELU)
 MAX_GELU_SLOPE = tl.constexpr(ops.MAX_GELU_SLOPE)
-NEVER_SEEN = tl.constexpr(-1e30)  # the maximum of no logits; with minus infinity differences would be NaN
-MAX_BLOCK = 1024  # elements of a long row at a time
-TILE = 128  # rows and columns of a transposed tile
-VOCAB_BLOCK = 2048  # logits of a row at a time; with 4 warps the fastest of six sizes on an H200
+INITIAL_MAX = tl.constexpr(-1e30)  # a running maximum before any logit; -inf would give NaN as -inf - -inf
+MAX_BLOCK = 1024  # elements of a long row that a program handles at a time
+TILE = 128  # rows and columns of a tile that is transposed
+VOCAB_BLOCK = 2048  # logits of a row at a time; the fastest of six sizes on an H200 with 4 warps
 
 
 @triton.jit
@@ -44,15 +44,15 @@ def _scale(bound):
 
 @triton.jit
 def _store_fp8(pointers, values, scale, mask):
-    # The logarithm in _scale may round down, and beyond MAX_FP8 there is only NaN, so clamp.
-    # NaN stays NaN, so that the trainer sees a step that went wrong.
+    # The logarithm in _scale may round down. Clamp, because fp8 turns values beyond MAX_FP8 into NaN.
+    # Keep a NaN that was there before, so that the trainer sees a step that went wrong.
     scaled = tl.clamp(values * (1.0 / scale), -MAX_FP8, MAX_FP8, propagate_nan=tl.PropagateNan.ALL)
     tl.store(pointers, scaled.to(tl.float8e4nv), mask=mask)
 
 
 @triton.jit
 def _gelu_parts(u):
-    """The normal distribution function at u, and its density; erf by Abramowitz and Stegun 7.1.26, to 1.5e-7."""
+    """The standard normal CDF and density at u. The error function is Abramowitz and Stegun 7.1.26, to 1.5e-7."""
     z = tl.abs(u) * 0.7071067811865476
     t = 1.0 / (1.0 + 0.3275911 * z)
     bell = tl.exp(-z * z)
@@ -65,7 +65,7 @@ def _gelu_parts(u):
 def norm_forward_kernel(
     x, change, gate, gain, new_x, inverse, h, scales, D, BLOCK_D: tl.constexpr, ADD: tl.constexpr, FP8: tl.constexpr
 ):
-    """Grid [N]. new_x = x + gate · change if ADD, the inverse rms [N], and h = new_x · inverse · gain."""
+    """Grid [N]. new_x = x + gate · change if ADD, else x; inverse = 1 / rms(new_x); h = new_x · inverse · gain."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
@@ -121,7 +121,8 @@ def residual_backward_kernel(
 ):
     """Grid [programs]. Back through h = x / rms(x) · gain into the gradient dx, then through x = … + gate · change.
 
-    Program p works on rows p, p + programs, … and writes its sums for dgain and dgate, `stride` elements apart.
+    Program p works on rows p, p + programs, … It writes its sums to row p of dgain and dgate, whose rows are
+    `stride` elements apart. So no atomics are needed, and the sums do not depend on the order of programs.
     """
     program = tl.program_id(0)
     d = tl.arange(0, BLOCK_D)
@@ -136,14 +137,14 @@ def residual_backward_kernel(
         offsets = tl.cast(row, tl.int64) * D + d  # N · D may exceed 2^31
         grad = tl.load(dx + offsets, mask=inside, other=0.0)
         if NORM:
-            above = tl.load(dh + offsets, mask=inside, other=0.0).to(tl.float32)
+            grad_h = tl.load(dh + offsets, mask=inside, other=0.0).to(tl.float32)
             inverse = tl.load(inverse_rms + row)
             normed = tl.load(x + offsets, mask=inside, other=0.0) * inverse
-            sum_gain += above * normed
+            sum_gain += grad_h * normed
             if not FP8:
                 tl.store(h + offsets, normed * gains, mask=inside)
-            above *= gains
-            grad += inverse * (above - normed * (tl.sum(above * normed) / D))
+            grad_h *= gains
+            grad += inverse * (grad_h - normed * (tl.sum(grad_h * normed) / D))
             tl.store(new_dx + offsets, grad, mask=inside)
         if GATE:
             sum_gate += grad * tl.load(change + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -162,7 +163,10 @@ def residual_backward_kernel(
 
 @triton.jit
 def gelu_forward_kernel(u, a, scales, F, BLOCK: tl.constexpr, FP8: tl.constexpr):
-    """Grid [N]. a = gelu(u) of a row [F]. In fp8 a first sweep over u bounds |a|, which gives the row's scale."""
+    """Grid [N]. a = gelu(u) of a row [F].
+
+    In fp8 a first sweep over u gives the row's scale: |gelu(u)| is at most max(u, MAX_NEGATIVE_GELU).
+    """
     row = tl.program_id(0).to(tl.int64)
     scale = 1.0
     if FP8:
@@ -175,18 +179,19 @@ def gelu_forward_kernel(u, a, scales, F, BLOCK: tl.constexpr, FP8: tl.constexpr)
     for start in range(0, F, BLOCK):
         f = start + tl.arange(0, BLOCK)
         value = tl.load(u + row * F + f, mask=f < F, other=0.0).to(tl.float32)
-        below, _ = _gelu_parts(value)
+        cdf, _ = _gelu_parts(value)
         if FP8:
-            _store_fp8(a + row * F + f, value * below, scale, f < F)
+            _store_fp8(a + row * F + f, value * cdf, scale, f < F)
         else:
-            tl.store(a + row * F + f, value * below, mask=f < F)
+            tl.store(a + row * F + f, value * cdf, mask=f < F)
 
 
 @triton.jit
 def gelu_backward_kernel(u, da, a, du, scales, F, BLOCK: tl.constexpr, FP8: tl.constexpr):
-    """Grid [N]. du = da · gelu'(u) of a row [F], and without FP8 a = gelu(u) again. `du` may be `da`.
+    """Grid [N]. du = da · gelu'(u) of a row [F]. Without FP8 also a = gelu(u), which forward did not save.
 
-    In fp8 a first sweep over da bounds |du| by the largest slope of GELU, which gives the row's scale.
+    In fp8 a first sweep over da gives the row's scale: |du| is at most MAX_GELU_SLOPE · |da|. `du` may be
+    the memory of `da`, because each element is read before it is written.
     """
     row = tl.program_id(0).to(tl.int64)
     scale = 1.0
@@ -201,18 +206,18 @@ def gelu_backward_kernel(u, da, a, du, scales, F, BLOCK: tl.constexpr, FP8: tl.c
         f = start + tl.arange(0, BLOCK)
         value = tl.load(u + row * F + f, mask=f < F, other=0.0).to(tl.float32)
         grad = tl.load(da + row * F + f, mask=f < F, other=0.0).to(tl.float32)
-        below, density = _gelu_parts(value)
-        grad *= below + value * density
+        cdf, density = _gelu_parts(value)
+        grad *= cdf + value * density
         if FP8:
             _store_fp8(du + row * F + f, grad, scale, f < F)
         else:
-            tl.store(a + row * F + f, value * below, mask=f < F)
+            tl.store(a + row * F + f, value * cdf, mask=f < F)
             tl.store(du + row * F + f, grad, mask=f < F)
 
 
 @triton.jit
 def quantise_kernel(first, second, third, quantised, scales, K, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid [N]. The fp8 row [PARTS · K] of one matrix, or of three side by side, under one scale."""
+    """Grid [N]. A row of one matrix, or of three side by side, as an fp8 row [PARTS · K] with one scale."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
@@ -233,52 +238,53 @@ def quantise_kernel(first, second, third, quantised, scales, K, PARTS: tl.conste
 
 @triton.jit
 def transpose_kernel(values, scales, scale, transposed, N, K, stride, TILE: tl.constexpr):
-    """Grid [N / TILE, K / TILE]. One tile of fp8 rows with a scale each, transposed under one scale for all.
+    """Grid [N / TILE, K / TILE]. Transpose one tile of fp8 rows with a scale each, under one scale for all.
 
-    Scales are powers of two, so changing them only loses values that become too small for fp8.
+    Scales are powers of two, so a change of scale is exact, except for values that become too small for fp8.
     """
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     k = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = (n < N)[:, None] & (k < K)[None, :]
     tile = tl.load(values + n[:, None].to(tl.int64) * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
     tile *= (tl.load(scales + n, mask=n < N, other=0.0) / tl.load(scale))[:, None]
-    into = transposed + k[:, None].to(tl.int64) * stride + n[None, :]
-    tl.store(into, tl.trans(tile.to(tl.float8e4nv)), mask=tl.trans(inside))
+    pointers = transposed + k[:, None].to(tl.int64) * stride + n[None, :]
+    tl.store(pointers, tl.trans(tile.to(tl.float8e4nv)), mask=tl.trans(inside))
 
 
 @triton.jit
 def cross_entropy_kernel(
     logits, targets, losses, scale, V, IGNORED: tl.constexpr, BLOCK: tl.constexpr, GRAD: tl.constexpr
 ):
-    """Grid [n]. The loss of a row of logits [V], which GRAD replaces by its gradient times scale."""
+    """Grid [n]. The loss of a row of logits [V]. With GRAD the row becomes its own gradient times scale."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
-    counted = target != IGNORED
-    start_of_row = logits + row * V
-    largest = tl.full((BLOCK,), NEVER_SEEN, tl.float32)
+    is_counted = target != IGNORED
+    row_start = logits + row * V
+    largest = tl.full((BLOCK,), INITIAL_MAX, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
-        x = tl.load(start_of_row + v, mask=v < V, other=float("-inf")).to(tl.float32)
-        above = tl.maximum(largest, x)
-        total = total * tl.exp(largest - above) + tl.exp(x - above)
-        largest = above
+        x = tl.load(row_start + v, mask=v < V, other=float("-inf")).to(tl.float32)
+        new_largest = tl.maximum(largest, x)
+        # The sum so far is relative to the old maximum: rescale it to the new one.
+        total = total * tl.exp(largest - new_largest) + tl.exp(x - new_largest)
+        largest = new_largest
     top = tl.max(largest)
     normaliser = top + tl.log(tl.sum(total * tl.exp(largest - top)))
-    wanted = tl.load(start_of_row + target, mask=counted, other=0).to(tl.float32)
-    tl.store(losses + row, tl.where(counted, normaliser - wanted, 0.0))
+    target_logit = tl.load(row_start + target, mask=is_counted, other=0).to(tl.float32)
+    tl.store(losses + row, tl.where(is_counted, normaliser - target_logit, 0.0))
     if GRAD:
-        tl.debug_barrier()  # every lane must have read the target's logit before one overwrites it
-        factor = tl.where(counted, scale, 0.0)
+        tl.debug_barrier()  # every lane must read the target's logit before any lane overwrites it
+        factor = tl.where(is_counted, scale, 0.0)
         for start in range(0, V, BLOCK):
             v = start + tl.arange(0, BLOCK)
-            x = tl.load(start_of_row + v, mask=v < V, other=float("-inf")).to(tl.float32)
+            x = tl.load(row_start + v, mask=v < V, other=float("-inf")).to(tl.float32)
             grad = (tl.exp(x - normaliser) - tl.where(v == target, 1.0, 0.0)) * factor
-            tl.store(start_of_row + v, grad, mask=v < V)
+            tl.store(row_start + v, grad, mask=v < V)
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, scale: float | None, ignored: int) -> Tensor:
-    """The losses [n] of logits [n, V], which become their own gradient times `scale` unless it is None.
+    """The losses [n] of logits [n, V]. Unless `scale` is None, the logits become their own gradient times `scale`.
 
     Rows with the target `ignored` have no loss and no gradient.
     """
@@ -300,14 +306,14 @@ def cross_entropy_(logits: Tensor, targets: Tensor, scale: float | None, ignored
 
 
 def _empty_operand(like: Tensor, precision: Precision) -> Operand:
-    """Memory for an operand of this shape."""
+    """An uninitialised operand of this shape."""
     if not precision.fp8:
         return Operand(torch.empty_like(like, dtype=precision.dtype))
     return Operand(torch.empty_like(like, dtype=FP8), like.new_empty(len(like), 1, dtype=torch.float32))
 
 
 def _pointers(operand: Operand) -> tuple[Tensor, Tensor]:
-    """Values and scales; a kernel that writes no scales gets the values twice."""
+    """Values and scales for a kernel. Without fp8 the values stand in for scales, which it does not write."""
     return operand.values, operand.values if operand.scales is None else operand.scales
 
 
@@ -317,7 +323,7 @@ def norm_forward(
     (tokens, width), has_change = x.shape, change is not None
     new_x = torch.empty_like(x) if has_change else x
     inverse, h = x.new_empty(tokens), _empty_operand(x, precision)
-    added = (change, gate) if has_change else (x, x)  # the kernel reads neither without a change
+    added = (change, gate) if has_change else (x, x)  # placeholders, which the kernel does not read
     size = triton.next_power_of_2(width)
     norm_forward_kernel[(tokens,)](
         x, *added, gain, new_x, inverse, *_pointers(h), width, size, ADD=has_change, FP8=precision.fp8, num_warps=4
@@ -338,6 +344,7 @@ def gelu_forward(u: Tensor, precision: Precision) -> Operand:
 
 
 def gelu_backward(u: Tensor, da: Tensor, precision: Precision) -> tuple[Operand, Operand]:
+    # In fp8 the kernel writes no a, and u stands in for it. Otherwise du overwrites da, which has no later reader.
     a = u if precision.fp8 else torch.empty_like(u)
     du = _empty_operand(u, precision) if precision.fp8 else Operand(da)
     gelu_backward_kernel[(len(u),)](
@@ -350,24 +357,24 @@ def residual_backward(
     dx: Tensor, norm: NormBackward | None, gated: GateBackward | None, sums: Tensor, precision: Precision
 ) -> tuple[Tensor, Operand, Operand]:
     tokens, width = dx.shape
-    # The kernel reads and writes nothing of a norm or gate that is not there; dx stands for its tensors.
-    norm_of, gated_of = norm or NormBackward(dx, dx, dx, dx, (0, 0)), gated or GateBackward(dx, dx, (0, 0))
+    # Without a norm or a gate, dx stands in for tensors that the kernel neither reads nor writes.
+    norm_inputs, gate_inputs = norm or NormBackward(dx, dx, dx, dx, (0, 0)), gated or GateBackward(dx, dx, (0, 0))
     new_dx = torch.empty_like(dx) if norm else dx
     h = torch.empty_like(dx, dtype=precision.dtype) if norm and not precision.fp8 else dx
     dchange = _empty_operand(dx, precision) if gated else Operand(dx)
     residual_backward_kernel[(len(sums),)](
-        norm_of.dh,
-        norm_of.x,
-        norm_of.inverse,
-        norm_of.gain,
+        norm_inputs.dh,
+        norm_inputs.x,
+        norm_inputs.inverse,
+        norm_inputs.gain,
         dx,
-        gated_of.change,
-        gated_of.gate,
+        gate_inputs.change,
+        gate_inputs.gate,
         new_dx,
         h,
         *_pointers(dchange),
-        sums[0, norm_of.index[0], norm_of.index[1]],
-        sums[0, gated_of.index[0], gated_of.index[1]],
+        sums[0, norm_inputs.index[0], norm_inputs.index[1]],
+        sums[0, gate_inputs.index[0], gate_inputs.index[1]],
         tokens,
         width,
         sums.stride(0),
@@ -392,13 +399,13 @@ def quantise(*parts: Tensor) -> Operand:
 
 
 def transpose_fp8(*operands: Operand) -> tuple[Tensor, Tensor]:
-    parts = [rows.values_and_scales for rows in operands]
+    parts = [operand.values_and_scales for operand in operands]
     scale = torch.cat([scales for _, scales in parts]).amax()
     total, width = sum(len(values) for values, _ in parts), parts[0][0].shape[1]
     out, start = parts[0][0].new_empty(width, total), 0
     for values, scales in parts:
         grid = (triton.cdiv(len(values), TILE), triton.cdiv(width, TILE))
-        # Passes lie side by side: a slice starts at its first column, and rows are `total` apart.
+        # Operands lie side by side in `out` [K, total], so rows are `total` apart. Each starts at column `start`.
         transpose_kernel[grid](
             values, scales, scale, out[:, start:], len(values), width, total, TILE=TILE, num_warps=4
         )
