@@ -44,6 +44,13 @@ def test_a_refused_start_leaves_no_folder(small: Small, tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
+def test_a_file_is_no_folder_for_a_run(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(LoopformerError, match=r"run is a file; name a folder with --out\."):
+        launch("demo", small(), tmp_path / "run", quiet=True)
+    assert (tmp_path / "run").read_text() == "mine"
+
+
 def test_a_misspelt_data_path_is_not_filled_with_what_the_preset_prepares(tmp_path: Path) -> None:
     with pytest.raises(
         LoopformerError, match=r"frist.index.json is missing; make the folder with loopformer prepare"

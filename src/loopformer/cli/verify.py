@@ -24,7 +24,7 @@ def verify(
     models: ModelsOption = None,
     as_json: Json = False,
 ) -> None:
-    """Compare files with their checksums, and check every token and every weight. Exits with 1 if any is damaged.
+    """Compare files with the checksums they have, and check every token and weight. Exits with 1 if any did not pass.
 
     Example: loopformer verify data/mine runs/mine
     """
@@ -46,7 +46,7 @@ def verify(
     if as_json:
         typer.echo(json.dumps(results))
     if damaged := [str(result["what"]) for result in results if result["wrong"]]:
-        raise FileProblem(f"{len(damaged)} of {len(results)} are damaged: {', '.join(damaged)}.")
+        raise FileProblem(f"{len(damaged)} of {len(results)} did not pass: {', '.join(damaged)}.")
 
 
 def _checks(path: str) -> Checks:

@@ -74,6 +74,7 @@ def launch(
 ) -> dict[str, Any]:
     """Train a new run or resume one. Returns the result as a dict that JSON can hold."""
     out = Path(out)
+    require(not out.is_file(), f"{out} is a file; name a folder with --out.")
     run, user_keys = _load_settings(source, overrides, out, resume)
     ranks = Ranks.start(run.training.device)
     # The lock keeps a second process from training in the same folder.
