@@ -24,7 +24,7 @@ def verify(
     models: ModelsOption = None,
     as_json: Json = False,
 ) -> None:
-    """Compare files with the checksums they have, and check every token and weight. Exits with 1 if any did not pass.
+    """Compare files with the checksums they have, and check every token and weight. Exits with 1 on a failure.
 
     Example: loopformer verify data/mine runs/mine
     """
