@@ -34,7 +34,7 @@ from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.evaluation.store import JsonDict, weights_hash
 from loopformer.evaluation.text import read_text
 from loopformer.files import json_bytes, write_together
-from loopformer.plots import rendered
+from loopformer.plots import figure_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -258,7 +258,7 @@ def write_results(
         "cka.csv": to_csv(cka_rows(results)),
     }
     for name, figure in (figures or {}).items():
-        contents |= {name + ending: rendered(figure, ending) for ending in (".png", ".svg")}
+        contents |= {name + ending: figure_bytes(figure, ending) for ending in (".png", ".svg")}
     return write_together(folder, contents)
 
 
