@@ -13,11 +13,11 @@ from loopformer.plots import (
     Line,
     Panel,
     check_drawing,
+    figure_bytes,
     has_matplotlib,
     line_figure,
     map_figure,
     needs_log_axis,
-    rendered,
     save,
 )
 
@@ -92,8 +92,8 @@ def test_steps_are_whole_numbers_and_wide_values_want_a_log_axis() -> None:
 def test_the_same_figure_is_the_same_file() -> None:
     panel = Panel([Line("a", [1, 2], [3.0, 4.0])])
     for ending in (".png", ".svg", ".pdf"):
-        assert rendered(line_figure([panel]), ending) == rendered(line_figure([panel]), ending)
-    assert Image.open(io.BytesIO(rendered(line_figure([panel]), ".png", dpi=100))).size[0] == 460
+        assert figure_bytes(line_figure([panel]), ending) == figure_bytes(line_figure([panel]), ending)
+    assert Image.open(io.BytesIO(figure_bytes(line_figure([panel]), ".png", dpi=100))).size[0] == 460
 
 
 def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ STYLE: dict[Any, Any] = {
     "lines.markersize": 4.5,
     "image.cmap": "viridis",
     "image.origin": "lower",
-    "svg.hashsalt": "loopformer",  # the same figure is the same file
+    "svg.hashsalt": "loopformer",  # makes the ids in a file, and so the file, the same for equal figures
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
 }
@@ -65,13 +65,13 @@ _FILE_METADATA: dict[str, dict[str, Any]] = {  # without a date, so that equal f
     ".svg": {"Date": None},
 }
 _NO_MATPLOTLIB = "Figures need matplotlib; pip install 'loopformer[plot]'."
-_CHARACTER_WIDTH = 0.065  # inches of a letter of 8 pt
+_CHARACTER_WIDTH = 0.065  # inches, for text of 8 pt
 _LEGEND_ROW_HEIGHT = 0.17  # inches
 _SINGLE_PANEL_WIDTH = 4.6  # inches
 _MAX_COLUMNS = 3  # panels or maps side by side
-_MAX_MARKED = 40  # points of a line; the markers of more points would cover it
-_LOG_RATIO = 4.0  # ratio of two values above which an axis is better logarithmic
-_LARGE_CELL, _SMALL_CELL = 0.27, 0.17  # inches of a cell that holds a number of 8 pt, and of 6 pt
+_MAX_MARKED = 40  # points; a line with more has no markers, which would cover it
+_LOG_RATIO = 4.0  # an axis is logarithmic if its largest value exceeds its smallest by more than this factor
+_LARGE_CELL, _SMALL_CELL = 0.27, 0.17  # inches; the least for a number of 8 pt, and of 6 pt
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def line_figure(
         figure = new_figure(
             WIDTH if len(panels) > 1 else _SINGLE_PANEL_WIDTH, math.ceil(len(panels) / _MAX_COLUMNS) * height
         )
-        axes = _axes(figure, len(panels))
+        axes = _make_axes(figure, len(panels))
         for axis, panel in zip(axes, panels, strict=True):
             _draw_panel(axis, panel)
             if legend is None and axis.get_lines():
@@ -125,8 +125,8 @@ def line_figure(
     return figure
 
 
-def _axes(figure: Figure, count: int) -> list[Axes]:
-    """Up to three axes in a row; the rest of the last row is invisible."""
+def _make_axes(figure: Figure, count: int) -> list[Axes]:
+    """`count` axes, up to three in a row; the unused ones in the last row are hidden."""
     columns = min(_MAX_COLUMNS, count)
     axes = list(figure.subplots(math.ceil(count / columns), columns, squeeze=False).flat)
     for axis in axes[count:]:
@@ -153,6 +153,7 @@ def _draw_panel(axis: Axes, panel: Panel) -> None:
             label=line.label,
         )
         if line.errors:
+            # A band that reaches 0 or less has no lower end on a log axis.
             low = np.maximum(y - heights, y / 10) if panel.log_y else y - heights
             axis.fill_between(x, low, y + heights, color=colour, alpha=0.16, linewidth=0)
         for name, point in zip(line.names, zip(line.x, line.y, strict=True), strict=False):
@@ -208,11 +209,12 @@ def map_figure(
     columns = min(_MAX_COLUMNS, len(maps))
     width = WIDTH if columns > 1 else WIDTH / 2
     side = (width - 0.9) / columns - 0.35  # inches of a map, without the colour bar and tick labels
+    # The scale starts at the lowest value, rounded down to a tenth and kept within 0 to 0.9.
     matrices = [np.array(values, dtype=float) for _, values in maps]  # None becomes nan
     lowest = min(0.9, max(0.0, math.floor(10 * min(np.nan_to_num(m, nan=1.0).min() for m in matrices)) / 10))
     with house_style():
         figure = new_figure(width, 0.65 + math.ceil(len(maps) / columns) * (side + 0.55))
-        for axis, (name, _), matrix in zip(_axes(figure, len(maps)), maps, matrices, strict=True):
+        for axis, (name, _), matrix in zip(_make_axes(figure, len(maps)), maps, matrices, strict=True):
             image = _draw_cells(axis, matrix, side / len(matrix), lowest)
             ticks = range(0, len(matrix), math.ceil(len(matrix) / 9))
             axis.set(title=name.replace(" (", "\n("), xticks=ticks, yticks=ticks)
@@ -260,7 +262,7 @@ def has_matplotlib() -> bool:
 
 
 def check_drawing(path: str | Path) -> None:
-    """Refuse a figure that cannot be drawn; call it before the work that the figure shows."""
+    """Refuse an unknown format, or every format without matplotlib. Call this before long measurements."""
     if Path(path).suffix.lower() not in _FILE_METADATA:
         raise LoopformerError(f"No picture can be drawn as {path}; end the name with .png, .pdf or .svg.")
     require(has_matplotlib(), _NO_MATPLOTLIB)
@@ -282,8 +284,8 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=0.05))
 
 
-def rendered(figure: Figure, suffix: str, dpi: int = DPI) -> bytes:
-    """The content of a .png, .pdf or .svg file; the same figure gives the same bytes."""
+def figure_bytes(figure: Figure, suffix: str, dpi: int = DPI) -> bytes:
+    """The bytes of a figure as a .png, .pdf or .svg file; equal figures give equal bytes."""
     drawn = io.BytesIO()
     with house_style():
         figure.savefig(drawn, format=suffix[1:], dpi=dpi, metadata=_FILE_METADATA[suffix])
@@ -301,7 +303,7 @@ def save(figure: Figure, path: str | Path) -> Path:
     """Write a figure atomically; the suffix chooses the format."""
     check_drawing(path)
     path = Path(path)
-    content = rendered(figure, path.suffix.lower())
+    content = figure_bytes(figure, path.suffix.lower())
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, content)
     return path

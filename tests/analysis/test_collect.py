@@ -244,7 +244,7 @@ def test_an_unknown_part_names_the_nearest() -> None:
 
 def test_a_shallow_model_is_measured_where_it_can_be() -> None:
     request = ReportRequest(("a", "b"), budgets=(2, 8))
-    request.check_depths([1, 8])
+    request.check_budgets([1, 8])
     assert request.budgets_of(ModelConfig(loops=8)) == [2, 8]
     assert request.budgets_of(ModelConfig(loops=4)) == [2]
     assert request.budgets_of(ModelConfig(loops=1)) == [1]
@@ -254,7 +254,7 @@ def test_a_shallow_model_is_measured_where_it_can_be() -> None:
 @pytest.mark.parametrize("wrong", [{"budgets": (9,)}, {"search": 9}])
 def test_a_budget_above_every_model_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(LoopformerError, match="9 is above the 8 loops of the deepest model"):
-        ReportRequest(("a", "b"), **wrong).check_depths([4, 8])
+        ReportRequest(("a", "b"), **wrong).check_budgets([4, 8])
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
-"""Everything a report shows, measured or read from the stores beside the models, as plain JSON.
+"""Collects everything that a report shows as plain JSON, and measures what is not stored yet.
 
     request = ReportRequest(("runs/elastic", "runs/fixed"), texts=read_texts(["news=news.jsonl"]), limit=50)
     measured = collect(request)                 # what write_report takes
     measured["models"][0]["perplexity"], measured["models"][0]["missing"]
 
-One model is in memory at a time. Each finished piece goes into the store of its model, so a report that is stopped,
-repeated or extended measures only what is new. A part that a model lacks is one sentence in its `missing`. Training
-is not measured: FLOPs follow from the settings of a run, tokens per second are those that it recorded.
+One model is in memory at a time. Every finished measurement goes into the store beside its model, so a report that
+is stopped, repeated or extended measures only what is new. If a part of a model cannot be measured, its `missing`
+says why. Training is not measured: its FLOPs are computed from the settings of the run, and its tokens per second
+are read from the metrics of the run.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from loopformer.training.reporting import read_metrics
 if TYPE_CHECKING:
     from loopformer.lm_eval import Suite
 
-PARTS = ("perplexity", "tasks", "search", "analysis")  # that can be left out
+PARTS = ("perplexity", "tasks", "search", "analysis")  # what --skip accepts
 _NO_TASKS = (
     "No benchmarks were asked for; give their files with --data, or --tasks paper to have them from the Hub."
 )
@@ -57,15 +58,15 @@ class ReportRequest:
 
     models: tuple[str, ...]
     texts: Mapping[str, str] | None = None  # name → source; None: the data of the first run that has any
-    tasks: str | None = None  # names, separated by commas; `paper` for its ten, the default where data is given
+    tasks: str | None = None  # comma-separated; `paper` means its ten tasks and is the default if data is given
     data: Path | None = None  # a folder with the paper's tasks as files
-    limit: int | None = None  # examples of a task
+    limit: int | None = None  # at most this many examples of each task
     budgets: tuple[int, ...] | None = None  # None: 1, L/4, L/2 and L of each model
     search: int | None = None  # the budget whose schedules are searched; None: L/2 of each model
-    search_tasks: bool = False  # measure the schedules by the tasks, too
+    search_tasks: bool = False  # also measure the tasks of each schedule in the search
     prompts: int = 64
-    skip: frozenset[str] = frozenset()  # of PARTS
-    max_tokens: int | None = None  # of a text
+    skip: frozenset[str] = frozenset()  # parts to leave out, of PARTS
+    max_tokens: int | None = None  # read at most this many of each text
     field: str = "text"
     device: str = "auto"
     dtype: str = "float32"
@@ -87,14 +88,14 @@ class ReportRequest:
 
     @cached_property
     def sources(self) -> Mapping[str, str]:
-        """The texts to measure on: name → source."""
+        """The texts to measure on, by name; by default the held-out text of the first run that has one."""
         if self.texts:
             return self.texts
         held_out = next((text for model in self.models if (text := default_text(model))), None)
         return {} if held_out is None else {short_path(held_out): held_out}
 
-    def check_depths(self, loops: Sequence[int]) -> None:
-        """Refuse a budget that is above the loops of every model."""
+    def check_budgets(self, loops: Sequence[int]) -> None:
+        """Refuse a budget above the loops of the deepest model."""
         for option, budget in (("--budgets", max(self.budgets or (1,))), ("--search", self.search or 1)):
             problem = f"{option} {budget} is above the {max(loops)} loops of the deepest model"
             require(budget <= max(loops), f"{problem}; choose 1 to {max(loops)}.")
@@ -106,7 +107,7 @@ class ReportRequest:
         return [budget for budget in self.budgets if budget <= config.loops] or [config.loops]
 
     def to_json(self) -> JsonDict:
-        """As report.json holds it, without paths of this machine."""
+        """The request as report.json stores it, without absolute paths."""
         plain = asdict(self)
         del plain["models"], plain["batch_tokens"]
         return plain | {
@@ -119,7 +120,7 @@ class ReportRequest:
 
 
 def short_path(path: str | Path) -> str:
-    """A path as it can be shown to others: a relative path as it is, otherwise only its last part."""
+    """A path that reveals nothing of this machine: a relative path as it is, of any other only the last part."""
     return Path(path).name if Path(path).is_absolute() or ".." in Path(path).parts else str(path)
 
 
@@ -135,7 +136,7 @@ def read_texts(texts: Sequence[str]) -> dict[str, str]:
 
 
 def read_skip(skip: str | None) -> frozenset[str]:
-    """Parts such as tasks,search."""
+    """The parts that a comma-separated list such as tasks,search names."""
     parts = [part.strip() for part in (skip or "").split(",") if part.strip()]
     for part in parts:
         require(part in PARTS, f"There is no part {part!r} to skip; {nearest(part, list(PARTS))}")
@@ -143,10 +144,10 @@ def read_skip(skip: str | None) -> frozenset[str]:
 
 
 def collect(request: ReportRequest, progress: ReportProgress | None = None) -> JsonDict:
-    """Measure whatever is missing of all models and put everything together."""
+    """The content of report.json. Only what the stores of the models lack is measured."""
     names = model_names(request.models)  # refuses a model that is given twice
     configs = [find_config(model)[0] for model in request.models]
-    request.check_depths([config.loops for config in configs])
+    request.check_budgets([config.loops for config in configs])
     device = device_name(choose_device(request.device))
     suite, no_suite_reason = _load_suite(request, progress)
     # One length for all models, because the entropy of a prompt depends on it.
@@ -185,20 +186,20 @@ def _load_suite(request: ReportRequest, progress: ReportProgress | None) -> tupl
 
 @dataclass
 class _Collector:
-    """Measures model after model; texts are read once for each tokenizer."""
+    """Measures one model after another. A text is tokenized once for each tokenizer."""
 
     request: ReportRequest
     suite: Suite | None
     no_suite_reason: str
-    length: int  # tokens of a prompt
+    length: int  # tokens of each prompt of the analysis
     progress: ReportProgress | None
-    # By name and the hash of the tokenizer, because models with the same tokenizer share texts.
+    # By (name, hash of the tokenizer): models with the same tokenizer share texts.
     texts: dict[tuple[str, str], Text] = field(default_factory=dict)
 
     def measure(self, source: str, name: str) -> JsonDict:
         """All parts of one model, and the reason for each part that is missing."""
-        loaded, report = LoadedModel.open(source, self.request.device, self.request.dtype), self.progress
-        progress = None if report is None else lambda doing, done, total: report(f"{name}: {doing}", done, total)
+        loaded, notify = LoadedModel.open(source, self.request.device, self.request.dtype), self.progress
+        progress = None if notify is None else lambda doing, done, total: notify(f"{name}: {doing}", done, total)
         measures: dict[str, Callable[[LoadedModel, ReportProgress | None], JsonDict | list[JsonDict]]] = {
             "perplexity": self._perplexity,
             "tasks": self._tasks,
@@ -214,10 +215,11 @@ class _Collector:
                 require(part not in self.request.skip, f"Left out, as asked for with --skip {part}.")
                 require(bool(self.request.sources) or part == "tasks", _NO_TEXT)
                 parts[part] = measure(loaded, progress)
-            except FileProblem:  # the user named a wrong file
+            except FileProblem:  # a wrong file is the user's to correct, so it stops the report
                 raise
             except LoopformerError as error:
                 missing[part] = str(error)
+                # Others may read the report, so a text goes by its name and not by its path here.
                 for text, path in self.request.sources.items():
                     missing[part] = missing[part].replace(path, text)
         if parts["analysis"] is not None:
@@ -282,6 +284,7 @@ class _Collector:
         }
         stored = loaded.store.get(key)
         if stored is None:
+            # Stored without a name: each report names its models anew, and `measure` sets that name.
             on_prompts = None if progress is None else lambda done, total: progress("prompts", done, total)
             measured = analyze(model, prompts, "", progress=on_prompts) | {"weights": loaded.weights}
             stored = loaded.store.put(key, measured)
@@ -296,7 +299,7 @@ class _Collector:
         return self.texts[key]
 
     def _scoring(self, loaded: LoadedModel, progress: ReportProgress | None) -> JsonDict:
-        """What every measurement on a text needs besides the model and the text."""
+        """The arguments that `perplexity` and `search` share, besides the model and the text."""
         return {
             "protocol": Protocol(max_tokens=self.request.max_tokens),
             "weights": loaded.weights,
@@ -322,7 +325,7 @@ def size_facts(config: ModelConfig) -> JsonDict:
 
 
 def training_facts(source: str | Path) -> JsonDict | None:
-    """What training a run took; None for a model that is no run."""
+    """What the training of a run cost; None if the source is not a run folder."""
     if not is_run_folder(source):
         return None
     folder = Path(source)

@@ -1,14 +1,14 @@
-"""Measures the states of one model along one trajectory over prompts, and writes the results.
+"""Measures how the hidden states of a model change from loop to loop, and writes the results.
 
     prompts = read_prompts("data/demo", lm.tokenizer, count=64, length=128)     # of the validation split
     result = analyze(lm.model, prompts, "runs/demo", trajectory="4-2-1-1")
     result["metrics"]["curvature"]["mean"]              # [M + 1]: the embedding, then after each loop
     write_results([result], Path("analysis"))           # analysis.json, metrics.csv and cka.csv, and figures
 
-Prompts are windows of one length that lie inside documents and do not overlap. Every document gives its first
-window. Only if there are too few documents do they give a second, a third, … So 64 prompts are 64 documents if the
-text has them. Prompts run in batches, and memory does not grow with the text: of each batch only numbers per prompt
-and the sums of CKA stay. Results are plain JSON, in which None stands for a value that does not exist.
+Prompts are windows of one length that lie inside documents and do not overlap. The first windows of all documents
+come first, then their second windows, and so on. So 64 prompts come from 64 documents if the text has that many.
+Prompts run in batches. Only numbers per prompt and the sums of CKA outlive a batch, so more prompts need hardly
+more memory. Results are plain JSON, in which None stands for an undefined value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.evaluation.store import JsonDict, weights_hash
 from loopformer.evaluation.text import read_text
 from loopformer.files import json_bytes, write_together
-from loopformer.plots import rendered
+from loopformer.plots import figure_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from loopformer.model import LoopedLM
     from loopformer.model.looped import TrajectoryLike
 
-Row = Mapping[str, Any]  # of a table, by column
+Row = Mapping[str, Any]  # a row of a table: column → value
 
 DEFINITIONS = {
     "curvature": "mean angle between successive differences of token states, radians (Hosseini & Fedorenko 2023)",
@@ -57,14 +57,14 @@ DEFINITIONS = {
     "cka_debiased": "the same with Song's unbiased HSIC",
 }
 
-SHORTEST = 4  # tokens; fewer have no curvature, and one prompt of fewer no debiased CKA
+MIN_PROMPT_LENGTH = 4  # tokens; curvature needs 3, and debiased CKA over a single prompt needs 4
 
-_FIRST_READ = 16  # times the tokens of all prompts, because documents are longer than one prompt
-_BATCH_TOKENS = 2048  # some hundred MB of states for the paper's models
+_READ_FACTOR = 16  # read this many times the tokens of all prompts first: documents are longer than a prompt
+_BATCH_TOKENS = 2048  # tokens × states take a few hundred MB for the paper's models
 
 
 def model_names(models: Sequence[str]) -> tuple[str, ...]:
-    """The shortest ends of the paths that tell the models apart."""
+    """A distinct name for each model: as few trailing parts of its path as tell the models apart."""
     paths = [Path(model).resolve() if Path(model).exists() else Path(model) for model in models]
     if len(set(paths)) < len(paths):
         raise LoopformerError("A model is given twice; give each one once.")
@@ -78,7 +78,7 @@ def model_names(models: Sequence[str]) -> tuple[str, ...]:
 def metric_rows(results: Sequence[JsonDict]) -> list[Row]:
     """One row for each result, metric and loop."""
     return [
-        {**_row_start(result), "loop": loop, "depth": depth, "metric": metric, "mean": mean, "std": std}
+        {**_identity_columns(result), "loop": loop, "depth": depth, "metric": metric, "mean": mean, "std": std}
         for result in results
         for metric, series in result["metrics"].items()
         for loop, (depth, mean, std) in enumerate(zip(result["depth"], series["mean"], series["std"], strict=True))
@@ -88,15 +88,15 @@ def metric_rows(results: Sequence[JsonDict]) -> list[Row]:
 def cka_rows(results: Sequence[JsonDict]) -> list[Row]:
     """One row for each result and pair of its states."""
     return [
-        {**_row_start(result), "loop_i": i, "loop_j": j, "cka": plain, "cka_debiased": debiased}
+        {**_identity_columns(result), "loop_i": i, "loop_j": j, "cka": plain, "cka_debiased": debiased}
         for result in results
         for i, rows in enumerate(zip(result["cka"], result["cka_debiased"], strict=True))
         for j, (plain, debiased) in enumerate(zip(*rows, strict=True))
     ]
 
 
-def _row_start(result: JsonDict) -> Row:
-    """The columns that say which states a row is about."""
+def _identity_columns(result: JsonDict) -> Row:
+    """The columns that identify the states which a row describes."""
     return {name: result[name] for name in ("model", "shape", "trajectory", "states")}
 
 
@@ -106,8 +106,8 @@ class Prompts:
 
     ids: Tensor  # [N, T] int64
     text: str  # the source as the user wrote it
-    part: str  # of the text, in words
-    documents: int  # that the prompts come from
+    part: str  # which part of the text was read, in words
+    documents: int  # number of documents that the prompts come from
 
     @property
     def hash(self) -> str:
@@ -118,8 +118,8 @@ class Prompts:
 def read_prompts(source: str, tokenizer: Tokenizer, count: int, length: int, field: str = "text") -> Prompts:
     """The first `count` windows of `length` tokens from anything that `prepare` reads."""
     require(count >= 1, f"The number of prompts must be 1 or more, got {count}.")
-    require(length >= SHORTEST, f"A prompt must have {SHORTEST} tokens or more, got {length}.")
-    limit = _FIRST_READ * count * length
+    require(length >= MIN_PROMPT_LENGTH, f"A prompt must have {MIN_PROMPT_LENGTH} tokens or more, got {length}.")
+    limit = _READ_FACTOR * count * length
     while True:
         text = read_text(source, tokenizer, field, max_tokens=limit)
         by_document = (
@@ -155,22 +155,23 @@ def analyze(
     """Run all prompts along a trajectory (None: the full one) and measure the state after each loop.
 
     states    before or after the final norm, for geometry and CKA; the lens always goes through the norm
-    progress  called with the number of prompts that are done and of all
+    progress  called after each batch with the prompts done so far and their total
     """
     require(states in ("before", "after"), f"States are before or after the final norm; {states!r} is neither.")
     started = time.perf_counter()
     trajectory = model.resolve(trajectory)
     device = model.device
-    exact = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
-    cka = LinearCKA(trajectory.budget + 1, model.config.width, exact)
+    float64_device = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
+    cka = LinearCKA(trajectory.budget + 1, model.config.width, float64_device)
     batches: list[dict[str, Tensor]] = []
     count, length = prompts.ids.shape
     rows = max(1, _BATCH_TOKENS // length)
     for start in range(0, count, rows):
         raw = _states(model, prompts.ids[start : start + rows].to(device), trajectory)  # [S, B, T, D]
         measured = model.final_norm(raw) if states == "after" else raw
-        through_lens = _lens(model, raw)  # first, because the geometry of infinite states may fail
-        batches.append(_geometry(measured.to(exact)) | through_lens)
+        # The lens comes first: it reports states that are not finite, on which the geometry may crash.
+        through_lens = _lens(model, raw)
+        batches.append(_geometry(measured.to(float64_device)) | through_lens)
         cka.add(measured.flatten(1, 2))
         if progress:
             progress(min(start + rows, count), count)
@@ -192,9 +193,9 @@ def analyze(
         "device": device.type,
         "dtype": model.dtype_name,
         "seconds": time.perf_counter() - started,
-        "metrics": {name: _series(torch.cat([batch[name] for batch in batches], dim=1)) for name in batches[0]},
-        "cka": [_numbers(row) for row in cka.matrix()],
-        "cka_debiased": [_numbers(row) for row in cka.matrix(debiased=True)],
+        "metrics": {name: _mean_std(torch.cat([batch[name] for batch in batches], dim=1)) for name in batches[0]},
+        "cka": [_finite_or_none(row) for row in cka.matrix()],
+        "cka_debiased": [_finite_or_none(row) for row in cka.matrix(debiased=True)],
     }
 
 
@@ -207,7 +208,7 @@ def _states(model: LoopedLM, ids: Tensor, trajectory: TrajectoryLike) -> Tensor:
 
 
 def _geometry(states: Tensor) -> dict[str, Tensor]:
-    """[S, B, T, D] → each metric [S, B]; one state at a time, because float64 takes room."""
+    """[S, B, T, D] → each metric [S, B]; one state at a time to save memory, because states are in float64."""
     geometry = {
         "curvature": [curvature(state) for state in states],
         "anisotropy": [anisotropy(state) for state in states],
@@ -222,23 +223,23 @@ def _geometry(states: Tensor) -> dict[str, Tensor]:
 def _lens(model: LoopedLM, states: Tensor) -> dict[str, Tensor]:
     """[S, B, T, D] before the final norm → divergence and agreement of the lens, means over each prompt [S, B]."""
     divergence, agreement = (
-        side.cpu().double().reshape(states.shape[:3]).mean(dim=-1) for side in lens(model, states.flatten(1, 2))
+        values.cpu().double().reshape(states.shape[:3]).mean(dim=-1) for values in lens(model, states.flatten(1, 2))
     )
-    if not divergence.isfinite().all():  # shows any fault in states, final norm or head
+    if not divergence.isfinite().all():  # a fault in the states, the final norm or the head ends up here
         raise RunFailed("This model gives no finite numbers; its weights are damaged or its training diverged.")
     return {"lens_divergence": divergence, "lens_agreement": agreement}
 
 
-def _series(values: Tensor) -> dict[str, list[float | None]]:
+def _mean_std(values: Tensor) -> dict[str, list[float | None]]:
     """[S, P] → mean and standard deviation over the prompts that have a value, each [S]."""
     mean = values.nanmean(dim=1)
     count = (~values.isnan()).sum(dim=1)
     std = ((values - mean[:, None]).square().nansum(dim=1) / (count - 1)).sqrt()
-    return {"mean": _numbers(mean), "std": _numbers(torch.where(count > 1, std, math.nan))}
+    return {"mean": _finite_or_none(mean), "std": _finite_or_none(torch.where(count > 1, std, math.nan))}
 
 
-def _numbers(values: Tensor) -> list[float | None]:
-    """Plain numbers, with None for nan, which JSON lacks."""
+def _finite_or_none(values: Tensor) -> list[float | None]:
+    """Plain numbers, with None for nan and infinities, which JSON lacks."""
     return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
@@ -257,7 +258,7 @@ def write_results(
         "cka.csv": to_csv(cka_rows(results)),
     }
     for name, figure in (figures or {}).items():
-        contents |= {name + ending: rendered(figure, ending) for ending in (".png", ".svg")}
+        contents |= {name + ending: figure_bytes(figure, ending) for ending in (".png", ".svg")}
     return write_together(folder, contents)
 
 

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from loopformer.analysis.dynamics import Row
     from loopformer.evaluation.store import JsonDict
 
-_MAX_BANDS = 4  # lines with error bands; the bands of more hide one another
-_MAX_NAMED_MODELS = 3  # models with budgets beside their points; the labels of more overlap
-_MAX_NAMED_SCHEDULES = 60  # schedules that still have room for their names
-_MARKS = {  # marker, colour and size; the first is visible below the second
+_MAX_BANDS = 4  # more lines get no error bands, which would hide one another
+_MAX_NAMED_MODELS = 3  # the points of more models get no budgets beside them, which would overlap
+_MAX_NAMED_SCHEDULES = 60  # more schedules leave no room for their names
+_MARKS = {  # marker, colour and size, in drawing order; best is larger, so it shows behind uniform
     "best": ("o", "#0072B2", 9),
     "uniform": ("D", "#D55E00", 6),
     "worst": ("s", "#000000", 6),
@@ -58,7 +58,7 @@ def state_figures(results: Sequence[JsonDict], debiased: bool = False) -> dict[s
 def metrics_figure(results: Sequence[JsonDict], panels: Mapping[str, Panel]) -> Figure:
     """Every result as a line over normalised depth, one panel per metric; bands are 2 standard errors.
 
-    Colours tell models apart and dashes their trajectories. For one model colours tell trajectories apart, too.
+    Each model has a colour, each trajectory a dash pattern. With only one model, each trajectory has a colour, too.
     """
     models = list(dict.fromkeys(result["model"] for result in results))
     trajectories = list(dict.fromkeys(result["trajectory"] for result in results))
@@ -88,7 +88,7 @@ def metrics_figure(results: Sequence[JsonDict], panels: Mapping[str, Panel]) -> 
 
 
 def cka_figure(results: Sequence[JsonDict], debiased: bool = False) -> Figure:
-    """A map of CKA between all states per result."""
+    """A heat map for each result: the CKA between any two of its states."""
     matrices = [result["cka_debiased" if debiased else "cka"] for result in results]
     return map_figure(
         list(zip(line_labels(results), matrices, strict=True)),
@@ -101,6 +101,7 @@ def cka_figure(results: Sequence[JsonDict], debiased: bool = False) -> Figure:
 
 def line_labels(results: Sequence[JsonDict]) -> list[str]:
     """A name for each line: the model, and its trajectory unless all lines are of full budgets."""
+    # A full trajectory is written as its budget L, with which the shape k⊗L ends.
     all_full = all(result["shape"].endswith(f"⊗{result['trajectory']}") for result in results)
     names = ["" if all_full else f", {trajectory_name(result['trajectory'])}" for result in results]
     return [f"{result['model']} ({result['shape']}{name})" for result, name in zip(results, names, strict=True)]
@@ -109,7 +110,7 @@ def line_labels(results: Sequence[JsonDict]) -> list[str]:
 def trajectory_name(trajectory: str) -> str:
     """A short name: M = 4, 2-1-1, or rounded steps if there is no short form."""
     steps = Trajectory.parse(trajectory).steps
-    if trajectory.isdigit():
+    if trajectory.isdigit():  # uniform
         return f"M = {trajectory}"
     return trajectory if len(trajectory) <= 3 * len(steps) else " ".join(f"{float(step):.2f}" for step in steps)
 
@@ -146,14 +147,14 @@ def search_figure(search: Mapping[str, Any]) -> Figure:
 
 
 def _draw_schedules(axis: Axes, schedules: Sequence[Row], has_names: bool) -> None:
-    """One bar per schedule with a block for each step: the darker the smaller."""
+    """One bar per schedule with a block for each step; smaller steps are darker."""
     from matplotlib import colormaps
 
     rows, largest = range(len(schedules)), max(max(schedule["steps"]) for schedule in schedules)
-    for number in range(len(schedules[0]["steps"])):
-        starts = [sum(schedule["steps"][:number]) for schedule in schedules]
-        steps = [schedule["steps"][number] for schedule in schedules]
-        # cividis has the same order of lightness for every eye and in grey.
+    for index in range(len(schedules[0]["steps"])):
+        starts = [sum(schedule["steps"][:index]) for schedule in schedules]
+        steps = [schedule["steps"][index] for schedule in schedules]
+        # The lightness of cividis keeps its order in greyscale and for colour-blind readers.
         colours = [colormaps["cividis"](step / largest) for step in steps]
         axis.barh(rows, steps, left=starts, height=0.78, color=colours, edgecolor="white", linewidth=0.6)
     axis.set(xlim=(0, 1), ylim=(len(schedules) - 0.5, -0.5))
@@ -163,7 +164,7 @@ def _draw_schedules(axis: Axes, schedules: Sequence[Row], has_names: bool) -> No
 
 
 def _draw_measure(axis: Axes, search: Mapping[str, Any], measure: str) -> None:
-    """The value of each schedule in the row of its bar."""
+    """A point for each schedule, in line with its bar."""
     values = [schedule.get(measure) for schedule in search["schedules"]]
     points = [(value, row) for row, value in enumerate(values) if value is not None]
     axis.plot(*zip(*points, strict=True), ".", color="#707070", markersize=4, zorder=2)
@@ -187,7 +188,7 @@ def perplexity_figure(rows: Sequence[Row], texts: Sequence[str]) -> Figure:
     for text in texts:
         values = [row.get(f"ppl:{text}") for row in rows]
         panels.append(
-            _compute_panel(
+            _panel_over_flops(
                 rows, values, title=text, ylabel="perplexity (lower is better)", log_y=needs_log_axis(values)
             )
         )
@@ -197,10 +198,10 @@ def perplexity_figure(rows: Sequence[Row], texts: Sequence[str]) -> Figure:
 def accuracy_figure(rows: Sequence[Row], chance: float | None = None) -> Figure:
     """Average accuracy against FLOPs per token, with its standard error, and the score of guessing.
 
-    chance  the share that guessing gets right; None where the scores are not those of the paper's ten benchmarks
+    chance  the accuracy of guessing; None if the scores are not of the paper's ten benchmarks
     """
     scored = [row for row in rows if row["average"] is not None]
-    panel = _compute_panel(
+    panel = _panel_over_flops(
         scored,
         [100 * row["average"] for row in scored],
         errors=[100 * (row["average_error"] or 0.0) for row in scored],
@@ -213,10 +214,10 @@ def accuracy_figure(rows: Sequence[Row], chance: float | None = None) -> Figure:
     return line_figure([panel], height=3.2, legend="bands: 1 standard error")
 
 
-def _compute_panel(
+def _panel_over_flops(
     rows: Sequence[Row], values: Sequence[float | None], errors: Sequence[float] | None = None, **options: Any
 ) -> Panel:
-    """Values against FLOPs per token, with a line for each model that has any; few models have named budgets."""
+    """Values against FLOPs per token: a line for each model that has values, with its budgets if models are few."""
     mflops = [row["flops_per_token"] / 1e6 for row in rows]
     models = list(dict.fromkeys(row["model"] for row in rows))
     lines = []

@@ -4,10 +4,11 @@
     files = write_report(measured, out)  # measured: what collect.collect returned
 
 Numbers stay the plain JSON that was measured; ReportData adds one row for each model and budget. report_tables.yaml
-has the columns of the tables, report.j2 the words of the page, report.html.j2 and report.md.j2 its two layouts.
+has the columns of the tables, report.j2 the text of the page, report.html.j2 and report.md.j2 its two layouts.
 
-For the paper's tasks a report has their ten scores and the average. For other tasks it has their own metrics, and
-their mean if all of them are shares of right answers. The standard error of a mean assumes independent tasks.
+For the paper's tasks a report shows their ten scores and the average. For other tasks it shows the metrics of each,
+and an average only if every metric is a share of correct answers. The standard error of an average assumes that
+tasks are independent.
 """
 
 from __future__ import annotations
@@ -32,32 +33,33 @@ from loopformer.errors import FileProblem
 from loopformer.evaluation.store import JsonDict
 from loopformer.evaluation.tasks import PAPER, TASKS
 from loopformer.files import json_bytes, read_yaml, write_together
-from loopformer.plots import has_matplotlib, rendered
+from loopformer.plots import figure_bytes, has_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REPORT, FIGURES, TABLES = "report.json", "figures", "tables"
-REPORT_FORMAT, VERSION = "loopformer-report", 1  # of report.json
-PART_NAMES = {  # in a sentence about what is missing
+REPORT_FORMAT, REPORT_VERSION = "loopformer-report", 1  # of report.json
+PART_NAMES = {  # part → how a sentence about a missing part begins
     "perplexity": "Perplexity",
     "tasks": "Benchmarks",
     "search": "Schedules",
     "analysis": "Representations",
     "training": "Training",
 }
-TOLERANCE = 0.05  # between the costs of rows that are compared
+TOLERANCE = 0.05  # rows are compared if their costs differ by at most this share
 
+# Answers to choose from in an example of each benchmark.
 _CHOICES = {"copa": 2, "hellaswag": 4, "openbookqa": 4, "piqa": 2, "race": 4, "social_iqa": 3, "arc": 4, "sciq": 4}
 _CHOICES |= {"winogrande": 2}
-# The score of guessing. LAMBADA asks for a word.
+# The accuracy of guessing. LAMBADA offers no answers: any word may come next.
 CHANCE = {"lambada": 0.0} | {name: 1 / count for name, count in _CHOICES.items()}
 CHANCE_AVERAGE = sum(CHANCE.values()) / len(CHANCE)
 
-_SHORT = {"hellaswag": "HS", "lambada": "LB", "openbookqa": "OBQA", "social_iqa": "SIQA", "winogrande": "WG"}
-_SHARES = ("acc", "exact_match")  # metrics that are shares of right answers
+_SHORT_LABELS = {"hellaswag": "HS", "lambada": "LB", "openbookqa": "OBQA", "social_iqa": "SIQA", "winogrande": "WG"}
+_SHARE_METRICS = ("acc", "exact_match")  # beginnings of metrics that are shares of correct answers
 _DPI = 170
-_DOTS_PER_REM = 20  # one scale for all figures, so that their text has one size
+_DOTS_PER_REM = 20  # the same for all figures, so that their text has the same size
 
 
 def listed(words: Sequence[str]) -> str:
@@ -66,7 +68,7 @@ def listed(words: Sequence[str]) -> str:
 
 
 def counted(value: float) -> str:
-    """A count with four digits and its thousands as a letter: 3.244 M."""
+    """Four significant digits and an SI prefix: 3.244 M."""
     for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g} {letter}"
@@ -84,7 +86,7 @@ def perplexity(value: float | None) -> str:
 
 
 def short_hash(value: str) -> str:
-    """The first 16 digits; the CSV file has all."""
+    """The first 16 digits of a hash, set as code; the CSV file has all digits."""
     return f"`{value[:16]}`"
 
 
@@ -103,7 +105,7 @@ class ScoreColumn(NamedTuple):
     key: str
     label: str  # short, for a heading
     name: str
-    is_share: bool  # of right answers, shown in percent
+    is_share: bool  # a share of correct answers, shown in percent
     tasks: tuple[str, ...]
 
 
@@ -130,18 +132,18 @@ class ReportData:
     def _score_columns(self) -> list[ScoreColumn]:
         if self.is_paper:
             return [
-                ScoreColumn(key, _SHORT.get(key, label), label, True, tuple(tasks))
+                ScoreColumn(key, _SHORT_LABELS.get(key, label), label, True, tuple(tasks))
                 for key, tasks in PAPER.items()
                 for label in [TASKS[tasks[0]].label]
             ]
         metrics = {name: task["metric"] for run in self.task_runs[:1] for name, task in run["tasks"].items()}
         return [
-            ScoreColumn(name, name, f"{name} ({metric})", metric.startswith(_SHARES), (name,))
+            ScoreColumn(name, name, f"{name} ({metric})", metric.startswith(_SHARE_METRICS), (name,))
             for name, metric in metrics.items()
         ]
 
     def _rows(self, model: JsonDict) -> list[Row]:
-        """By the keys of columns, the deepest budget last; a model without measurements still shows its costs."""
+        """One row for each budget, the largest last. Without measurements the rows still have the costs."""
         blocks, runs = model["settings"]["blocks"], {run["budget"]: run for run in model["tasks"]}
         measured = {row["budget"] for row in model["perplexity"]} | runs.keys()
         rows: list[Row] = []
@@ -190,7 +192,7 @@ def _mean_error(errors: Sequence[Any]) -> float | None:
 
 
 def gaps(models: Sequence[JsonDict], part: str) -> list[str]:
-    """Why a part is missing, once for each reason."""
+    """A sentence for each reason why a part is missing, naming the models unless all lack it."""
     names: dict[str, list[str]] = {}
     for model in models:
         if part in model["missing"]:
@@ -223,7 +225,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Groups of rows by title; a table of one group has no title. The first column names what a row is about."""
+    """Rows in titled groups; a single group has an empty title. The first column says what a row describes."""
 
     columns: Sequence[Column]
     groups: Sequence[tuple[str, Sequence[Row]]]
@@ -271,17 +273,19 @@ def build_tables(report: ReportData) -> dict[str, Table]:
         "models": [
             {
                 **model["parameters"],
-                **model["settings"],  # whose conditioning is the method, not the parameters
+                # Settings must follow: their `conditioning`, the method, replaces the number of parameters.
+                **model["settings"],
                 **model,
                 "conditioning_parameters": model["parameters"]["conditioning"],
                 "step": model["training"]["step"] if model["training"] else None,
             }
             for model in report.models
         ],
-        # Models share texts, so a text has one row, not one for each model.
+        # Models with the same tokenizer measure the same texts, so equal rows are shown once.
         "texts": list({tuple(row[key] for key in text_keys): row for row in texts}.values()),
         "perplexity": texts,
-        # The data of a task is the same for all models. Its metric and its cut requests are those of the first run.
+        # The data of a task is the same for all models. The metric and the number of cut requests are those of
+        # the first run.
         "tasks": [
             {
                 "source": task["data"].get("file") or task["data"].get("dataset"),
@@ -304,16 +308,17 @@ def build_tables(report: ReportData) -> dict[str, Table]:
         ],
     }
     groups: dict[str, Sequence[tuple[str, Sequence[Row]]]] = {name: [("", rows[name])] for name in rows}
+    # A unit directly follows the SI prefix: 1.2 MFLOP per token.
     for name, cost, unit in (
         ("parameters_matched", "stack", " parameters in the stack"),
         ("flops_matched", "flops_per_token", "FLOP per token"),
     ):
         groups[name] = [(f"about {counted(group[0][cost])}{unit}", group) for group in matched(report.rows, cost)]
-    tables = {name: Table(_expand(columns[name], report), groups[name]) for name in columns}
+    tables = {name: Table(_expand_columns(columns[name], report), groups[name]) for name in columns}
     return {name: table for name, table in tables.items() if table.rows}
 
 
-def _expand(columns: Sequence[Sequence[str]], report: ReportData) -> list[Column]:
+def _expand_columns(columns: Sequence[Sequence[str]], report: ReportData) -> list[Column]:
     """The columns of a table, with one for each text or benchmark in place of a pattern."""
     expanded = []
     for column in (Column(*values) for values in columns):
@@ -346,7 +351,7 @@ def matched(rows: Sequence[Row], cost: str, tolerance: float = TOLERANCE) -> lis
 
 
 def draw_figures(report: ReportData) -> dict[str, Figure]:
-    """Every figure there are numbers for, by name."""
+    """The figures that the numbers of the report suffice for, by name."""
     figures = {}
     if report.texts:
         figures["perplexity"] = perplexity_figure(report.rows, report.texts)
@@ -378,11 +383,12 @@ def render(layout: str, report: ReportData, pictures: Mapping[str, bytes]) -> st
     templates.filters |= {
         # Lines of a template become one line; str() so that the output of a macro is escaped like other text.
         "flow": lambda text: re.sub(r"[ \n]+", " ", str(text)).strip(" "),
-        "code": lambda text: Markup("").join(_with_code(text, escape, Markup("<code>{}</code>").format)),
-        "markdown": lambda text: "".join(_with_code(text, _escape_markdown, "`{}`".format)),
+        "code": lambda text: Markup("").join(_mark_code(text, escape, Markup("<code>{}</code>").format)),
+        "markdown": lambda text: "".join(_mark_code(text, _escape_markdown, "`{}`".format)),
         "quote": lambda value: shlex.quote(str(value).replace("\n", " ")),  # a command is one line
         "base64": lambda picture: b64encode(picture).decode(),
-        "rem": lambda picture: f"{int.from_bytes(picture[16:20]) / _DOTS_PER_REM:.1f}",  # from the PNG's header
+        # Bytes 16 to 19 of a PNG file are its width.
+        "rem": lambda picture: f"{int.from_bytes(picture[16:20]) / _DOTS_PER_REM:.1f}",
     }
     functions = (counted, gaps, listed, percent, perplexity, schedule_figure_name, short_hash)
     text = templates.get_template("report.j2").render(
@@ -390,7 +396,7 @@ def render(layout: str, report: ReportData, pictures: Mapping[str, bytes]) -> st
         **{function.__name__: function for function in functions},
         layout=f"report.{layout}.j2",
         pictures=pictures,
-        ends=lambda model, key: _ends(report.rows, model, key),
+        ends=lambda model, key: _format_ends(report.rows, model, key),
         definitions=DEFINITIONS,
         chance=CHANCE_AVERAGE,
         tolerance=TOLERANCE,
@@ -398,17 +404,17 @@ def render(layout: str, report: ReportData, pictures: Mapping[str, bytes]) -> st
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
 
 
-def _with_code(text: str, plain: Callable[[str], str], code: Callable[[str], str]) -> list[str]:
+def _mark_code(text: str, plain: Callable[[str], str], code: Callable[[str], str]) -> list[str]:
     """Text with the parts between two backticks as code."""
     return [code(part) if i % 2 else plain(part) for i, part in enumerate(re.split("`([^`]*)`", text))]
 
 
 def _escape_markdown(text: str) -> str:
     text = re.sub(r"([\\`*<>|\[\]~])", r"\\\1", text)
-    return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # inside a word it is a letter
+    return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # between letters an underscore is no markup
 
 
-def _ends(rows: Sequence[Row], model: str, key: str) -> str:
+def _format_ends(rows: Sequence[Row], model: str, key: str) -> str:
     """The value of a column at a model's largest budget and, if there are several, at its smallest."""
     measured = [row for row in rows if row["model"] == model and row.get(key) is not None]
     show = (lambda value: f"{percent(value)}\u00a0%") if key == "average" else perplexity
@@ -418,7 +424,7 @@ def _ends(rows: Sequence[Row], model: str, key: str) -> str:
 
 def check_folder(out: Path) -> None:
     """Refuse a folder with files that are not of an earlier report."""
-    # Temporary files may be left of a process that was killed.
+    # A killed process may have left temporary files.
     files = [path for path in out.iterdir() if path.suffix != ".tmp"] if out.is_dir() else []
     if files and _earlier_files(out) is None:
         raise FileProblem(f"The folder {out} is not empty and holds no report; choose another with --out.")
@@ -427,21 +433,22 @@ def check_folder(out: Path) -> None:
 def write_report(measured: Mapping[str, Any], out: Path) -> list[Path]:
     """Draw the figures and write everything; returns the files, report.html first.
 
-    All content exists before the first file is written. Of an earlier report only files that it lists are removed.
+    All content is made before the first file is written. Of an earlier report, only files that its report.json
+    lists are removed.
     """
     check_folder(out)
     earlier = _earlier_files(out) or []
     report = ReportData(measured)
     figures = draw_figures(report) if has_matplotlib() else {}
-    pictures = {name: rendered(figure, ".png", _DPI) for name, figure in figures.items()}
+    pictures = {name: figure_bytes(figure, ".png", _DPI) for name, figure in figures.items()}
     contents = {f"report.{layout}": render(layout, report, pictures).encode() for layout in ("html", "md")}
     contents |= {f"{TABLES}/{name}.csv": table.to_csv() for name, table in report.tables.items()}
     for name, figure in figures.items():
-        contents |= {f"{FIGURES}/{name}.png": pictures[name], f"{FIGURES}/{name}.svg": rendered(figure, ".svg")}
-    stored = {"format": REPORT_FORMAT, "version": VERSION, **measured, "files": list(contents)}
-    # report.json comes first: by its list a later report knows the files that it may replace.
+        contents |= {f"{FIGURES}/{name}.png": pictures[name], f"{FIGURES}/{name}.svg": figure_bytes(figure, ".svg")}
+    stored = {"format": REPORT_FORMAT, "version": REPORT_VERSION, **measured, "files": list(contents)}
+    # report.json is replaced first: if that stops halfway, its list says which files the next report may replace.
     write_together(out, {REPORT: json_bytes(stored), **contents})
-    # The list may have been edited, so nothing outside the two folders of a report is removed.
+    # The old list may have been edited by hand, so only files in the two folders of a report are removed.
     for path in [*(out / FIGURES).glob("*"), *(out / TABLES).glob("*")]:
         name = path.relative_to(out).as_posix()
         if name in earlier and name not in contents:

@@ -1,8 +1,8 @@
-"""Decoding speed: what a token takes on every path.
+"""Decoding speed: the time, FLOPs and memory traffic of a token on every path.
 
     report = decode(model, budgets=(8, 4, 2), batches=(1, 64), contexts=(512,))
 
-    naive         the whole sequence again for every token, without a cache, as the authors' code does
+    naive         the whole sequence again for every token, without a cache, as the published code does
     plain         the engine in PyTorch
     fused         the engine through fused kernels, on a GPU
     transformers  Transformers' GPT-2 of as many blocks as the budget applies, through its own cache
@@ -11,12 +11,12 @@ Decoding is greedy, from random prompts. On `plain` and `fused` requests run thr
 a stop string. Tokens are counted in three windows in which all requests run, after their prompts and first tokens.
 The fastest window counts.
 
-Each path, budget, batch and context is a row of the report. A window of the naive path has few tokens, and it and
-Transformers' GPT-2 run at the largest budget alone. FLOPs and bytes are what a token takes with a cache, and so the
-same for every path: the matmuls of one new token per row, the weights read once per loop and step and the keys of
-each row (`model.cost`). MFU is over the device's peak in bf16, MBU over what a copy reaches on it. The peak of
-memory is that of the timed tokens, weights included. Where a row does not fit, its figures are None. Paths that
-cannot run here are in `left_out`, with the reason.
+Each path, budget, batch and context is a row of the report. The naive path and Transformers' GPT-2 run only at the
+largest budget, and windows of the naive path have few tokens. FLOPs and bytes are those of decoding with a cache,
+so they are the same for every path (`model.cost`). FLOPs count the matmuls of one new token per row. Bytes count
+the weights, read once per loop and step, and the keys and values of each row. MFU is relative to the device's bf16
+peak, MBU to its measured copy bandwidth. Peak memory includes the weights and covers the timed tokens. The figures
+of a row that runs out of memory are None. Paths that cannot run here are in `left_out`, with the reason.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from loopformer.trajectory import Trajectory
 
 DECODE_PATHS = ("naive", "plain", "fused", "transformers")
 ENGINE_PATHS = ("plain", "fused")
-NAIVE_TOKENS = 4  # of a window; each runs the whole sequence
+NAIVE_TOKENS = 4  # per row and window; each token runs the whole sequence
 FIGURES = ("ms_per_step", "tokens_per_second", "bytes", "tflops", "mfu", "gb_per_second", "mbu", "peak_gib")
-STOPS = ("\n\n###",)  # looked for in every text
-MAX_WAITING = 4096  # requests, which is more than ever wait
-WINDOWS = 3  # in which tokens are counted
-WARM_UP_TOKENS = 4  # of each request before the windows: by then every graph that is needed was recorded
+STOPS = ("\n\n###",)  # makes every request search its text for a stop string, as served requests do
+MAX_WAITING = 4096  # requests; high enough that the engine never refuses any
+WINDOWS = 3  # timed intervals of each case
+WARM_UP_TOKENS = 4  # of each request before the windows: enough to capture every CUDA graph
 
 
 def decode(
@@ -88,9 +88,9 @@ def decode(
 
     def measure(case: Measurement) -> Measurement:
         path, budget, batch, context = case.values()
-        # Our weights lie on the device, too, but are no part of what Transformers' model takes.
-        theirs = path == "transformers" and model.device.type == "cuda"
-        other_bytes = torch.cuda.memory_allocated(model.device) if theirs else 0
+        # The looped model is on the device, too, but does not count toward the memory of Transformers' GPT-2.
+        is_gpt2_on_gpu = path == "transformers" and model.device.type == "cuda"
+        other_bytes = torch.cuda.memory_allocated(model.device) if is_gpt2_on_gpu else 0
         if path in ENGINE_PATHS:
             steps = engine_steps(
                 make_engine(model, detokenizer, path, batch), make_requests(model, [budget] * batch, context)
@@ -126,8 +126,8 @@ def decode(
 def left_out(model: LoopedLM, paths: Sequence[str]) -> dict[str, str]:
     """The paths that cannot run here, each with what it needs."""
     needs = {}
-    if (why := unsupported_reason(model)) is not None:
-        needs["fused"] = f"it {why}"
+    if (reason := unsupported_reason(model)) is not None:
+        needs["fused"] = f"it {reason}"
     if find_spec("transformers") is None:
         needs["transformers"] = "it needs Transformers: pip install 'loopformer[hf]'"
     return {path: need for path, need in needs.items() if path in paths}
@@ -135,7 +135,7 @@ def left_out(model: LoopedLM, paths: Sequence[str]) -> dict[str, str]:
 
 @torch.no_grad()
 def _decode_naively(model: LoopedLM, budget: int, ids: Tensor) -> Iterator[list[int]]:
-    """Run the whole sequences [B, T] for every token; one token of each row at a time."""
+    """Yield the next token of each row, and run the whole sequences [B, T] for each."""
     while ids.shape[1] < model.config.context:
         hidden = model(ids, Trajectory.uniform(budget), logits=False, check=False).hidden[:, -1]
         chosen = model.head(hidden)[:, : model.config.vocab].argmax(-1)
@@ -145,7 +145,7 @@ def _decode_naively(model: LoopedLM, budget: int, ids: Tensor) -> Iterator[list[
 
 @torch.no_grad()
 def _decode_with_transformers(model: LoopedLM, budget: int, ids: Tensor) -> Iterator[list[int]]:
-    """Decode with a GPT-2 of the same compute and its own cache; one token of each row at a time."""
+    """Yield the next token of each row, from a GPT-2 of the same compute with its own cache."""
     from transformers import DynamicCache
 
     reference, cache = gpt2(model.config, budget, model.tokens.weight), DynamicCache()
@@ -155,7 +155,7 @@ def _decode_with_transformers(model: LoopedLM, budget: int, ids: Tensor) -> Iter
         yield ids[:, 0].tolist()
 
 
-# From a model, a budget and prompts [B, T]: the next tokens [B], one step after the other.
+# path → function of a model, a budget and prompts [B, T] that yields the next tokens [B] step by step
 DECODERS: dict[str, Callable[[LoopedLM, int, Tensor], Iterator[list[int]]]] = {
     "naive": _decode_naively,
     "transformers": _decode_with_transformers,
@@ -166,9 +166,9 @@ DECODERS: dict[str, Callable[[LoopedLM, int, Tensor], Iterator[list[int]]]] = {
 
 
 class DummyDetokenizer:
-    """A detokenizer for any vocabulary, which maps ids to those of a small tokenizer and never ends a text."""
+    """A detokenizer for any vocabulary: it maps ids to those of a small tokenizer."""
 
-    eot = -1
+    eot = -1  # no token has this id, so every request runs to its last token
 
     def __init__(self) -> None:
         self._tokenizer = Tokenizer.train([Path(str(torch.__file__)).read_text("utf-8")], 2048)
@@ -178,7 +178,7 @@ class DummyDetokenizer:
 
 
 def make_engine(model: LoopedLM, detokenizer: DummyDetokenizer, path: str, rows: int) -> Engine:
-    """The engine of a path, which shares nothing between prompts."""
+    """An engine that decodes by the path and reuses no prefixes of earlier prompts."""
     if path == "plain":
         return Engine(model, detokenizer, PlainBackend(model, rows, remember=0), queue=MAX_WAITING)
     from loopformer.inference.fused.batch import SharedBatch
@@ -189,12 +189,12 @@ def make_engine(model: LoopedLM, detokenizer: DummyDetokenizer, path: str, rows:
 
 def make_requests(model: LoopedLM, budgets: Sequence[int], context: int) -> list[Request]:
     """A request for each budget, with a random prompt of `context` tokens; it runs to the end of the context."""
-    rng, room = random.Random(0), model.config.context - context
+    rng, max_tokens = random.Random(0), model.config.context - context
     return [
         Request(
             tuple(rng.randrange(model.config.vocab) for _ in range(context)),
             Trajectory.uniform(budget),
-            max_tokens=room,
+            max_tokens=max_tokens,
             stops=STOPS,
         )
         for budget in budgets
@@ -202,7 +202,7 @@ def make_requests(model: LoopedLM, budgets: Sequence[int], context: int) -> list
 
 
 def engine_steps(engine: Engine, requests: Sequence[Request]) -> Iterator[int]:
-    """Step while all requests run: the number of tokens that came. The first step is the warm-up."""
+    """Yield 0 after the warm-up, then the number of new tokens of each step as long as all requests run."""
     received = {engine.submit(request): 0 for request in requests}
     while min(received.values()) < WARM_UP_TOKENS and not engine.idle:
         for event in engine.step():
@@ -213,7 +213,7 @@ def engine_steps(engine: Engine, requests: Sequence[Request]) -> Iterator[int]:
 
 
 def measure_windows(device: torch.device, steps: Iterator[int], tokens: int) -> list[float]:
-    """Tokens per second in windows in which about so many tokens come; the first step is not counted.
+    """Tokens per second in up to three windows of about `tokens` tokens each; the first step is not timed.
 
     The end of a request cuts a window short. Such a window counts only if it is the first.
     """
@@ -221,7 +221,8 @@ def measure_windows(device: torch.device, steps: Iterator[int], tokens: int) -> 
     reset_peak(device)
     rates: list[float] = []
     while len(rates) < WINDOWS:
-        count, started = 0, time.perf_counter()  # no wait for the device: as much is under way now as at the end
+        # No synchronisation: as much GPU work is in flight at the start of a window as at its end.
+        count, started = 0, time.perf_counter()
         while count < tokens and (new := next(steps, None)) is not None:
             count += new
         if count == 0 or (rates and count < tokens):

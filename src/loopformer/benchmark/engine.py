@@ -1,12 +1,12 @@
-"""What the engine serves: tokens per second at one budget and at mixed budgets, and times while requests arrive.
+"""Serving speed of the engine: tokens per second at one and at mixed budgets, and latency while requests arrive.
 
     report = engine(model, rows=64, budgets=(8, 4, 2), context=512, tokens=64)
 
-Tokens per second are the median of three windows in which all requests run: at each budget, of one request alone,
-and `mixed`, with as many requests of each budget at once. Then requests of mixed budgets and lengths arrive at
-random (Poisson), at shares of the rate that a full queue sustains. The time to the first token and between tokens
-(0 between tokens that come together) is measured, also while long prompts come in. Paths that cannot run here are
-in `left_out`, with the reason.
+Tokens per second are the median of three windows in which all requests run. They are measured for `rows` requests
+at each budget, for one request alone, and for `mixed`: `rows` requests at each budget, all at once. Then requests
+of mixed budgets and lengths arrive at random (Poisson), at shares of the rate that a full queue sustains. Measured
+are the time to the first token and the time between tokens, which is 0 between tokens of one step. The last load
+adds long prompts. Paths that cannot run here are in `left_out`, with the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
 LOADS = (0.5, 0.8, 1.0)  # shares of the rate that a full queue sustains
-FULL_QUEUE = 8  # waiting requests
+FULL_QUEUE = 8  # requests that always wait in a full queue
 SHORT_PROMPT, LONG_PROMPT = 32, 900  # tokens
 LONG_EVERY = 0.5  # seconds from one long prompt to the next
 
@@ -60,17 +60,18 @@ def engine(
     report |= {"rows": rows, "context": context, "tokens": tokens, "left_out": missing}
     for path in [path for path in paths if path not in missing]:
         windows: dict[str, list[float]] = {}
+        # A group of requests that run together is given by the budget of each.
         groups = {str(budget): [budget] * rows for budget in budgets}
         groups |= {"alone": [budgets[0]], "mixed": [budget for budget in budgets for _ in range(rows)]}
-        for name, requests in groups.items():
+        for name, group in groups.items():
             free_memory(model.device)
             steps = engine_steps(
-                make_engine(model, detokenizer, path, len(requests)), make_requests(model, requests, context)
+                make_engine(model, detokenizer, path, len(group)), make_requests(model, group, context)
             )
-            windows[name] = measure_windows(model.device, steps, len(requests) * tokens)
+            windows[name] = measure_windows(model.device, steps, len(group) * tokens)
             require(
                 len(windows[name]) > 0,
-                f"The {len(requests)} requests do not all run at once; ask for fewer --rows or less --context.",
+                f"The {len(group)} requests do not all run at once; ask for fewer --rows or less --context.",
             )
             say(f"{path:8} {name:5} {median_low(windows[name]):,.0f} tokens/s")
         free_memory(model.device)
@@ -121,7 +122,7 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 def _measure_loads(
     engine: Engine, budgets: Sequence[int], context: int, tokens: int, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """The rate that a full queue sustains, then shares of it, then half of it while long prompts come in."""
+    """Measure a full queue, then arrivals at shares of its rate, then the lowest share with long prompts added."""
     rng, config = random.Random(1), engine.model.config
 
     def draw_request(prompt: int | None = None) -> Request:
@@ -134,7 +135,7 @@ def _measure_loads(
     full = _run_arrivals(engine, draw_request, None, seconds)
     rate = full["ended"] / seconds
     yield {"load": "full queue", "requests_per_second": rate, **full}
-    if rate:  # no request may end in a very short run
+    if rate:  # it is 0 if the run is too short for any request to end
         for share in LOADS:
             yield {"load": share, **_run_arrivals(engine, draw_request, share * rate, seconds)}
         long = min(LONG_PROMPT, config.context - tokens)
@@ -149,13 +150,17 @@ def _run_arrivals(
     seconds: float,
     long: int | None = None,
 ) -> dict[str, Any]:
-    """Submit requests at random times, `rate` per second; None keeps the queue full."""
+    """Submit `rate` requests per second at random times, or keep the queue full if it is None.
+
+    long  tokens of the long prompts that arrive at fixed intervals besides; None: no long prompts
+    """
     rng, arrivals = random.Random(2), Arrivals()
     started = time.perf_counter()
     due = 0.0 if rate is None else rng.expovariate(rate)
     long_due = LONG_EVERY if long is not None else float("inf")
     while (now := time.perf_counter() - started) < seconds:
         while engine.waiting < FULL_QUEUE if rate is None else due <= now:
+            # Count from when a request was due: a step of the engine may have delayed its submission.
             arrivals.arrived[engine.submit(draw_request())] = now if rate is None else due
             due += 0.0 if rate is None else rng.expovariate(rate)
         if long_due <= now:
@@ -167,7 +172,7 @@ def _run_arrivals(
             arrivals.record(engine.step(), time.perf_counter() - started)
     for ticket in arrivals.arrived:
         engine.cancel(ticket)
-    list(engine.run())
+    list(engine.run())  # lets the cancelled requests leave, so that the next load finds an idle engine
     return arrivals.summarize(seconds)
 
 

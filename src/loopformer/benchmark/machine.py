@@ -1,4 +1,4 @@
-"""What all benchmarks share: the machine, the loop over what is measured, GPT-2 for comparison, the report.
+"""What all benchmarks share: facts about the machine, the loop over cases, GPT-2 for comparison, the report.
 
 machine = describe(device)                  # names, versions, commit, and the memory bandwidth that a copy reaches
 rows = measure_rows(device, cases, FIGURES, measure, say)
@@ -24,12 +24,12 @@ from loopformer.config.model import ModelConfig
 from loopformer.device import device_name, peak_flops, synchronise
 from loopformer.errors import LoopformerError, nearest
 
-Measurement = dict[str, Any]  # a row of a report: what was measured and its figures, None where it did not fit
+Measurement = dict[str, Any]  # a row of a report: the case and its figures, which are None if memory ran out
 Say = Callable[[Measurement], object]
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Names and versions, the bf16 peak where it is known, and the measured copy bandwidth."""
+    """Names and versions, the bf16 peak if it is known, and the measured copy bandwidth."""
     return {
         "device": device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
@@ -69,7 +69,7 @@ def measure_rows(
     measure: Callable[[Measurement], Measurement],
     say: Say,
 ) -> list[Measurement]:
-    """Each case with its figures, which are None where it does not fit; `say` gets each row as it comes."""
+    """A row for each case with its figures, which are None if memory ran out; `say` gets each row at once."""
     rows = []
     for case in cases:
         free_memory(device)
@@ -83,18 +83,18 @@ def measure_rows(
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin to track the peak of memory anew."""
+    """Start a new measurement of peak GPU memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_gib(device: torch.device, other_bytes: int = 0) -> float | None:
-    """The peak of memory, without `other_bytes`; None without a GPU."""
+    """The peak of GPU memory since reset_peak, less `other_bytes`; None without a GPU."""
     return (torch.cuda.max_memory_allocated(device) - other_bytes) / 2**30 if device.type == "cuda" else None
 
 
 def gpt2(config: ModelConfig, budget: int, like: Tensor) -> Any:
-    """A GPT-2 of the same compute and random weights, on the device and in the dtype of a tensor."""
+    """A GPT-2 with random weights and the blocks of `budget` loops, on the device and in the dtype of `like`."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
     torch.manual_seed(0)
@@ -115,7 +115,7 @@ def gpt2(config: ModelConfig, budget: int, like: Tensor) -> Any:
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes read and written per second by copying a tensor far larger than any cache: the fastest of 5 copies."""
     size = 2**28
-    if device.type == "cuda":  # both tensors in half of what is free, as a model may be there
+    if device.type == "cuda":  # a model may be in memory, so the two tensors share half of what is free
         free_memory(device)
         size = max(size, min(2**31, torch.cuda.mem_get_info(device)[0] // 4))
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
@@ -131,13 +131,13 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def free_memory(device: torch.device) -> None:
     """Return unused memory to the device."""
-    gc.collect()
+    gc.collect()  # first: tensors in reference cycles still hold memory, which empty_cache could not return
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def publish(report: dict[str, Any], out: Path | None) -> None:
-    """A benchmark's report as JSON: on the last line, and in a file if one is named."""
+    """Print a report as one line of JSON, and write it to `out` as well if that is given."""
     if out is not None:
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report))
