@@ -368,7 +368,7 @@ def test_tokens_outside_the_vocabulary(tmp_path: Path, corpus: Path) -> None:
     for split in ("train", "val"):
         shard = tmp_path / f"news-{split}-00000.bin"
         shard.write_bytes(b"\xff\xff" * (shard.stat().st_size // 2))
-    with pytest.raises(FileProblem, match="has a token 65535 of news where the vocabulary has 300"):
+    with pytest.raises(FileProblem, match="has token id 65535 in source news, beyond its vocabulary of 300"):
         Loader(TokenData.open(tmp_path), context=8, batch=2).batch(0)
-    with pytest.raises(FileProblem, match="has a token 65535 of news where the vocabulary has 300"):
+    with pytest.raises(FileProblem, match="has token id 65535 in source news, beyond its vocabulary of 300"):
         read_text(str(tmp_path), Tokenizer.load(tmp_path))

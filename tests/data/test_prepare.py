@@ -117,7 +117,7 @@ def test_interrupted_anywhere_ends_the_same(
             prepare(sources, out, batch_bytes=3000, commit_seconds=0, report=stopping_at(stop), **OPTIONS)
         except KeyboardInterrupt:
             assert (out / STATE_FILE).exists()
-            with pytest.raises(FileProblem, match="is not prepared to the end"):
+            with pytest.raises(FileProblem, match="is only partly prepared"):
                 TokenData.open(out)
     prepare(sources, out, **OPTIONS)
     assert contents(out) == reference
