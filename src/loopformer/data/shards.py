@@ -122,9 +122,7 @@ class ShardWriter:
                 self._sha.update(block)
                 size -= len(block)
             if size:
-                raise FileProblem(
-                    f"{self._path} is shorter than when it was written; delete the folder and start again."
-                )
+                raise FileProblem(f"{self._path} is shorter than recorded; delete the folder and start again.")
             self._stream.seek(items * self._dtype.itemsize)
             self._stream.truncate()
 
