@@ -95,7 +95,7 @@ def test_an_empty_folder_of_the_users_stays(tmp_path: Path) -> None:
 
 def test_one_at_a_time(tmp_path: Path) -> None:
     with lock_folder(tmp_path / "out"):
-        with pytest.raises(FileProblem, match="Another process is at work"), lock_folder(tmp_path / "out"):
+        with pytest.raises(FileProblem, match="Another process is working"), lock_folder(tmp_path / "out"):
             pass
         assert (tmp_path / "out").is_dir()
     assert (tmp_path / "out").is_dir(), "work that ended well keeps its folder"
@@ -109,7 +109,7 @@ def test_a_process_that_is_killed_frees_its_lock(tmp_path: Path) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
-    with pytest.raises(FileProblem, match="Another process is at work"), lock_folder(tmp_path):
+    with pytest.raises(FileProblem, match="Another process is working"), lock_folder(tmp_path):
         pass
     process.kill()
     process.communicate()
@@ -121,7 +121,7 @@ def test_a_file_grows_by_whole_pieces(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"one\n")
     with open_exclusive(path) as file:
-        with pytest.raises(FileProblem, match=f"Another process is at work on {path}"), open_exclusive(path):
+        with pytest.raises(FileProblem, match=f"Another process is working on {path}"), open_exclusive(path):
             pass
         append_line(file, path, b"two\n")
         assert path.read_bytes() == b"one\ntwo\n"
@@ -163,14 +163,16 @@ def test_yaml_has_no_aliases(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "lines"),
     [
-        ("model: {width: 64}\ntraining:\n  steps: 9\nmodel: {blocks: 1}\n", "line 1 and in line 4"),
-        ("training:\n  model: 1\n  seed: [1]\n  'model': 2\n", "line 2 and in line 4"),
-        ("a: [x, {model: 1, model: 2}]", "line 1 and in line 1"),
+        ("model: {width: 64}\ntraining:\n  steps: 9\nmodel: {blocks: 1}\n", "1 and 4"),
+        ("training:\n  model: 1\n  seed: [1]\n  'model': 2\n", "2 and 4"),
+        ("a: [x, {model: 1, model: 2}]", "1 and 1"),
     ],
 )
-def test_a_key_stands_once_in_yaml(tmp_path: Path, content: str, lines: str) -> None:
+def test_a_key_must_not_repeat_in_yaml(tmp_path: Path, content: str, lines: str) -> None:
     (tmp_path / "a").write_text(content)
-    with pytest.raises(DamagedFile, match=rf"a is not readable YAML \(model stands twice, in {lines}; keep one"):
+    with pytest.raises(
+        DamagedFile, match=rf"a is not readable YAML \(model appears twice, in lines {lines}; keep one"
+    ):
         read_yaml(tmp_path / "a")
 
 

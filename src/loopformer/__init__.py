@@ -50,7 +50,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use whatever needs torch, so that `loopformer --help` is quick."""
+    """Import on first use, because torch takes seconds to import and `loopformer --help` must be quick."""
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'loopformer' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Devices and dtypes: choose and name them, wait for them, and find their memory and peak speed."""
+"""Devices and dtypes: choosing, naming and synchronising them, their free memory and peak speed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ PEAK_BF16_TFLOPS = {"H200": 989, "H100": 989, "GH200": 989, "B200": 2250, "A100"
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` is CUDA, else MPS, else the CPU."""
+    """The device with a name that a user gave; `auto` is CUDA, else MPS, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise LoopformerError(f"{name!r} is no device; use auto, cpu, cuda or mps.") from error
+        raise LoopformerError(f"{name!r} is not a device; use auto, cpu, cuda or mps.") from error
     if device.type not in ("cpu", "cuda", "mps"):
-        raise LoopformerError(f"Training does not run on {name!r}; use auto, cpu, cuda or mps.")
+        raise LoopformerError(f"Loopformer does not run on {name!r}; use auto, cpu, cuda or mps.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LoopformerError("No CUDA device is available here; choose the device cpu or auto.")
     if device.type == "mps" and not torch.backends.mps.is_available():
@@ -47,9 +47,9 @@ def synchronise(device: torch.device) -> None:
 
 
 def available_bytes(device: torch.device) -> float:
-    """Bytes of free memory on a device."""
+    """Bytes of free memory on a device; 8 GiB where the system does not say."""
     if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch can reuse it
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch reuses it
         return float(torch.cuda.mem_get_info(device)[0] + cached)
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -73,16 +73,16 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def device_context(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which kernels are launched on this GPU, even if it is not the first; empty for other devices."""
+    """A context that makes this GPU current, as Triton launches kernels there; a null context for other devices."""
     if device.type != "cuda":
         return nullcontext()
-    make: Any = torch.cuda.device  # it has no types
-    context: AbstractContextManager[object] = make(device)
+    untyped: Any = torch.cuda.device  # its class has no type annotations
+    context: AbstractContextManager[object] = untyped(device)
     return context
 
 
 def to_device_async(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers on a device, copied asynchronously from pinned memory: a busy GPU is not waited for."""
+    """A tensor of numbers on a device, copied from pinned memory so that the CPU does not wait for a busy GPU."""
     if device.type != "cuda":
         return torch.tensor(values, device=device, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

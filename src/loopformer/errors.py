@@ -3,8 +3,8 @@
     require(steps >= 1, f"training.steps must be 1 or more, got {steps}.")
     raise FileProblem(f"There is no file {path}; check the path.")
 
-The command line prints the sentence and exits with the error's `exit_code`. A sentence that is costly to build,
-such as one with `nearest(…)`, is raised with `if`, because `require` builds it even if nothing is wrong.
+The command line prints the sentence and exits with the error's `exit_code`. For a sentence that is costly to build,
+such as one with `nearest(…)`, use `if` and `raise`, because `require` builds it even if nothing is wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REMOVED_CERTAINTY = (
 )
 REMOVED_DRAFT = "draft was removed, as it made generation no faster; leave it out, the text is the same"
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class LoopformerError(ValueError):
@@ -29,7 +29,7 @@ class LoopformerError(ValueError):
 
 
 class RunFailed(LoopformerError):
-    """Valid work that could not be done: too little memory, a loss that is not finite."""
+    """Valid input, but the work failed: too little memory, a loss that is not finite."""
 
     exit_code = 1
 
@@ -41,6 +41,7 @@ class FileProblem(LoopformerError):
 
 
 def require(condition: bool, sentence: str) -> None:
+    """Raise a LoopformerError with the sentence unless the condition holds."""
     if not condition:
         raise LoopformerError(sentence)
 
@@ -56,14 +57,13 @@ def unreadable(name: object, error: OSError) -> FileProblem:
 
 
 def remedy(error: BaseException) -> str:
-    """What to do about a file that cannot be read or written: a full disk and permissions are told apart."""
+    """What to do about a file that cannot be read or written, depending on the errno."""
     number = getattr(error, "errno", None)
-    if number is None and (
-        match := re.search(r"\(os error (\d+)\)", str(error))
-    ):  # a message of a library written in Rust
+    # Libraries written in Rust give the errno only in the message.
+    if number is None and (match := re.search(r"\(os error (\d+)\)", str(error))):
         number = int(match[1])
     if number in _DISK_FULL:
         return "make room"
     return (
-        "change its permissions or choose another place" if number in _FORBIDDEN else "check the path and the disk"
+        "change its permissions or choose another place" if number in _NO_ACCESS else "check the path and the disk"
     )

@@ -2,7 +2,7 @@
 
     write_atomic(path, content)          # a reader sees the old content or the new, also after a crash
     with lock_folder(folder): ...        # make the folder and keep other processes from writing to it
-    with open_exclusive(path) as file: ... # the same for one file that grows: append_line(file, path, line)
+    with open_exclusive(path) as file: ... # the same for a single file, to append to: append_line(file, path, line)
     write_json(path, value)              # as write_atomic
     read_json(path); read_yaml(path)     # a mapping, or one sentence about the file
 
@@ -26,13 +26,13 @@ from filelock import lock_descriptor
 
 from loopformer.errors import FileProblem, remedy, unreadable
 
-_BLOCK = 1 << 20
-_MAX_DEPTH = 32  # of YAML
-_MAX_BYTES = 64 << 20  # of JSON or YAML; settings and indexes have some kilobytes
+_READ_BYTES = 1 << 20  # per read
+_MAX_YAML_DEPTH = 32
+_MAX_BYTES = 64 << 20  # of a JSON or YAML file; settings and indexes have a few kilobytes
 
 
 class DamagedFile(FileProblem):
-    """A file that can be read and does not hold what it should."""
+    """A file that can be read but has the wrong content."""
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -50,7 +50,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 def write_together(folder: Path, contents: dict[str, bytes]) -> list[Path]:
     """Replace several files of a folder: all are written to temporary files first, then renamed one after another.
 
-    If the writing fails or is interrupted, the folder is as it was; a folder that was not there is removed.
+    If writing fails or is interrupted, the folder stays as it was, and a folder that did not exist is removed.
     """
     paths = [folder / name for name in contents]
     parents = sorted({path.parent for path in paths})
@@ -84,7 +84,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _write_temporary(path: Path, content: bytes) -> None:
-    """Write the future content of a file to its temporary file and to the disk."""
+    """Write the content to the temporary file and flush it to disk, so that the later rename is safe."""
     with _temporary(path).open("wb") as file:
         file.write(content)
         file.flush()
@@ -98,7 +98,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def remove_empty_on_failure(folder: Path) -> Iterator[None]:
-    """If the body fails or is stopped, remove the folders that it made for `folder` and left empty."""
+    """If the body raises, remove `folder` and those of its parents that did not exist before, if they are empty."""
     missing = _missing_folders(folder)
     try:
         yield
@@ -108,7 +108,7 @@ def remove_empty_on_failure(folder: Path) -> Iterator[None]:
 
 
 def _missing_folders(folder: Path) -> list[Path]:
-    """The folder and its parents as far as they do not exist, the innermost first."""
+    """Those of the folder and its parents that do not exist, the innermost first."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
@@ -119,7 +119,7 @@ def _remove_empty(folders: list[Path]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make new and removed names in a folder survive a crash."""
+    """Make created, renamed and removed files of a folder survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -141,7 +141,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Make the folder and keep other processes from writing to it; a process that dies frees its lock.
+    """Create the folder and lock it against other processes; a process that dies frees its lock.
 
     If the body fails before it has written anything, no empty folder stays behind.
     """
@@ -163,7 +163,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def open_exclusive(path: Path) -> Iterator[io.FileIO]:
-    """Open a file for appending, make it if necessary, and keep other processes from opening it so."""
+    """Open a file for appending, creating it if necessary, and lock it against other processes."""
     with explain_write_errors(path):
         file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
     with file:
@@ -175,11 +175,11 @@ def _lock(descriptor: int, where: str) -> None:
     # The descriptor itself is locked, not a lock file. So nothing is left in the folder, read-only folders can be
     # locked, and the system frees the lock when the process dies.
     if not lock_descriptor(descriptor, blocking=False):
-        raise FileProblem(f"Another process is at work {where}; wait for it or choose another --out.")
+        raise FileProblem(f"Another process is working {where}; wait for it or choose another --out.")
 
 
 def append_line(file: io.FileIO, path: Path, content: bytes) -> None:
-    """Append all of the content or, if the disk is full or Ctrl-C comes, nothing."""
+    """Append all of the content, or nothing if the disk is full or Ctrl-C interrupts."""
     end = file.seek(0, os.SEEK_END)
     with explain_write_errors(path):
         try:
@@ -192,7 +192,7 @@ def append_line(file: io.FileIO, path: Path, content: bytes) -> None:
 
 
 def check_writable(folder: Path, option: str = "--out") -> None:
-    """Refuse a folder that cannot be written to, before the work is done."""
+    """Raise an error early if a folder cannot be written to, so that no work is lost."""
     if not os.access(folder, os.W_OK | os.X_OK):
         raise FileProblem(f"The folder {folder} cannot be written to; choose another with {option}.")
 
@@ -201,7 +201,7 @@ def sha256_of(path: Path, report: Callable[[int], None] | None = None) -> str:
     """The checksum of a file; `report` gets the size of each block after it was read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
+        while block := file.read(_READ_BYTES):
             digest.update(block)
             if report:
                 report(len(block))
@@ -214,7 +214,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file atomically by such JSON."""
+    """Atomically replace a file with readable JSON."""
     write_atomic(path, json_bytes(value))
 
 
@@ -229,12 +229,12 @@ def read_yaml(file: Traversable | Path, name: str | None = None) -> dict[str, An
 
 
 def parse_yaml(text: str) -> Any:
-    """A value of YAML without aliases, repeated keys and deep nesting, which are errors."""
+    """The value of a YAML text; aliases, repeated keys and deep nesting are errors."""
     return yaml.load(text, Loader=_StrictLoader)
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses what YAML would expand, overwrite or nest without end."""
+    """Refuses aliases, which can expand without bound, repeated keys, which overwrite, and deep nesting."""
 
     depth = 0
 
@@ -243,8 +243,8 @@ class _StrictLoader(yaml.SafeLoader):
             raise yaml.YAMLError("it has aliases such as *name; write them out")
         nested = self.check_event(yaml.CollectionStartEvent)
         self.depth += nested
-        if self.depth > _MAX_DEPTH:
-            raise yaml.YAMLError(f"it is nested more than {_MAX_DEPTH} deep")
+        if self.depth > _MAX_YAML_DEPTH:
+            raise yaml.YAMLError(f"it is nested more than {_MAX_YAML_DEPTH} deep")
         node = super().compose_node(parent, index)
         self.depth -= nested
         lines: dict[str, int] = {}
@@ -252,7 +252,7 @@ class _StrictLoader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 line = key.start_mark.line + 1
                 if first := lines.get(key.value):  # YAML would silently drop the first value
-                    raise yaml.YAMLError(f"{key.value} stands twice, in line {first} and in line {line}; keep one")
+                    raise yaml.YAMLError(f"{key.value} appears twice, in lines {first} and {line}; keep one")
                 lines[key.value] = line
         return node
 
@@ -273,6 +273,6 @@ def _read_mapping(
         reason = " ".join(str(error).split())
         raise DamagedFile(f"{name} is not readable {language} ({reason}).") from error
     if not isinstance(value, dict):
-        wanted = "a JSON object" if language == "JSON" else "a mapping of settings such as 'model:'"
-        raise DamagedFile(f"{name} must hold {wanted}.")
+        expected = "a JSON object" if language == "JSON" else "a mapping of settings such as 'model:'"
+        raise DamagedFile(f"{name} must hold {expected}.")
     return value

@@ -1,12 +1,12 @@
-"""Trajectories: a budget and a schedule in one, as a tuple of steps that sum to 1.
+"""Trajectories: the step size of each loop, as a tuple that sums to 1. The number of steps is the budget.
 
 Trajectory.uniform(4)                 # four equal steps
 Trajectory.parse("4-2-1-1")           # weights, normalised
 Trajectory.parse("cosine:4")          # a named family at a budget
-Trajectory.sample(8, random.Random(0))  # what training draws
+Trajectory.sample(8, random.Random(0))  # a random one, as in training
 
-Steps are exact fractions, so equality, hashing and shared prefixes are exact. The length M is the compute
-budget. Step i takes the state from time t_i to t_i + Δ_i.
+Step i takes the state from time t_i to t_i + Δ_i. Steps are exact fractions, so equality, hashing and
+the common prefixes of trajectories are exact.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ SAMPLERS: tuple[str, ...] = get_args(Sampler)
 FAMILIES: tuple[str, ...] = get_args(Family)
 
 MAX_STEPS = 4096  # far above the loops of any model
-_TOLERANCE = Fraction(1, 10**6)
-_MAX_DENOMINATOR = 4096
-_CONTINUOUS_GRID = 2**20  # resolution of `continuous`: much finer than 1/L, and still short to print
+_TOLERANCE = Fraction(1, 10**6)  # rounding allowed in a float or decimal step
+_MAX_DENOMINATOR = 4096  # of the fractions that floats and decimals are rounded to
+_CONTINUOUS_GRID = 2**20  # resolution of the `continuous` sampler: much finer than 1/L, yet short to print
 
 
 @dataclass(frozen=True, init=False)
@@ -114,7 +114,7 @@ class Trajectory:
                 return cls.from_weights(plain.split("-"))
             if re.fullmatch(r"[\d./]{1,40}(,[\d./]{1,40})*", plain):
                 return cls(plain.split(","))
-        except (ZeroDivisionError, _Unreadable):
+        except (ZeroDivisionError, _NotANumber):
             pass
         shown = repr(text) if len(plain) <= 100 else f"{plain[:100]!r}…"
         raise LoopformerError(
@@ -124,7 +124,7 @@ class Trajectory:
 
     @classmethod
     def enumerate(cls, loops: int, budget: int) -> Iterator[Trajectory]:
-        """Every trajectory of M steps on the training grid of 1/L, in order: C(L-1, M-1) of them."""
+        """All C(L-1, M-1) trajectories of M steps that are multiples of 1/L, in lexicographic order."""
         budget = _check_budget(budget, loops)
         return (cls._between(cuts, loops) for cuts in itertools.combinations(range(1, loops), budget - 1))
 
@@ -133,10 +133,11 @@ class Trajectory:
         """Draw a trajectory for a model of L loops, with `random.Random` or `numpy.random.Generator`.
 
         The length S is uniform on 1…L-1 unless `budget` is given. The sampler draws the steps:
-        compositions  uniform among the C(L-1, S-1) compositions of L into S parts (the paper's text)
-        sequential    each part uniform on what leaves 1 for every later part (the authors' code; front-heavy)
+        compositions  uniform among the C(L-1, S-1) compositions of L into S parts (as in the paper's text)
+        sequential    part by part, uniform among the sizes that leave 1 for each later part (as in the
+                      published code; early steps are larger)
         uniform       S equal steps
-        continuous    Dirichlet(1, …, 1), off the grid
+        continuous    Dirichlet(1, …, 1), not on the grid of 1/L
         """
         loops = _check_budget(loops)
         if budget is None:
@@ -159,14 +160,14 @@ class Trajectory:
 
     @classmethod
     def _between(cls, cuts: Iterable[int], grid: int) -> Trajectory:
-        """The trajectory whose inner times are cuts/grid."""
+        """The trajectory that steps through the times 0, cuts/grid, 1."""
         return cls([Fraction(b - a, grid) for a, b in itertools.pairwise([0, *cuts, grid])])
 
 
 def resolve(trajectory: Trajectory | str | int | None, loops: int, beyond: bool = False) -> Trajectory:
-    """The trajectory that a user means: None is the full uniform(L), an int a budget.
+    """The trajectory for what a user gave: an int means that many equal steps, None means uniform(L).
 
-    More than L steps are refused unless `beyond` is set, for studies of extrapolation.
+    More than L steps are an error unless `beyond` is set, for studies of extrapolation.
     """
     if isinstance(trajectory, str):
         trajectory = Trajectory.parse(trajectory)
@@ -177,12 +178,12 @@ def resolve(trajectory: Trajectory | str | int | None, loops: int, beyond: bool 
     return Trajectory.uniform(_check_budget(budget, None if beyond else loops))
 
 
-class _Unreadable(LoopformerError):
+class _NotANumber(LoopformerError):
     """Text that is not a number."""
 
 
 def _check_budget(given: int, loops: int | None = None) -> int:
-    """A budget as an int. NumPy's integers pass; bools and everything else do not."""
+    """The budget as an int, if it is in range. NumPy integers are accepted; bools and floats are not."""
     try:
         budget = 0 if isinstance(given, bool) else operator.index(given)
     except TypeError:
@@ -204,11 +205,11 @@ def _fraction(value: Any) -> Fraction:
             return Fraction(repr(float(value)))
         return Fraction(value)
     except (ValueError, TypeError, OverflowError) as error:
-        raise _Unreadable(f"{value!r} is not a number that a trajectory step can be.") from error
+        raise _NotANumber(f"{value!r} is not a number, as a trajectory step must be.") from error
 
 
 def _exact_steps(values: list[Number]) -> tuple[Fraction, ...]:
-    """Steps that sum to 1 exactly. A float or decimal within 1e-6 of p/q, q ≤ 4096, is read as p/q."""
+    """Steps that sum to 1 exactly. A float or decimal within 1e-6 of a fraction p/q with q ≤ 4096 becomes p/q."""
     if not values:
         raise LoopformerError("A trajectory needs at least one step.")
     _check_budget(len(values))
@@ -219,16 +220,16 @@ def _exact_steps(values: list[Number]) -> tuple[Fraction, ...]:
     for index, value in enumerate(values):
         if not isinstance(value, numbers.Rational) and not (isinstance(value, str) and "/" in value):
             tolerance += _TOLERANCE
-            simple = raw[index].limit_denominator(_MAX_DENOMINATOR)
-            if simple > 0 and abs(simple - raw[index]) <= _TOLERANCE:
-                steps[index] = simple
+            rounded = raw[index].limit_denominator(_MAX_DENOMINATOR)
+            if rounded > 0 and abs(rounded - raw[index]) <= _TOLERANCE:
+                steps[index] = rounded
     total = sum(raw, Fraction(0))
     if abs(total - 1) > tolerance:
         raise LoopformerError(
             f"Trajectory steps must sum to 1, but {_join(raw)} sum to {float(total):.6g}; "
             "write weights as 4-2-1-1 to have them normalised."
         )
-    # Rounded decimals may miss 1 slightly. The largest step absorbs the difference, where it matters least.
+    # Rounded decimals may not sum to 1 exactly. The largest step absorbs the difference, as it changes least.
     largest = steps.index(max(steps))
     steps[largest] += 1 - sum(steps)
     return tuple(steps)
@@ -247,6 +248,6 @@ def _draw_distinct(rng: Any, count: int, bound: int) -> list[int]:
     """A uniform subset of `count` integers in 1…bound, sorted (Floyd's algorithm)."""
     chosen: set[int] = set()
     for top in range(bound - count + 1, bound + 1):
-        pick = 1 + _draw_below(rng, top)
-        chosen.add(top if pick in chosen else pick)
+        drawn = 1 + _draw_below(rng, top)
+        chosen.add(top if drawn in chosen else drawn)
     return sorted(chosen)

@@ -303,7 +303,7 @@ def test_training_a_tokenizer_can_be_left_at_once(tmp_path: Path) -> None:
 
 
 def test_a_training_that_dies_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loopformer.data.tokenizer._LAST_LINE", b"")
+    monkeypatch.setattr("loopformer.data.tokenizer._END_OF_TEXTS", b"")
     with pytest.raises(LoopformerError, match="The tokenizer could not be trained"):
         Tokenizer.train_in_subprocess(["some text"] * 100, 300)
 
@@ -318,7 +318,7 @@ def test_words_that_never_come_twice_end_the_training_of_a_tokenizer(
         return Tokenizer.train(given, vocab_size)
 
     monkeypatch.setattr(Tokenizer, "train_in_subprocess", train)
-    monkeypatch.setattr("loopformer.data.tokenizer._TRAINING_MEMORY", 1_000_000)
+    monkeypatch.setattr("loopformer.data.tokenizer._MAX_WORDS_MEMORY", 1_000_000)
     write_jsonl(tmp_path / "same.jsonl", [{"text": document(0)} for _ in range(2000)])
     prepare([str(tmp_path / "same.jsonl")], tmp_path / "same", train_tokenizer=300, val_fraction=0)
     assert len(given) == 2000
@@ -368,7 +368,7 @@ def test_tokens_outside_the_vocabulary(tmp_path: Path, corpus: Path) -> None:
     for split in ("train", "val"):
         shard = tmp_path / f"news-{split}-00000.bin"
         shard.write_bytes(b"\xff\xff" * (shard.stat().st_size // 2))
-    with pytest.raises(FileProblem, match="has a token 65535 of news where the vocabulary has 300"):
+    with pytest.raises(FileProblem, match="has token id 65535 in source news, beyond its vocabulary of 300"):
         Loader(TokenData.open(tmp_path), context=8, batch=2).batch(0)
-    with pytest.raises(FileProblem, match="has a token 65535 of news where the vocabulary has 300"):
+    with pytest.raises(FileProblem, match="has token id 65535 in source news, beyond its vocabulary of 300"):
         read_text(str(tmp_path), Tokenizer.load(tmp_path))

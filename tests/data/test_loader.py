@@ -21,8 +21,8 @@ from loopformer.data.loader import (
     Loader,
     Order,
     Prefetcher,
+    apportion,
     permute,
-    shares,
     validation_windows,
 )
 from loopformer.data.prepare import prepare
@@ -331,8 +331,8 @@ def test_a_position_does_not_depend_on_its_neighbours(start: int, count: int, cu
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=10), st.integers(1, 10_000))
-def test_shares_sum_to_the_whole(weights: list[float], total: int) -> None:
-    parts = shares(weights, total)
+def test_apportioned_parts_sum_to_the_total(weights: list[float], total: int) -> None:
+    parts = apportion(total, weights)
     assert sum(parts) == total
     assert all(
         abs(part - total * weight / sum(weights)) < 1.001 for part, weight in zip(parts, weights, strict=True)

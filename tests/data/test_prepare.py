@@ -117,7 +117,7 @@ def test_interrupted_anywhere_ends_the_same(
             prepare(sources, out, batch_bytes=3000, commit_seconds=0, report=stopping_at(stop), **OPTIONS)
         except KeyboardInterrupt:
             assert (out / STATE_FILE).exists()
-            with pytest.raises(FileProblem, match="is not prepared to the end"):
+            with pytest.raises(FileProblem, match="is only partly prepared"):
                 TokenData.open(out)
     prepare(sources, out, **OPTIONS)
     assert contents(out) == reference
@@ -324,7 +324,7 @@ def test_who_meets_a_bad_record_is_told_how_to_leave_it_out(tmp_path: Path) -> N
 
 def test_two_at_once(tmp_path: Path, corpus: Path) -> None:
     def report(progress: PrepareProgress) -> None:
-        with pytest.raises(FileProblem, match="Another process is at work in"):
+        with pytest.raises(FileProblem, match="Another process is working in"):
             prepare([str(corpus)], tmp_path, train_tokenizer=300)
 
     prepare([str(corpus)], tmp_path, train_tokenizer=300, report=report)

@@ -117,9 +117,9 @@ def test_groups_differ_in_the_hash_of_their_data() -> None:
     ("settings", "sentence"),
     [
         ({"states": "S4"}, "data.states must be one of S3, A5, S5 or null, got 'S4'"),
-        ({"states": "S3", "documents": True}, "data.documents is for text"),
-        ({"states": "S3", "prepare": "stdlib"}, "data.prepare is for text"),
-        ({"states": "S3", "train_tokenizer": 512}, "data.train_tokenizer is for text"),
+        ({"states": "S3", "documents": True}, "data.documents applies to text"),
+        ({"states": "S3", "prepare": "stdlib"}, "data.prepare applies to text"),
+        ({"states": "S3", "train_tokenizer": 512}, "data.train_tokenizer applies to text"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(settings: dict[str, object], sentence: str) -> None:

@@ -98,10 +98,10 @@ def test_wrong_tokenizers(tmp_path: Path) -> None:
         Tokenizer.find(str(tmp_path))
     (tmp_path / "encoder.json").write_text('{"a": 0}')
     (tmp_path / "vocab.bpe").write_text("x y\n")
-    with pytest.raises(FileProblem, match="no byte-level BPE that fits together"):
+    with pytest.raises(FileProblem, match="do not form a byte-level BPE tokenizer"):
         Tokenizer.find(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(FileProblem, match="is no tokenizer"):
+    with pytest.raises(FileProblem, match="is not a tokenizer"):
         Tokenizer.find(str(tmp_path))
     with pytest.raises(FileProblem, match="missing or unreadable"):
         Tokenizer.load(tmp_path / "nowhere")

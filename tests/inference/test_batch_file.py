@@ -182,7 +182,7 @@ def test_files_that_cannot_be_read_or_shared(lm: LM, source: Path, tmp_path: Pat
     with pytest.raises(FileProblem, match="nothing cannot be read: No such file"):
         run(lm, tmp_path / "nothing", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with open_exclusive(tmp_path / "out"), pytest.raises(FileProblem, match="Another process is at work on"):
+    with open_exclusive(tmp_path / "out"), pytest.raises(FileProblem, match="Another process is working on"):
         run(lm, source, tmp_path / "out")
 
 

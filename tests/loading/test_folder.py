@@ -50,7 +50,7 @@ def test_damage_is_one_clear_sentence(tiny: ModelConfig, tmp_path: Path) -> None
             load_model(folder)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
-    with pytest.raises(LoopformerError, match=r"model\.safetensors is not a whole safetensors file"):
+    with pytest.raises(LoopformerError, match=r"model\.safetensors is not a complete safetensors file"):
         loopformer.load(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(LoopformerError, match=r"model\.safetensors cannot be read: No such file"):

@@ -112,7 +112,7 @@ def test_a_hub_id_is_read_from_the_cache_without_code(tmp_path: Path, monkeypatc
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert loopformer.load_official("someone/model", loops=4).model.config.loops == 4
-    with pytest.raises(LoopformerError, match="no local path and could not be had"):
+    with pytest.raises(LoopformerError, match="not a local path and could not be fetched"):
         loopformer.load_official("someone/else")
 
 
@@ -175,11 +175,11 @@ def _edited(**changes: Tensor | None) -> dict[str, Tensor]:
         ({"a": torch.zeros(1)}, "The tensor a is not one of"),
         (
             _edited() | {"transformer.h.blocks.999999999.norm_1.weight": torch.ones(32)},
-            "have a block 999999999 but no block 2",
+            "have block 999999999 but no block 2",
         ),
-        (_edited(wte__weight=torch.zeros(96, 32, dtype=torch.int8)), r"wte\.weight is of int8"),
-        (_edited(wte__weight=torch.zeros(96, 32, dtype=torch.complex64)), r"wte\.weight is of complex64"),
-        ({}, "no published LoopFormer"),
+        (_edited(wte__weight=torch.zeros(96, 32, dtype=torch.int8)), r"wte\.weight has dtype int8"),
+        (_edited(wte__weight=torch.zeros(96, 32, dtype=torch.complex64)), r"wte\.weight has dtype complex64"),
+        ({}, "not the tensors of a published LoopFormer"),
     ],
 )
 def test_damage_is_named(tensors: dict[str, Tensor], said: str) -> None:
@@ -193,9 +193,9 @@ def test_weights_that_are_no_numbers_or_not_stored_are_refused(tmp_path: Path) -
     with pytest.raises(LoopformerError, match=r"wte\.weight has values that are no finite numbers"):
         loopformer.load_official(_pt(tmp_path / "nan.pt", spoilt), heads=4, loops=8)
     repeated = {"transformer.wte.weight": torch.zeros(1).expand(1 << 15, 1 << 15)}
-    with pytest.raises(LoopformerError, match="larger than what is stored of it"):
+    with pytest.raises(LoopformerError, match="larger than its data"):
         loopformer.load_official(_pt(tmp_path / "repeated.pt", repeated), heads=4, loops=8)
-    with pytest.raises(LoopformerError, match="under 3, which is no name"):
+    with pytest.raises(LoopformerError, match="under 3, which is not a name"):
         loopformer.load_official(_pt(tmp_path / "numbered.pt", {3: torch.zeros(1)}), heads=4, loops=8)
 
 
@@ -238,9 +238,9 @@ def test_unreadable_files_are_one_clear_sentence(tmp_path: Path, capsys: pytest.
     (tmp_path / "note.txt").write_text("hello")
     (tmp_path / "nothing").mkdir()
     for name, said in [
-        ("cut.safetensors", "not a whole safetensors file"),
-        ("cut.pt", "not a whole PyTorch checkpoint"),
-        ("empty.pt", "not a whole PyTorch checkpoint"),
+        ("cut.safetensors", "not a complete safetensors file"),
+        ("cut.pt", "not a complete PyTorch checkpoint"),
+        ("empty.pt", "not a complete PyTorch checkpoint"),
         (_pt(tmp_path / "list.pt", [1]).name, "not a dictionary of tensors"),
         (_pt(tmp_path / "evil.pt", {"model": weights("tmlt"), "x": Mischief()}).name, "would run builtins.print"),
         ("note.txt", "neither .safetensors nor .pt"),

@@ -1,4 +1,4 @@
-"""Batches in a fixed global order, the same for any number of ranks, from any step on at once.
+"""Batches in a fixed global order: the same for any number of ranks, and available at any step without replay.
 
     loader = Loader(TokenData.open("data/stdlib"), context=1024, batch=480, seed=0)
     loader.batch(step=7)                       # the whole global batch
@@ -9,13 +9,13 @@ A sample is a window of context + 1 tokens. The windows of a source do not overl
 the first input of the next.
 
 The order of windows is computed, not stored. Each epoch of a source is a random permutation of its windows, made
-by a Feistel network. A mixture repeats a block of positions in which each source has its share, and every block is
-shuffled in its own way. So any position costs the same, and resuming or dividing a batch among ranks cannot change
-the order.
+by a Feistel network. A mixture of sources is a series of equal blocks of positions. Each source has the same share
+of every block, and each block is shuffled differently. So any position is equally cheap to look up, and neither
+resuming nor dividing a batch among ranks can change the order.
 
 A `Prefetcher` makes the next items in a thread while the current one is in use. It keeps their order. An error in
-the thread is raised again where the items are used. The thread ends after the last item, on `close`, or when
-nobody holds the prefetcher any more.
+the thread is raised again where the items are used. The thread ends after the last item, on `close`, or when the
+prefetcher is garbage-collected.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ T = TypeVar("T")
 IGNORE_INDEX = -100  # the target that torch's cross-entropy ignores
 UInt64s = npt.NDArray[np.uint64]
 
-BLOCK = 4096  # positions in which a mixture's shares are exact, rounded to whole samples
-_ROUNDS = 6
-_BLOCKS_KEY = 2**32  # the stream that shuffles blocks; lower numbers are sources
+BLOCK = 4096  # positions in a block of a mixture; the smallest share of a source is one of them
+_FEISTEL_ROUNDS = 6
+_BLOCK_STREAM = 2**32  # the random stream that shuffles blocks; stream i below it shuffles source i
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens: what goes in, what should come out, and where documents change."""
+    """Input tokens, their targets, and the document of each token."""
 
     inputs: torch.Tensor  # [B, T] int64
-    targets: torch.Tensor  # [B, T] int64, IGNORE_INDEX where nothing is to be learned
-    documents: torch.Tensor | None  # [B, T] int64: the document of each input, counted from 0 in its window
+    targets: torch.Tensor  # [B, T] int64, IGNORE_INDEX where there is no loss
+    documents: torch.Tensor | None  # [B, T] int64: index of the document within its window
 
     def __len__(self) -> int:
         return len(self.inputs)
 
 
 class Windows:
-    """All windows of a split, numbered through: `windows.rows([0, 5])`, `windows.batch(0, 8)`.
+    """All windows of a split, numbered across its sources: `windows.rows([0, 5])`, `windows.batch(0, 8)`.
 
-    A source shorter than a window has none, and the rest at the end of a source is not used. With `documents`, rows
-    say which document each token belongs to, and the token after a document's end is no target.
+    Tokens at the end of a source that do not fill a window are not used. With `documents`, batches say
+    which document each token belongs to, and the last token of a document has no target.
     """
 
     def __init__(self, data: TokenData, context: int, documents: bool = False, limit: int | None = None) -> None:
@@ -82,12 +82,12 @@ class Windows:
         return self._length
 
     def batch(self, start: int, stop: int) -> Batch:
-        """Windows start:stop; with a limit these are spread evenly over all."""
+        """Windows start:stop. With a limit, the numbered windows are spread evenly over all of them."""
         total, length = self._starts[-1], len(self)
         return self.rows(number * total // length for number in range(start, min(stop, length)))
 
     def rows(self, numbers: Iterable[int]) -> Batch:
-        """The windows of these numbers, whatever the limit."""
+        """The windows with these numbers; the limit does not apply."""
         import torch
 
         numbers = list(numbers)
@@ -104,12 +104,12 @@ class Windows:
         return Batch(torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(targets), documents)
 
     def _window(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
-        """Ids and flags of one window [T + 1]; all tokens of plain text are learned."""
+        """Ids and flags of one window, both [T + 1]; every token of plain text has loss."""
         index = bisect_right(self._starts, number) - 1
         source = self._data.sources[index]
         start = (number - self._starts[index]) * self._context
         ids = source.ids.read(start, start + self._context + 1).astype(np.int64)
-        self._data.check_ids(ids, source.name)  # a wrong id would be an index error in the model
+        self._data.check_ids(ids, source.name)  # an id out of range would only fail later, in the embedding
         if source.flags is not None:
             return ids, source.flags.read(start, start + self._context + 1)
         return ids, np.where(ids == self._data.eot, LOSS | LAST, LOSS)
@@ -129,7 +129,7 @@ def _too_short_error(name: str, tokens: int, context: int) -> LoopformerError:
 
 
 class Loader:
-    """Training batches by step number. Sources with weights are mixed; without weights they are read as one."""
+    """Training batches by step number. Sources with weights are mixed; sources without are concatenated."""
 
     def __init__(self, data: TokenData, context: int, batch: int, seed: int = 0, documents: bool = False) -> None:
         require(batch >= 1, f"A batch needs 1 row or more, got {batch}.")
@@ -156,7 +156,7 @@ class Loader:
     def prefetch(
         self, first_step: int = 0, start: int = 0, stop: int | None = None, depth: int = 2
     ) -> Prefetcher[Batch]:
-        """Batches from `first_step` on without end, made in a thread; close it when done."""
+        """An endless iterator of batches from `first_step` on, made in a thread; close it when done."""
         return Prefetcher((self.batch(step, start, stop) for step in count(first_step)), depth)
 
     def epoch(self, step: int) -> float:
@@ -165,7 +165,7 @@ class Loader:
 
 
 class Located(NamedTuple):
-    """For each position: the source, the sample in it, and how often that source was gone through before."""
+    """For each position: the source, the sample in it, and the epoch of that source (from 0)."""
 
     source: npt.NDArray[np.int64]
     sample: npt.NDArray[np.int64]
@@ -181,41 +181,42 @@ class Order:
     weights: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
-        complete = len(self.sizes) == len(self.weights) and min(self.sizes, default=0) >= 1
-        require(complete, "An order needs at least one sample and a weight for every source.")
+        is_complete = len(self.sizes) == len(self.weights) and min(self.sizes, default=0) >= 1
+        require(is_complete, "An order needs at least one sample and a weight for every source.")
         require(self.seed >= 0, f"A seed must be 0 or more, got {self.seed}.")
-        smallest = f"The smallest weight {min(self.weights):g} is under 1/{BLOCK} of the mixture"
-        require(min(self.shares) > 0, f"{smallest}; raise it or drop it.")
+        problem = f"The smallest weight {min(self.weights):g} is under 1/{BLOCK} of the mixture"
+        require(min(self.shares) > 0, f"{problem}; raise it or drop the source.")
 
     @property
     def shares(self) -> tuple[int, ...]:
         """How many positions of a block belong to each source."""
-        return shares(self.weights, BLOCK) if len(self.sizes) > 1 else (BLOCK,)
+        return apportion(BLOCK, self.weights) if len(self.sizes) > 1 else (BLOCK,)
 
     def locate(self, positions: npt.ArrayLike) -> Located:
         """The sample at each position."""
         numbers = np.asarray(positions, dtype=np.uint64)
         block, slot = np.divmod(numbers, np.uint64(BLOCK))
-        if len(self.sizes) > 1:  # every block of a mixture has an order of its own
-            slot = permute(slot, BLOCK, stream_key(self.seed, _BLOCKS_KEY, block))
+        if len(self.sizes) > 1:  # a mixture shuffles each block with its own key
+            slot = permute(slot, BLOCK, stream_key(self.seed, _BLOCK_STREAM, block))
         ends = np.cumsum(self.shares)
         source = np.searchsorted(ends, slot, side="right")
         sample, epoch = np.empty_like(numbers), np.empty_like(numbers)
         for number, (size, share, end) in enumerate(zip(self.sizes, self.shares, ends, strict=True)):
-            mine = source == number
-            # How many positions of this source come before: its share of every earlier block, then its slots.
-            before = block[mine] * np.uint64(share) + slot[mine] - np.uint64(end - share)
-            epoch[mine], inside = np.divmod(before, np.uint64(size))
-            sample[mine] = permute(inside, size, stream_key(self.seed, number, epoch[mine]))
+            in_source = source == number
+            # Earlier positions of this source: its share of every earlier block, and its earlier slots in this one.
+            before = block[in_source] * np.uint64(share) + slot[in_source] - np.uint64(end - share)
+            epoch[in_source], inside = np.divmod(before, np.uint64(size))
+            sample[in_source] = permute(inside, size, stream_key(self.seed, number, epoch[in_source]))
         return Located(source.astype(np.int64), sample.astype(np.int64), epoch.astype(np.int64))
 
 
 def permute(index: UInt64s, size: int, key: UInt64s) -> UInt64s:
-    """A bijection of 0 … size-1 for each key."""
+    """The index of each element after a random permutation of 0 … size-1, one permutation per key."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
-    keys = [mix(key + np.uint64(number)) for number in range(_ROUNDS)]
+    keys = [mix(key + np.uint64(number)) for number in range(_FEISTEL_ROUNDS)]
     result = index.astype(np.uint64)
-    # The network permutes 0 … 4^half-1. What lands outside 0 … size-1 goes through it again, until all are inside.
+    # The network permutes 0 … 4^half-1, which may exceed size. Results outside 0 … size-1 go through it again until
+    # they land inside (cycle walking). Wrapping them with a modulo instead would repeat samples.
     outside = np.arange(len(result))
     while len(outside):
         result[outside] = _feistel(result[outside], half, [key[outside] for key in keys])
@@ -232,8 +233,8 @@ def _feistel(value: UInt64s, half: int, keys: Sequence[UInt64s]) -> UInt64s:
     return (left << shift) | right
 
 
-def shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
-    """Whole parts of `total` in proportion to the weights, by largest remainder."""
+def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Integers that sum to `total`, in proportion to the weights (largest-remainder method)."""
     exact = [Fraction(weight) for weight in weights]
     wanted = [weight * total / sum(exact) for weight in exact]
     parts = [int(part) for part in wanted]
@@ -244,13 +245,13 @@ def shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
 
 
 def stream_key(seed: int, stream: int, number: UInt64s) -> UInt64s:
-    """A key for each number of a stream of random draws."""
+    """A random key for each number of a random stream."""
     start = mix(np.array([seed % 2**64], dtype=np.uint64)) + np.uint64(stream)
     return mix(mix(start) + number)
 
 
 def mix(value: UInt64s) -> UInt64s:
-    """SplitMix64's step: 64 bits in, 64 well mixed bits out, wrapping on purpose."""
+    """SplitMix64, a hash of 64 bits to 64 bits; the integer overflow is intended."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -259,45 +260,45 @@ def mix(value: UInt64s) -> UInt64s:
 
 @dataclass(frozen=True)
 class _End:
-    """Comes after the last item, with the error that ended the items, if any."""
+    """Queued after the last item, with the error that ended the iteration, if any."""
 
     error: BaseException | None = None
 
 
 class Prefetcher(Iterator[T], Generic[T]):
-    """An iterator over `items` that stays up to `depth` of them ahead of its reader."""
+    """An iterator over `items` that a thread computes up to `depth` items ahead."""
 
     def __init__(self, items: Iterable[T], depth: int = 2) -> None:
         require(depth >= 1, f"Prefetching needs a depth of 1 or more, got {depth}.")
         self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
-        self._is_over = False
-        # The thread must not hold `self`, or a forgotten prefetcher would never be collected and stopped.
+        self._is_exhausted = False
+        # The thread must not reference `self`, or an unclosed prefetcher would never be collected and stopped.
         self._thread = threading.Thread(target=_fill_queue, args=(items, self._queue, self._stop), daemon=True)
         weakref.finalize(self, self._stop.set)
         self._thread.start()
 
     def __next__(self) -> T:
-        if self._is_over:
+        if self._is_exhausted:
             raise StopIteration
         item = self._queue.get()
         if not isinstance(item, _End):
             return item
-        self._is_over = True
+        self._is_exhausted = True
         raise StopIteration if item.error is None else item.error
 
     def close(self) -> None:
         """Stop the thread and wait up to five seconds for it; calling twice does no harm."""
-        self._is_over = True
+        self._is_exhausted = True
         self._stop.set()
         self._thread.join(timeout=5)  # it may hang in a network call; it is a daemon
 
 
 def _fill_queue(items: Iterable[T], out: queue.Queue[T | _End], stop: threading.Event) -> None:
-    """Run the thread of a prefetcher until the items end or its reader has gone."""
+    """Put items into the queue until they end or `stop` is set; this is the body of the prefetching thread."""
 
     def put(item: T | _End) -> bool:
-        """Wait for room; False when the reader has gone."""
+        """Wait for room; False once `stop` is set."""
         while not stop.is_set():
             with suppress(queue.Full):
                 out.put(item, timeout=0.1)
@@ -311,7 +312,7 @@ def _fill_queue(items: Iterable[T], out: queue.Queue[T | _End], stop: threading.
                 if not put(item):
                     return
         finally:
-            if close := getattr(iterator, "close", None):  # a generator still has files open
+            if close := getattr(iterator, "close", None):  # a generator may hold open files
                 close()
         put(_End())
     except BaseException as error:

@@ -38,9 +38,9 @@ from loopformer.files import DamagedFile, explain_write_errors, read_json, sha25
 
 INDEX_FILE = "index.json"
 STATE_FILE = "prepare.state.json"
-VERIFIED_FILE = "verified.json"  # shards that were compared with their checksums
-_LONG_READ = 1 << 30  # bytes that take a while to read
-_BLOCK = 1 << 20
+VERIFIED_FILE = "verified.json"  # size, time and checksum of each shard that was verified
+_MIN_ANNOUNCED_BYTES = 1 << 30  # verifying this much takes long enough to tell the user
+_READ_BYTES = 1 << 20  # per read
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Shard:
 
 
 class ShardWriter:
-    """Appends numbers to `STEM-00000.bin`, `STEM-00001.bin`, … of a folder.
+    """Appends numbers to `STEM-00000.bin`, `STEM-00001.bin`, … in a folder.
 
-    `shards` are the finished ones and grow while it writes; `items` counts the numbers in all shards. What an
-    earlier writer had not flushed is cut off.
+    `shards` lists the finished shards and grows. `items` counts the numbers in all shards, including the open one.
+    To resume, pass the `items` and `shards` of the last flush: anything written after it is cut off.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ShardWriter:
                 self._open(0)
 
     def flush(self) -> None:
-        """Everything appended so far survives a crash."""
+        """Make everything appended so far survive a crash."""
         with explain_write_errors(self._path):
             self._stream.flush()
             os.fsync(self._stream.fileno())
@@ -118,11 +118,11 @@ class ShardWriter:
         self._sha = hashlib.sha256()
         with explain_write_errors(self._path):
             self._stream: BinaryIO = self._path.open("r+b" if self._path.exists() else "w+b")
-            while size and (block := self._stream.read(min(size, _BLOCK))):
+            while size and (block := self._stream.read(min(size, _READ_BYTES))):
                 self._sha.update(block)
                 size -= len(block)
             if size:
-                raise FileProblem(f"{self._path} is shorter than it was; delete the folder and start again.")
+                raise FileProblem(f"{self._path} is shorter than recorded; delete the folder and start again.")
             self._stream.seek(items * self._dtype.itemsize)
             self._stream.truncate()
 
@@ -145,7 +145,7 @@ def damaged_folder_error(path: Path) -> FileProblem:
 
 
 def is_prepared(folder: Path | str) -> bool:
-    """Whether a folder was prepared to the end."""
+    """Whether the preparation of a folder is complete: the index is written last."""
     return (Path(folder) / INDEX_FILE).is_file()
 
 
@@ -161,7 +161,7 @@ class ShardedArray:
         return self._starts[-1]
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """A copy of start:stop, across shard borders."""
+        """A copy of start:stop, across shard boundaries."""
         pieces = []
         number = bisect_right(self._starts, start) - 1
         while start < min(stop, len(self)):
@@ -200,7 +200,7 @@ class TokenData:
         path = folder / INDEX_FILE
         if not is_prepared(folder):
             raise FileProblem(
-                f"{folder} is not prepared to the end; run the same loopformer prepare again, it continues."
+                f"{folder} is only partly prepared; run the same loopformer prepare command again to finish it."
                 if (folder / STATE_FILE).exists()
                 else f"{path} is missing; make the folder with loopformer prepare."
             )
@@ -208,13 +208,13 @@ class TokenData:
         sources = []
         try:
             for source in index["sources"]:
-                if written := source["splits"].get(split):
-                    shards, masks = ([Shard(**shard) for shard in written[kind]] for kind in ("shards", "masks"))
+                if files := source["splits"].get(split):
+                    shards, masks = ([Shard(**shard) for shard in files[kind]] for kind in ("shards", "masks"))
                     ids = ShardedArray(folder, shards, index["dtype"])
                     flags = ShardedArray(folder, masks, np.uint8) if masks else None
                     sources.append(SourceData(source["name"], source["weight"], ids, flags))
-            described = index["tokenizer"]
-            data = cls(folder, split, tuple(sources), described["vocab_size"], described["end"], sha256_of(path))
+            stored = index["tokenizer"]
+            data = cls(folder, split, tuple(sources), stored["vocab_size"], stored["end"], sha256_of(path))
         except (KeyError, TypeError, AttributeError) as error:
             raise damaged_folder_error(path) from error
         if not sources:
@@ -222,7 +222,7 @@ class TokenData:
         tokenizer = folder / TOKENIZER_FILE
         if not tokenizer.is_file():
             raise FileProblem(f"{tokenizer} is missing; restore it or prepare the folder again.")
-        if sha256_of(tokenizer) != described["sha256"]:
+        if sha256_of(tokenizer) != stored["sha256"]:
             raise FileProblem(
                 f"{tokenizer} is not the tokenizer that made these shards; restore it or prepare the folder again."
             )
@@ -238,43 +238,42 @@ class TokenData:
         return Tokenizer.load(self.folder)
 
     def check_ids(self, ids: npt.NDArray[Any], source: str) -> None:
-        """Refuse tokens that the vocabulary does not have."""
+        """Raise an error if an id is outside the vocabulary."""
         if len(ids) and (highest := int(ids.max())) >= self.vocab_size:
             raise FileProblem(
-                f"{self.folder} has a token {highest} of {source} where the vocabulary has {self.vocab_size}; "
-                "prepare it again."
+                f"{self.folder} has token id {highest} in source {source}, beyond its vocabulary of "
+                f"{self.vocab_size}; prepare it again."
             )
 
     def verify(self, *, changed_only: bool = False, say: Callable[[str], None] | None = None) -> None:
         """Read every shard and compare it with the checksum of the index.
 
-        With `changed_only` a shard is read once, and again only after its size or time has changed. A note in the
-        folder remembers what was read, unless the folder is read-only. `say` gets a sentence if there is much to
-        read.
+        With `changed_only`, skip shards with the size and time that they had when they were last verified. A file
+        in the folder records these, unless the folder is read-only. `say` gets a sentence if there is much to read.
         """
-        note = self.folder / VERIFIED_FILE
-        known: dict[str, Any] = {}  # size, time and checksum of the shards that were found right, by name
+        record = self.folder / VERIFIED_FILE
+        verified: dict[str, Any] = {}  # stamp of each verified shard, by file name
         if changed_only:
-            with suppress(FileProblem):  # there is no note yet, or it is damaged
-                known = read_json(note)
+            with suppress(FileProblem):  # there is no record yet, or it is damaged
+                verified = read_json(record)
         arrays = [array for source in self.sources for array in (source.ids, source.flags) if array is not None]
-        marks: dict[Shard, list[Any]] = {}
+        stamps: dict[Shard, list[Any]] = {}  # size, time and checksum
         for shard in (shard for array in arrays for shard in array.shards):
             status = (self.folder / shard.file).stat()
-            marks[shard] = [status.st_size, status.st_mtime_ns, shard.sha256]
-        unknown = [shard for shard, mark in marks.items() if known.get(shard.file) != mark]
-        size = sum(marks[shard][0] for shard in unknown)
-        if say and size >= _LONG_READ:
+            stamps[shard] = [status.st_size, status.st_mtime_ns, shard.sha256]
+        unverified = [shard for shard, stamp in stamps.items() if verified.get(shard.file) != stamp]
+        size = sum(stamps[shard][0] for shard in unverified)
+        if say and size >= _MIN_ANNOUNCED_BYTES:
             say(f"comparing {size / 1e9:.1f} GB of shards in {self.folder} with their checksums")
-        paths = [self.folder / shard.file for shard in unknown]
-        with ThreadPoolExecutor(max_workers=8) as pool:  # hashing releases the interpreter's lock
-            for shard, path, digest in zip(unknown, paths, pool.map(sha256_of, paths), strict=True):
+        paths = [self.folder / shard.file for shard in unverified]
+        with ThreadPoolExecutor(max_workers=8) as pool:  # hashing releases the GIL
+            for shard, path, digest in zip(unverified, paths, pool.map(sha256_of, paths), strict=True):
                 if digest != shard.sha256:
                     raise FileProblem(f"{path} has changed since it was made; prepare the folder again.")
-        if changed_only and unknown:
-            known |= {shard.file: mark for shard, mark in marks.items()}
+        if changed_only and unverified:
+            verified |= {shard.file: stamp for shard, stamp in stamps.items()}
             with suppress(FileProblem):  # the folder is read-only
-                write_json(note, known)
+                write_json(record, verified)
 
 
 def _map_shard(path: Path, items: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -284,6 +283,6 @@ def _map_shard(path: Path, items: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]
     if size != items * dtype.itemsize:
         raise FileProblem(
             f"The shard {path} has {size} bytes instead of {items * dtype.itemsize}; "
-            "it is cut short or damaged, so copy it again or prepare the folder again."
+            "it is truncated or damaged, so copy it again or prepare the folder again."
         )
     return np.memmap(path, dtype=dtype, mode="r")

@@ -1,11 +1,11 @@
-"""Which text is trained on and which is held out: decided by a hash of the text, so never both.
+"""Train and validation splits by a hash of the text, so that the same text is never in both.
 
-    splitter = survey(read_texts, fraction=0.01)   # reads the source first
-    splitter.split(document)                       # [("train", "…"), ("val", "…"), …]
+    splitter = make_splitter(read_texts, 0.01, "stdlib")   # reads the source first
+    splitter.split(document)                               # [("train", "…"), ("val", "…"), …]
 
-The hash of a document alone decides its split, not its place in the source or other documents. A source of few
-documents is cut at paragraph borders first. The hash of each paragraph decides its split, and neighbours in the
-same split are joined again. In such a source one paragraph is always held out and one is always trained on.
+The split of a document depends only on its hash, not on its position in the source or on other documents. A source
+of few documents is cut at paragraph borders first. The hash of each paragraph decides its split, and neighbours in
+the same split are joined again. Such a source always has at least one paragraph in each split.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ SPLITS: tuple[Split, ...] = ("train", "val")
 
 LONGEST = 1 << 20  # characters in a document; longer ones are cut, so that memory stays bounded
 _MAX_BYTES = 2 << 20  # in a document, for the same reason
-_FEW = 1000  # documents; a source with fewer, or with fewer than ten expected to be held out, is cut
-_PIECES = 2000  # roughly how many pieces such a source is cut into
+_MIN_DOCUMENTS = 1000  # a source with fewer, or with fewer than ten expected to be held out, is cut
+_TARGET_PIECES = 2000  # roughly how many pieces such a source is cut into
 _MIN_PIECE, _MAX_PIECE = 64, 1 << 16  # characters in such a piece
-_MARKS = ("\n\n", "\n", " ")  # the end of a paragraph, a line, a word
+_SEPARATORS = ("\n\n", "\n", " ")  # the end of a paragraph, a line, a word
 
 
 @dataclass(frozen=True)
 class Splitter:
-    """Decides the split of texts: `fraction` of all hashes is held out."""
+    """Assigns texts to splits: the lowest `fraction` of all hash values is held out."""
 
     fraction: float
     piece: int = 0  # minimum characters in a piece; 0 leaves documents uncut
@@ -60,14 +60,16 @@ def make_splitter(
     Without `can_cut` documents are not cut, as supervised examples must not be.
     """
     check_fraction(fraction)
-    few = max(_FEW, round(10 / fraction)) if fraction else 1
+    enough = max(_MIN_DOCUMENTS, round(10 / fraction)) if fraction else 1
     count = size = 0
     for text in read():
         count, size = count + 1, size + len(text)
-        if count == few:
+        if count == enough:
             return Splitter(fraction)
     require(count > 0, f"{name} holds no text; check the path and the field.")
-    cutter = Splitter(fraction, min(max(size // _PIECES, _MIN_PIECE), _MAX_PIECE) if can_cut else 0)
+    cutter = Splitter(fraction, min(max(size // _TARGET_PIECES, _MIN_PIECE), _MAX_PIECE) if can_cut else 0)
+    # A few hashes may all fall on the same side of `fraction`. Forcing the lowest into validation and the highest
+    # into training leaves neither split empty.
     lowest, highest = 2**64, -1
     for text in read():
         numbers = [_hash(piece) for piece in cutter.pieces(text)]
@@ -90,7 +92,7 @@ def reconcile(splitters: Sequence[Splitter]) -> list[Splitter]:
 
 
 def clean(text: str) -> str:
-    """The text with halves of surrogate pairs replaced, which JSON can hold and UTF-8 cannot."""
+    """The text with unpaired surrogates replaced, which JSON can hold and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -99,14 +101,14 @@ def clean(text: str) -> str:
 
 
 def fits(text: str) -> bool:
-    """Whether a text can be one document."""
+    """Whether a text is short enough for a single document."""
     if 4 * len(text) <= _MAX_BYTES:  # a character has at most four bytes, so most texts need not be encoded
         return True
     return len(text) <= LONGEST and len(text.encode()) <= _MAX_BYTES
 
 
 def documents(text: str) -> list[str]:
-    """The text itself, or several documents if it is too long for one; none is white space alone."""
+    """The text as a single document, or cut into several if it is too long; blank documents are dropped."""
     pieces: list[str] = []
     for piece in [text] if len(text) <= LONGEST else cut(text, LONGEST // 2, LONGEST):
         pieces += [piece] if fits(piece) else cut(piece, LONGEST // 4, LONGEST // 2)
@@ -116,29 +118,30 @@ def documents(text: str) -> list[str]:
 def cut(text: str, least: int, most: int) -> list[str]:
     """Pieces of `least` to `most` characters that join to the same text; only the last may be shorter.
 
-    A piece ends after the first paragraph that makes it long enough; in a text of a single paragraph after a line,
-    in a text of a single line after a word. Only a piece that would be longer than `most` ends anywhere.
+    A piece ends after the first paragraph that makes it long enough. If the text is a single paragraph, it ends
+    after a line. If the text is a single line, it ends after a word. Only a piece that
+    would exceed `most` ends in mid-word.
     """
     last = len(text.rstrip())
-    best = next((mark for mark in _MARKS if 0 <= text.find(mark) < last), None)
+    preferred = next((mark for mark in _SEPARATORS if 0 <= text.find(mark) < last), None)
     pieces, start = [], 0
     while last - start > least:
         window = (start + least, min(start + most, last))
-        end = _border(text, [best] if best else [], *window)
+        end = _border(text, [preferred] if preferred else [], *window)
         if end is None:
             if len(text) - start <= most:
                 break
-            end = _border(text, _MARKS, *window) or start + most
+            end = _border(text, _SEPARATORS, *window) or start + most
         pieces.append(text[start:end])
         start = end
-    while len(text) - start > most:  # white space at the end has no border
+    while len(text) - start > most:  # trailing white space is cut anywhere
         pieces.append(text[start : start + most])
         start += most
     return [*pieces, text[start:]] if start < len(text) else pieces
 
 
 def _border(text: str, marks: Sequence[str], least: int, most: int) -> int | None:
-    """The end of the first mark that ends between `least` and `most`; earlier kinds of marks are preferred."""
+    """The end of the first mark that ends between `least` and `most`; marks listed earlier are preferred."""
     for mark in marks:
         index = text.find(mark, max(0, least - len(mark)), most)
         if index >= 0:
@@ -147,5 +150,5 @@ def _border(text: str, marks: Sequence[str], least: int, most: int) -> int | Non
 
 
 def _hash(text: str) -> int:
-    """64 bits of the text's hash; white space around it does not count, so that a cut does not matter."""
+    """A 64-bit hash of the stripped text, as the white space around a piece depends on where it was cut."""
     return int.from_bytes(hashlib.blake2b(text.strip().encode(), digest_size=8).digest(), "big")

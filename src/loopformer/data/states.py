@@ -3,13 +3,13 @@
     group = Group.named("S3")
     words = group.words(seed=0, stream=TRAIN, numbers=range(64), length=16)     # [64, 16], uniform
     group.products(words)                                                       # their prefix products
-    StateLoader(group, context=17, batch=64).batch(step=7)                      # inputs and labels, not shifted
+    StateLoader(group, context=17, batch=64).batch(step=7)                      # labels align with inputs, no shift
 
 Elements are permutations of 1…m in lexicographic order, the identity first. Their names are cycles, `(12)(345)`.
 Products are read from left to right: x·y is first x, then y, so the label at position i is the state after i
-moves. The end token precedes a word, as it precedes any text, so a context of n + 1 holds words of n elements.
-Without it a model with rotary positions could not tell g·g from g: attention gives equal tokens equal outputs,
-however many there are.
+moves. The end token precedes every word, as it precedes any text, so a context of n + 1 holds words of n elements.
+Without it, a model with rotary positions could not tell g·g from g: attention over identical tokens gives the same
+output however many there are.
 
 Each element of a word is a hash of (seed, stream, number of the word, position). The number of a training word is
 step · batch + row. So every step has fresh words, resuming is exact, and ranks and micro-batches change nothing.
@@ -35,7 +35,7 @@ from loopformer.data.shards import TokenData
 from loopformer.data.tokenizer import END_TOKEN, Tokenizer
 from loopformer.errors import LoopformerError, nearest, require
 
-Permutation = tuple[int, ...]  # what each of 0…m-1 goes to
+Permutation = tuple[int, ...]  # the image of each of 0…m-1
 WordIds = npt.NDArray[np.int64]
 
 TRAIN, VALIDATION, TEST = 0, 1, 2  # streams of words
@@ -73,7 +73,7 @@ class Group:
         return np.array([[ids[tuple(y[point] for point in x)] for y in self.elements] for x in self.elements])
 
     def words(self, seed: int, stream: int, numbers: Iterable[int], length: int) -> WordIds:
-        """Words [B, T] by their numbers, each element uniform."""
+        """The words with these numbers, [B, T]; each element is uniform."""
         keys = stream_key(seed, stream, np.fromiter(numbers, np.uint64))  # [B]
         drawn = mix(np.add.outer(keys, np.arange(length, dtype=np.uint64)))  # [B, T]
         return (drawn % np.uint64(len(self))).astype(np.int64)
@@ -87,7 +87,7 @@ class Group:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Names of elements, separated by spaces ↔ ids; the last id is the end token."""
+        """Maps element names, separated by spaces, to ids; the last id is the end token."""
         from tokenizers import AddedToken, models, pre_tokenizers
         from tokenizers import Tokenizer as Library
 
@@ -103,28 +103,28 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Tokens on disk, as of a prepared folder: words are drawn, none are stored."""
+        """Tokens on disk, as `TokenData` has: 0, as words are drawn and never stored."""
         return 0
 
     def batch(self, words: WordIds) -> Batch:
-        """Inputs, which are words [B, T] after the end token, and the product at each position: both [B, T + 1]."""
+        """Inputs (the end token, then the word) and the product at each position: both [B, T + 1]."""
         import torch
 
-        before = np.full((len(words), 1), len(self))
-        inputs = np.concatenate([before, words], axis=1)
-        targets = np.concatenate([np.full_like(before, IGNORE_INDEX), self.products(words)], axis=1)
+        end_tokens = np.full((len(words), 1), len(self))  # [B, 1]
+        inputs = np.concatenate([end_tokens, words], axis=1)
+        targets = np.concatenate([np.full_like(end_tokens, IGNORE_INDEX), self.products(words)], axis=1)
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), None)
 
     @cached_property
     def index_hash(self) -> str:
-        """What identifies the data in checkpoints: the elements in their order, and how words are drawn."""
+        """Identifies the data in checkpoints: changes with the order of elements and the way words are drawn."""
         batch = self.batch(self.words(seed=0, stream=TRAIN, numbers=range(16), length=16))
         drawn = [self.elements, batch.inputs.tolist(), batch.targets.tolist()]
         return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
 
 
 class StateWindows:
-    """A fixed number of words from a stream: `windows.batch(0, 8)`."""
+    """The first `words` words of a stream, for evaluation: `windows.batch(0, 8)`."""
 
     def __init__(self, group: Group, context: int, words: int, seed: int = 0, stream: int = VALIDATION) -> None:
         require(words >= 1, f"There must be 1 word or more, got {words}.")
@@ -164,7 +164,7 @@ def open_data(config: DataConfig) -> TokenData | Group:
 
 
 def word_length(context: int) -> int:
-    """The elements of a word that fills a context, after the end token."""
+    """How many elements follow the end token in a full context."""
     require(context >= 2, f"Words need a model.context of 2 or more, got {context}.")
     return context - 1
 
@@ -172,8 +172,8 @@ def word_length(context: int) -> int:
 def cycles(permutation: Permutation) -> str:
     """A permutation in cycle notation, its points counted from 1: (1, 0, 2) is `(12)`, the identity `()`."""
     text, seen = "", set[int]()
-    for start, after in enumerate(permutation):
-        if start not in seen and after != start:
+    for start, image in enumerate(permutation):
+        if start not in seen and image != start:
             point, cycle = start, list[int]()
             while point not in seen:
                 seen.add(point)

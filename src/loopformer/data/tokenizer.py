@@ -19,7 +19,7 @@ Both become the same text, turn by turn. Here ⏎ is a line break and END is the
     User: content⏎⏎
     Assistant: contentEND
 
-The loss is on the words of each assistant turn and on the END that closes it. For inference, `encode_prompt` gives
+The loss is on the content of each assistant turn and on the END after it. For inference, `encode_prompt` gives
 the ids up to and including "Assistant:".
 """
 
@@ -52,15 +52,15 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"
 END_TOKEN = "<|endoftext|>"
 _END_NAMES = (END_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
-_LAST_LINE = b"\n"  # after the last text for the training process; a text in JSON is never an empty line
-_PIECE = (1 << 12, 1 << 16)  # characters in a text for the trainer, which buffers some hundreds of texts
-_TRAINING_TEXT = 256 << 20  # characters
-_TRAINING_MEMORY = 320 << 20  # bytes that training may take for the distinct words of the text
-_WORD_MEMORY, _BYTE_MEMORY = 500, 110  # measured bytes for each distinct word and for each byte in it
+_END_OF_TEXTS = b"\n"  # tells the training process that all texts were sent; JSON is never an empty line
+_PIECE_CHARS = (1 << 12, 1 << 16)  # least and most per text; the trainer buffers some hundreds of texts
+_MAX_TRAINING_CHARS = 256 << 20
+_MAX_WORDS_MEMORY = 320 << 20  # bytes that training may use for the distinct words of the text
+_MEMORY_PER_WORD, _MEMORY_PER_BYTE = 500, 110  # measured, for each distinct word and for each byte in it
 _WORD = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")  # roughly the words of byte-level BPE
 _GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, and the Hub's
 
-LOSS = 1  # flag of a token that is learned
+LOSS = 1  # flag of a token that has loss
 LAST = 2  # flag of the last token of an example; a chat has an end token after every response
 ROLES = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
 
@@ -73,13 +73,13 @@ class Tokenizer:
         try:
             self._tokenizer = self._parse()
         except Exception as error:  # the library raises plain Exception
-            raise FileProblem(f"{name} is no tokenizer that the tokenizers library can read.") from error
-        self._tokenizer.encode_special_tokens = True  # as text, not as special tokens
+            raise FileProblem(f"{name} is not a tokenizer that the tokenizers library can read.") from error
+        self._tokenizer.encode_special_tokens = True  # despite its name: encode them as ordinary text
         ends = [number for end in _END_NAMES if (number := self._tokenizer.token_to_id(end)) is not None]
         if not ends:
             raise FileProblem(f"{name} has no end token; add {END_TOKEN} to it.")
         self.eot = ends[0]
-        self._single: dict[int, str] = {}  # the text of single ids that were decoded
+        self._decoded: dict[int, str] = {}  # a cache: id → text
 
     @cached_property
     def vocab_size(self) -> int:
@@ -100,7 +100,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encoded]
 
     def encode_template(self, text: str) -> list[int]:
-        """The ids of the output of a chat template, in which special tokens are meant as such."""
+        """The ids of the output of a chat template, where special tokens are encoded as such."""
         with _encoding(self._tokenizer):
             return self._template_tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -131,16 +131,16 @@ class Tokenizer:
         return other
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of the ids; the end token shows only with `special`."""
+        """The text of the ids; special tokens such as the end token are left out unless `special` is set."""
         if special or len(ids) != 1:
             return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
         number = int(ids[0])  # streaming decodes a single id for every token
-        if number not in self._single:
-            self._single[number] = self._tokenizer.decode([number])
-        return self._single[number]
+        if number not in self._decoded:
+            self._decoded[number] = self._tokenizer.decode([number])
+        return self._decoded[number]
 
     def byte_count(self, ids: Iterable[int]) -> int:
-        """UTF-8 bytes of the text of the ids; byte-level tokenizers also count parts of a character."""
+        """UTF-8 bytes of the text of the ids. Byte-level tokenizers count partial characters, too."""
         if self._byte_lengths is None:
             return len(self.decode(list(ids)).encode())
         return sum(self._byte_lengths[number] for number in ids)
@@ -196,7 +196,7 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Byte-level BPE, the end token included in `vocab_size`; the same text gives the same tokenizer."""
         check_vocab_size(vocab_size)
-        pieces = (piece for text in texts for piece in cut(text, *_PIECE))
+        pieces = (piece for text in texts for piece in cut(text, *_PIECE_CHARS))
         return cls(_train(pieces, vocab_size), "the trained tokenizer")
 
     @classmethod
@@ -209,15 +209,15 @@ class Tokenizer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # Ctrl-C reaches only this process, which ends the other
+            start_new_session=True,  # Ctrl-C reaches only this process, which then kills the other
         )
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with suppress(BrokenPipeError):  # it has died; its exit code says so below
+            with suppress(BrokenPipeError):  # it has died, which its exit code shows below
                 for text in texts:
                     process.stdin.write(json.dumps(text).encode() + b"\n")
-                process.stdin.write(_LAST_LINE)
+                process.stdin.write(_END_OF_TEXTS)
                 process.stdin.close()
             trained = process.stdout.read().decode()
             if process.wait():
@@ -232,18 +232,18 @@ class Tokenizer:
 
 
 def training_pieces(documents: Iterable[Sequence[str]], shares: int = 1) -> Iterator[str]:
-    """Pieces of the texts of each document, until they fill one of `shares` of what training may take.
+    """Pieces of the documents' texts for training, up to 1/`shares` of the limits.
 
-    Training is bounded in characters and in the memory that the trainer needs for distinct words.
+    The limits bound the characters and the memory that the trainer needs for distinct words.
     """
     words: set[str] = set()
-    characters, memory = _TRAINING_TEXT // shares, _TRAINING_MEMORY // shares
+    characters, memory = _MAX_TRAINING_CHARS // shares, _MAX_WORDS_MEMORY // shares
     for texts in documents:
         for text in texts:
             characters -= len(text)
-            for piece in cut(text, *_PIECE):
+            for piece in cut(text, *_PIECE_CHARS):
                 new = {word for word in _WORD.findall(piece) if word not in words}
-                memory -= sum(_WORD_MEMORY + _BYTE_MEMORY * len(word.encode()) for word in new)
+                memory -= sum(_MEMORY_PER_WORD + _MEMORY_PER_BYTE * len(word.encode()) for word in new)
                 if memory < 0:
                     return
                 words |= new
@@ -269,11 +269,14 @@ def _train(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def _train_from_stdin() -> None:
-    """Train on a text from each line of stdin, and write the tokenizer to stdout once the last line has come."""
+    """Train on texts from stdin, one JSON string per line, and write the tokenizer to stdout.
+
+    If stdin ends without `_END_OF_TEXTS`, the parent died, and nothing is written.
+    """
 
     def texts() -> Iterator[str]:
         for line in sys.stdin.buffer:
-            if line == _LAST_LINE:
+            if line == _END_OF_TEXTS:
                 return
             yield json.loads(line)
         raise SystemExit(1)
@@ -301,8 +304,8 @@ def _from_gpt2_files(vocab: Path, merges: Path) -> str:
     try:
         lines = [line.split(" ") for line in pairs.split("\n") if line and not line.startswith("#version")]
         model = BPE(json.loads(ids), [(first, second) for first, second in lines])
-    except Exception as error:  # JSON, the pairs, or the library's own plain Exception
-        raise FileProblem(f"{vocab} and {merges.name} are no byte-level BPE that fits together.") from error
+    except Exception as error:  # bad JSON, a line that is no pair, or the library's plain Exception
+        raise FileProblem(f"{vocab} and {merges.name} do not form a byte-level BPE tokenizer.") from error
     return _byte_level(model).to_str()
 
 
@@ -325,7 +328,7 @@ def _read(path: Path) -> str:
 
 @contextmanager
 def _encoding(tokenizer: tokenizers.Tokenizer) -> Iterator[None]:
-    """Turn whatever the library raises into one sentence; a panic in its compiled code is no Exception."""
+    """Turn whatever the library raises into one sentence. A panic in its Rust code is a BaseException."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -334,15 +337,15 @@ def _encoding(tokenizer: tokenizers.Tokenizer) -> Iterator[None]:
         reason = " ".join(str(error).split())[:200]
         if "[UNK]" in reason:
             vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-            known = sorted(vocabulary, key=vocabulary.__getitem__)[:4]
-            reason = f"it knows nothing but words such as {' '.join(known)}"
-        elif "TextEncodeInput" in reason:  # its message for a str that is no Unicode text
+            examples = sorted(vocabulary, key=vocabulary.__getitem__)[:4]
+            reason = f"it knows only words such as {' '.join(examples)}"
+        elif "TextEncodeInput" in reason:  # its message for a str that cannot be encoded as UTF-8
             reason = "it holds half of a surrogate pair, which is no character"
         raise LoopformerError(f"The tokenizer cannot turn a text into tokens ({reason}).") from error
 
 
 class Segment(NamedTuple):
-    """A stretch of text; with `loss` it is a response, and an end token follows."""
+    """Part of an example. With `loss` it is a response, and an end token follows."""
 
     text: str
     loss: bool
@@ -382,14 +385,14 @@ def parse_example(record: dict[str, Any], where: str) -> Example:
 
 
 def encode_prompt(tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> list[int]:
-    """The ids of a chat so far, ready for the model to answer as the assistant."""
-    *known, _ = parse_example({"messages": [*messages, {"role": "assistant", "content": ""}]}, "The chat")
-    ((ids, _),) = encode_examples(tokenizer, [tuple(known)])
+    """The ids of a chat that end in "Assistant:", so that the model answers next."""
+    *prompt, _ = parse_example({"messages": [*messages, {"role": "assistant", "content": ""}]}, "The chat")
+    ((ids, _),) = encode_examples(tokenizer, [tuple(prompt)])
     return [int(number) for number in ids]
 
 
 def example_key(example: Example) -> str:
-    """What is hashed to choose the split: examples with the same words have the same key."""
+    """The string that is hashed to choose the split; equal examples have equal keys."""
     return json.dumps(example, ensure_ascii=False)
 
 

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_ATTEMPTS = 20  # to read a run that rotates its checkpoints at the same time
+_ATTEMPTS = 20  # to read a run whose training is deleting old checkpoints
 
 
 def find_model(
@@ -56,7 +56,7 @@ def find_model(
 def find_config(
     source: str | Path, heads: int | None = None, loops: int | None = None
 ) -> tuple[ModelConfig, Path | None]:
-    """The model's settings and the folder of its tokenizer; weights are read only if they decide the settings."""
+    """The model's settings and the folder of its tokenizer; weights are read only if they are published ones."""
     return _find(source, heads, loops, read_config, lambda model: model.config)
 
 
@@ -79,7 +79,7 @@ def _find(
 
 
 def read_model(folder: Path) -> tuple[LoopedLM, Path | None]:
-    """The model of a model folder and the folder of its tokenizer; no checksum is compared."""
+    """The model of a model folder and the folder of its tokenizer, without verifying checksums."""
     return load_model(folder), _tokenizer_folder(folder)
 
 
@@ -88,29 +88,29 @@ def _tokenizer_folder(folder: Path) -> Path | None:
 
 
 def from_model_folder(source: str | Path, read: Callable[[Path], T]) -> T:
-    """What `read` makes of the folder that holds the model.
+    """The result of `read` on the folder that holds the model.
 
-    A running training may rotate its checkpoint away while it is read; then the next newest is read.
+    A running training may delete the checkpoint while it is being read. Then the newest one is read instead.
     """
     for attempt in range(_ATTEMPTS):
         folder = model_folder(source)
         try:
             return read(folder)
         except (FileProblem, OSError):
-            is_whole = folder.is_dir() and find_damage(folder, (WEIGHTS, CONFIG, TOKENIZER)) is None
-            if not is_run_folder(source) or is_whole or attempt == _ATTEMPTS - 1:
+            is_intact = folder.is_dir() and find_damage(folder, (WEIGHTS, CONFIG, TOKENIZER)) is None
+            if not is_run_folder(source) or is_intact or attempt == _ATTEMPTS - 1:
                 raise
     raise AssertionError("the last attempt returns or raises")
 
 
 def model_folder(source: str | Path) -> Path:
-    """The folder that holds the model: the newest whole checkpoint of a run, or the bundled model for `box`.
+    """The folder that holds the model: the newest intact checkpoint of a run, or the bundled model for `box`.
 
-    A named checkpoint is compared with its checksums, too.
+    A path to a checkpoint is verified against its checksums.
     """
     path = resolve_model_path(source)
     if is_run_folder(path):
         return newest_model(path, lambda sentence: print(sentence, file=sys.stderr))
-    if is_checkpoint(path) and (wrong := find_damage(path, (WEIGHTS, CONFIG, TOKENIZER))) is not None:
-        raise FileProblem(f"The checkpoint {path} is damaged ({wrong}); use another one of its run.")
+    if is_checkpoint(path) and (damage := find_damage(path, (WEIGHTS, CONFIG, TOKENIZER))) is not None:
+        raise FileProblem(f"The checkpoint {path} is damaged ({damage}); use another checkpoint of the run.")
     return path

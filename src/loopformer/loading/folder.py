@@ -1,11 +1,11 @@
 """The package's own folders on disk: a model, and a run with its checkpoints.
 
-    save_model(model, "models/mine")         # model.safetensors, config.json; tokenizer.json beside them
+    save_model(model, "models/mine")         # model.safetensors and config.json; no tokenizer
     model = load_model("models/mine")
-    newest_model("runs/x", print)            # the newest whole checkpoint of a run
+    newest_model("runs/x", print)            # the newest intact checkpoint of a run
 
-A model's config holds all its settings, so that loops, heads and switches are never lost. Exports of
-`loopformer.hf` are model folders too, and so is every checkpoint, which also has checksums of all its files:
+config.json holds all settings of the model, including those that no tensor shows, such as loops and heads. Exports
+of `loopformer.hf` are model folders, too. So is every checkpoint, which also has the checksums of its files:
 
     runs/x/run.yaml, metrics.jsonl, checkpoints/step-00000100/{model.safetensors, config.json, …, checksums.json}
 """
@@ -34,13 +34,13 @@ from loopformer.files import DamagedFile, read_json, sha256_of
 from loopformer.model import LoopedLM
 
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"  # of a model
-TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside it, as Transformers names them
+TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # in Transformers' own file names
 CARD, GENERATION, SPECIAL = "README.md", "generation_config.json", "special_tokens_map.json"  # of an export
 FOLDER, CHECKSUMS, STATE, SETTINGS = "checkpoints", "checksums.json", "state.json", "run.yaml"  # of a run
 HELD_OUT = "held-out.jsonl"  # text in a model folder that the model was not trained on
 _STEP = re.compile(r"step-\d+")
 MODEL_TYPE = "loopformer"  # of an export, in Transformers' sense; its source files begin with this name
-PREFIX = "model."  # of tensors in exports: the attribute of the Transformers wrapper that holds the model
+PREFIX = "model."  # of tensor names in exports: the attribute of the Transformers wrapper that holds the model
 
 
 def resolve_model_path(source: str | Path) -> Path:
@@ -75,7 +75,7 @@ def default_trajectory(folder: str | Path) -> str | int | None:
 
 
 def find_chat_template(*folders: Path | None) -> str | None:
-    """The chat template of the first folder that has one, in a file of its own or in tokenizer_config.json."""
+    """The chat template of the first folder that has one, in chat_template.jinja or tokenizer_config.json."""
     for folder in filter(None, folders):
         if (folder / TEMPLATE).is_file():
             try:
@@ -99,7 +99,7 @@ def load_model(folder: str | Path) -> LoopedLM:
 def build(config: ModelConfig, tensors: Mapping[str, Tensor], alias: Callable[[str], str] = str) -> LoopedLM:
     """A model that owns these tensors, in fp32 on their device.
 
-    `alias` turns our name of a tensor into its name in the file, for error messages.
+    `alias` maps the name of a parameter to its name in the file, for error messages.
     """
     with torch.device("meta"):
         model = LoopedLM(config)
@@ -107,10 +107,10 @@ def build(config: ModelConfig, tensors: Mapping[str, Tensor], alias: Callable[[s
     for name, tensor in tensors.items():
         if not tensor.dtype.is_floating_point:
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise FileProblem(f"The tensor {alias(name)} is of {kind}, weights are floating-point numbers.")
+            raise FileProblem(f"The tensor {alias(name)} has dtype {kind}; weights must be floating-point numbers.")
     for name, tensor in expected.items():
         if name not in tensors:
-            raise FileProblem(f"The weights lack the tensor {alias(name)}; the file is not whole.")
+            raise FileProblem(f"The weights lack the tensor {alias(name)}; the file is incomplete.")
         if tensors[name].shape != tensor.shape:
             raise FileProblem(
                 f"The tensor {alias(name)} has shape {list(tensors[name].shape)} where {list(tensor.shape)} is "
@@ -118,8 +118,8 @@ def build(config: ModelConfig, tensors: Mapping[str, Tensor], alias: Callable[[s
             )
     if extra := sorted(set(tensors) - set(expected)):
         raise FileProblem(f"The tensor {alias(extra[0])} does not belong to a {config.conditioning!r} model.")
-    # Copies, not views of the file: CPU kernels round differently on memory that is not aligned as fresh tensors
-    # are, and a resumed run must repeat every bit.
+    # Copy the tensors instead of keeping views of the file, which may be aligned differently. CPU kernels round
+    # differently on such memory, and a resumed run must be bit-exact.
     owned = {name: tensor.to(torch.float32, copy=True) for name, tensor in tensors.items()}
     model.load_state_dict(owned, assign=True)
     return model.requires_grad_(True)
@@ -135,7 +135,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise unreadable(path, error) from error
     except (SafetensorError, RuntimeError) as error:  # RuntimeError: the file was removed while it was read
         raise FileProblem(
-            f"{path} is not a whole safetensors file ({error}); it may have been cut short, so fetch it again."
+            f"{path} is not a complete safetensors file ({error}); it may be truncated, so fetch it again."
         ) from error
     settings: dict[str, Any] = {}
     for key, text in metadata.items():
@@ -148,7 +148,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not finite: the file is damaged, or the training had diverged."""
+    """Raise an error if weights are not finite: the file is damaged, or training diverged."""
     for name, tensor in tensors.items():
         if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
             raise FileProblem(f"The tensor {name} has values that are no finite numbers; fetch or save it again.")
@@ -160,9 +160,9 @@ def save_model(
     source: dict[str, Any] | None = None,
     default: str | int | None = None,
 ) -> Path:
-    """Write a model; its files appear whole or not at all.
+    """Write a model folder; each file appears complete or not at all.
 
-    `source` says where it comes from. `default` is the trajectory or budget of calls that name none.
+    `source` records where the model comes from. `default` is the trajectory or budget used when a call gives none.
     """
     return save_tensors(model.state_dict(), model.config, folder, source, default)
 
@@ -174,7 +174,7 @@ def save_tensors(
     source: dict[str, Any] | None = None,
     default: str | int | None = None,
 ) -> Path:
-    """Write a model that is given as tensors and settings."""
+    """Write a model folder from tensors and settings."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in state.items()}
@@ -197,9 +197,10 @@ def save_tensors(
 
 @contextmanager
 def staging_folder(target: Path) -> Iterator[Path]:
-    """An empty folder to build what later moves to `target`; it is removed in the end.
+    """An empty folder for files that will move to `target`; it is removed at the end.
 
-    An existing target may be a mounted disk or somebody's working directory, so the folder is made inside it then.
+    An existing target cannot be replaced if it is a mounted disk or somebody's working directory. So the folder is
+    made inside it, where files can be moved one by one.
     """
     stage = (target if target.is_dir() else target.parent) / f".{target.name}.{os.getpid()}.part"
     try:
@@ -210,9 +211,9 @@ def staging_folder(target: Path) -> Iterator[Path]:
 
 
 def install_model(stage: Path, target: Path, others: Iterable[str] = ()) -> None:
-    """Move a finished model into place: at once if there is no folder, else file by file, the settings last.
+    """Move a finished model to `target`: by one rename if that does not exist, else file by file, config.json last.
 
-    All files of the model that was there are removed, and `others`; files that are not the model's stay.
+    The files of a previous model are removed, and so are `others`. All other files stay.
     """
     if not target.exists():
         os.replace(stage, target)
@@ -233,7 +234,7 @@ def is_export(folder: str | Path) -> bool:
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a file with the permissions of the umask; the library alone makes it readable only to its owner."""
+    """Write a file with the permissions of the umask; the library makes it readable to its owner only."""
     save_file(tensors, path, metadata={"format": "pt"})  # what Hugging Face's tools look for
     mask = os.umask(0o022)  # a umask can only be read by setting it
     os.umask(mask)
@@ -245,18 +246,18 @@ def is_run_folder(path: str | Path) -> bool:
 
 
 def run_folder_of(model: str | Path) -> Path | None:
-    """The run that a path names, itself or by one of its checkpoints; None for any other model."""
+    """The run folder of a path to a run or to one of its checkpoints; None for any other model."""
     path = Path(os.path.abspath(resolve_model_path(model)))
     run = path.parent.parent if path.parent.name == FOLDER else path
     return run if is_run_folder(run) else None
 
 
 def data_folder(run: Path, stored: str) -> Path | None:
-    """The prepared folder that a run was trained on, by the path in its settings; None if it cannot be found.
+    """The prepared folder that a run was trained on; None if it cannot be found.
 
-    Run and data may have been moved together, and earlier versions stored the path as the user wrote it. So the
-    data is also looked for under the same names in the run's folder and in all folders above. The hash of its
-    index, which every checkpoint holds, proves that it is the right data.
+    `stored` is the path in the run's settings. Run and data may have been moved together, and earlier versions
+    stored the path as the user wrote it. So every tail of the path is also tried in the run's folder and in each of
+    its parents. The hash of the data's index, which every checkpoint stores, proves that it is the right data.
     """
     index_hash = None
     for checkpoint in reversed(checkpoints(run)):
@@ -268,7 +269,7 @@ def data_folder(run: Path, stored: str) -> Path | None:
         names = [name for name in Path(stored).parts if name != os.sep]
         tails = [Path(*names[start:]) for start in range(len(names))]
         root = Path(os.path.abspath(run))
-        candidates += [above / tail for above in (root, *root.parents) for tail in tails]
+        candidates += [parent / tail for parent in (root, *root.parents) for tail in tails]
     for folder in candidates:
         with suppress(OSError):  # a folder without permission to read it
             if is_prepared(folder) and index_hash in (None, sha256_of(folder / INDEX_FILE)):
@@ -291,9 +292,9 @@ def step_of(checkpoint: Path) -> int:
 
 
 def find_damage(checkpoint: Path, names: Sequence[str] | None = None) -> str | None:
-    """What is wrong with a checkpoint; None if every file, or every one of `names`, matches its checksum.
+    """What is wrong with a checkpoint; None if its files, or only those in `names`, match their checksums.
 
-    A checkpoint that cannot be read, for lack of permission or on a failing disk, is not damaged but a FileProblem.
+    A file that cannot be read, such as for lack of permission, does not count as damage: it raises FileProblem.
     """
     name = CHECKSUMS
     try:
@@ -318,27 +319,27 @@ def find_damage(checkpoint: Path, names: Sequence[str] | None = None) -> str | N
 
 
 def latest_good_checkpoint(run: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint; `say` gets a sentence about each newer one that is damaged."""
-    named: set[Path] = set()
+    """The newest intact checkpoint; `say` gets a sentence about each newer one that is damaged."""
+    reported: set[Path] = set()
     while True:
         for path in reversed(checkpoints(run)):
-            if (wrong := find_damage(path)) is None:
+            if (damage := find_damage(path)) is None:
                 return path
             if not path.is_dir():
-                break  # a running training has rotated it away meanwhile; look again, there is a newer one
-            if path not in named:
-                named.add(path)
-                say(f"The checkpoint {path} is damaged ({wrong}).")
+                break  # a running training deleted it because it saved a newer one, so list them again
+            if path not in reported:
+                reported.add(path)
+                say(f"The checkpoint {path} is damaged ({damage}).")
         else:
             return None
 
 
 def newest_model(run: str | Path, say: Callable[[str], None]) -> Path:
-    """The model folder to use of a run: its newest whole checkpoint."""
+    """The newest intact checkpoint of a run, which is a model folder."""
     notes: list[str] = []
     if (checkpoint := latest_good_checkpoint(Path(run), notes.append)) is None:
         raise FileProblem(
-            f"No checkpoint of {run} is whole: {' '.join(notes)}"
+            f"No checkpoint of {run} is intact: {' '.join(notes)}"
             if notes
             else f"The run {run} has no checkpoint yet; let it train to its first one."
         )

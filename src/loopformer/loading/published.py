@@ -1,13 +1,13 @@
-"""The authors' published weights: read without running anything that comes with them, mapped onto `LoopedLM`.
+"""The published weights of the paper, loaded into `LoopedLM` without running any code that comes with them.
 
     load_published("armenjeddi/LoopFormer-3block-8iterations", loops=8)    # a Hub id, a file or a folder
     from_state_dict(tensors, heads=32, loops=8)
 
-The kind of model and all sizes are inferred from the tensors. The numbers of heads and loops are not in them. They
-come from the config or metadata beside the weights, else from the caller.
+The kind of model and its sizes are inferred from the tensors. These do not show the numbers of heads and loops,
+which come from the config or metadata stored with the weights, else from the caller.
 
 Safetensors hold no code. A `.pt` is read with `weights_only=True`. The settings object that the authors' training
-pickles becomes an inert record, and a file that needs any other class or function is refused.
+script pickles is replaced by an inert record. A file that needs any other class or function is refused.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Settings = dict[str, Any]
 HEAD_KEYS = ("n_head", "heads", "num_attention_heads")
 LOOP_KEYS = ("max_model_loops", "max_loops", "loops", "num_loops")
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
-GPT2_TOKENS, GPT2_ROWS = 50257, 50304  # the published models pad GPT-2's vocabulary to this many rows
-_WRAPPERS = re.compile(r"^((gpt|module|_orig_mod)\.)+|_orig_mod\.")
+GPT2_TOKENS, GPT2_ROWS = 50257, 50304  # GPT-2's vocabulary, and the embedding rows that it is padded to
+_WRAPPER_PREFIXES = re.compile(r"^((gpt|module|_orig_mod)\.)+|_orig_mod\.")
 _NAMES = {  # the published name → the name in `LoopedLM`
     "transformer.wte.weight": "tokens.weight",
     "transformer.wpe.weight": "places.weight",
@@ -47,7 +47,7 @@ _NAMES = {  # the published name → the name in `LoopedLM`
     "dt_embedder.mlp.2.weight": "conditioner.step.out.weight",
     "dt_embedder.mlp.2.bias": "conditioner.step.out.bias",
 }
-_BLOCK_NAMES = {  # the same within block n
+_BLOCK_NAMES = {  # the same for the tensors of block n
     "norm_1.weight": "stack.blocks.{n}.norm_1.weight",
     "norm_2.weight": "stack.blocks.{n}.norm_2.weight",
     "attn.c_attn.weight": "stack.blocks.{n}.attention.qkv.weight",
@@ -74,7 +74,7 @@ def load_published(source: str | Path, heads: int | None = None, loops: int | No
 
 def from_state_dict(tensors: dict[str, Tensor], heads: int | None = None, loops: int | None = None) -> LoopedLM:
     """A `LoopedLM` from tensors under the published names, with or without `gpt.`, `module.`, `_orig_mod.`."""
-    published = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
+    published = {_WRAPPER_PREFIXES.sub("", name): tensor for name, tensor in tensors.items()}
     published = {name: tensor for name, tensor in published.items() if not _IGNORED.fullmatch(name)}
     head, tokens = published.pop("lm_head.weight", None), published.get("transformer.wte.weight")
     if head is not None and tokens is not None and not torch.equal(head, tokens):
@@ -98,7 +98,7 @@ def from_state_dict(tensors: dict[str, Tensor], heads: int | None = None, loops:
 
 
 def _stored_or_given(option: str, settings: Settings, keys: tuple[str, ...], given: int | None) -> int | None:
-    """The value stored beside the weights, else the caller's; a contradiction is an error."""
+    """The value stored with the weights, else the value given by the caller; a contradiction is an error."""
     for key in keys:
         if isinstance(stored := settings.get(key), int):
             contradiction = f"The weights' own config says {key} = {stored}, not {given}"
@@ -110,18 +110,18 @@ def _stored_or_given(option: str, settings: Settings, keys: tuple[str, ...], giv
 def _infer_config(
     tensors: dict[str, Tensor], blocks: dict[str, int], heads: int | None, loops: int | None
 ) -> ModelConfig:
-    """Kind and sizes from the names and shapes of the tensors; `blocks` has the number of each block's prefix."""
+    """The config, from the names and shapes of the tensors; `blocks` maps the prefix of each block to its index."""
     if not blocks:
-        raise FileProblem("These tensors are no published LoopFormer, TMLT, Base-Loop or Base model.")
+        raise FileProblem("These are not the tensors of a published LoopFormer, TMLT, Base-Loop or Base model.")
     numbers = set(blocks.values())
     if max(numbers) >= len(numbers):
         missing = min(set(range(len(numbers))) - numbers)
-        raise FileProblem(f"The weights have a block {max(numbers)} but no block {missing}; the file is not whole.")
-    kind: Conditioning = "none"
+        raise FileProblem(f"The weights have block {max(numbers)} but no block {missing}; the file is incomplete.")
+    conditioning: Conditioning = "none"
     if any(name.startswith("dt_embedder.") for name in tensors):
-        kind = "trajectory"
+        conditioning = "trajectory"
     elif any(name.startswith("time_embedder.") for name in tensors):
-        kind = "index"
+        conditioning = "index"
     first = next(iter(blocks))
     looped = first.startswith("transformer.h.blocks.")
     rows, width = _shape(tensors, "transformer.wte.weight")
@@ -132,7 +132,7 @@ def _infer_config(
     advice = "give --loops (loops=…), 8 for a 3⊗8 model"
     require(loops is not None or not looped, f"The number of loops L is not in the weights; {advice}.")
     return ModelConfig(
-        conditioning=kind,
+        conditioning=conditioning,
         blocks=len(numbers),
         loops=loops if looped and loops is not None else 1,
         width=width,
@@ -147,7 +147,7 @@ def _infer_config(
 
 def _shape(tensors: dict[str, Tensor], name: str) -> tuple[int, int]:
     if name not in tensors:
-        raise FileProblem(f"The weights lack the tensor {name}; the file is not whole.")
+        raise FileProblem(f"The weights lack the tensor {name}; the file is incomplete.")
     shape = tensors[name].shape
     if len(shape) != 2:
         raise FileProblem(f"The tensor {name} has shape {list(shape)}, not a matrix; the file is damaged.")
@@ -169,11 +169,11 @@ def read_weights(source: str | Path) -> tuple[Tensors, Settings]:
         )
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)) and not path.parent.is_dir():
         return read_folder(fetch(str(source)))
-    beside: list[str] = []  # models and runs that the user may have meant
+    candidates: list[str] = []  # models and runs that the user may have meant
     with suppress(OSError):
         suffixes = (".safetensors", *PICKLED)
-        beside = [str(other) for other in path.parent.iterdir() if other.is_dir() or other.suffix in suffixes]
-    hint = nearest(str(path), beside, otherwise="check the path.")
+        candidates = [str(other) for other in path.parent.iterdir() if other.is_dir() or other.suffix in suffixes]
+    hint = nearest(str(path), candidates, otherwise="check the path.")
     raise FileProblem(f"There is no file or folder {source}; {hint}")
 
 
@@ -184,17 +184,17 @@ def fetch(hub_id: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # the Hub client raises many kinds, also from the HTTP library below it
-        # The reason is the first sentence: `ConnectError: …` of "Got: ConnectError: …" and a paragraph of advice.
+        # Keep only the first sentence: "Got: ConnectError: …" is followed by a paragraph of advice.
         line = str(error).strip().partition("\n")[0].removeprefix("Got: ")
         reason = re.split(r"(?<=\w)[.;] ", line)[0].rstrip(".") or type(error).__name__
         raise FileProblem(
-            f"{hub_id} is no local path and could not be had from the Hugging Face Hub ({reason}); "
+            f"{hub_id} is not a local path and could not be fetched from the Hugging Face Hub ({reason}); "
             "check the name and the connection."
         ) from error
 
 
 def read_folder(folder: Path) -> tuple[Tensors, Settings]:
-    """All safetensors of a folder (sharded or not), or its only `.pt`; settings from its `config.json`."""
+    """All safetensors of a folder (sharded or not), or its only `.pt`; config.json overrides their settings."""
     config = folder / CONFIG
     settings: Settings = read_json(config) if config.is_file() else {}
     tensors: Tensors = {}
@@ -217,19 +217,19 @@ def read_folder(folder: Path) -> tuple[Tensors, Settings]:
 
 
 def read_pt(path: Path) -> tuple[Tensors, Settings]:
-    """Tensors and settings of a training checkpoint of the authors, or of a bare state dict."""
+    """Tensors and settings of a checkpoint of the authors' training script, or of a bare state dict."""
     try:
-        stand_ins: list[Any] = [
-            _stand_in(name, path) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        inert_classes: list[Any] = [
+            _inert_class(name, path) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)
         ]
-        with torch.serialization.safe_globals(stand_ins):
+        with torch.serialization.safe_globals(inert_classes):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except FileProblem:
         raise
     except (RuntimeError, ValueError, EOFError, OSError, KeyError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise FileProblem(
-            f"{path} is not a whole PyTorch checkpoint ({reason}); fetch or save it again."
+            f"{path} is not a complete PyTorch checkpoint ({reason}); fetch or save it again."
         ) from error
     if not isinstance(content, dict):
         raise FileProblem(f"{path} holds {type(content).__name__}, not a dictionary of tensors; save a state dict.")
@@ -243,17 +243,18 @@ def read_pt(path: Path) -> tuple[Tensors, Settings]:
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
         if not isinstance(name, str):
-            raise FileProblem(f"{path} has a tensor under {name!r}, which is no name; save a state dict.")
+            raise FileProblem(f"{path} has a tensor under {name!r}, which is not a name; save a state dict.")
+        # A small file can declare a huge tensor (stride 0, sparse layout). Copying it would exhaust the memory.
         if (
             tensor.layout != torch.strided
             or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
         ):
-            raise FileProblem(f"The tensor {name} of {path} is larger than what is stored of it; save it whole.")
+            raise FileProblem(f"The tensor {name} of {path} is larger than its data; save a full copy of it.")
     return tensors, settings
 
 
-def _stand_in(name: str, path: Path) -> tuple[Any, str]:
-    """A harmless class for a name in a pickle; only the settings object and NumPy scalars are allowed."""
+def _inert_class(name: str, path: Path) -> tuple[Any, str]:
+    """A class without behaviour to unpickle instead of `name`; only settings and NumPy scalars are allowed."""
     numpy_scalar = r"numpy\.(core|_core)\.multiarray\.scalar|numpy\.dtype|numpy\.dtypes\.\w+"
     if name.rpartition(".")[2] == "GPTConfig" or re.fullmatch(numpy_scalar, name):
         return type("Record", (_InertRecord,), {}), name
@@ -264,7 +265,7 @@ def _stand_in(name: str, path: Path) -> tuple[Any, str]:
 
 
 class _InertRecord:
-    """Replaces a pickled object: has its plain attributes and no behaviour."""
+    """Replaces a pickled object: it has the object's attributes and no behaviour."""
 
     def __init__(self, *args: object) -> None:
         pass
