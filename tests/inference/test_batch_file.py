@@ -115,7 +115,7 @@ def test_what_stands_is_not_made_again_and_more_prompts_are_added(lm: LM, source
         (b'{"prompt": null}', "The line has no prompt; add one."),
         (b'{"prompt": ""}', "The prompt is empty"),
         (b'{"prompt": 5}', "prompt must be text, got 5."),
-        (b'{"prompt": "\\ud800"}', "not UTF-8"),
+        (b'{"prompt": "\\ud800"}', "UTF-8 cannot encode"),
         (b'{"promt": "a"}', "Unknown field promt; did you mean prompt?"),
         (b'{"prompt": "a", "budget": [2]}', "budget must be a whole number, got [2]."),
         (b'{"prompt": "a", "budget": true}', "budget must be a whole number, got True."),
