@@ -30,7 +30,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError
 from loopformer.evaluation.store import JsonDict, ReportProgress
 from loopformer.files import write_atomic
-from loopformer.scoring import BATCH_TOKENS, Count, Span, loglikelihoods
+from loopformer.scoring import BATCH_TOKENS, CountProgress, Span, loglikelihoods
 from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def answer_requests(
     queries: Sequence[Query],
     trajectories: Sequence[Trajectory],
     batch_tokens: int = BATCH_TOKENS,
-    count: Count | None = None,
+    count: CountProgress | None = None,
 ) -> dict[Trajectory, TaskAnswers]:
     """The answers to requests along each trajectory. Each is charged an equal share of the time."""
     started, tokenizer = time.perf_counter(), lm.need_tokenizer()
