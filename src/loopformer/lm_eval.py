@@ -1,10 +1,10 @@
-"""Everything that needs lm-evaluation-harness: its tasks as plain requests, and its metrics of our answers.
+"""The bridge to lm-evaluation-harness: its tasks become plain requests, and it computes metrics from the answers.
 
     suite = Suite.load(["paper"], data="data/eval", limit=50)      # the paper's tasks, from local files
     answers = run_requests(loaded, suite, loaded.trajectories("1,2,4"))
     suite.results(answers)                                         # the harness's own numbers, in plain data
 
-The definitions of tasks are the harness's: prompts, choices, preparation of examples, metrics. `data` replaces only
+The harness defines the tasks: prompts, choices, preparation of examples, metrics. `data` replaces only
 the source of the examples of the paper's tasks. `include` is a folder of your own tasks. Tasks must be scored by
 log-likelihoods; for tasks that generate, export the model and run the harness itself (docs/huggingface.md).
 """
@@ -52,19 +52,19 @@ except ImportError as error:
 Metrics = dict[str, dict[str, float | None]]  # by task: metric and metric_stderr
 
 _SEED = 1234  # of few-shot examples; the harness's own default
-_BOOTSTRAP = 1000  # draws, for standard errors that have no formula
-_USUAL_METRICS = ("acc_norm", "acc")  # by preference, for a task that is not the paper's
+_BOOTSTRAP_DRAWS = 1000  # for the standard error of metrics that have no formula for it
+_MAIN_METRICS = ("acc_norm", "acc")  # in this order, for tasks that the paper does not have
 
 
 class RecordedAnswers(api.LM):  # type: ignore[misc]
-    """A model of the harness that replays the answers to each task's requests."""
+    """A model for the harness that runs nothing and returns recorded answers."""
 
     def __init__(self, queries: Mapping[str, list[Query]], answered: Mapping[str, TaskAnswers]) -> None:
         super().__init__()
         self._values = {
             (task, query): value
-            for task, asked in queries.items()
-            for query, value in zip(asked, answered[task].values, strict=True)
+            for task, task_queries in queries.items()
+            for query, value in zip(task_queries, answered[task].values, strict=True)
         }
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
@@ -89,14 +89,14 @@ class Suite(Requests):
         limit: int | None = None,
         report: ReportProgress | None = None,
     ) -> Suite:
-        """Find tasks by name, `paper` for all of the paper's, and build the requests for their examples.
+        """Find tasks by name, and build the requests for their examples. `paper` stands for all tasks of the paper.
 
-        `limit` is how many examples of each task are used.
+        `limit` is the maximum number of examples per task.
         """
         require(limit is None or limit >= 1, f"--limit must be 1 or more examples a task, got {limit}.")
         expanded = list(dict.fromkeys(task for name in names for task in (TASKS if name == "paper" else [name])))
         require(len(expanded) > 0, "--tasks is empty; give paper or names of tasks, such as piqa,arc_easy.")
-        local = {name: read_examples(data, name) for name in expanded if data is not None and name in TASKS}
+        local_tasks = {name: read_examples(data, name) for name in expanded if data is not None and name in TASKS}
         tasks, groups = dict[str, Any](), dict[str, Any]()
         queries, facts = dict[str, list[Query]](), dict[str, JsonDict]()
         with _quiet():
@@ -104,65 +104,65 @@ class Suite(Requests):
         for number, name in enumerate(expanded):
             if report:
                 report("loading tasks", number, len(expanded))
-            file = local.get(name)
-            with _quiet(), _task_errors(name, file):
+            local = local_tasks.get(name)
+            with _quiet(), _task_errors(name, local):
                 # A local task is a group of one task, in which only the source of the examples is replaced.
-                changed = file and {"group": f"local-{name}", "task": [{"task": name, **_local_source(name, file)}]}
-                loaded = manager.load([changed or name])
+                group = local and {"group": f"local-{name}", "task": [{"task": name, **_local_source(name, local)}]}
+                loaded = manager.load([group or name])
                 new = {task_name: task for task_name, task in loaded["tasks"].items() if task_name not in tasks}
                 for task in new.values():
                     task.set_fewshot_seed(seed=_SEED)
                     task.build_all_requests(limit=limit)
                     task.build_all_requests = lambda **_: None  # `evaluate` would do it again for every trajectory
-                    if file is not None:
+                    if local is not None:
                         _check_labels(task)
             tasks |= new
-            groups |= {} if file is not None else loaded["groups"]
+            groups |= {} if local is not None else loaded["groups"]
             for task_name, task in new.items():
-                asked = [Query(instance.request_type, tuple(instance.args)) for instance in task.instances]
+                task_queries = [Query(instance.request_type, tuple(instance.args)) for instance in task.instances]
                 hub = ":".join(part for part in (task.config.dataset_path, task.config.dataset_name) if part)
-                queries[task_name] = asked
+                queries[task_name] = task_queries
                 facts[task_name] = {
                     "version": task.VERSION,
                     "examples": len({instance.doc_id for instance in task.instances}),
                     "of": len(task.eval_docs),
-                    "data": {"dataset": hub} if file is None else {"file": file.file, "sha256": file.sha256},
-                    "note": file and file.note,
-                    "requests": len(asked),
-                    "requests_sha256": hash_requests(asked),
+                    "data": {"dataset": hub} if local is None else {"file": local.file, "sha256": local.sha256},
+                    "note": local and local.note,
+                    "requests": len(task_queries),
+                    "requests_sha256": hash_requests(task_queries),
                 }
-        about = {"names": list(names), "limit": limit, "harness": version("lm_eval"), "tasks": facts}
-        about["notes"] = [each.note for each in local.values() if each.note]
-        return cls(about, queries, tasks, groups)
+        suite_facts = {"names": list(names), "limit": limit, "harness": version("lm_eval"), "tasks": facts}
+        suite_facts["notes"] = [each.note for each in local_tasks.values() if each.note]
+        return cls(suite_facts, queries, tasks, groups)
 
     def metrics(self, answered: Mapping[str, TaskAnswers]) -> tuple[Metrics, Metrics]:
         """The harness's metrics of tasks and of groups, from the answers to all requests."""
         for task in self.tasks.values():
-            for instance in task.instances:  # the harness leaves the answers of an earlier run in them
+            for instance in task.instances:  # `evaluate` appends, so answers of the last trajectory must go first
                 instance.resps, instance.filtered_resps = [], {}
-        os.environ.setdefault("DISABLE_MULTIPROC", "1")  # to bootstrap errors, it would fork a process with a model
+        os.environ.setdefault("DISABLE_MULTIPROC", "1")  # or its bootstrap forks this process, model and all
         with _quiet():
             evaluated = evaluate(
                 RecordedAnswers(self.queries, answered),
                 {"tasks": dict(self.tasks), "groups": dict(self.groups), "group_map": {}},
                 limit=self.facts["limit"],
-                bootstrap_iters=_BOOTSTRAP,
+                bootstrap_iters=_BOOTSTRAP_DRAWS,
                 log_samples=False,
             )
         tasks = {name: _plain_numbers(evaluated["results"][name]) for name in self.tasks}
         return tasks, {name: _plain_numbers(values) for name, values in evaluated.get("groups", {}).items()}
 
     def metric(self, task: str, metrics: Mapping[str, float | None]) -> str:
-        """The metric that stands for a task: the paper's, else normalised accuracy, accuracy, or its first one."""
+        """The main metric of a task: the paper's, else normalised accuracy, else accuracy, else the first."""
         if task in TASKS and TASKS[task].metric in metrics:
             return TASKS[task].metric
         names = [name for name in metrics if not name.split(",")[0].endswith("_stderr")]
-        return next((name for usual in _USUAL_METRICS for name in names if name.split(",")[0] == usual), names[0])
+        return next((name for main in _MAIN_METRICS for name in names if name.split(",")[0] == main), names[0])
 
     def results(self, answers: Answers) -> JsonDict:
-        """All numbers in plain data: per trajectory and task the metric, its value, error, examples and seconds.
+        """All results as plain data: the main metric and the costs of each task, along each trajectory.
 
-        The answers must be to exactly the requests of this suite.
+        Raises if the answers are not to exactly the requests of this suite.
         """
         for task, facts in self.facts["tasks"].items():
             is_same = answers.facts["tasks"].get(task, {}).get("requests_sha256") == facts["requests_sha256"]
@@ -210,7 +210,7 @@ class Suite(Requests):
         batch_tokens: int = BATCH_TOKENS,
         report: ReportProgress | None = None,
     ) -> dict[Trajectory, float]:
-        """One accuracy for each trajectory: the paper's average if all its tasks are here, else the mean."""
+        """One accuracy per trajectory: the paper's average if the suite has all its tasks, else the mean."""
         rows = self.results(run_requests(loaded, self, trajectories, batch_tokens, report, together=True))["runs"]
         for name, task in rows[0]["tasks"].items():
             metric = task["metric"]
@@ -221,7 +221,7 @@ class Suite(Requests):
 
 
 def _task_manager(names: Sequence[str], include: str | Path | None) -> Any:
-    """The harness's index of tasks: the paper's and your own if they are enough, else all, which takes long."""
+    """The harness's index of tasks. Only the paper's and `include` if those suffice, because all take long."""
     if include is not None and not Path(include).is_dir():
         raise FileProblem(f"There is no folder {include}; --include takes a folder of task definitions (YAML).")
     included = [] if include is None else [str(include)]
@@ -238,7 +238,7 @@ def _task_manager(names: Sequence[str], include: str | Path | None) -> Any:
 
 
 def _local_source(name: str, local: LocalExamples) -> dict[str, Any]:
-    """What replaces the source of a task's examples in its definition."""
+    """The fields of a task's definition that make it read its examples from a local file."""
     import datasets
 
     split = TASKS[name].split
@@ -252,7 +252,7 @@ def _local_source(name: str, local: LocalExamples) -> dict[str, Any]:
 
 
 def _check_labels(task: Any) -> None:
-    """Refuse an example whose label is none of its choices; the harness would count it as a wrong answer."""
+    """Refuse an example whose label is not among its choices. The harness would count it as a wrong answer."""
     if task.OUTPUT_TYPE != "multiple_choice" or task.multiple_input:
         return
     for doc in {instance.doc_id: instance.doc for instance in task.instances}.values():
@@ -273,7 +273,7 @@ def _task_errors(name: str, local: LocalExamples | None) -> Iterator[None]:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if local is not None:
             raise FileProblem(
-                f"An example in {local.file} is none of {name} ({what}); "
+                f"An example in {local.file} does not fit {name} ({what}); "
                 "compare the fields with docs/benchmarks.md."
             ) from error
         hint = "give its data with --data" if name in TASKS else "check its data and its definition"
@@ -281,7 +281,7 @@ def _task_errors(name: str, local: LocalExamples | None) -> Iterator[None]:
 
 
 def _plain_numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
-    """The numbers of a task, as in `acc` and `acc_stderr`, with the name of a filter of answers if there is one."""
+    """The numeric metrics of a task by name: `acc` and `acc_stderr`, or `acc,FILTER` for filtered answers."""
     return {
         key.removesuffix(",none"): None if value is None or isinstance(value, str) else float(value)
         for key, value in values.items()

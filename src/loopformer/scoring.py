@@ -1,20 +1,21 @@
 """Log-probabilities of known tokens: one scorer for perplexity, tasks, `lm.score` and validation.
 
     spans = [Span((*context, *continuation), scored=len(continuation))]
-    loglikelihoods(model, spans, trajectories)[trajectory].answers[0]    # (log-likelihood, is it the greedy choice)
+    loglikelihoods(model, spans, trajectories)[trajectory].answers[0]    # (log-likelihood, whether greedy)
     for batch in score_spans(model, windows, trajectories): ...          # log-probabilities token by token
     token_logprobs(model, hidden, targets)                               # from hidden states computed elsewhere
 
 A log-probability is computed in fp32 over the model's vocabulary, without the rows that only pad it. Sums are in
 float64. The head runs over chunks of tokens (`head_chunks`), so full logits never exist.
 
-Trajectories that begin with the same steps share the states after those steps exactly, because a loop depends on
-nothing but its (t, Δ). They run as a tree, depth first, with only the M + 1 states of the current path in memory.
+Trajectories that begin with the same steps share the states after those steps exactly, because a loop's output
+depends only on its input state and its (t, Δ). They run as a tree, depth first, so that only the M + 1 states of
+the current path are in memory.
 
 Rows that begin with the same tokens are packed. The four answers to a question become one sequence: the question,
 then each answer. An answer attends to the question and to itself, at the positions it would have alone, so the
 outputs equal those of rows run one by one. Rows are sorted by their tokens, so rows with a common prefix become
-neighbours. Neighbours become one pack where they share at least half of what precedes their scored tokens.
+neighbours. Neighbours are packed together if they share at least half of the tokens before their scored tokens.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from loopformer.trajectory import Trajectory
 
 Tokens = tuple[int, ...]
 Answer = tuple[float, bool]  # log-likelihood; whether every token was the most likely one
-Count = Callable[[int, int], None]  # reports progress: how many are done, of how many
+CountProgress = Callable[[int, int], None]  # called with the number of spans done, and of all spans
 
 BATCH_TOKENS = 8192
-MIN_SHARED_TOKENS = 8  # a shorter common prefix is not worth a mask
-_MAX_PACK_CONTEXTS = 2  # because attention costs grow with the square of a pack's length
-_MAX_CHUNK_LOGITS = 1 << 24  # logits in a chunk
+MIN_SHARED_TOKENS = 8  # shorter prefixes run once per row, because sharing needs an explicit mask
+_MAX_PACK_CONTEXTS = 2  # length limit of a pack in contexts: attention is quadratic in it
+_MAX_CHUNK_LOGITS = 1 << 24  # tokens × vocabulary of one chunk: 64 MiB in fp32
 
 
 def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
@@ -56,7 +57,7 @@ def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens of which the last `scored` are scored, each given those before it."""
+    """A sequence whose last `scored` tokens are scored, each given all tokens before it."""
 
     tokens: Tokens
     scored: int
@@ -78,9 +79,9 @@ class Span:
     def windows(self, size: int, stride: int | None = None, reach_back: bool = False) -> list[Span]:
         """Cut into spans of at most `size` inputs that score each token once.
 
-        Each window begins `stride` tokens after the last, `size` by default, and scores the tokens that are new in
-        it. With `reach_back` every window begins as early as its size allows, so that a continuation is given as
-        much of its context as fits, as in lm-evaluation-harness.
+        Each window begins `stride` tokens after the previous one, `size` by default, and scores its new tokens.
+        `reach_back` extends the last window to the left to `size` inputs, so that its tokens get as much context as
+        fits, as in lm-evaluation-harness.
         """
         windows: list[Span] = []
         done = len(self.tokens) - self.scored
@@ -107,16 +108,16 @@ def head_chunks(model: LoopedLM, hidden: Tensor, chunk: int | None = None) -> It
 def token_logprobs(model: LoopedLM, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """log p of targets [N] given hidden [N, D] in fp32, and whether each target is the most likely token."""
     logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-    greedy = torch.empty(len(targets), dtype=torch.bool, device=hidden.device)
+    is_greedy = torch.empty(len(targets), dtype=torch.bool, device=hidden.device)
     for part, logits in head_chunks(model, hidden):
         all_logprobs = logits.log_softmax(-1)  # [n, V]
         logprobs[part] = all_logprobs.gather(1, targets[part, None])[:, 0]
-        greedy[part] = all_logprobs.argmax(-1) == targets[part]
-    return logprobs, greedy
+        is_greedy[part] = all_logprobs.argmax(-1) == targets[part]
+    return logprobs, is_greedy
 
 
 class TrajectoryTree:
-    """Runs batches along several trajectories, with common first steps and all conditions computed once.
+    """Runs batches along several trajectories. Loops that trajectories begin with in common run once.
 
     tree = TrajectoryTree(model, Trajectory.enumerate(8, 4))
     for trajectory, hidden in tree.run(ids): ...      # hidden [B, T, D] after the final norm
@@ -127,7 +128,7 @@ class TrajectoryTree:
     def __init__(self, model: LoopedLM, trajectories: Iterable[Trajectory]) -> None:
         self.model = model
         self.trajectories = sorted(set(trajectories), key=lambda each: each.steps)  # common prefixes side by side
-        self._conditions: dict[tuple[Fraction, Fraction], Condition] = {}  # by (t, Δ), each for 1 row
+        self._conditions: dict[tuple[Fraction, Fraction], Condition] = {}  # by (t, Δ), for batch size 1
         for trajectory in self.trajectories:
             steps = list(zip(trajectory.times, trajectory.steps, strict=True))
             if not self._conditions.keys() >= set(steps):
@@ -142,17 +143,17 @@ class TrajectoryTree:
     def run_from(
         self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, start: Tensor | None = None
     ) -> Iterator[tuple[Trajectory, Tensor]]:
-        """The same from the embeddings [B, T, D]; `start` is the state before the first loop, by default `x`."""
+        """As `run`, from embeddings x [B, T, D]. `start` is the state before the first loop, by default `x`."""
         first = x if start is None else start.to(x.dtype).expand_as(x)
-        path: list[Tensor] = [first]  # path[i]: the state after i steps of `before`
-        before: tuple[Fraction, ...] = ()
+        path: list[Tensor] = [first]  # path[i]: the state after i steps of the previous trajectory
+        previous: tuple[Fraction, ...] = ()
         for trajectory in self.trajectories:
-            del path[1 + common_prefix(before, trajectory.steps) :]  # frees the states of finished branches
-            for number in range(len(path) - 1, len(trajectory)):
-                condition = self._conditions[trajectory.times[number], trajectory.steps[number]]
-                state = self.model.inject(path[-1], x, condition, number)
+            del path[1 + common_prefix(previous, trajectory.steps) :]  # frees the states of finished branches
+            for loop in range(len(path) - 1, len(trajectory)):
+                condition = self._conditions[trajectory.times[loop], trajectory.steps[loop]]
+                state = self.model.inject(path[-1], x, condition, loop)
                 path.append(self.model.stack(state, condition.modulation, rotary, mask))
-            before = trajectory.steps
+            previous = trajectory.steps
             yield trajectory, self.model.final_norm(path[-1])
 
 
@@ -163,7 +164,7 @@ def count_passes(trajectories: Iterable[Trajectory]) -> int:
 
 @dataclass(frozen=True)
 class Pack:
-    """Distinct rows as one sequence: their common prefix, then the rest of each row."""
+    """Distinct rows as one sequence: the prefix they share, then the suffix of each row."""
 
     prefix: Tokens
     suffixes: tuple[Tokens, ...]
@@ -188,10 +189,10 @@ class Pack:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Packs to run together, either all shared or none, and the spans that they score."""
+    """Packs to run together, and the spans they score. Either all packs share a prefix or none does."""
 
     packs: tuple[Pack, ...]
-    spans: tuple[tuple[int, int, int], ...]  # (number of the span, its pack, where its row ends in the pack)
+    spans: tuple[tuple[int, int, int], ...]  # (index of the span, its pack, the end of its row in the pack)
 
     @property
     def tokens(self) -> int:
@@ -199,19 +200,19 @@ class PackedBatch:
         return sum(map(len, self.packs))
 
     def embed(self, model: LoopedLM) -> tuple[Tensor, Rotary | None, Tensor | None, Tensor | None]:
-        """The embeddings [B, T, D], angles, mask and random start, with each row of a pack as if it were alone."""
+        """The embeddings [B, T, D], angles, mask and random initial state. Rows of a pack are independent."""
         ids, owners = list[Tensor](), list[Tensor]()
         for pack in self.packs:
             ids.append(torch.tensor([*pack.prefix, *chain(*pack.suffixes)]))
-            # 0 for the prefix, which all rows attend to; a number for each suffix, which only attends to itself.
+            # All rows attend to owner 0, the prefix. A suffix has a number of its own and is seen by itself alone.
             sizes = torch.tensor([len(pack.prefix), *map(len, pack.suffixes)])
             owners.append(torch.arange(len(sizes)).repeat_interleave(sizes))
-        # [B, T]; no token attends to the padding after it.
+        # [B, T], padded at the end, where the causal mask hides the padding.
         tokens, owner = (pad_sequence(rows, batch_first=True).to(model.device) for rows in (ids, owners))
         positions, mask = torch.arange(tokens.shape[1], device=model.device)[None], None
-        if self.packs[0].shared:  # then all of them are
+        if self.packs[0].shared:  # then all packs are
             visible = ((owner[:, None, :] == owner[:, :, None]) | (owner[:, None, :] == 0)).tril()  # [B, T, T]
-            # A token attends to its own row up to itself. Padding may attend to more tokens than a context has.
+            # The position of a token is its index in its own row. That of padding may exceed the context: clamp it.
             positions = (visible.sum(-1) - 1).clamp(max=model.config.context - 1)
             mask = visible[:, None]  # [B, 1, T, T]
         x, rotary = model.add_positions(model.tokens(tokens), positions)
@@ -221,18 +222,19 @@ class PackedBatch:
 def plan_batches(
     spans: Sequence[Span], context: int, batch_tokens: int = BATCH_TOKENS, share: bool = True
 ) -> list[PackedBatch]:
-    """Batches that score all spans, the longest packs first, of at most `batch_tokens` tokens or of one pack.
+    """Batches that score all spans, each of at most `batch_tokens` padded tokens unless a single pack is longer.
 
-    Equal rows run once. Common prefixes run once too, unless `share` is False.
+    Equal rows run once. Common prefixes run once too, unless `share` is False. Unshared packs come before shared
+    ones, and longer before shorter, which keeps padding small.
     """
-    numbers: dict[Tokens, list[int]] = {}  # the spans that a row scores
-    free: dict[Tokens, int] = {}  # leading tokens of a row whose outputs no span needs
+    span_indices: dict[Tokens, list[int]] = {}  # of the spans that score a row
+    unscored: dict[Tokens, int] = {}  # leading tokens of a row whose outputs no span scores: these can be shared
     for number, span in enumerate(spans):
-        numbers.setdefault(span.inputs, []).append(number)
+        span_indices.setdefault(span.inputs, []).append(number)
         before = len(span.inputs) - span.scored
-        free[span.inputs] = min(before, free.get(span.inputs, before))
-    single_rows = (Pack((), (row,)) for row in numbers)
-    packs = _packs(sorted(numbers), free, _MAX_PACK_CONTEXTS * context) if share else single_rows
+        unscored[span.inputs] = min(before, unscored.get(span.inputs, before))
+    single_rows = (Pack((), (row,)) for row in span_indices)
+    packs = _pack_rows(sorted(span_indices), unscored, _MAX_PACK_CONTEXTS * context) if share else single_rows
     groups: list[list[Pack]] = []
     for pack in sorted(packs, key=lambda pack: (pack.shared, -len(pack), pack.prefix, pack.suffixes)):
         last = groups[-1] if groups else []
@@ -245,26 +247,26 @@ def plan_batches(
         rows = (
             (index, *each) for index, pack in enumerate(group) for each in zip(pack.rows, pack.ends, strict=True)
         )
-        scored = tuple((number, index, end) for index, row, end in rows for number in numbers[row])
+        scored = tuple((number, index, end) for index, row, end in rows for number in span_indices[row])
         batches.append(PackedBatch(tuple(group), scored))
     return batches
 
 
-def _packs(rows: Sequence[Tokens], free: dict[Tokens, int], longest: int) -> Iterator[Pack]:
-    """Sorted rows as packs of at most `longest` tokens or of one row; a pack shares a long enough prefix."""
+def _pack_rows(rows: Sequence[Tokens], unscored: dict[Tokens, int], max_tokens: int) -> Iterator[Pack]:
+    """Pack sorted rows with a common prefix, up to `max_tokens` tokens. A longer row is a pack of its own."""
     start = 0
     while start < len(rows):
-        # A family is a run of neighbours with enough in common; `shared` is the prefix of all of them.
+        # rows[start:stop] are neighbours with enough in common; `shared` is the length of their prefix.
         shared, stop = 0, start + 1
         while stop < len(rows):
-            limit = min(free[rows[stop - 1]], free[rows[stop]])
+            limit = min(unscored[rows[stop - 1]], unscored[rows[stop]])
             common = min(common_prefix(rows[stop - 1], rows[stop]), limit)
             if common < max(MIN_SHARED_TOKENS, limit / 2):
                 break
             shared, stop = (min(shared, common) if shared else common), stop + 1
         prefix, suffixes = rows[start][:shared], list[Tokens]()
         for row in rows[start:stop]:
-            if suffixes and sum(map(len, suffixes)) + len(row) > longest:
+            if suffixes and sum(map(len, suffixes)) + len(row) > max_tokens:
                 yield Pack(prefix, tuple(suffixes))
                 suffixes = []
             suffixes.append(row[shared:])
@@ -274,19 +276,19 @@ def _packs(rows: Sequence[Tokens], free: dict[Tokens, int], longest: int) -> Ite
 
 @dataclass(frozen=True)
 class BatchScores:
-    """The scores of some spans, concatenated, on the CPU."""
+    """The scores of the spans of one batch, concatenated, on the CPU."""
 
-    spans: list[int]  # their numbers
+    spans: list[int]  # their indices
     sizes: list[int]  # how many tokens of each are scored
     targets: Tensor  # [N]
-    along: dict[Trajectory, tuple[Tensor, Tensor]]  # log-probabilities [N] in fp32; whether each is most likely [N]
-    tokens: int  # that were run for them, padding not counted
-    loops: Sequence[int] = ()  # with early exit, those that each position of the batch took
+    along: dict[Trajectory, tuple[Tensor, Tensor]]  # log-probabilities [N] in fp32, is greedy [N]
+    tokens: int  # run through the model, without padding
+    loops: Sequence[int] = ()  # with early exit: how many each position took
 
 
 @contextmanager
 def explain_memory(batch_tokens: int) -> Iterator[None]:
-    """Turn a lack of memory into one sentence with a remedy."""
+    """Turn an out-of-memory error into an error that says to lower --batch-tokens."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -303,7 +305,7 @@ def score_spans(
     batch_tokens: int = BATCH_TOKENS,
     share: bool = True,
 ) -> Iterator[BatchScores]:
-    """Score spans, none longer than the context + 1, batch by batch along all trajectories."""
+    """Score spans of at most context + 1 tokens along all trajectories. Yields the scores batch by batch."""
     largest, vocab = max((max(span.tokens) for span in spans), default=0), model.config.vocab
     require(batch_tokens >= 1, f"--batch-tokens must be 1 or more, got {batch_tokens}.")
     require(
@@ -315,7 +317,7 @@ def score_spans(
         numbers = [number for number, _, _ in batch.spans]
         sizes = [spans[number].scored for number in numbers]
         targets = torch.tensor([token for number in numbers for token in spans[number].targets])  # [N]
-        length = max(map(len, batch.packs))  # outputs are looked up in the flattened batch [B * T]
+        length = max(map(len, batch.packs))  # T of the padded batch; `outputs` indexes the flattened [B * T]
         outputs = [
             pack * length + position
             for number, pack, end in batch.spans
@@ -332,7 +334,7 @@ def score_spans(
 
 @dataclass(frozen=True)
 class Loglikelihoods:
-    """Answers in the order of the spans, and the tokens run for them."""
+    """One answer per span in order, and the number of tokens run for them."""
 
     answers: list[Answer]
     tokens: int
@@ -344,12 +346,12 @@ def loglikelihoods(
     trajectories: Sequence[Trajectory],
     batch_tokens: int = BATCH_TOKENS,
     share: bool = True,
-    count: Count | None = None,
+    count: CountProgress | None = None,
 ) -> dict[Trajectory, Loglikelihoods]:
     """The log-likelihoods of spans of any length along each trajectory.
 
-    The context of a span that does not fit is cut off from the left. Tokens to score are never cut: they are scored
-    in several windows.
+    If a span is longer than the model's context, its own context is cut on the left. Scored tokens are never cut:
+    they are scored in several windows.
     """
     parts = [
         (n, part) for n, span in enumerate(spans) for part in span.windows(model.config.context, reach_back=True)
@@ -376,7 +378,7 @@ def loglikelihoods(
 
 @dataclass(frozen=True)
 class Score:
-    """The log-probabilities of a text's tokens, the first given an end token."""
+    """The log-probabilities of a text's tokens. The first is conditioned on an end token."""
 
     ids: Tokens
     logprobs: tuple[float, ...]  # of the ids
@@ -397,7 +399,7 @@ def score_texts(
     context = model.config.context
     for ids in texts:
         require(len(ids) > 0, "A text to score is empty; give at least one character.")
-        # A text of the context's length fits: the end token is an input and the last token is none.
+        # A text of the context's length fits: the end token is an input, and the last token is only a target.
         require(len(ids) <= context, f"A text has {len(ids)} tokens but the context is {context}; shorten it.")
     logprobs: list[tuple[float, ...]] = [()] * len(texts)
     for trajectory in dict.fromkeys(trajectories):

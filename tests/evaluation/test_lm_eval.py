@@ -251,13 +251,13 @@ def test_tasks_that_generate_are_refused(tmp_path: Path) -> None:
 def test_an_example_says_which_choice_is_right(tmp_path: Path, name: str, field: str, label: Any) -> None:
     first, second = LOCAL[name]
     file = write_lines(tmp_path / f"{name}.{TASKS[name].split}.jsonl", [second, {**first, field: label}])
-    with pytest.raises(FileProblem, match=rf"An example in {file.name} is none of {name} \("):
+    with pytest.raises(FileProblem, match=rf"An example in {file.name} does not fit {name} \("):
         Suite.load([name], data=tmp_path)
 
 
 def test_hellaswag_as_on_the_hub_has_labels_too(tmp_path: Path) -> None:
     write_lines(tmp_path / "hellaswag.validation.jsonl", [{**HUB["hellaswag"][0], "label": ""}])
-    with pytest.raises(FileProblem, match=r"An example in hellaswag\.validation\.jsonl is none of hellaswag \("):
+    with pytest.raises(FileProblem, match=r"An example in hellaswag\.validation\.jsonl does not fit hellaswag \("):
         Suite.load(["hellaswag"], data=tmp_path)
 
 
@@ -274,7 +274,9 @@ def test_wrong_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     short = {name: value for name, value in good.items() if name != "choice2"}
     for examples in ([{**good, "question": "why"}], [good, {**good, "question": "why"}], [short]):
         write_lines(tmp_path / "copa.validation.jsonl", examples)
-        with pytest.raises(FileProblem, match=r"An example in copa\.validation\.jsonl is none of copa \(KeyError"):
+        with pytest.raises(
+            FileProblem, match=r"An example in copa\.validation\.jsonl does not fit copa \(KeyError"
+        ):
             Suite.load(["copa"], data=tmp_path)
     name = own_task(tmp_path, "loglikelihood_rolling", "bits_per_byte", "bits_per_byte")
     (tmp_path / "loglikelihood_rolling.jsonl").unlink()

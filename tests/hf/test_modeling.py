@@ -216,7 +216,7 @@ def test_mistakes_are_one_clear_sentence(model: LoopedLM, tmp_path: Path) -> Non
         (lambda: theirs.generate(ids, max_new_tokens=40), "33 tokens but the context is 32"),
         (lambda: theirs(ids, attention_mask=torch.ones(1, 4)), r"attention_mask has shape \[1, 4\]"),
         (lambda: theirs(), "Give input_ids or inputs_embeds"),
-        (lambda: theirs.resize_token_embeddings(100), "knows 96 tokens and cannot be given 100"),
+        (lambda: theirs.resize_token_embeddings(100), "has 96 tokens and cannot be resized to 100"),
     ]
     for make, said in cases:
         with pytest.raises(LoopformerError, match=said):

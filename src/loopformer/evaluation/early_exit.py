@@ -6,7 +6,7 @@
 
 After every loop the head reads each position that has not exited. A position exits once the probability of its
 top token exceeds the threshold. Its state then stays as it is, and in the remaining loops later positions attend to
-keys and values of that frozen state. Nothing is run twice, and no retraining is needed.
+keys and values of that frozen state. No retraining is needed.
 
 This measures what early exit would do, on whole sequences and outside of decoding. Every loop runs all positions,
 so it saves no time. `early_exit_flops` counts what a decoder with early exit would compute.
@@ -50,26 +50,26 @@ def early_exit(
     model.check(ids)
     trajectory = model.resolve(trajectory, beyond)
     embedded, rotary, mask = model.embed(ids)  # [B, T, D]
-    start = model.random_initial_state(torch.arange(ids.shape[1], device=ids.device)[None])
-    x = embedded if start is None else start.to(embedded.dtype).expand_as(embedded)  # [B, T, D]
+    initial = model.random_initial_state(torch.arange(ids.shape[1], device=ids.device)[None])
+    x = embedded if initial is None else initial.to(embedded.dtype).expand_as(embedded)  # [B, T, D]
     exited = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
     loops, predictions = (torch.zeros(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
     logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
 
-    for number, condition in enumerate(model.plan_loops(trajectory, len(ids)).conditions):
+    for loop, condition in enumerate(model.plan_loops(trajectory, len(ids)).conditions):
         loops += ~exited
         # An exited position goes through each block as well: its frozen state gives the keys and values that later
         # positions attend to in this loop. Only its output is dropped, after every block and after the loop.
-        state = model.inject(x, embedded, condition, number)
-        for block_number, block in enumerate(model.stack.typed_blocks()):
-            modulation = None if condition.modulation is None else condition.modulation[:, block_number]
+        state = model.inject(x, embedded, condition, loop)
+        for block_index, block in enumerate(model.stack.typed_blocks()):
+            modulation = None if condition.modulation is None else condition.modulation[:, block_index]
             state = torch.where(exited[..., None], state, block(state, modulation, rotary, mask, None))
         x = torch.where(exited[..., None], x, state)
 
-        open_rows, open_positions = (~exited).nonzero(as_tuple=True)  # [N] each
-        hidden = model.final_norm(x[open_rows, open_positions])  # [N, D]
+        active_rows, active_positions = (~exited).nonzero(as_tuple=True)  # [N] each
+        hidden = model.final_norm(x[active_rows, active_positions])  # [N, D]
         for chunk, logits in head_chunks(model, hidden):
-            rows, positions = open_rows[chunk], open_positions[chunk]
+            rows, positions = active_rows[chunk], active_positions[chunk]
             top, token = logits.max(-1)
             logprob = top - logits.logsumexp(-1)
             predictions[rows, positions], logprobs[rows, positions] = token, logprob
@@ -80,7 +80,7 @@ def early_exit(
 
 
 def check_threshold(threshold: object) -> None:
-    """Refuse what is no probability above 0."""
+    """Raise unless the threshold is a number above 0 and at most 1."""
     if not (isinstance(threshold, Real) and 0 < threshold <= 1):  # type: ignore[operator]
         raise LoopformerError(f"certainty must lie in (0, 1], got {threshold!r}.")
 
@@ -91,14 +91,15 @@ def score_with_early_exit(
 ) -> Iterator[BatchScores]:
     """Score spans as `score_spans` does, batch by batch, with early exit along one trajectory."""
     for batch in plan_batches(spans, model.config.context, batch_tokens, share=False):
-        rows = [torch.tensor(pack.rows[0]) for pack in batch.packs]  # padded at the end, which no token attends to
+        rows = [torch.tensor(pack.rows[0]) for pack in batch.packs]
+        # Rows are padded at the end. Attention is causal, so no token of a row attends to its padding.
         numbers = [number for number, _, _ in batch.spans]
         targets = torch.tensor([token for number in numbers for token in spans[number].targets])  # [N]
         with explain_memory(batch_tokens):
             out = early_exit(model, pad_sequence(rows, batch_first=True).to(model.device), threshold, trajectory)
             parts = [out.hidden[row, end - spans[number].scored : end] for number, row, end in batch.spans]
             logprobs, greedy = token_logprobs(model, torch.cat(parts), targets.to(model.device))
-        loops = torch.cat([out.loops[number, : len(row)] for number, row in enumerate(rows)]).tolist()
+        loops = torch.cat([out.loops[index, : len(row)] for index, row in enumerate(rows)]).tolist()
         sizes = [spans[number].scored for number in numbers]
         yield BatchScores(
             numbers, sizes, targets, {trajectory: (logprobs.cpu(), greedy.cpu())}, batch.tokens, loops
@@ -108,13 +109,14 @@ def score_with_early_exit(
 def early_exit_flops(
     cost: Cost, taken: int, budget: int | None = None, context: int | None = None, causal: bool = True
 ) -> float:
-    """Embedding to logits, in FLOPs, of a position that exits after `taken` loops of its budget.
+    """The FLOPs, from embedding to logits, of a position that exits after `taken` loops of its budget.
 
-    Counted are the loops it takes, the head after each of them except the last of the budget, and in the remaining
-    loops its keys and values, with the adapter's product where the model has one.
+    The sum has three parts: a forward pass of the loops it takes, the head once more after each of them to check
+    for an exit (not after the last loop of the budget), and in the remaining loops only keys and values, with the
+    adapter's product where the model has one.
     """
     config = cost.config
     loops = config.loops if budget is None else budget
-    reads = min(taken, loops - 1) * 2 * cost.head_products
+    exit_checks = min(taken, loops - 1) * 2 * cost.head_products
     keys_and_values = config.blocks * 2 * (2 * config.width**2) + 2 * cost.adapter_products
-    return cost.forward_flops(taken, context, causal) + reads + (loops - taken) * keys_and_values
+    return cost.forward_flops(taken, context, causal) + exit_checks + (loops - taken) * keys_and_values

@@ -24,16 +24,16 @@ class LoadedModel:
 
     source: str
     lm: LM
-    weights: str  # as loaded: casting to another dtype does not change it
+    weights: str  # hash of the weights as loaded, before the cast to `dtype`
     store: Store
 
     @classmethod
     def open(cls, source: str, device: str = "auto", dtype: str = "float32") -> LoadedModel:
         """Load a run, a model folder or published weights onto a device."""
-        number_type, chosen = dtype_of(dtype), choose_device(device)  # before the weights are loaded
+        torch_dtype, torch_device = dtype_of(dtype), choose_device(device)  # fail on these before the slow load
         lm = load(source)
         weights = weights_hash(lm.model)  # before the cast, so that all dtypes share one hash
-        return cls(source, lm.to(chosen, number_type), weights, Store.beside(source))
+        return cls(source, lm.to(torch_device, torch_dtype), weights, Store.beside(source))
 
     @property
     def model(self) -> LoopedLM:
@@ -41,11 +41,11 @@ class LoadedModel:
 
     @property
     def identity(self) -> JsonDict:
-        """What answers depend on besides the requests and the trajectory."""
+        """Keys of stored answers that depend on the model: its weights, tokenizer, dtype and device."""
         return {"weights": self.weights, "tokenizer": self.lm.need_tokenizer().hash, **device_and_dtype(self.model)}
 
     def describe(self, trajectories: Sequence[Trajectory]) -> JsonDict:
-        """What was evaluated, and what a token of it costs along each trajectory."""
+        """The model as plain data, with its FLOPs per token along each trajectory."""
         config, cost = self.model.config, self.model.cost
         return {
             "path": self.source,
@@ -63,9 +63,9 @@ class LoadedModel:
         default: Sequence[int] | None = None,
         beyond: bool = False,
     ) -> list[Trajectory]:
-        """Budgets such as "1,2,4" at uniform or best schedules, then trajectories.
+        """The trajectories of budgets such as "1,2,4" along their uniform or best schedules, then `trajectories`.
 
-        Without either, these are the `default` budgets, else 1, L/4, L/2 and L. `beyond` allows more loops than L.
+        If neither is given, the budgets are `default`, or 1, L/4, L/2 and L. `beyond` allows more loops than L.
         """
         numbers = [] if trajectories else default or validation_budgets(self.model.config.loops)
         if budgets is not None:

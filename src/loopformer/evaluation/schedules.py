@@ -1,4 +1,4 @@
-"""The best schedule of a budget, by measuring all schedules or, where there are too many, a random sample.
+"""The best schedule of a budget, from measuring all its schedules, or a random sample if there are too many.
 
     ranking = search(model, budget=4, text=text)                     # 35 schedules for L = 8
     ranking["best"]["trajectory"], ranking["spread"]["perplexity"]
@@ -42,7 +42,7 @@ from loopformer.scoring import BATCH_TOKENS, count_passes, score_spans
 from loopformer.trajectory import Trajectory
 
 RANKINGS = ("perplexity", "accuracy", "both")
-MAX_SCHEDULES = 500  # to measure, above which there is a random sample
+MAX_SCHEDULES = 500  # if a budget has more, a random sample of this size is measured
 
 Accuracies = Callable[[Sequence[Trajectory]], Mapping[Trajectory, float]]
 MeasuredSchedules = Mapping[Trajectory, Mapping[str, Any]]
@@ -68,21 +68,21 @@ def search(
     `tasks` describes in plain data what `accuracy` measures.
     """
     loops, conditioning = model.config.loops, model.config.conditioning
-    uniform, on_grid = model.resolve(budget), count_schedules(loops, budget)
+    uniform, grid_size = model.resolve(budget), count_schedules(loops, budget)
     if by not in RANKINGS:
         raise LoopformerError(f"Schedules cannot be ranked by {by!r}; {nearest(by, list(RANKINGS))}")
     require(by == "accuracy" or text is not None, f"Ranking by {by} needs a text; give --text.")
     require(by == "perplexity" or accuracy is not None, f"Ranking by {by} needs tasks; give --tasks.")
     require(limit >= 1, f"--limit must be 1 or more, got {limit}.")
     require(
-        conditioning not in ("none", "index") or on_grid == 1,
+        conditioning not in ("none", "index") or grid_size == 1,
         f"A model with conditioning {conditioning!r} does not depend on its steps, so all its schedules of a "
         "budget are the same; there is nothing to search.",
     )
     weights, store = weights or weights_hash(model), store or Store(None)
     cut = None if text is None else cut_text(text, protocol or Protocol(), model.config.context)
 
-    started, is_exhaustive, rng = time.perf_counter(), on_grid <= limit, random.Random(0)
+    started, is_exhaustive, rng = time.perf_counter(), grid_size <= limit, random.Random(0)
     if is_exhaustive:
         trajectories = list(dict.fromkeys([*Trajectory.enumerate(loops, budget), uniform]))
     else:
@@ -96,20 +96,20 @@ def search(
         done = {each: stored for each in trajectories if (stored := store.get(keys[each])) is not None}
         missing = sorted((each for each in trajectories if each not in done), key=lambda each: each.steps)
         # Schedules with the same first step run together, and each group is stored when it is done.
-        for _, same in itertools.groupby(missing, key=lambda each: each.steps[0]):
-            group = list(same)
-            doing = f"schedules {len(done) + 1}-{len(done) + len(group)} of {len(trajectories)}"
+        for _, schedules in itertools.groupby(missing, key=lambda each: each.steps[0]):
+            group = list(schedules)
+            status = f"schedules {len(done) + 1}-{len(done) + len(group)} of {len(trajectories)}"
             batches = score_spans(model, cut.windows, group, batch_tokens, share=False)
-            sums = sum_likelihoods(batches, cut, report, doing)
+            sums = sum_likelihoods(batches, cut, report, status)
             done |= {each: store.put(keys[each], sums[each].summarize(cut)) for each in group}
-        measured |= {each: dict(stored) for each, stored in done.items()}
+        measured |= {each: dict(stored) for each, stored in done.items()}  # copies, which get an accuracy below
     if accuracy is not None:
-        for trajectory, share in accuracy(trajectories).items():
-            measured[trajectory]["accuracy"] = share
-    described = describe(measured, uniform, by, loops)
-    if by != "accuracy" and described["best"]["perplexity"] is None:
+        for trajectory, value in accuracy(trajectories).items():
+            measured[trajectory]["accuracy"] = value
+    ranking = describe(measured, uniform, by, loops)
+    if by != "accuracy" and ranking["best"]["perplexity"] is None:
         raise RunFailed("No schedule gives a number; the model's weights are damaged or its training diverged.")
-    # Loops through the stack for one batch, with common first steps computed once and without.
+    # Loops that one batch runs if common first steps are computed once (shared), or for each schedule (separate).
     passes = {"shared": count_passes(measured), "separate": budget * len(measured)}
     return {
         "weights": weights,
@@ -117,17 +117,17 @@ def search(
         "budget": budget,
         "by": by,
         "method": "all" if is_exhaustive else "sample",
-        "on_grid": on_grid,  # the uniform schedule may not be among them
+        "on_grid": grid_size,  # without the uniform schedule if that is off the grid
         "text": cut and cut.facts,
         "tasks": tasks,
         "passes": passes if is_exhaustive else None,
         "seconds": time.perf_counter() - started,
-        **described,
+        **ranking,
     }
 
 
 def rank(measured: MeasuredSchedules, by: str) -> list[Trajectory]:
-    """Schedules with the best first. Ranking by both uses the mean of the two ranks. NaN comes last."""
+    """The schedules, best first. `both` ranks by the mean of the two ranks. NaN comes last."""
     costs = [_costs(measured, name) for name in ("perplexity", "accuracy") if by in (name, "both")]
     ranks = [_ranks(column) for column in costs]
     mean_rank = {each: statistics.fmean(column[i] for column in ranks) for i, each in enumerate(measured)}
@@ -156,7 +156,7 @@ def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: i
         "worst": rows[-1],
         "uniform": rows[order.index(uniform)],
         "spread": {name: max(column) - min(column) for name, column in values.items() if column},
-        "mean_steps": {  # by position
+        "mean_steps": {  # the mean first step, second step and so on
             name: [float(sum(steps) / len(group)) for steps in zip(*(each.steps for each in group), strict=True)]
             for name, group in groups.items()
         },
@@ -167,7 +167,7 @@ def describe(measured: MeasuredSchedules, uniform: Trajectory, by: str, loops: i
 
 
 def _in_units(trajectory: Trajectory, loops: int) -> str:
-    """Steps in units of 1/L, such as 4-2-1-1, or the usual name of a schedule that is not on the grid."""
+    """The steps in units of 1/L, such as 4-2-1-1. A schedule off the grid keeps its usual name."""
     units = [step * loops for step in trajectory.steps]
     if any(unit.denominator != 1 for unit in units):
         return "uniform" if trajectory.is_uniform else str(trajectory)
@@ -181,7 +181,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 
 def _costs(measured: Mapping[Any, Mapping[str, Any]], name: str) -> list[float]:
-    """Values for which lower is better; NaN and missing values are worst."""
+    """One column of measurements; lower is better, so accuracy is negated. NaN and missing become infinity."""
     values = [row.get(name) for row in measured.values()]
     sign = -1.0 if name == "accuracy" else 1.0
     return [math.inf if value is None or math.isnan(value) else sign * value for value in values]
@@ -194,7 +194,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def save_best(source: str | Path, ranking: JsonDict) -> Path | None:
-    """Save the best schedule of a search in the model's folder; None if there is no folder that can be written to.
+    """Save the best schedule of a search in the model's folder; None if that folder is not writable.
 
     It replaces an earlier schedule of the same budget. Entries of other budgets stay.
     """

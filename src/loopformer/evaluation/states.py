@@ -1,11 +1,12 @@
-"""State tracking: how many elements of a word over a group a model can multiply at each budget.
+"""State tracking: how many elements of a group a model can multiply at each budget.
 
     tracking = track_states(loaded.model, Group.named("S3"), [Trajectory.uniform(m) for m in range(1, 6)])
     tracking["trajectories"][0]["accuracy"]          # at each position along the first trajectory
-    tracking["certainty"][0]["mean_passes"]          # with early exit, beside the fixed budgets
+    tracking["certainty"][0]["mean_passes"]          # loops per position with early exit
 
-The words come from a random stream that training never sees (data/states.py). The answer at a position
-is the most likely element. Right answers are counted by position, so any mean and its standard error follow.
+A word is a sequence of elements, and its answer at a position is the product up to there. Test words come from a
+random stream that training never sees (data/states.py). The model's answer is its most likely element. Correct
+answers are counted by position, so that any mean and its standard error can be computed later.
 
 Early exit (early_exit.py) is measured along the full trajectory, and along the longest one if that is longer.
 A position leaves the loop once the probability of its top token exceeds a threshold.
@@ -36,10 +37,10 @@ from loopformer.trajectory import Trajectory
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Right = npt.NDArray[np.bool_]
+BoolArray = npt.NDArray[np.bool_]
 
 SEQUENCES = 4096
-MIN_TRACKED_ACCURACY = 0.95  # of every position of a tracked prefix
+MIN_TRACKED_ACCURACY = 0.95  # a prefix is tracked if every position in it reaches this accuracy
 THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999)
 
 
@@ -67,8 +68,8 @@ def track_states(
     tree = TrajectoryTree(model, trajectories)
     longest = max(config.loops, *(trajectory.budget for trajectory in trajectories))
     shape = (sequences, word_length(config.context))
-    right = {trajectory: np.zeros(shape, bool) for trajectory in tree.trajectories}
-    exits = {  # with early exit: whether each answer is right, and the loops that it took
+    correct = {trajectory: np.zeros(shape, bool) for trajectory in tree.trajectories}
+    exits = {  # with early exit: whether each answer is correct, and how many loops it took
         (Trajectory.uniform(budget), threshold): (np.zeros(shape, bool), np.zeros(shape, np.int64))
         for budget in sorted({config.loops, longest})
         for threshold in thresholds
@@ -77,13 +78,13 @@ def track_states(
     rows = max(1, batch_tokens // config.context)
     for start in range(0, sequences, rows):
         batch = windows.batch(start, start + rows)
-        ids, labels = batch.inputs.to(device), batch.targets[:, 1:].to(device)  # the end token has none
+        ids, labels = batch.inputs.to(device), batch.targets[:, 1:].to(device)  # the leading end token has no label
         part = slice(start, start + len(ids))
         for trajectory, hidden in tree.run(ids):
-            right[trajectory][part] = _is_right(model, group, hidden[:, 1:], labels)
-        for (trajectory, threshold), (exit_right, loops) in exits.items():
+            correct[trajectory][part] = _is_correct(model, group, hidden[:, 1:], labels)
+        for (trajectory, threshold), (exit_correct, loops) in exits.items():
             out = early_exit(model, ids, threshold, trajectory, beyond=True)
-            exit_right[part] = _is_right(model, group, out.hidden[:, 1:], labels)
+            exit_correct[part] = _is_correct(model, group, out.hidden[:, 1:], labels)
             loops[part] = out.loops[:, 1:].cpu().numpy()
         if report:
             report(f"words over {group.name}", part.stop, sequences)
@@ -100,7 +101,7 @@ def track_states(
                 "budget": trajectory.budget,
                 "trajectory": str(trajectory),
                 "flops_per_token": model.cost.forward_flops(trajectory.budget, config.context),
-                **summarize_answers(right[trajectory]),
+                **summarize_answers(correct[trajectory]),
             }
             for trajectory in trajectories
         ],
@@ -110,28 +111,28 @@ def track_states(
                 "threshold": threshold,
                 "mean_passes": float(loops.mean()),
                 "passes": loops.mean(0).tolist(),
-                **summarize_answers(exit_right),
+                **summarize_answers(exit_correct),
             }
-            for (trajectory, threshold), (exit_right, loops) in exits.items()
+            for (trajectory, threshold), (exit_correct, loops) in exits.items()
         ],
     }
 
 
-def _is_right(model: LoopedLM, group: Group, hidden: Tensor, labels: Tensor) -> Right:
+def _is_correct(model: LoopedLM, group: Group, hidden: Tensor, labels: Tensor) -> BoolArray:
     """Whether the most likely element is the label [B, T], from hidden [B, T, D] after the final norm."""
-    logits = model.head(hidden)[..., : len(group)]  # of elements alone
+    logits = model.head(hidden)[..., : len(group)]  # only elements can be answers; the end token cannot
     if not bool(logits.isfinite().all()):
         raise RunFailed("The model's output is not a number; check its weights and dtype.")
     return (logits.argmax(-1) == labels).cpu().numpy()
 
 
-def summarize_answers(right: Right) -> dict[str, Any]:
-    """Right answers [S, T] by position, and the longest prefix in which every position is 95 % right or more."""
-    accuracy = right.mean(0)
+def summarize_answers(correct: BoolArray) -> dict[str, Any]:
+    """The accuracy by position of answers [S, T], and the longest prefix with 95 % or more at every position."""
+    accuracy = correct.mean(0)
     return {
-        "right": right.sum(0).tolist(),
+        "right": correct.sum(0).tolist(),
         "accuracy": accuracy.tolist(),
-        "mean_accuracy": float(right.mean()),
+        "mean_accuracy": float(correct.mean()),
         "tracked": int(np.append(accuracy >= MIN_TRACKED_ACCURACY, False).argmin()),
     }
 

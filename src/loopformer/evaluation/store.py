@@ -32,9 +32,9 @@ from loopformer.model import LoopedLM
 from loopformer.trajectory import Trajectory
 
 JsonDict = dict[str, Any]
-ReportProgress = Callable[[str, int, int | None], None]  # what is done, how much, of how much (None: unknown)
+ReportProgress = Callable[[str, int, int | None], None]  # description, amount done, total or None
 
-RESULTS_VERSION = 1  # of what results hold and how they are measured; results of other versions are ignored
+RESULTS_VERSION = 1  # raise it when a measurement or its fields change; results of other versions are ignored
 SCHEDULES_FILE = "schedules.json"
 SCHEDULES = ("uniform", "best")
 
@@ -49,7 +49,7 @@ class Store:
     def beside(cls, source: str | Path) -> Store:
         """The store in the folder of a run or model, or in the user's cache where there is no writable folder.
 
-        Where the cache cannot be written either, nothing is stored: numbers are worth more than their copies.
+        If the cache is not writable either, nothing is stored, so that the evaluation still runs.
         """
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "loopformer"
         parents = (Path(source), cache) if Path(source).is_dir() else (cache,)
@@ -60,7 +60,7 @@ class Store:
         return cls(None)
 
     def get(self, key: Mapping[str, Any]) -> JsonDict | None:
-        """The value stored under this key; a damaged file counts as none."""
+        """The value stored under this key; None if there is none or its file is damaged."""
         path = self._path(key)
         with suppress(FileProblem, KeyError):
             if path is not None and path.is_file():
@@ -81,7 +81,7 @@ class Store:
 
 
 def weights_hash(model: LoopedLM) -> str:
-    """The hash of what the model computes: its settings, and its weights in their dtype."""
+    """One hash of the model's settings and weights. The dtype counts: a cast changes the hash."""
     digest = hashlib.sha256(json.dumps(model.config.plain(), sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -90,7 +90,7 @@ def weights_hash(model: LoopedLM) -> str:
 
 
 def device_and_dtype(model: LoopedLM) -> dict[str, str]:
-    """The dtype and the kind of device a model runs in, as results state them."""
+    """The dtype and device type that a model runs in, as fields of a result."""
     return {"dtype": model.dtype_name, "device": model.device.type}
 
 

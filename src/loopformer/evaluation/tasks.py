@@ -1,12 +1,12 @@
-"""The paper's tasks, requests as plain data, and a model's answers to them; lm-evaluation-harness is not needed.
+"""The paper's tasks as plain requests, and a model's answers to them. This needs no lm-evaluation-harness.
 
     requests = Requests(facts, {"copa": [Query("loglikelihood", ("The sky is", " blue"))]})
-    answers = run_requests(loaded, requests, [trajectory])        # finished ones come from the store
+    answers = run_requests(loaded, requests, [trajectory])        # stored answers are reused
     answers.runs[str(trajectory)]["copa"].values                  # [[-1.25, True]]
-    write_requests("requests.jsonl", requests)                    # for a machine without the harness
+    write_requests("requests.jsonl", requests)                    # to answer on a machine without the harness
 
 Kinds of requests and their arguments are those of the harness:
-    loglikelihood          (context, continuation) → [log-likelihood, whether greedy decoding would give it]
+    loglikelihood          (context, continuation) → [log-likelihood, whether greedy decoding gives that]
     loglikelihood_rolling  (text,)                 → log-likelihood of all tokens, each with as much context as fits
 
 Local files of the paper's tasks are JSON lines named TASK.SPLIT.jsonl, with the fields in docs/benchmarks.md. Files
@@ -30,7 +30,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import FileProblem, LoopformerError
 from loopformer.evaluation.store import JsonDict, ReportProgress
 from loopformer.files import write_atomic
-from loopformer.scoring import BATCH_TOKENS, Count, Span, loglikelihoods
+from loopformer.scoring import BATCH_TOKENS, CountProgress, Span, loglikelihoods
 from loopformer.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
 
 REQUESTS_FORMAT, ANSWERS_FORMAT, FORMAT_VERSION = "loopformer-requests", "loopformer-answers", 1
 
-_PAIR, _ROLLING = "loglikelihood", "loglikelihood_rolling"
+_LOGLIKELIHOOD, _ROLLING = "loglikelihood", "loglikelihood_rolling"
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task of the harness, the column of the paper's table that it counts in, and its local form."""
+    """A task of the harness, its column in the paper's table, and the name of its local file."""
 
-    score: str  # the column's key
-    label: str  # the column's title
+    score: str  # the key of its column
+    label: str  # the title of its column
     metric: str  # what the paper reports
-    folder: str  # of its definition, under the harness's lm_eval/tasks
+    folder: str  # holds its definition, relative to the harness's lm_eval/tasks
     split: str  # the split that the harness scores
-    examples: int  # in that split
-    file: str = ""  # first part of the local file's name, where it is not the task's
+    examples: int  # how many that split has
+    file: str = ""  # how the local file's name begins, if not with the task's name
 
 
 TASKS = {
@@ -68,12 +68,12 @@ TASKS = {
     "sciq": Task("sciq", "SciQ", "acc_norm", "sciq", "test", 1_000),
     "winogrande": Task("winogrande", "WinoGrande", "acc", "winogrande", "validation", 1_267),
 }
-# The columns of the paper's table, and the tasks that each is the mean of.
+# The columns of the paper's table. A column's score is the mean over its tasks.
 PAPER = {each.score: [name for name, task in TASKS.items() if task.score == each.score] for each in TASKS.values()}
 
 
 def paper_scores(values: Mapping[str, float]) -> dict[str, float] | None:
-    """The paper's ten scores and their average, from one value per task; None unless all eleven are there."""
+    """The paper's ten scores and their average, from one value per task; None unless all eleven have one."""
     if not TASKS.keys() <= values.keys():
         return None
     scores = {score: sum(values[task] for task in tasks) / len(tasks) for score, tasks in PAPER.items()}
@@ -85,17 +85,17 @@ def paper_scores(values: Mapping[str, float]) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class LocalExamples:
-    """The examples of a local file, as the harness's definition of the task reads them."""
+    """The examples of a local file, with the fields that the harness's task definition expects."""
 
     file: str
     sha256: str
     examples: tuple[JsonDict, ...]
-    cleaned: bool  # the harness's preparation of the examples is already done
+    cleaned: bool  # the examples already went through the harness's `process_docs`
     note: str | None  # how this differs from what the harness scores
 
 
 def read_examples(folder: str | Path, name: str) -> LocalExamples:
-    """The local form of a task: the split that the harness scores, else a stand-in that `note` describes."""
+    """Read a task's examples: the split that the harness scores, else a stand-in that `note` describes."""
     task, path, examples = TASKS[name], _find_file(Path(folder), name), list[JsonDict]()
     content = path.read_bytes()
     for number, line in enumerate(content.split(b"\n"), start=1):
@@ -107,7 +107,7 @@ def read_examples(folder: str | Path, name: str) -> LocalExamples:
         except (ValueError, AttributeError, RecursionError) as error:
             message = f"Line {number} of {path} is no JSON object; it should be an example of {name}."
             raise FileProblem(message) from error
-        if isinstance(problems, list):  # of RACE; on the Hub they are the text of a Python list
+        if isinstance(problems, list):  # RACE: the harness expects the text of a Python list, as on the Hub
             example["problems"] = repr(problems)
         examples.append(example)
     if not examples:
@@ -122,7 +122,7 @@ def read_examples(folder: str | Path, name: str) -> LocalExamples:
 
 
 def _find_file(folder: Path, name: str) -> Path:
-    """The file of the scored split if there is one, complete before partial, else of another split."""
+    """The file of the scored split, else of another split. A complete file is preferred to a partial one."""
     if not folder.is_dir():
         raise FileProblem(f"There is no folder {folder}; --data takes one with files like copa.validation.jsonl.")
     stem, scored_split = TASKS[name].file or name, TASKS[name].split
@@ -140,13 +140,13 @@ def _find_file(folder: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class Query:
-    """One request of a task: its kind, and its arguments as the harness has them."""
+    """One request of a task, with the kind and arguments that the harness gives it."""
 
     kind: str
     arguments: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if self.kind not in (_PAIR, _ROLLING):
+        if self.kind not in (_LOGLIKELIHOOD, _ROLLING):
             raise LoopformerError(
                 f"Requests of the kind {self.kind!r} are not supported, only log-likelihoods are; for other tasks "
                 "export the model with `loopformer export` and run `lm_eval --model hf` (docs/huggingface.md)."
@@ -160,17 +160,17 @@ class Query:
 
 @dataclass
 class TaskAnswers:
-    """Answers in the order of the requests, in plain data, and what they cost."""
+    """The answers of one trajectory to one task in the order of its requests, and what they cost."""
 
     values: list[Any]
     tokens: int  # run through the model, without padding
-    cut: int  # requests that did not fit the context and lost their beginning
+    cut: int  # requests that were too long for the context and lost their first tokens
     seconds: float
 
 
 @dataclass(frozen=True)
 class Requests:
-    """All requests of some tasks; `facts` has their hashes, and what the harness needs to build them again."""
+    """All requests of some tasks. `facts` says which tasks and examples they are, and has a hash per task."""
 
     facts: Mapping[str, Any]
     queries: Mapping[str, list[Query]]  # by task
@@ -193,15 +193,15 @@ def hash_requests(queries: Sequence[Query]) -> str:
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[Sequence[str]]) -> list[Span]:
     """Contexts and their continuations as tokens, split exactly as lm-evaluation-harness splits them.
 
-    Spaces at the end of a context belong to the continuation. Both are tokenized together, and the number of tokens
-    that the context has alone is cut off. An empty context becomes the end token.
+    Spaces at the end of a context belong to the continuation. Context and continuation are tokenized together, and
+    as many leading tokens as the context has on its own are the context. An empty context becomes the end token.
     """
     splits = [(context.rstrip(), context + continuation) for context, continuation in pairs]
     texts = list({text for split in splits for text in split})
     ids = dict(zip(texts, tokenizer.encode_batch(texts), strict=True))
     spans = []
-    for (context, continuation), (head, both) in zip(pairs, splits, strict=True):
-        before, scored = ids[head], ids[both][len(ids[head]) :]
+    for (context, continuation), (stripped, joined) in zip(pairs, splits, strict=True):
+        before, scored = ids[stripped], ids[joined][len(ids[stripped]) :]
         if not scored:
             raise LoopformerError(
                 f"The continuation {continuation[:40]!r} adds no token to its context {context[-40:]!r}; "
@@ -212,7 +212,7 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[Sequence[str]]) -> list[S
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Span]:
-    """Whole texts, scored from their first token on, which follows the end token."""
+    """Spans that score every token of each text. An end token precedes the first."""
     return [Span.text(ids, tokenizer.eot) for ids in tokenizer.encode_batch(texts)]
 
 
@@ -221,22 +221,22 @@ def answer_requests(
     queries: Sequence[Query],
     trajectories: Sequence[Trajectory],
     batch_tokens: int = BATCH_TOKENS,
-    count: Count | None = None,
+    count: CountProgress | None = None,
 ) -> dict[Trajectory, TaskAnswers]:
-    """The answers to requests of any kinds along each trajectory, which is charged its share of the time."""
+    """The answers to requests along each trajectory. Each is charged an equal share of the time."""
     started, tokenizer = time.perf_counter(), lm.need_tokenizer()
-    pairs = iter(encode_pairs(tokenizer, [query.arguments for query in queries if query.kind == _PAIR]))
+    pairs = iter(encode_pairs(tokenizer, [query.arguments for query in queries if query.kind == _LOGLIKELIHOOD]))
     texts = iter(encode_texts(tokenizer, [query.arguments[0] for query in queries if query.kind == _ROLLING]))
-    spans = [next(pairs if query.kind == _PAIR else texts) for query in queries]
+    spans = [next(pairs if query.kind == _LOGLIKELIHOOD else texts) for query in queries]
     scores = loglikelihoods(lm.model, spans, trajectories, batch_tokens, count=count)
     seconds = (time.perf_counter() - started) / max(1, len(trajectories))
-    # A long text is scored in several windows, so only a context can be cut.
-    sizes = [len(span.tokens) for span, query in zip(spans, queries, strict=True) if query.kind == _PAIR]
+    # Rolling requests are scored in several windows and lose nothing. Only the context of a pair can be cut.
+    sizes = [len(span.tokens) for span, query in zip(spans, queries, strict=True) if query.kind == _LOGLIKELIHOOD]
     cut = sum(size > lm.model.config.context + 1 for size in sizes)
     answers = dict[Trajectory, TaskAnswers]()
     for trajectory, scored in scores.items():
         answered = zip(queries, scored.answers, strict=True)
-        values = [list(answer) if query.kind == _PAIR else answer[0] for query, answer in answered]
+        values = [list(answer) if query.kind == _LOGLIKELIHOOD else answer[0] for query, answer in answered]
         answers[trajectory] = TaskAnswers(values, scored.tokens, cut, seconds)
     return answers
 
@@ -252,24 +252,25 @@ def run_requests(
     """The answers to the requests of each task along each trajectory.
 
     The answers of one trajectory to one task are stored as soon as they are complete, and come from the store the
-    next time. `together` computes once what the trajectories share, and charges each an equal share of the time.
+    next time. `together` runs all trajectories at once, with their common first steps computed once. The time is
+    then divided equally among them.
     """
-    kind = "answers, time shared" if together else "answers"
+    kind = "answers, time shared" if together else "answers"  # their seconds differ, so they are stored apart
     hashes = {task: hash_requests(queries) for task, queries in requests.queries.items()}
     runs: dict[str, dict[str, TaskAnswers]] = {str(trajectory): {} for trajectory in trajectories}
     for group in [list(trajectories)] if together else [[trajectory] for trajectory in trajectories]:
         for task, queries in requests.queries.items():
-            about = {"kind": kind, **loaded.identity, "task": task, "requests": hashes[task]}
-            keys = {trajectory: {**about, "trajectory": str(trajectory)} for trajectory in group}
+            shared_key = {"kind": kind, **loaded.identity, "task": task, "requests": hashes[task]}
+            keys = {trajectory: {**shared_key, "trajectory": str(trajectory)} for trajectory in group}
             for trajectory, key in keys.items():
                 if (stored := loaded.store.get(key)) is not None:
                     runs[str(trajectory)][task] = TaskAnswers(**stored)
             missing = [trajectory for trajectory in group if task not in runs[str(trajectory)]]
             if not missing:
                 continue
-            along = f"M={missing[0].budget}" if missing[0].is_uniform else str(missing[0])
-            along = along if len(missing) == 1 else f"{len(missing)} schedules"
-            count = None if report is None else partial(report, f"{task} {along}")
+            label = f"M={missing[0].budget}" if missing[0].is_uniform else str(missing[0])
+            label = label if len(missing) == 1 else f"{len(missing)} schedules"
+            count = None if report is None else partial(report, f"{task} {label}")
             for trajectory, answered in answer_requests(loaded.lm, queries, missing, batch_tokens, count).items():
                 loaded.store.put(keys[trajectory], asdict(answered))
                 runs[str(trajectory)][task] = answered
@@ -290,7 +291,7 @@ def write_requests(path: str | Path, requests: Requests) -> None:
 
 def read_requests(path: str | Path) -> Requests:
     queries: dict[str, list[Query]] = {}
-    with _lines(path, REQUESTS_FORMAT, "--export-requests") as (head, lines):
+    with _read_lines(path, REQUESTS_FORMAT, "--export-requests") as (head, lines):
         for line in lines:
             queries.setdefault(line["task"], []).append(Query(line["kind"], tuple(line["arguments"])))
         for task, facts in head["facts"]["tasks"].items():
@@ -310,7 +311,7 @@ def write_answers(path: str | Path, answers: Answers) -> None:
 
 def read_answers(path: str | Path) -> Answers:
     runs: dict[str, dict[str, TaskAnswers]] = {}
-    with _lines(path, ANSWERS_FORMAT, "--score-requests") as (head, lines):
+    with _read_lines(path, ANSWERS_FORMAT, "--score-requests") as (head, lines):
         for line in lines:
             trajectory, task = line.pop("trajectory"), line.pop("task")
             runs.setdefault(trajectory, {})[task] = TaskAnswers(**line)
@@ -318,20 +319,20 @@ def read_answers(path: str | Path) -> Answers:
     return Answers(facts, model, runs)
 
 
-def _write_lines(path: str | Path, form: str, head: JsonDict, lines: Iterable[JsonDict]) -> None:
-    head = {"format": form, "version": FORMAT_VERSION, **head}
+def _write_lines(path: str | Path, file_format: str, head: JsonDict, lines: Iterable[JsonDict]) -> None:
+    head = {"format": file_format, "version": FORMAT_VERSION, **head}
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in (head, *lines))
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomic(Path(path), text.encode())
 
 
 @contextmanager
-def _lines(path: str | Path, form: str, option: str) -> Iterator[tuple[JsonDict, list[JsonDict]]]:
-    """The first line of a file, and all others; whatever is damaged in them is one sentence."""
+def _read_lines(path: str | Path, file_format: str, option: str) -> Iterator[tuple[JsonDict, list[JsonDict]]]:
+    """The first line of a file and all others. Damage found here or by the caller raises FileProblem."""
     try:
         head, *lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n") if line]
-        if (head["format"], head["version"]) != (form, FORMAT_VERSION):
-            kind = form.removeprefix("loopformer-")
+        if (head["format"], head["version"]) != (file_format, FORMAT_VERSION):
+            kind = file_format.removeprefix("loopformer-")
             raise FileProblem(f"{path} is no file of {kind} of this version; write it with {option}.")
         yield head, lines
     except LoopformerError:

@@ -6,23 +6,22 @@
     rows[0]["perplexity"], rows[0]["bits_per_byte"], rows[0]["tokens"]
     perplexity(lm.model, text, [4], certainty=0.9)           # with early exit: also rows[0]["mean_passes"]
 
-**Text** is whatever `loopformer prepare` reads, or the validation split of a folder that it has prepared. Named
+**Text** is any source that `loopformer prepare` reads, or the validation split of a folder it has prepared. Named
 sources (stdlib, pile, fineweb-edu, openwebtext) are trained on as well, so only their held-out part is read: the
 documents that `prepare` puts into the validation split, up to the token count of the preset.
 
-**Documents apart** (the default). Each document follows one end token. The context of its first token is that end
-token, and of every other token those before it. All tokens of a document are scored and no others, so the bytes are
-those of the documents. The end token itself is never scored.
+**Separate documents** (the default). Each document is run on its own after one end token, so no token attends to
+another document. Every token of a document is scored, the end token is not. The bytes are those of the documents.
 
-**Joined** (`join`). Documents follow one another with an end token between two, as in training, and attention
-crosses them. End tokens are scored too, but count neither in the bytes nor in bits per byte. The first token of the
-stream has no context and is not scored, nor are its bytes counted. Without a stride these are the windows of
-training's validation, and also the last window, which may be shorter.
+**Joined documents** (`join`). Documents follow one another with an end token between two, as in training, and
+attention crosses them. End tokens are scored too, but count neither in the bytes nor in bits per byte. The first
+token of the stream has no context and is not scored, nor are its bytes counted. Without a stride these are the
+windows of training's validation, plus the last window, which may be shorter.
 
-**Windows.** A window holds at most `window` inputs. Without a stride windows do not overlap: the last token of a
-window is the first input of the next, and the only context of that window's first target. With a stride of S each
-window begins S tokens after the last and scores only its new tokens, so each has at least window - S tokens of
-context.
+**Windows.** A window holds at most `window` inputs. Without a stride, windows do not overlap: the last target of a
+window is the first input of the next, where it is the only context of the first target. With a stride of S each
+window begins S tokens after the previous one and scores only its new tokens, which then have at least window - S
+tokens of context.
 
 Perplexity is exp of the mean negative log-likelihood of all scored tokens (scoring.py). Bits per byte leave out end
 tokens, which stand for no text. The result of each (text, trajectory) is stored as soon as it is complete, so an
@@ -59,7 +58,7 @@ from loopformer.trajectory import Trajectory
 NAMED_SOURCES = ("stdlib", *PRESETS)
 Ids = npt.NDArray[np.int64]
 
-_CHARACTERS = 4 << 20  # tokenized at a time
+_MAX_BATCH_CHARACTERS = 4 << 20  # of text tokenized in one call
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Text:
     """Documents as token ids, without end tokens, and the hash of their text."""
 
     name: str  # as the user wrote it
-    part: str  # the part of the source that this is, in words
+    part: str  # which part of the source was read, for people
     documents: tuple[Ids, ...]
     sha256: str  # of the documents' UTF-8, joined by zero bytes; for a single plain file, the hash of the file
     tokenizer: Tokenizer
@@ -88,7 +87,7 @@ def read_text(
     require(max_tokens is None or max_tokens >= 1, f"--max-tokens must be 1 or more, got {max_tokens}.")
     part, limit = "all of it", None
     if is_prepared(name):
-        part, encoded = "validation split", _prepared_documents(Path(name), tokenizer)
+        part, encoded = "validation split", _read_prepared(Path(name), tokenizer)
     else:
         has_pattern = any(mark in name for mark in "*?[=")
         if not (name in NAMED_SOURCES or name.startswith("hf:") or has_pattern or Path(name).exists()):
@@ -100,10 +99,10 @@ def read_text(
             part = f"held out: {source.val_fraction:.1%} of the documents, by hash"
             part += f"; the first {source.val_tokens:,} tokens" if source.val_tokens else ""
         limit = source.val_tokens
-        encoded = _encoded(_source_texts(source, field), tokenizer)
+        encoded = _encode_in_batches(_source_texts(source, field), tokenizer)
     digest, read, tokens = hashlib.sha256(), list[Ids](), 0
     for text, ids in encoded:
-        # The limit of a preset counts the end tokens of documents as well.
+        # The limit of a preset also counts one end token per document: `len(read)` so far.
         if limit is not None and tokens + len(read) + len(ids) > limit:
             ids = ids[: limit - tokens - len(read)]
             text = tokenizer.decode(ids.tolist())
@@ -130,22 +129,22 @@ def _source_texts(source: Source, field: str) -> Iterator[str]:
     return (piece for text in read() for split, piece in splitter.split(text) if split == "val")
 
 
-def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[str, Ids]]:
-    """Texts with their tokens, a few megabytes at a time, without texts that have no tokens."""
+def _encode_in_batches(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[str, Ids]]:
+    """Each text with its token ids. Texts without tokens are left out."""
     batch, size, texts = list[str](), 0, iter(texts)
     while (text := next(texts, None)) is not None or batch:
         if text is not None:
             batch.append(text)
             size += len(text)
-        if text is None or size >= _CHARACTERS:
+        if text is None or size >= _MAX_BATCH_CHARACTERS:
             for encoded, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
                 if ids:
                     yield encoded, np.array(ids, np.int64)
             batch, size = [], 0
 
 
-def _prepared_documents(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, Ids]]:
-    """The held-out documents of a prepared folder, tokenized again where the model has another tokenizer."""
+def _read_prepared(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, Ids]]:
+    """The held-out documents of a prepared folder, tokenized again if the model has another tokenizer."""
     data = TokenData.open(folder, "val")
     for source in data.sources:
         require(source.flags is None, f"{folder} holds supervised examples; give the plain text to evaluate on.")
@@ -154,7 +153,7 @@ def _prepared_documents(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[st
         pieces = (piece[piece != data.eot] for piece in np.split(stream, np.flatnonzero(stream == data.eot)))
         pairs = ((data.tokenizer.decode(ids.tolist()), ids) for ids in pieces if len(ids) > 0)
         is_same = data.tokenizer.hash == tokenizer.hash
-        yield from pairs if is_same else _encoded((text for text, _ in pairs), tokenizer)
+        yield from pairs if is_same else _encode_in_batches((text for text, _ in pairs), tokenizer)
 
 
 def default_text(model: str | Path) -> str | None:
@@ -173,7 +172,7 @@ def default_text(model: str | Path) -> str | None:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How perplexity is measured. By default the window is the model's context, and the stride the window."""
+    """How perplexity is measured. The window defaults to the model's context, the stride to the window."""
 
     window: int | None = None
     stride: int | None = None
@@ -181,7 +180,7 @@ class Protocol:
     max_tokens: int | None = None  # score only the first tokens, up to this many
 
     def sizes(self, context: int) -> tuple[int, int]:
-        """Window and stride for a model of this context."""
+        """The window and the stride for a model of this context."""
         window = context if self.window is None else self.window
         require(1 <= window <= context, f"--window must be 1 to the model's context of {context}, got {window}.")
         stride = window if self.stride is None else self.stride
@@ -191,7 +190,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class CutText:
-    """The windows of a text, and how much text their scored tokens stand for."""
+    """The windows of a text, and the counts that perplexity and bits per byte divide by."""
 
     text: Text
     protocol: Protocol
@@ -201,7 +200,7 @@ class CutText:
     documents: int
     tokens: int  # scored tokens, end tokens included
     ends: int  # scored end tokens
-    bytes: int  # of the text that the other scored tokens stand for
+    bytes: int  # of the scored tokens other than end tokens, as text
 
     @property
     def facts(self) -> JsonDict:
@@ -239,7 +238,7 @@ class CutText:
 
 
 def cut_text(text: Text, protocol: Protocol, context: int) -> CutText:
-    """The windows of a text for a model of this context, in which every token is scored once."""
+    """Cut a text into windows that score every token once, for a model of this context."""
     window, stride = protocol.sizes(context)
     end, limit = text.tokenizer.eot, protocol.max_tokens
     spans: list[Span] = []
@@ -266,6 +265,7 @@ def cut_text(text: Text, protocol: Protocol, context: int) -> CutText:
         windows=tuple(part for span in spans for part in span.windows(window, stride)),
         window=window,
         stride=stride,
+        # Joined, `spans` is one stream: it has a document more than end tokens, unless it was cut right after one.
         documents=len(spans) + ends - sum(span.tokens[-1] == end for span in spans),
         tokens=tokens,
         ends=ends,
@@ -279,7 +279,7 @@ class Likelihood:
 
     nats: float = 0.0  # of all scored tokens
     end_nats: float = 0.0  # of the end tokens among them
-    loops: Counter[int] = field(default_factory=Counter)  # how many positions took so many, with early exit
+    loops: Counter[int] = field(default_factory=Counter)  # with early exit: positions per number of loops
 
     def summarize(self, cut: CutText) -> JsonDict:
         """Perplexity and bits per byte, None where the model's output is not a number."""
@@ -294,7 +294,7 @@ class Likelihood:
 
 
 def sum_likelihoods(
-    batches: Iterable[BatchScores], cut: CutText, report: ReportProgress | None, doing: str
+    batches: Iterable[BatchScores], cut: CutText, report: ReportProgress | None, status: str
 ) -> dict[Trajectory, Likelihood]:
     """The sums over all windows along each trajectory."""
     sums, done = defaultdict[Trajectory, Likelihood](Likelihood), 0
@@ -307,7 +307,7 @@ def sum_likelihoods(
             sums[trajectory].loops.update(batch.loops)
         done += len(batch.targets)
         if report:
-            report(doing, done, cut.tokens)
+            report(status, done, cut.tokens)
     return sums
 
 
@@ -323,13 +323,13 @@ def perplexity(
     batch_tokens: int = BATCH_TOKENS,
     report: ReportProgress | None = None,
 ) -> list[JsonDict]:
-    """One plain row of results per trajectory, in the order of the trajectories.
+    """One row of results, as plain data, for each trajectory in order.
 
-    With `certainty`, the threshold of early exit (early_exit.py), `passes` counts the positions that took 1…M
-    loops, and FLOPs are those of a decoder with early exit.
+    `certainty` is the threshold of early exit (early_exit.py). With it, `passes` counts the positions that took
+    each number of loops from 1 to M, and the FLOPs are those of a decoder with early exit.
 
-    `weights` is the hash that results are stored under, by default that of the model as it is. A caller that casts
-    the model to another dtype gives the hash from before the cast.
+    `weights` is the hash that results are stored under, by default that of `model`. A caller that has cast the
+    model to another dtype passes the hash from before the cast, so that all dtypes share one hash.
     """
     if certainty is not None:
         check_threshold(certainty)
@@ -339,28 +339,28 @@ def perplexity(
     for trajectory in resolved:
         key = cut.key("perplexity", model, weights, trajectory)
         key |= {} if certainty is None else {"certainty": certainty}
-        depths = range(1, trajectory.budget + 1)
+        counts = range(1, trajectory.budget + 1)  # of loops that a position can take
         value = stored = store.get(key)
         if value is None:
-            doing = f"{text.name} M={trajectory.budget}" if trajectory.is_uniform else f"{text.name} {trajectory}"
+            status = f"{text.name} M={trajectory.budget}" if trajectory.is_uniform else f"{text.name} {trajectory}"
             started = time.perf_counter()
             if certainty is None:
                 batches = score_spans(model, cut.windows, [trajectory], batch_tokens, share=False)
             else:
-                doing += f" above {certainty:g}"
+                status += f" above {certainty:g}"
                 batches = score_with_early_exit(model, cut.windows, certainty, trajectory, batch_tokens)
-            likelihood = sum_likelihoods(batches, cut, report, doing)[trajectory]
+            likelihood = sum_likelihoods(batches, cut, report, status)[trajectory]
             seconds = time.perf_counter() - started
             value = {"seconds": seconds, "tokens_per_second": cut.tokens / seconds, **likelihood.summarize(cut)}
             if certainty is not None:
-                value |= {"certainty": certainty, "passes": [likelihood.loops[depth] for depth in depths]}
+                value |= {"certainty": certainty, "passes": [likelihood.loops[taken] for taken in counts]}
             store.put(key, value)
         row = {**facts, **value, **device_and_dtype(model), "reused": stored is not None}
         flops = model.cost.forward_flops(trajectory.budget, cut.window)
         if certainty is not None:
-            each = [early_exit_flops(model.cost, depth, trajectory.budget, cut.window) for depth in depths]
-            row["mean_passes"] = float(np.average(depths, weights=value["passes"]))
-            flops = float(np.average(each, weights=value["passes"]))
+            costs = [early_exit_flops(model.cost, taken, trajectory.budget, cut.window) for taken in counts]
+            row["mean_passes"] = float(np.average(counts, weights=value["passes"]))
+            flops = float(np.average(costs, weights=value["passes"]))
         row |= {"budget": trajectory.budget, "trajectory": str(trajectory), "flops_per_token": flops}
         row["flops_per_scored_token"] = flops * facts["forward_tokens"] / cut.tokens
         rows.append(row)

@@ -5,7 +5,7 @@
 
 `model` holds the fields of ModelConfig. `format` and `version` are those of a model folder, so that
 `from_pretrained` and `loopformer.load` read the same config.json. `budget` or `trajectory` is the default of calls
-that name none. Tools that only pass settings on can set it with `from_pretrained(folder, budget=4)`.
+that give neither. Tools that cannot pass them to each call set it with `from_pretrained(folder, budget=4)`.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from loopformer.errors import require
 
 
 class LoopFormerConfig(PretrainedConfig):  # type: ignore[misc]
-    """The config of a model k⊗L."""
+    """The config of a model with a stack of k blocks and up to L loops."""
 
     model_type = "loopformer"
     keys_to_ignore_at_inference = ("past_key_values",)
@@ -50,7 +50,7 @@ class LoopFormerConfig(PretrainedConfig):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in Transformers, but a budget or trajectory among the arguments replaces either of the file."""
+        """As in Transformers. A budget or trajectory in `kwargs` replaces both defaults of the file."""
         default = {"budget": None, "trajectory": None}
         is_replaced = any(kwargs.get(name) is not None for name in default)
         return super().from_dict({**config_dict, **default} if is_replaced else config_dict, **kwargs)
@@ -68,4 +68,4 @@ class LoopFormerConfig(PretrainedConfig):  # type: ignore[misc]
     num_key_value_heads = property(lambda self: self.settings.heads)
     head_dim = property(lambda self: self.settings.head_width)
     max_position_embeddings = property(lambda self: self.settings.context)
-    vocab_size = property(lambda self: self.settings.vocab)  # the embedding may have more rows, never chosen
+    vocab_size = property(lambda self: self.settings.vocab)  # the embedding may have more rows, as padding

@@ -2,11 +2,11 @@
 
     export("runs/mine", "exported", self_contained=True, budget=4)
 
-It holds the weights, settings, the tokenizer as `AutoTokenizer` reads it, and a model card. `self_contained` adds
-the model's source files, for machines without loopformer.
+The folder holds the weights, the settings, the tokenizer as `AutoTokenizer` reads it, and a model card.
+`self_contained` adds the model's source files, for machines without loopformer.
 
-Everything is written to a temporary folder and moved when it is complete. An earlier export is replaced, other
-files beside it stay. Any other folder with files in it is refused.
+Everything is written to a temporary folder and moved when it is complete. An earlier export is replaced, and
+files that were added to it stay. Any other folder with files in it is refused.
 """
 
 from __future__ import annotations
@@ -123,10 +123,10 @@ def export(
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int, chat_template: str | None = None) -> None:
-    """Write tokenizer.json unchanged, with the files that Transformers reads beside it.
+    """Write tokenizer.json unchanged, and the settings files that Transformers reads with it.
 
-    Padding goes to the left, because batches are generated from the end. Unlike loopformer's tokenizer, those of
-    Transformers turn the text of a special token into that token.
+    Padding goes to the left, because generation appends to the right end of every row. In Transformers, unlike in
+    loopformer, the text of a special token is encoded as that token.
     """
     tokenizer.save(folder)
     end = tokenizer.decode([tokenizer.eot], special=True)
@@ -147,11 +147,11 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int, chat_templa
 
 # The validation losses of these exact weights, as the run recorded them at the checkpoint's step.
 
-_LOSS = "loss_at_"
+_LOSS = "loss_at_"  # followed by the budget
 
 
 def find_validation(folder: Path, exported: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The step and the losses by budget of the model in a folder, from its run or from an earlier export."""
+    """The training step and the validation loss by budget, from the model's run or else from its earlier export."""
     if run := run_folder_of(folder):
         step = step_of(folder)
         for record in read_metrics(run):
@@ -160,7 +160,7 @@ def find_validation(folder: Path, exported: dict[str, Any] | None) -> dict[str, 
                 losses = {name.removeprefix(_LOSS): measured[name] for name in measured if name.startswith(_LOSS)}
                 return {"step": step, "loss": losses} if losses else None
         return None
-    if not exported or exported["weights_sha256"] != sha256_of(folder / WEIGHTS):  # it was trained further
+    if not exported or exported["weights_sha256"] != sha256_of(folder / WEIGHTS):  # losses of other weights
         return None
     return exported
 
@@ -235,14 +235,14 @@ _AUTO_MAP = {  # where Transformers finds the classes
 
 
 def flatten(modules: Iterable[str], root: Path = _ROOT) -> dict[str, str]:
-    """Modules and all loopformer modules they import, as file texts by name. `root` contains the package."""
+    """Source texts by flat file name, of modules and the loopformer modules they import, found under `root`."""
     texts: dict[str, str] = {}
-    waiting = list(modules)
-    while waiting:
-        module = waiting.pop()
+    pending = list(modules)
+    while pending:
+        module = pending.pop()
         if module not in texts:
             texts[module] = root.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
-            waiting += [imported for _, imported in _IMPORT.findall(texts[module])]
+            pending += [imported for _, imported in _IMPORT.findall(texts[module])]
     return {
         f"{_flat(module)}.py": _HEADER + _IMPORT.sub(lambda line: f"{line[1]}from .{_flat(line[2])} import", text)
         for module, text in sorted(texts.items())

@@ -1,11 +1,11 @@
-"""Our model as a Transformers model: the wrapper holds a LoopedLM and calls it.
+"""LoopFormerForCausalLM: a LoopedLM behind the interface of a Transformers model.
 
     model = AutoModelForCausalLM.from_pretrained("exported", budget=4)      # after `import loopformer.hf`
     model.generate(**inputs, max_new_tokens=32, budget=2)                   # or trajectory="4-2-1-1"
-    LoopFormerForCausalLM.wrap(lm.model, budget=1)                          # around a loaded model, without a copy
+    LoopFormerForCausalLM.wrap(lm.model, budget=1)                          # shares the weights of a loaded model
 
 The caches are those of Transformers. Layer loop·k + block of a cache holds the keys and values of that loop and
-block. A cache is bound to the model and the trajectory of its first tokens.
+block. A cache can only be used with the model and trajectory that filled it.
 """
 
 from dataclasses import dataclass, replace
@@ -29,18 +29,18 @@ from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
 logger = logging.get_logger(__name__)
-_BINDING = "loopformer_binding"  # an attribute of a filled cache; copies of the cache keep it
+_BINDING = "loopformer_binding"  # attribute of a filled cache and its copies: model, trajectory, LoopPlan
 
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """One layer of a Transformers cache, as the `KVStore` of one (loop, block)."""
+    """The `KVStore` of one (loop, block), backed by one layer of a Transformers cache."""
 
     cache: Any
     layer: int
 
     def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values [B, H, T, D/H]; return all that the layer holds."""
+        """Store new keys and values [B, H, T, D/H]; return those of all positions so far."""
         keys, values = self.cache.update(k, v, self.layer)
         return keys, values
 
@@ -49,7 +49,7 @@ class CheckpointedLoop(GradientCheckpointingLayer):  # type: ignore[misc]
     """One loop through the stack: the unit that gradient checkpointing recomputes in the backward pass."""
 
     def forward(self, *inputs: Any, stack: Stack, states: bool, maps: bool) -> tuple[Tensor, ...]:
-        """The state after the loop, then, if requested, the states after its blocks and their attention maps."""
+        """The state after the loop. If requested, the states after its blocks and their attention maps follow."""
         # New lists for each call: recomputing a loop must not append to lists that the caller already has.
         block_states: list[Tensor] | None = [] if states else None
         block_maps: list[Tensor] | None = [] if maps else None
@@ -57,8 +57,9 @@ class CheckpointedLoop(GradientCheckpointingLayer):  # type: ignore[misc]
         return x, *(block_states or ()), *(block_maps or ())
 
 
-# A loop on top of a cache. It is not compiled, because each loop writes to other layers of the cache and would need
-# another graph. It is not checkpointed, because recomputing it would store the same keys twice.
+# A loop that reads and writes a cache. It calls `forward` directly, which bypasses gradient checkpointing, because
+# recomputing it would store the same keys twice. It is not compiled, because each loop writes to other cache layers
+# and would need a graph of its own.
 _run_cached_loop = torch.compiler.disable(CheckpointedLoop.forward)  # type: ignore[no-untyped-call]
 
 
@@ -77,7 +78,7 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         super().__init__(config)
         self.model = LoopedLM(config.settings) if model is None else model
         self.run_loop = CheckpointedLoop()
-        self._loaded = self.model.tokens.weight.is_meta  # from_pretrained starts without memory
+        self._is_loaded = self.model.tokens.weight.is_meta  # as from_pretrained builds it
         self.resolve()  # refuse a default budget that the model cannot follow
         self.post_init()
 
@@ -144,9 +145,9 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
 
         x, rotary = self.model.add_positions(x, position_ids)
         states = [x] if _argument_or(output_hidden_states, config.output_hidden_states) else None
-        start = self.model.random_initial_state(position_ids, input_ids)
+        initial = self.model.random_initial_state(position_ids, input_ids)
         x = self.model.run_loops(
-            partial(self._run_loop, past_key_values, states, maps), x, plan, rotary, mask, None, start
+            partial(self._run_loop, past_key_values, states, maps), x, plan, rotary, mask, None, initial
         )
         hidden = self.model.final_norm(x)
         scored = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -166,20 +167,20 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Draw the tensors that a loaded folder lacks, as a new model would. A new model has drawn its weights."""
-        if self._loaded:
+        """Initialize the tensors that a loaded folder lacks. A new model has initialized all of them already."""
+        if self._is_loaded:
             named = self.model.named_parameters()
             missing = [(name, tensor) for name, tensor in named if not getattr(tensor, "_is_hf_initialized", False)]
-            drawn = LoopedLM(self.model.config).state_dict() if missing else {}
+            fresh = LoopedLM(self.model.config).state_dict() if missing else {}
             for name, tensor in missing:
-                tensor.copy_(drawn[name])
+                tensor.copy_(fresh[name])
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Module:
-        """Return the embeddings unchanged. A larger vocabulary is refused: its size is a setting of the model."""
+        """Return the embeddings unchanged. Raises for a larger vocabulary, which is a setting of the model."""
         vocab = self.model.config.vocab
         require(
             (new_num_tokens or 0) <= vocab,
-            f"The model knows {vocab} tokens and cannot be given {new_num_tokens}; train one that does.",
+            f"The model has {vocab} tokens and cannot be resized to {new_num_tokens}; train a model with more.",
         )
         return self.model.tokens
 
@@ -206,7 +207,7 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         return replace(plan, rows=[rows] * trajectory.budget)  # beam search changes the rows of a filled cache
 
     def _positions(self, x: Tensor, attention_mask: Tensor | None, cache: Any) -> Tensor:
-        """The positions [B or 1, T] of new tokens. Padding does not count."""
+        """The positions [B or 1, T] of new tokens. Padding takes no position."""
         length = x.shape[1]
         past = 0 if cache is None else cache.get_seq_length()  # a tensor on the device for static caches
         if attention_mask is None or attention_mask.ndim != 2:
@@ -221,16 +222,16 @@ class LoopFormerForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
     def _run_loop(
-        self, cache: Any, states: list[Tensor] | None, maps: list[Tensor] | None, number: int, *inputs: Any
+        self, cache: Any, states: list[Tensor] | None, maps: list[Tensor] | None, loop: int, *inputs: Any
     ) -> Tensor:
-        """Run one loop; append the states and attention maps of its blocks to the lists."""
+        """Run one loop. Append the states and attention maps of its blocks to `states` and `maps`, if given."""
         stack, blocks = self.model.stack, len(self.model.stack.blocks)
         options = {"stack": stack, "states": states is not None, "maps": maps is not None}
         x: Tensor
         if cache is None:
             x, *outputs = self.run_loop(*inputs, **options)
         else:
-            layers = [CacheLayer(cache, number * blocks + block) for block in range(blocks)]
+            layers = [CacheLayer(cache, loop * blocks + block) for block in range(blocks)]
             x, *outputs = _run_cached_loop(self.run_loop, *inputs, layers, **options)
         if states is not None:
             states += outputs[:blocks]
