@@ -87,7 +87,7 @@ def test_generate_streams_text_and_prints_json(model: str) -> None:
         (["a", "--budget", "1", "--compare", "1,2"], b"", "--budget and --compare exclude each other"),
         (["a", "--compare", "1,2", "--schedule", "best"], b"", "--schedule goes with --budget"),
         ([], b"caf\xe9", "not UTF-8"),
-        (["caf\udce9"], b"", "not UTF-8"),
+        (["caf\udce9"], b"", "UTF-8 cannot encode"),
         ([], b"\n", "prompt is empty"),
     ]
     for words, given, said in mistakes:
