@@ -52,9 +52,7 @@ class Request:
             raise LoopformerError(f"max_tokens must be 1 or more, a whole number; got {self.max_tokens!r}.")
         stops: object = self.stops
         if isinstance(stops, str):
-            raise LoopformerError(
-                f"stops must be a tuple of strings, not the string {stops!r}; write ({stops!r},)."
-            )
+            raise LoopformerError(f"stops must be a tuple of strings, not {stops!r}; write ({stops!r},).")
         for stop in self.stops:
             if not isinstance(stop, str):
                 raise LoopformerError(f"A stop string must be text, got {stop!r}.")
@@ -206,8 +204,8 @@ class TextStream:
         piece = stream.finish()        # the text that was held back
 
     Many tokenizers write a space only between two words that they decode together. So each new token is decoded
-    together with the tokens before it, and its text is what this adds. Text is final once no later
-    token can change it, so it never ends inside a character.
+    together with the tokens before it, and its text is what this adds. Text is final
+    once no later token can change it, so it never ends inside a character.
     """
 
     def __init__(self, tokenizer: Detokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
