@@ -188,7 +188,7 @@ def _answer_in_order(
 
 def _step_with_retry(engine: Engine) -> list[Event]:
     """The events of a step. A failed step is retried until two failures in a row end no request."""
-    unfinished = None
+    unfinished = -1  # no number of requests
     while True:
         try:
             return engine.step()

@@ -81,9 +81,8 @@ def write_checkpoint(
             last = f"the last good one is {kept[-1]}" if kept else "there is no earlier one"
             cause = failure
             if isinstance(failure, CheckpointException) and failure.failures:
-                cause = failure.failures[min(failure.failures)][
-                    0
-                ]  # of the first rank; the exception itself prints tracebacks
+                # The error of the first rank: the exception itself prints the tracebacks of all.
+                cause = failure.failures[min(failure.failures)][0]
             reason = " ".join(str(cause or "on another rank").split())
             advice = remedy(cause) if cause is not None else "see the message of that rank"
             raise FileProblem(

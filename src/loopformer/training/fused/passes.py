@@ -42,7 +42,7 @@ def unsupported_reason(config: ModelConfig, device: torch.device, fp8: bool) -> 
     if device.type == "cuda" and find_spec("triton") is None:
         return "Triton is not installed; install it"
     if config.norms == "sandwich":
-        return "its kernels have no norms after the residual sums; leave model.norms at pre"
+        return "its kernels have no norms after residual sums; leave model.norms at pre"
     if not fp8:
         return None
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY:
