@@ -110,12 +110,12 @@ def test_what_stands_is_not_made_again_and_more_prompts_are_added(lm: LM, source
         (b"not JSON", "The line is not JSON."),
         (b'{"prompt": "caf\xe9"}', "The line is not JSON."),
         (b"[" * 100_000, "The line is not JSON."),
-        (b'["prompt"]', "The line is no object such as"),
+        (b'["prompt"]', "The line must be an object such as"),
         (b"{}", "The line has no prompt; add one."),
         (b'{"prompt": null}', "The line has no prompt; add one."),
         (b'{"prompt": ""}', "The prompt is empty"),
         (b'{"prompt": 5}', "prompt must be text, got 5."),
-        (b'{"prompt": "\\ud800"}', "UTF-8 cannot encode"),
+        (b'{"prompt": "\\ud800"}', "that UTF-8 cannot encode"),
         (b'{"promt": "a"}', "Unknown field promt; did you mean prompt?"),
         (b'{"prompt": "a", "budget": [2]}', "budget must be a whole number, got [2]."),
         (b'{"prompt": "a", "budget": true}', "budget must be a whole number, got True."),
@@ -153,7 +153,7 @@ def test_answers_to_something_else_are_refused_and_left_alone(lm: LM, source: Pa
 
     def refused(said: str, settings: dict[str, Any] = SETTINGS) -> None:
         left = out.read_bytes()
-        with pytest.raises(FileProblem, match=f"{said}.* give another --out, or remove .*out to begin again"):
+        with pytest.raises(FileProblem, match=f"{said}.* give another --out, or remove .*out to start over"):
             run(lm, source, out, settings)
         assert out.read_bytes() == left
         out.write_bytes(whole)
@@ -174,7 +174,7 @@ def test_answers_to_something_else_are_refused_and_left_alone(lm: LM, source: Pa
     beside.write_text('{"version": 0}')
     refused("was begun by another version")
     beside.unlink()
-    refused("is there, and not known to be answers")
+    refused("so it may not hold answers")
     assert run(lm, source, out).lines == len(PROMPTS)
 
 
@@ -188,7 +188,7 @@ def test_files_that_cannot_be_read_or_shared(lm: LM, source: Path, tmp_path: Pat
 
 def test_prompts_are_read_as_they_are_needed(lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the file, and however long its first answer takes."""
-    monkeypatch.setattr(batch_file, "AHEAD", 10)
+    monkeypatch.setattr(batch_file, "MAX_PENDING", 10)
     taken = 0
 
     def prompts() -> Iterator[Any]:
@@ -198,7 +198,7 @@ def test_prompts_are_read_as_they_are_needed(lm: LM, tmp_path: Path, monkeypatch
             yield batch_file._Prompt(number, {"prompt": "a", "max_tokens": 1 if number else 40})
 
     engine = lm.engine(rows=2, queue=3)
-    answers = batch_file._answers(
+    answers = batch_file._answer_in_order(
         engine, lambda fields: lm.requests([fields["prompt"]], max_tokens=fields["max_tokens"])[0], prompts()
     )
     assert next(answers)["id"] == 0
@@ -226,7 +226,7 @@ def test_a_step_that_fails_is_taken_again(
 
     (tmp_path / "out").unlink()
     failing |= set(range(calls + 3, calls + 99))
-    with pytest.raises(RunFailed, match=r"failed twice in a row \(out of memory\); what is answered is kept"):
+    with pytest.raises(RunFailed, match=r"failed twice in a row \(out of memory\); finished answers are kept"):
         run(lm, source, tmp_path / "out", engine=engine)
     kept = (tmp_path / "out").read_bytes()
     assert (tmp_path / "right").read_bytes().startswith(kept)
@@ -268,8 +268,8 @@ def test_prompts_that_cannot_be_read_twice_are_refused(lm: LM, source: Path, tmp
 def test_prompts_that_are_gone_meanwhile_are_missed(
     lm: LM, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = batch_file._prompts
-    monkeypatch.setattr(batch_file, "_prompts", lambda lines: islice(prompts(lines), 3))
+    prompts = batch_file._read_prompts
+    monkeypatch.setattr(batch_file, "_read_prompts", lambda lines: islice(prompts(lines), 3))
     with pytest.raises(FileProblem, match="3 of its 7 prompts are answered"):
         run(lm, source, tmp_path / "out")
     assert len(read(tmp_path / "out")) == 3

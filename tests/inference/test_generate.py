@@ -101,14 +101,14 @@ def test_mistakes_are_one_clear_sentence(lm: LM) -> None:
         (lambda: untyped.generate("a", certainty=0.5), "certainty was removed from generation"),
         (lambda: untyped.generate("a", temprature=1), "Unknown option temprature .* did you mean temperature"),
         (lambda: untyped.generate("a", stops=[1]), "stop string must be text"),
-        (lambda: lm.generate("caf\udce9"), "not UTF-8"),
+        (lambda: lm.generate("caf\udce9"), "UTF-8 cannot encode"),
         (lambda: lm.generate(["a", wrong]), "must be text, got 5"),
         (lambda: lm.generate(wrong), "A prompt is text, or a list of texts"),
         (lambda: Request((1,), wrong), "5 is no Trajectory"),
         (lambda: lm.generate("a", temperature=math.nan), "finite number"),
         (lambda: lm.score("text"), "list of texts"),
         (lambda: lm.score([""]), "is empty"),
-        (lambda: lm.score(["caf\udce9"]), "not UTF-8"),
+        (lambda: lm.score(["caf\udce9"]), "UTF-8 cannot encode"),
         (lambda: LM(lm.model).generate("a"), "without a tokenizer"),
     ]
     for call, said in cases:

@@ -137,7 +137,7 @@ def test_what_was_held_back_comes_with_a_failure(lm: LM) -> None:
 
 def test_a_request_takes_stops_as_a_tuple(lm: LM) -> None:
     wrong: Any = "the"
-    with pytest.raises(LoopformerError, match="not the one text 'the'"):
+    with pytest.raises(LoopformerError, match="must be a tuple of strings, not 'the'"):
         Request((1,), lm.model.resolve(1), stops=wrong)
     with pytest.raises(LoopformerError, match="takes a list of prompts"):
         lm.requests("abc")

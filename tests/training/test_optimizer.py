@@ -3,7 +3,7 @@ import torch
 
 from loopformer import LoopedLM
 from loopformer.config import ModelConfig, TrainingConfig
-from loopformer.training.optimizer import BlockMuon, ModelOptimizer, learning_rate, orthogonalised
+from loopformer.training.optimizer import BlockMuon, ModelOptimizer, learning_rate, orthogonalise
 
 
 def test_rate_warms_up_and_follows_a_cosine() -> None:
@@ -64,7 +64,7 @@ def test_muon_is_torchs_and_takes_stacked_matrices_apart(shape: tuple[int, int])
 def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
     settings = torch.optim.Muon([torch.zeros(1, 1)]).param_groups[0]
     matrices = [torch.randn(16, 48).bfloat16(), torch.randn(48, 16).bfloat16(), torch.randn(16, 48).bfloat16()]
-    for matrix, turned in zip(matrices, orthogonalised(matrices, settings), strict=True):
+    for matrix, turned in zip(matrices, orthogonalise(matrices, settings), strict=True):
         assert turned.shape == matrix.shape
         values = torch.linalg.svdvals(turned.float())
         assert 0.6 < float(values.min()) <= float(values.max()) < 1.3

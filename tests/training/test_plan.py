@@ -114,7 +114,7 @@ def test_runs_that_were_stored_with_a_chance_of_one_are_read() -> None:
 
 def test_sharded_ranks_follow_the_same_trajectories_at_the_same_time() -> None:
     partly = ObjectiveConfig(trajectories=(TrainedTrajectory(1), TrainedTrajectory(2, rows=0.25)))
-    with pytest.raises(LoopformerError, match="all ranks must follow the same trajectories"):
+    with pytest.raises(LoopformerError, match="all ranks must run the same trajectories"):
         micro_batches(run_of(4, partly, is_sharded=True), 1, 0, 2)
     assert micro_batches(run_of(8, partly, is_sharded=True), 4, 0, 2)
 

@@ -546,7 +546,7 @@ def test_auto_names_what_keeps_passes_from_being_fused(monkeypatch: pytest.Monke
     settings = ("training.dtype=bfloat16", "model.norms=sandwich")
     assert precision_on("cuda", 1, *settings, said=said) is None
     assert said == [
-        "training without fused kernels: its kernels have no norms after a sum; leave model.norms at pre"
+        "training without fused kernels: its kernels have no norms after residual sums; leave model.norms at pre"
     ]
     assert precision_on("cpu", 1, *settings, said=said) is None
     assert precision_on("cuda", 1, *settings, "training.fused=false", said=said) is None

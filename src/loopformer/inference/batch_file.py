@@ -1,4 +1,4 @@
-"""A file of prompts becomes a file of answers, in order; after an interruption it continues.
+"""Answer a file of prompts in order, and continue after an interruption.
 
     {"prompt": "Once upon a time", "budget": 2, "id": "a"}     # prompts.jsonl, a line each
     {"id": "a", "text": …, "reason": "length", …}              # answers.jsonl; or {"id": "a", "error": "…"}
@@ -6,10 +6,10 @@
     engine = lm.engine(rows=16, queue=16)
     done = answer_file(Path("prompts.jsonl"), Path("answers.jsonl"), engine, request_of, settings)
 
-Prompts are read while others run, so a file may have any length. An answer is written once all earlier ones are, so
-answers have the order of the prompts. The file answers.jsonl.run.json records the settings, and the number and hash
-of the prompts. Only a file of answers with the same settings and prompts is continued. More prompts may have been
-added at the end.
+Prompts are read while earlier ones run, so a file may have any length. An answer is written once all earlier ones
+are, so answers have the order of the prompts. The file answers.jsonl.run.json records the settings, and the number
+and hash of the prompts. A run resumes only if the settings and the recorded prompts are unchanged. Prompts may be
+appended between runs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from loopformer.files import append_line, explain_write_errors, open_exclusive, 
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Event, Request
 
-AHEAD = 4096  # prompts that may run or be answered while an earlier one still runs
-VERSION = 1  # of answers.jsonl.run.json
+MAX_PENDING = 4096  # prompts in memory whose answers are not written yet, because an earlier one still runs
+VERSION = 1  # the format of answers.jsonl.run.json
 AnswerLine = dict[str, Any]
 _NUMBER = ((int, float), "a number")
 _INTEGER = ((int,), "a whole number")
@@ -47,7 +47,7 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 class BatchReport(NamedTuple):
-    """The number of answers in the file."""
+    """The number of answers in the file, and how many of them are errors."""
 
     lines: int
     errors: int
@@ -61,36 +61,35 @@ def answer_file(
     settings: dict[str, Any],
     report: Callable[[int, int], object] = lambda done, total: None,
 ) -> BatchReport:
-    """Answer every prompt of a file that has no answer yet.
+    """Answer every prompt of a file that has no answer yet, and count the answers.
 
-    request_of   makes a request from the checked fields of a line; a LoopformerError becomes the answer
-    settings     everything else that decides the answers, as plain JSON with the names of the options
-    report       is called with the number of answered prompts and their total
+    request_of   makes a request from the checked fields of a line; if it raises LoopformerError, that is the answer
+    settings     everything else that affects the answers, as plain JSON keyed by option
+    report       is called with the number of answered prompts and the number of all prompts
     """
     if source.is_fifo() or source.is_char_device():
-        raise FileProblem(f"{source} cannot be read twice, as prompts are; write them to a file first.")
+        raise FileProblem(f"Prompts are read twice, and {source} cannot be read twice; write them to a file first.")
     if out.exists() and source.exists() and out.samefile(source):
         raise FileProblem(f"{out} is the file of prompts itself; give another --out.")
-    with _opened(source) as lines, open_exclusive(out) as file:
-        total = _check_belongs(source, out, json.loads(json.dumps(settings)))
-        prompts = _prompts(lines)
+    with _open_prompts(source) as lines, open_exclusive(out) as file:
+        total = _check_resumable(source, out, json.loads(json.dumps(settings)))
+        prompts = _read_prompts(lines)
         done, errors, end = _skip_answered(source, out, prompts)
         with explain_write_errors(out):
             file.truncate(end)  # drop an answer that was cut off
         report(done, total)
-        for answer in _answers(engine, request_of, prompts):
+        for answer in _answer_in_order(engine, request_of, prompts):
             # An id may hold half a surrogate pair, which UTF-8 cannot encode: it becomes its JSON escape.
-            append_line(
-                file, out, (json.dumps(answer, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
-            )
+            line = json.dumps(answer, ensure_ascii=False) + "\n"
+            append_line(file, out, line.encode(errors="backslashreplace"))
             done, errors = done + 1, errors + ("error" in answer)
             report(done, max(done, total))
     if done < total:
-        raise FileProblem(f"{source} has become shorter meanwhile; {done} of its {total} prompts are answered.")
+        raise FileProblem(f"{source} was shortened during the run; {done} of its {total} prompts are answered.")
     return BatchReport(done, errors)
 
 
-def _opened(source: Path) -> IO[bytes]:
+def _open_prompts(source: Path) -> IO[bytes]:
     try:
         return source.open("rb")
     except OSError as error:
@@ -101,36 +100,36 @@ def _opened(source: Path) -> IO[bytes]:
 
 
 class _Prompt(NamedTuple):
-    """A line of the input: its id, and its fields or the error in it."""
+    """The id of an input line, with its fields or the error that makes it invalid."""
 
     id: Any
     fields: dict[str, Any] | LoopformerError
 
 
-def _prompts(lines: Iterable[bytes]) -> Iterator[_Prompt]:
-    """The lines that are not blank; a line without an id is identified by its number."""
+def _read_prompts(lines: Iterable[bytes]) -> Iterator[_Prompt]:
+    """The prompts of all lines that are not blank. A line without an id gets its line number."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        name: Any = number
+        prompt_id: Any = number
         fields: dict[str, Any] | LoopformerError
         try:
             record = json.loads(line)
             json.dumps(record, allow_nan=False)  # Python also reads NaN and 1e999, which an answer could not repeat
             if not isinstance(record, dict):
-                raise LoopformerError('The line is no object such as {"prompt": "…"}.')
+                raise LoopformerError('The line must be an object such as {"prompt": "…"}.')
             fields = {key: value for key, value in record.items() if value is not None}
-            name = fields.pop("id", number)
+            prompt_id = fields.pop("id", number)
             _check_fields(fields)
         except LoopformerError as error:
             fields = error
         except (ValueError, RecursionError):  # a wrong encoding is a ValueError
             fields = LoopformerError("The line is not JSON.")
-        yield _Prompt(name, fields)
+        yield _Prompt(prompt_id, fields)
 
 
 def _check_fields(fields: dict[str, Any]) -> None:
-    """Refuse unknown fields and values of a wrong type. Their ranges are checked where they are used."""
+    """Raise for unknown fields and wrong types. Ranges are checked when the request is made."""
     for name, value in fields.items():
         if name == "certainty":
             raise LoopformerError(REMOVED_CERTAINTY)
@@ -146,15 +145,15 @@ def _check_fields(fields: dict[str, Any]) -> None:
 # Answering, in the order of the prompts.
 
 
-def _answers(
+def _answer_in_order(
     engine: Engine, request_of: Callable[[dict[str, Any]], Request], prompts: Iterator[_Prompt]
 ) -> Iterator[AnswerLine]:
-    """The answer to each prompt; the engine's queue is filled before every step."""
-    pending: deque[AnswerLine] = deque()  # in the order of the prompts; only an id while a request runs
+    """The answers in the order of the prompts. The engine's queue is filled before every step."""
+    pending: deque[AnswerLine] = deque()  # in the order of the prompts; has only an id until it is answered
     by_ticket: dict[int, AnswerLine] = {}
     more = True
     while more or pending:
-        while more and engine.room and len(pending) < AHEAD:
+        while more and engine.room and len(pending) < MAX_PENDING:
             prompt = next(prompts, None)
             if prompt is None:
                 more = False
@@ -168,7 +167,7 @@ def _answers(
             except LoopformerError as error:
                 answer["error"] = str(error)
         if by_ticket:
-            for event in _step(engine):
+            for event in _step_with_retry(engine):
                 result = event.result
                 if result is None:
                     continue
@@ -183,62 +182,63 @@ def _answers(
                     if result.error is None
                     else {"error": result.error}
                 )
-        while pending and len(pending[0]) > 1:
+        while pending and len(pending[0]) > 1:  # answered: it has more than an id
             yield pending.popleft()
 
 
-def _step(engine: Engine) -> list[Event]:
-    """The events of a step. A failed step is repeated, unless it failed twice without ending any request."""
-    unfinished = None
+def _step_with_retry(engine: Engine) -> list[Event]:
+    """The events of a step. A failed step is retried until two failures in a row end no request."""
+    unfinished = -1  # no number of requests
     while True:
         try:
             return engine.step()
         except Exception as error:
-            if unfinished == (unfinished := engine.waiting + engine.running):
+            before, unfinished = unfinished, engine.waiting + engine.running
+            if unfinished == before:
                 reason = " ".join(str(error).split()) or type(error).__name__
                 raise RunFailed(
-                    f"The engine failed twice in a row ({reason}); what is answered is kept, so free some memory "
-                    "or lower --rows, and give the same command again."
+                    f"The engine failed twice in a row ({reason}); finished answers are kept, so free some memory "
+                    "or lower --rows, and run the same command again."
                 ) from error
 
 
-# Continuing an earlier file of answers.
+# Resuming an earlier file of answers.
 
 
-def _check_belongs(source: Path, out: Path, settings: dict[str, Any]) -> int:
-    """The number of prompts. Existing answers to other prompts or with other settings are refused."""
+def _check_resumable(source: Path, out: Path, settings: dict[str, Any]) -> int:
+    """The number of prompts. Raises if the existing answers belong to other prompts or settings."""
     record = out.with_name(out.name + ".run.json")
-    begun = out.stat().st_size > 0
-    if begun and not record.exists():
-        raise FileProblem(f"{out} is there, and not known to be answers ({record.name} is missing); {_other(out)}")
-    before = read_json(record) if begun else {"input": {"lines": 0}}
-    if begun and before.get("version") != VERSION:
-        raise FileProblem(f"{out} was begun by another version of loopformer; {_other(out)}")
+    is_resumed = out.stat().st_size > 0
+    if is_resumed and not record.exists():
+        raise FileProblem(f"{out} exists without {record.name}, so it may not hold answers; {_other_out(out)}")
+    before = read_json(record) if is_resumed else {"input": {"lines": 0}}
+    if is_resumed and before.get("version") != VERSION:
+        raise FileProblem(f"{out} was begun by another version of loopformer; {_other_out(out)}")
     count, digest, digest_before = _hash_prompts(source, before["input"]["lines"])
-    if begun:
+    if is_resumed:
         earlier = before["settings"]
         changed = [name for name in {**settings, **earlier} if settings.get(name) != earlier.get(name)]
         if "weights" in changed or "tokenizer" in changed:
-            raise FileProblem(f"{out} was begun with another model; {_other(out)}")
+            raise FileProblem(f"{out} was begun with another model; {_other_out(out)}")
         if changed:
-            raise FileProblem(f"{out} was begun with other options ({', '.join(changed)}); {_other(out)}")
+            raise FileProblem(f"{out} was begun with other options ({', '.join(changed)}); {_other_out(out)}")
         if digest_before != before["input"]["sha256"]:
-            raise FileProblem(f"{out} holds answers to other prompts than {source}; {_other(out)}")
+            raise FileProblem(f"{out} holds answers to other prompts than {source}; {_other_out(out)}")
     after = {"version": VERSION, "settings": settings, "input": {"lines": count, "sha256": digest}}
     if after != before:
         write_json(record, after)
     return count
 
 
-def _other(out: Path) -> str:
-    return f"give another --out, or remove {out} to begin again."
+def _other_out(out: Path) -> str:
+    return f"give another --out, or remove {out} to start over."
 
 
 def _hash_prompts(source: Path, first: int) -> tuple[int, str, str]:
     """The number of lines that are not blank, their hash, and the hash of the first `first` of them."""
     digest, count = hashlib.sha256(), 0
     digest_of_first = digest.hexdigest()
-    with _opened(source) as lines:
+    with _open_prompts(source) as lines:
         for line in lines:
             if not line.strip():
                 continue
@@ -250,9 +250,9 @@ def _hash_prompts(source: Path, first: int) -> tuple[int, str, str]:
 
 
 def _skip_answered(source: Path, out: Path, prompts: Iterator[_Prompt]) -> tuple[int, int, int]:
-    """Advance `prompts` past the answered ones: their number, the errors among them, and the size of their answers.
+    """Advance `prompts` past those with answers. Returns the numbers of answers and errors, and the answers' bytes.
 
-    A last line without a newline was cut off, and does not count.
+    A last line without a newline was cut off by an interruption and is not counted.
     """
     count = errors = end = 0
     with out.open("rb") as lines:
@@ -266,7 +266,7 @@ def _skip_answered(source: Path, out: Path, prompts: Iterator[_Prompt]) -> tuple
             prompt = next(prompts, None)
             if prompt is None or not isinstance(answer, dict) or answer.get("id") != prompt.id:
                 raise FileProblem(
-                    f"Line {count + 1} of {out} does not answer its prompt in {source}; {_other(out)}"
+                    f"Line {count + 1} of {out} does not answer its prompt in {source}; {_other_out(out)}"
                 )
             count, errors, end = count + 1, errors + ("error" in answer), end + len(line)
     return count, errors, end

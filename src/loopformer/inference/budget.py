@@ -1,4 +1,4 @@
-"""The budget for a target: FLOPs per token by the cost model, or milliseconds per token by a short measurement."""
+"""Choose the largest budget within a limit on FLOPs per token (computed) or milliseconds per token (measured)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from loopformer.inference.request import Request
 from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
-TIMED_TOKENS = 8
+TIMED_TOKENS = 8  # decoded tokens in one measurement
 
 
-def budget_for_flops(model: LoopedLM, most: float) -> int:
-    """The largest budget with a forward pass of at most `most` FLOPs per token, at a full context."""
-    affordable = [m for m in range(1, model.config.loops + 1) if model.cost.forward_flops(m) <= most]
-    least = model.cost.forward_flops(1)
+def budget_for_flops(model: LoopedLM, limit: float) -> int:
+    """The largest budget with a forward pass of at most `limit` FLOPs per token, at a full context."""
+    affordable = [m for m in range(1, model.config.loops + 1) if model.cost.forward_flops(m) <= limit]
+    one_loop = model.cost.forward_flops(1)
     require(
-        bool(affordable), f"One loop takes {least:.4g} FLOPs per token, above the limit of {most:.4g}; raise it."
+        bool(affordable),
+        f"One loop takes {one_loop:.4g} FLOPs per token, above the limit of {limit:.4g}; raise it.",
     )
     return affordable[-1]
 
 
-def budget_for_milliseconds(model: LoopedLM, most: float, prompt: Sequence[int]) -> tuple[int, float]:
-    """The largest budget that decodes a token in at most `most` milliseconds after this prompt, and its time.
+def budget_for_milliseconds(model: LoopedLM, limit: float, prompt: Sequence[int]) -> tuple[int, float]:
+    """The largest budget that decodes a token in at most `limit` milliseconds after this prompt, and that time.
 
     One loop and all loops are measured; budgets between them are interpolated.
     """
@@ -38,20 +39,20 @@ def budget_for_milliseconds(model: LoopedLM, most: float, prompt: Sequence[int])
     def expected(budget: int) -> float:
         return measured[0] + slope * (budget - 1)
 
-    affordable = [budget for budget in range(1, loops + 1) if expected(budget) <= most]
+    affordable = [budget for budget in range(1, loops + 1) if expected(budget) <= limit]
     require(
         bool(affordable),
-        f"One loop takes {measured[0]:.3g} ms per token here, above the limit of {most:.3g}; raise it.",
+        f"One loop takes {measured[0]:.3g} ms per token here, above the limit of {limit:.3g}; raise it.",
     )
     return affordable[-1], expected(affordable[-1])
 
 
 def milliseconds_per_token(model: LoopedLM, trajectory: Trajectory, prompt: Sequence[int]) -> float:
-    """The median time to decode one token at batch 1 after the prompt, without its text."""
+    """The median time to decode one token after the prompt at batch 1, without detokenizing it."""
     config = model.config
     prompt = tuple(prompt)[-max(1, config.context - TIMED_TOKENS) :]
     request = Request(prompt, trajectory, max_tokens=TIMED_TOKENS + 1)
-    engine = Engine(model, _NoText(), PlainBackend(model, 1, remember=0), rows=1, queue=1)
+    engine = Engine(model, _DummyDetokenizer(), PlainBackend(model, 1, remember=0), rows=1, queue=1)
     engine.submit(request)
     while engine.waiting:  # a long prompt takes several steps
         engine.step()
@@ -62,12 +63,12 @@ def milliseconds_per_token(model: LoopedLM, trajectory: Trajectory, prompt: Sequ
         engine.step()
         synchronise(model.device)
         times.append(time.perf_counter() - started)
-    require(len(times) > 0, "The text ends at once, so its speed cannot be measured; give a budget.")
+    require(len(times) > 0, "No token was decoded, so decoding cannot be timed; give a budget.")
     return sorted(times)[len(times) // 2] * 1e3
 
 
-class _NoText:
-    """A detokenizer without text: no token ends the text, and none adds to it."""
+class _DummyDetokenizer:
+    """A detokenizer for measurements: no token ends the text, and every token decodes to nothing."""
 
     eot = -1
 

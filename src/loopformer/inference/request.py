@@ -1,11 +1,11 @@
-"""A request from prompt to result: its settings, its state while it runs, its text as it comes, its result.
+"""A request and its states: settings, progress while it runs, streamed text and final result.
 
 request = Request(prompt_ids, Trajectory.uniform(4), Sampling(temperature=0.8, seed=3), max_tokens=64)
 row = RowState.start(ticket, request, tokenizer, model.config)
 row, event = row.append_tokens([Choice(token, logprob)])   # event.piece to show; event.result at the end
 
-A `RowState` is immutable: appending tokens returns another one. When a step fails half-way, whoever holds the old
-state has lost nothing. A full context ends a request with that reason; there is no sliding window.
+A `RowState` is immutable: appending tokens returns a new one. When a step fails half-way, the engine still has the
+old state and can repeat the step. A full context ends a request, because there is no sliding window.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from loopformer.trajectory import Trajectory
 
 Reason = Literal["stop", "end", "length", "context", "error"]
 REASONS = {
-    "stop": "a stop string came",
+    "stop": "a stop string was generated",
     "end": "the model ended the text",
     "length": "the limit of new tokens was reached",
     "context": "the model's context is full",
@@ -35,7 +35,7 @@ NOT_A_NUMBER = "The model's output is not a number; are its weights damaged, or 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue, and how."""
+    """A prompt with the settings for its continuation."""
 
     prompt: tuple[int, ...]
     trajectory: Trajectory
@@ -47,12 +47,12 @@ class Request:
         if not self.prompt:
             raise LoopformerError("The prompt is empty; give at least one character.")
         if not isinstance(self.trajectory, Trajectory):
-            raise LoopformerError(f"{self.trajectory!r} is no Trajectory; make one of it.")
+            raise LoopformerError(f"{self.trajectory!r} is no Trajectory; make one with Trajectory.parse(…).")
         if not (is_whole(self.max_tokens) and self.max_tokens >= 1):
             raise LoopformerError(f"max_tokens must be 1 or more, a whole number; got {self.max_tokens!r}.")
         stops: object = self.stops
         if isinstance(stops, str):
-            raise LoopformerError(f"stops takes a tuple of texts, not the one text {stops!r}; put it in brackets.")
+            raise LoopformerError(f"stops must be a tuple of strings, not {stops!r}; write ({stops!r},).")
         for stop in self.stops:
             if not isinstance(stop, str):
                 raise LoopformerError(f"A stop string must be text, got {stop!r}.")
@@ -68,11 +68,11 @@ class Result:
     reason: Reason
     prompt_tokens: int
     trajectory: Trajectory
-    error: str | None = None  # one sentence where the reason is "error"; text and ids are from before it
+    error: str | None = None  # one sentence if the reason is "error"; text and ids are then what came before it
 
 
 class Event(NamedTuple):
-    """A piece of a request's text and the tokens that came with it. The last event of a request has its result."""
+    """A new piece of a request's text, with its tokens. Only the last event of a request has a result."""
 
     ticket: int
     piece: str
@@ -81,7 +81,7 @@ class Event(NamedTuple):
 
 
 class Detokenizer(Protocol):
-    """The part of a tokenizer that turns tokens into text, and knows the token that ends one."""
+    """The part of a tokenizer that decodes tokens and knows the end token."""
 
     @property
     def eot(self) -> int: ...
@@ -95,7 +95,7 @@ class RowState(NamedTuple):
     ticket: int
     request: Request
     text: TextStream
-    seed: int  # that of the request, or a random one
+    seed: int  # from the request, or random
     context: int
     end: int  # the end token
     ids: tuple[int, ...] = ()
@@ -103,7 +103,7 @@ class RowState(NamedTuple):
 
     @classmethod
     def start(cls, ticket: int, request: Request, tokenizer: Detokenizer, config: ModelConfig) -> RowState:
-        """The state before anything has run. A request that this model cannot run is refused."""
+        """The state before prefill. Raises if the model cannot run this request."""
         if len(request.prompt) > config.context:
             raise LoopformerError(
                 f"The prompt has {len(request.prompt)} tokens but the context is {config.context}; shorten it."
@@ -115,8 +115,8 @@ class RowState(NamedTuple):
             )
         seed = request.sampling.seed
         text = TextStream(tokenizer, request.stops, after=request.prompt)
-        drawn = secrets.randbits(63) if seed is None else int(seed)
-        return cls(ticket, request, text, drawn, config.context, tokenizer.eot)
+        seed = secrets.randbits(63) if seed is None else int(seed)
+        return cls(ticket, request, text, seed, config.context, tokenizer.eot)
 
     @property
     def trajectory(self) -> Trajectory:
@@ -133,7 +133,7 @@ class RowState(NamedTuple):
 
     @property
     def cached(self) -> int:
-        """Tokens with stored keys and values: all but the last new one, which the next step runs."""
+        """How many tokens are in the KV cache: all but the last new one, which is the input of the next step."""
         return self.length - bool(self.ids)
 
     @property
@@ -148,12 +148,13 @@ class RowState(NamedTuple):
         return Draw(sampling, self.seed, self.length, history)
 
     def append_tokens(self, choices: Sequence[Choice]) -> tuple[RowState, Event]:
-        """Append tokens up to the one that ends the text: the new state, and an event with the text to show."""
+        """Append tokens up to the end of the text. Returns the new state, and an event with the text to show."""
         new, reason = self._until_end(choices)
         tokens = [choice.token for choice in new]
-        text = copy(self.text)
+        text = copy(self.text)  # push changes it, and this state must stay valid if the step is repeated
         piece = text.push(*(tokens[:-1] if reason == "end" else tokens))
-        if text.stopped and len(new) > 1:  # find the token that completed the stop string, and drop those after it
+        if text.stopped and len(new) > 1:
+            # Push the tokens again, singly, to find the one that completed the stop string. Drop those after it.
             text, piece = copy(self.text), ""
             for count, token in enumerate(tokens, start=1):
                 piece += text.push(token)
@@ -171,7 +172,7 @@ class RowState(NamedTuple):
         return after, Event(self.ticket, piece, result, tuple(new))
 
     def _until_end(self, choices: Sequence[Choice]) -> tuple[Sequence[Choice], Reason | None]:
-        """The choices up to an end that does not depend on the text, and the reason for that end, if any."""
+        """The choices up to the end token, a NaN or a length limit, with the reason if there is one."""
         # The last token is never run, so it needs no position in the context.
         limit = min(self.request.max_tokens - len(self.ids), self.free_positions + 1)
         for number, (token, logprob) in enumerate(choices[:limit]):
@@ -184,7 +185,7 @@ class RowState(NamedTuple):
         return choices[:limit], "length" if len(self.ids) + limit == self.request.max_tokens else "context"
 
     def failed(self, sentence: str) -> Event:
-        """The last event of a request that failed. It shows the text held back so far, and decodes nothing more."""
+        """The last event of a failed request, with the text that was held back. Nothing more is decoded."""
         return Event(self.ticket, copy(self.text).flush(), self._result("error", sentence))
 
     def _result(self, reason: Reason, error: str | None) -> Result:
@@ -192,18 +193,19 @@ class RowState(NamedTuple):
         return Result(self.text.text, self.ids, self.logprobs, reason, prompt, self.trajectory, error)
 
 
-BROKEN = "\ufffd"  # the replacement character, which decoding half a character gives
+BROKEN = "\ufffd"  # U+FFFD, which an incomplete UTF-8 character decodes to
 
 
 class TextStream:
-    """Text from tokens as they come: complete characters only, and nothing from a stop string on.
+    """Streams the text of tokens: complete characters only, up to the first stop string.
 
         stream = TextStream(tokenizer, stops=["\\n\\n"], after=prompt)
         piece = stream.push(token)     # the text to show now; "" while a character or a stop string is incomplete
         piece = stream.finish()        # the text that was held back
 
-    Many tokenizers write a space only between two words that they decode together. So new tokens are decoded after
-    the last ones with final text, and their own text is the difference.
+    Many tokenizers write a space only between two words that they decode together. So each new token is decoded
+    together with the tokens before it, and its text is what this adds. Text is final
+    once no later token can change it, so it never ends inside a character.
     """
 
     def __init__(self, tokenizer: Detokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
@@ -212,11 +214,11 @@ class TextStream:
         self._stops = tuple(stop for stop in stops if stop)
         self._beginnings = tuple(stop[:size] for stop in self._stops for size in range(len(stop) - 1, 0, -1))
         self._longest = max(map(len, self._stops), default=1)
-        self._ids = tuple(after)  # tokens to decode together: some with final text, then those still without
-        self._final_count = len(after)  # the others may end in the middle of a character
-        self._final_text = tokenizer.decode(self._ids) if after else ""  # the final part of their text
+        self._ids = tuple(after)  # the tokens that are decoded together
+        self._final_count = len(after)  # how many of `_ids` have final text; the rest may end inside a character
+        self._final_text = tokenizer.decode(self._ids) if after else ""  # the part of their text that is final
         self._text = ""  # all final text after `after`
-        self._shown = 0  # characters of it
+        self._shown = 0  # how many characters of `_text` have been returned
         self.stopped = False
 
     @property
@@ -225,7 +227,7 @@ class TextStream:
         return self._text
 
     def push(self, *tokens: int) -> str:
-        """Add tokens and return the text to show, which ends before a stop string whatever tokens follow it."""
+        """Add tokens and return the text to show. It ends before a stop string, even if more tokens follow."""
         if not tokens:
             return ""
         self._ids = (*self._ids, *tokens)
@@ -233,7 +235,7 @@ class TextStream:
         return self._release(self._held_back())
 
     def finish(self) -> str:
-        """Return the remaining text at the end, an incomplete character included."""
+        """Return the remaining text after the last token, including an incomplete character."""
         if not self.stopped:
             self._decode(at_end=True)
         return self._release(0)
@@ -252,7 +254,7 @@ class TextStream:
         self._text += complete[len(before) :]
         if complete != new:
             self._final_text = self._final_text if self._final_text.startswith(complete) else complete
-        elif new != self._final_text:  # a token without text gives the next one no context to decode in
+        elif new != self._final_text:  # keep the older tokens as context while new ones add no text
             self._ids = self._ids[self._final_count :]
             self._final_count, self._final_text = len(self._ids), self._tokenizer.decode(self._ids)
         stops_at = [index for stop in self._stops if (index := self._text.find(stop, search_from)) >= 0]
@@ -265,9 +267,9 @@ class TextStream:
             return 0
         return max((len(part) for part in self._beginnings if self._text.endswith(part)), default=0)
 
-    def _release(self, held: int) -> str:
-        """The text that was not shown yet, without its last `held` characters."""
-        end = max(self._shown, len(self._text) - held)
+    def _release(self, held_back: int) -> str:
+        """The text that was not shown yet, without its last `held_back` characters."""
+        end = max(self._shown, len(self._text) - held_back)
         piece = self._text[self._shown : end]
         self._shown = end
         return piece

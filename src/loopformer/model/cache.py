@@ -4,9 +4,9 @@ cache = model.cache("4-2-1-1", rows=2)                # or a trajectory for each
 hidden = model.extend(prompts, cache, counts=[5, 9])  # prompts padded at the end; hidden [B, T, D]
 hidden = model.extend(next_tokens, cache)             # one more token each
 
-Every (loop, block) has keys and values of its own, since each loop sees another state. Those of one trajectory mean
-nothing under another: a short trajectory is not a prefix of a longer one, as its step sizes differ. So each row of
-a cache is bound to the trajectory it was made for.
+Every (loop, block) has its own keys and values, because each loop sees a different state. They cannot be reused
+under another trajectory: a short one is not a prefix of a longer one, because its step sizes differ. So each row
+of a cache belongs to one trajectory.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,11 @@ class SequenceKV:
     """The keys and values of one row along its trajectory."""
 
     trajectory: Trajectory
-    loops: list[Tensor]  # [k, 2, H, T, D/H] for each loop: few tensors, since many small copies take long to launch
+    loops: list[Tensor]  # [k, 2, H, T, D/H] for each loop: few tensors, because each copy costs a launch
 
     def copy(self) -> "SequenceKV":
         """The same keys and values in new memory."""
+        # One stack copies all loops at once; the list holds its slices.
         return SequenceKV(self.trajectory, list(torch.stack(self.loops)) if self.loops else [])
 
 
@@ -39,18 +40,18 @@ class LoopPlan:
     """The loops of a batch: how many rows take part in each, longest trajectories first, and their conditions."""
 
     rows: list[int]
-    conditions: list[Condition]  # of each loop: with one entry per row that takes part, or one for all rows
+    conditions: list[Condition]  # per loop: with one row for each row that takes part, or one row for all
     order: list[int] | None  # the rows, longest trajectories first; None where all have the same trajectory
 
 
 @dataclass(frozen=True)
 class LayerKV:
-    """The keys and values of one (loop, block), as the `KVStore` (block.py) of a forward pass over new tokens."""
+    """The keys and values of one (loop, block) during a forward pass over new tokens. A `KVStore` (block.py)."""
 
     keys: Tensor  # [rows, H, capacity, D/H]
     values: Tensor
-    positions: Tensor  # [rows or 1, T], of the new tokens
-    start: int | None  # the first of them, where all rows have the same length
+    positions: Tensor  # [rows or 1, T], the positions of the new tokens
+    start: int | None  # the first new position; None if rows differ in length
     end: int  # attention sees positions before this one
 
     def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,19 +72,20 @@ class KVCache:
         self,
         config: ModelConfig,
         trajectories: Sequence[Trajectory],
-        passes: LoopPlan,
+        plan: LoopPlan,
         capacity: int,
         weight: Tensor,
     ) -> None:
-        """`weight` is the model's token embedding: it identifies the model, and gives device and dtype."""
+        """`weight` is the model's token embedding: it identifies the model, and sets device and dtype."""
         if not 1 <= capacity <= config.context:
             raise LoopformerError(f"A cache holds 1 to {config.context} tokens (the context), not {capacity}.")
-        self.trajectories, self.passes, self.capacity, self._weight = tuple(trajectories), passes, capacity, weight
+        self.trajectories, self.passes, self.capacity, self._weight = tuple(trajectories), plan, capacity, weight
         self.lengths = [0] * len(trajectories)
-        self._order = list(range(len(trajectories))) if passes.order is None else passes.order
+        self._order = list(range(len(trajectories))) if plan.order is None else plan.order
         self._blocks, self._shape = config.blocks, (config.heads, capacity, config.head_width)
-        # Of each loop [k, 2, rows, H, capacity, D/H]: keys and values of each block.
-        self.loops = [self._empty_loop(rows) for rows in passes.rows]
+        # One tensor [k, 2, rows, H, capacity, D/H] per loop, for the rows that run it, longest trajectories first.
+        self.loops = [self._empty_loop(rows) for rows in plan.rows]
+        # Set by positions_and_mask for the next tokens, and read by slots.
         self._positions = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
         self._start: int | None = 0
         self._end = 0
@@ -108,7 +110,10 @@ class KVCache:
             )
 
     def positions_and_mask(self, count: int) -> tuple[Tensor, Tensor | None]:
-        """The positions of `count` new tokens [B or 1, T], and their attention mask [B or 1, 1, T, end], if any."""
+        """The positions of `count` new tokens [B or 1, T], and their attention mask [B or 1, 1, T, end], if any.
+
+        Call it before `slots`, which stores at these positions.
+        """
         self.check_room(count)
         self._end = max(self.lengths) + count
         new = torch.arange(count, device=self._weight.device)
@@ -125,10 +130,10 @@ class KVCache:
         return positions, keys <= positions[:, None, :, None]
 
     def layers(self, loop: int) -> list[LayerKV]:
-        """The keys and values of each block in a loop, for the tokens of the last call of `positions_and_mask`."""
+        """Where the blocks of a loop store the new tokens, at the positions of the last `positions_and_mask`."""
         rows, positions = self.passes.rows[loop], self._positions
         if len(positions) > 1:
-            first = self._order[:rows]  # positions are in the order of the caller, keys in that of the loop
+            first = self._order[:rows]  # positions are in the caller's order, keys in the plan's
             in_order = first == list(range(rows))
             positions = positions[:rows] if in_order else positions[to_device_async(first, positions.device)]
         return [LayerKV(k[:rows], v[:rows], positions, self._start, self._end) for k, v in self.loops[loop]]
@@ -140,7 +145,7 @@ class KVCache:
         return SequenceKV(self.trajectories[row], [loop[:, :, index, :, :length] for loop in loops])
 
     def write(self, row: int, source: SequenceKV, length: int) -> None:
-        """Start a row with the first `length` tokens of another one along the same trajectory."""
+        """Copy the first `length` tokens of a sequence with the same trajectory to the start of a row."""
         if source.trajectory != self.trajectories[row]:
             raise LoopformerError(
                 f"Row {row} of this cache follows {self.trajectories[row]}, not {source.trajectory}; "
@@ -150,7 +155,7 @@ class KVCache:
         self.lengths[row] = length
 
     def _fill(self, index: int, source: SequenceKV, length: int) -> None:
-        """Copy keys and values of `length` tokens to the row at `index` in the tensors."""
+        """Copy `length` tokens to the row at `index` of the tensors, which is in the plan's order."""
         targets = [loop[:, :, index, :, :length] for loop in self.loops[: len(source.loops)]]
         if targets:
             torch._foreach_copy_(targets, [loop[:, :, :, :length] for loop in source.loops])
@@ -161,5 +166,5 @@ class KVCache:
         return self._weight.detach().new_zeros(self._blocks, 2, rows, *self._shape)
 
     def advance(self, counts: Sequence[int]) -> None:
-        """Count the tokens that were stored last as part of their rows."""
+        """Add the tokens just stored to the lengths. Without this, the next forward pass overwrites them."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]

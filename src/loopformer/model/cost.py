@@ -4,8 +4,8 @@
     cost.forward_flops(budget=4)             # per token, averaged over a full context
     cost.decode_bytes(budget=4, context=512) # read from memory per decoded token at batch 1
 
-A multiply-add is 2 FLOPs, and only matmuls count. Of a trajectory only its budget matters. The modulation table is
-computed once per trajectory, so `table_flops` is separate from the cost per token.
+A multiply-add is 2 FLOPs, and only matmuls count. Costs depend on the budget, not on step sizes. The
+modulation table is computed once per trajectory, so `table_flops` is separate from the cost per token.
 """
 
 from collections.abc import Sequence
@@ -50,12 +50,12 @@ class Cost:
 
     @property
     def adapter_products(self) -> int:
-        """Matmul weights of the adapter, which every loop goes through."""
+        """Matmul weights of the adapter, which every loop applies once."""
         return 2 * self.config.width**2 if self.config.inject == "adapter" else 0
 
     @property
     def head_products(self) -> int:
-        """Matmul weights of the head, rows that pad the vocabulary included."""
+        """Matmul weights of the head, including the padding rows of the vocabulary."""
         return self.config.vocab_rows * self.config.width
 
     @property
@@ -73,8 +73,8 @@ class Cost:
     def parameters(self) -> Parameters:
         config = self.config
         d = config.width
-        norms = 2 * (config.conditioning == "none") + 2 * (config.norms == "sandwich")  # with learned weights
-        embedding = (FOURIER_WIDTH + 1) * d + (d + 1) * d  # of one scalar, by a 2-layer MLP
+        norms = 2 * (config.conditioning == "none") + 2 * (config.norms == "sandwich")  # learned ones per block
+        embedding = (FOURIER_WIDTH + 1) * d + (d + 1) * d  # a 2-layer MLP per scalar
         modulators = self.conditioning_vectors * d * (d + 1)
         return Parameters(
             tokens=self.head_products,
@@ -85,23 +85,23 @@ class Cost:
         )
 
     def loop_flops(self, context: int | None = None, causal: bool = True) -> float:
-        """One loop of the stack, per token of a full context. Causal attention computes half of its square."""
+        """FLOPs of one loop per token, averaged over the context. Causal attention computes half of the scores."""
         length = self.config.context if context is None else context
         block = 2 * self.block_matmul_params + 4 * length * self.config.width * (0.5 if causal else 1.0)
         return self.config.blocks * block + 2 * self.adapter_products
 
     def forward_flops(self, budget: int | None = None, context: int | None = None, causal: bool = True) -> float:
-        """Embedding to logits, per token."""
+        """FLOPs per token from embedding to logits."""
         loops = self.config.loops if budget is None else budget
         return 2 * self.head_products + loops * self.loop_flops(context, causal)
 
     def prefill_flops(self, tokens: int, budget: int | None = None) -> float:
-        """The prefill of a prompt, with the logits of its last token."""
+        """FLOPs to prefill a prompt, with logits for its last token only."""
         loops = self.config.loops if budget is None else budget
         return 2 * self.head_products + tokens * loops * self.loop_flops(tokens)
 
     def table_flops(self, budget: int | None = None) -> int:
-        """The modulation table of a trajectory, once."""
+        """FLOPs of the modulation table, which is computed once per trajectory."""
         d = self.config.width
         embeddings = self.conditioning_scalars * 2 * (FOURIER_WIDTH * d + d * d)
         modulators = self.conditioning_vectors * 2 * d * d
@@ -110,16 +110,19 @@ class Cost:
     def training_flops(
         self, context: int | None = None, budgets: Sequence[float] | None = None, causal: bool = True
     ) -> float:
-        """Forward and backward (twice the forward) per token, along one trajectory of each of these budgets.
+        """FLOPs of forward and backward (twice the forward) per token, summed over one trajectory per budget.
 
-        None is the full budget alone. A budget may be a mean: the paper's short ones, uniform on 1…L-1, average
-        L/2.
+        None means the full budget alone. A budget may be a mean: the paper draws short budgets uniformly from
+        1…L-1, so their mean is L/2.
         """
         each = [float(self.config.loops)] if budgets is None else budgets
         return 3 * sum(2 * self.head_products + budget * self.loop_flops(context, causal) for budget in each)
 
     def training_overhead(self, context: int | None = None) -> float:
-        """Training with a short trajectory against without: the paper's (2·C_io + 3/2·L·C₁) / (C_io + L·C₁)."""
+        """The cost of training with a short trajectory relative to the full one alone.
+
+        In the paper this is (2·C_io + 3/2·L·C₁) / (C_io + L·C₁), with C_io for the head and C₁ for one loop.
+        """
         loops = self.config.loops
         return self.training_flops(context, [loops, loops / 2]) / self.training_flops(context)
 
@@ -131,7 +134,8 @@ class Cost:
     def decode_bytes(self, budget: int | None = None, context: int = 0, value_bytes: int = 2) -> int:
         """Bytes read per decoded token at batch 1: the stack once per loop, the head, and KV of `context` tokens.
 
-        The stack is assumed not to fit the processor's cache, and the modulation table is read, not computed.
+        This assumes that the stack does not fit the processor's cache, and that the modulation
+        table is already computed.
         """
         loops = self.config.loops if budget is None else budget
         table = self.conditioning_vectors * self.config.width

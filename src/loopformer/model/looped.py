@@ -74,11 +74,11 @@ class LoopedLM(nn.Module):
     def initialise(self) -> None:
         """Draw fresh weights: N(0, 0.02), residual projections smaller, modulators as configured."""
         config = self.config
-        # Each block adds two residual projections to the stream. Either those of one loop count, or those of all L.
+        # Each block adds two residual projections to the stream. 'depth' counts those of all L loops, not of one.
         depth = config.blocks * (config.loops if config.residual_init == "depth" else 1)
         for name, module in self.named_modules():
             if isinstance(module, ZeroLinear):
-                module.reset_parameters()  # draws nothing, so the other weights are those of a model without it
+                module.reset_parameters()  # no random draw: the other weights equal those of a model without it
             elif isinstance(module, nn.Linear | nn.Embedding):
                 residual = name.endswith(("attention.out", "ffn.down"))
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * depth) if residual else 0.02)
@@ -104,17 +104,17 @@ class LoopedLM(nn.Module):
         check: bool = True,
         stack: Callable[..., Tensor] | None = None,
     ) -> Output:
-        """Run ids [B, T] along one trajectory for all rows, or a list with one for each row.
+        """Run ids [B, T] along one trajectory for all rows, or along a list of one per row.
 
         documents  [B, T], the document of each token: no attention across documents, and positions restart
         logits     False skips the head, for losses that are computed in chunks from `hidden`
         states     True keeps the state after each loop
         beyond     True allows more loops than the model was trained for
-        check      False trusts the values of the ids, so that nothing waits for the GPU
-        stack      runs a loop in place of `self.stack`, as training does
+        check      False skips the range check of the ids, which would wait for the GPU
+        stack      replaces `self.stack`, for fused or checkpointed loops in training
         """
         self.check(ids, documents, check)
-        passes = self.plan_loops(self.trajectories(trajectory, len(ids), beyond), len(ids))
+        plan = self.plan_loops(self.trajectories(trajectory, len(ids), beyond), len(ids))
         x, rotary, mask = self.embed(ids, documents)
         start = self.random_initial_state(torch.arange(ids.shape[1], device=ids.device)[None], ids)
         run_stack, kept = stack or self.stack, list[Tensor]()
@@ -122,7 +122,7 @@ class LoopedLM(nn.Module):
         def step(number: int, *inputs: Any) -> Tensor:
             return run_stack(*inputs)
 
-        x = self.run_loops(step, x, passes, rotary, mask, kept if states else None, start)
+        x = self.run_loops(step, x, plan, rotary, mask, kept if states else None, start)
         hidden: Tensor = self.final_norm(x)
         return Output(hidden, self.head(hidden) if logits else None, tuple(kept))
 
@@ -134,7 +134,7 @@ class LoopedLM(nn.Module):
         if documents is not None:
             same = documents[:, None, :, None] == documents[:, None, None, :]  # [B, 1, T, T]
             mask = same.tril()
-            positions = positions - same.squeeze(1).int().argmax(dim=-1)  # less the first position of the document
+            positions = positions - same.squeeze(1).int().argmax(dim=-1)  # minus the first position of the document
         x, rotary = self.add_positions(self.tokens(ids), positions)
         return x, rotary, mask
 
@@ -153,9 +153,9 @@ class LoopedLM(nn.Module):
     def random_initial_state(self, positions: Tensor, ids: Tensor | None = None) -> Tensor | None:
         """The state before the first loop [B or 1, T, D], at positions [B or 1, T]; None where it is the embedding.
 
-        In evaluation it follows from the position alone: a token that is decoded on top of a cache starts from the
-        same state as in a whole sequence. In training it follows from all ids [B, T] of the row as well, so it
-        differs between samples, and a resumed run draws it again.
+        In evaluation it depends on the position alone, so a token decoded with a KV cache starts from the same
+        state as in a full forward pass. In training it also depends on all ids [B, T] of the row, so it differs
+        between samples, and a resumed run draws the same state again.
         """
         if self.config.start != "random":
             return None
@@ -171,7 +171,7 @@ class LoopedLM(nn.Module):
         rows: int,
         condition: Callable[[Trajectory], Condition] | None = None,
     ) -> LoopPlan:
-        """How many rows take part in each loop, and their conditions, from `condition` or the model's own."""
+        """How many rows take part in each loop, and their conditions. `condition` replaces `self.condition`."""
         condition = condition or self.condition
         if isinstance(trajectories, Trajectory):
             table, budget = condition(trajectories), trajectories.budget
@@ -199,42 +199,42 @@ class LoopedLM(nn.Module):
         self,
         step: Step,
         x: Tensor,
-        passes: LoopPlan,
+        plan: LoopPlan,
         rotary: Rotary | None,
         mask: Tensor | None,
-        keep: list[Tensor] | None,
+        states: list[Tensor] | None,
         start: Tensor | None = None,
     ) -> Tensor:
-        """Run every loop of every row: the last states [B, T, D], before the final norm.
+        """Run all loops of all rows. Returns the last states [B, T, D], before the final norm.
 
-        x [B, T, D] is the embedding, and `start` [B or 1, T, D] the state before the first loop where that is
-        another. `keep` collects the state of all rows after each loop.
+        x [B, T, D] is the embedding. `start` [B or 1, T, D] is the state before the first loop, unless it is the
+        embedding. If `states` is a list, the state of all rows is appended after each loop.
         """
-        back = None  # from the order of the loop to the caller's
-        if passes.order is not None:
-            # Longest trajectories first: the rows that still run are then always the first ones, and a row that has
-            # finished is dropped from the end without a copy of the others.
-            order = passes.order
-            back = torch.tensor(order, device=x.device).argsort()
-            x, start, mask = x[order], _rows(start, order), _rows(mask, order)
-            rotary = _rotary_rows(rotary, order)
+        unsort = None  # the indices that restore the caller's order of rows
+        if plan.order is not None:
+            # Longest trajectories first: active rows are then always a prefix, and finished rows are cut off the
+            # end without copying the others.
+            order = plan.order
+            unsort = torch.tensor(order, device=x.device).argsort()
+            x, start, mask = x[order], _select_rows(start, order), _select_rows(mask, order)
+            rotary = _select_rotary_rows(rotary, order)
         embedded, x = x, x if start is None else start.to(x.dtype).expand_as(x)
-        finished: list[Tensor] = []  # longest trajectories first
-        for number, (rows, condition) in enumerate(zip(passes.rows, passes.conditions, strict=True)):
+        finished: list[Tensor] = []  # inserted at the front, so again longest trajectories first
+        for number, (rows, condition) in enumerate(zip(plan.rows, plan.conditions, strict=True)):
             if rows < len(x):
                 finished.insert(0, x[rows:])
                 x, embedded = x[:rows], embedded[:rows]
-                rotary, mask = _rotary_rows(rotary, slice(rows)), _rows(mask, slice(rows))
+                rotary, mask = _select_rotary_rows(rotary, slice(rows)), _select_rows(mask, slice(rows))
             x = step(number, self.inject(x, embedded, condition, number), condition.modulation, rotary, mask)
-            if keep is not None:
-                keep.append(x if back is None else torch.cat([x, *finished])[back])
-        return x if back is None else torch.cat([x, *finished])[back]
+            if states is not None:
+                states.append(x if unsort is None else torch.cat([x, *finished])[unsort])
+        return x if unsort is None else torch.cat([x, *finished])[unsort]
 
     @_never_compile
     def inject(self, x: Tensor, embedded: Tensor, condition: Condition, number: int) -> Tensor:
-        """The input of a loop [B, T, D]: the state x, with some of the embedding where the model injects it."""
+        """The input of a loop [B, T, D]: the state x, with the embedding mixed in if the model injects it."""
         if self.adapter is not None:
-            # In every loop, also the first. The embedding is normalised, so that neither half drowns the other.
+            # In every loop, including the first. The embedding is normalised to the scale of the state.
             both = torch.cat([x, F.rms_norm(embedded, embedded.shape[-1:], None, EPSILON)], dim=-1)
             joined: Tensor = self.adapter(both)
             return joined.to(x.dtype)
@@ -246,7 +246,7 @@ class LoopedLM(nn.Module):
         """[…, D] after the final norm → logits […, V]."""
         return F.linear(hidden, self.tokens.weight)
 
-    # On top of a cache.
+    # Prefill and decode with a KV cache.
 
     def cache(
         self,
@@ -255,24 +255,24 @@ class LoopedLM(nn.Module):
         capacity: int | None = None,
         condition: Callable[[Trajectory], Condition] | None = None,
     ) -> KVCache:
-        """An empty cache for `rows` sequences of at most `capacity` tokens, along one trajectory or one for each.
+        """An empty cache for `rows` sequences of at most `capacity` tokens, along one trajectory or one per row.
 
-        `condition` replaces the model's own, for callers that keep the conditions they have computed.
+        `condition` replaces `self.condition`, so that callers can reuse conditions they have computed.
         """
         trajectories = self.trajectories(trajectory, rows)
         each = [trajectories] * rows if isinstance(trajectories, Trajectory) else trajectories
         with torch.no_grad():
-            passes = self.plan_loops(trajectories, rows, condition)
-        return KVCache(self.config, each, passes, capacity or self.config.context, self.tokens.weight)
+            plan = self.plan_loops(trajectories, rows, condition)
+        return KVCache(self.config, each, plan, capacity or self.config.context, self.tokens.weight)
 
     @torch.no_grad()
     def extend(
         self, ids: Tensor, cache: KVCache, counts: Sequence[int] | None = None, check: bool = True
     ) -> Tensor:
-        """Run new tokens [B, T] on top of the cache and store them there: hidden [B, T, D] after the final norm.
+        """Run new tokens [B, T] and append them to the cache. Returns hidden [B, T, D] after the final norm.
 
-        Where rows are padded at the end, `counts` says how many tokens of each are real. Outputs of padding mean
-        nothing. `check` False trusts the values of the ids, as of tokens that the model itself has chosen.
+        If rows are padded at the end, `counts` is the number of real tokens per row. Outputs at padding are
+        meaningless. `check=False` skips the range check of the ids, for tokens that the model has sampled.
         """
         self.check(ids, values=check)
         cache.require_model(self.tokens.weight)
@@ -291,7 +291,7 @@ class LoopedLM(nn.Module):
         with without_cudnn_attention():
             x = self.run_loops(step, x, cache.passes, rotary, mask, None, self.random_initial_state(positions))
         hidden: Tensor = self.final_norm(x)
-        # Last: after an error above the cache is as long as before, and the next call overwrites what was stored.
+        # Last, so that an error above leaves the lengths unchanged and the next call overwrites what was stored.
         cache.advance(counts)
         return hidden
 
@@ -301,16 +301,16 @@ class LoopedLM(nn.Module):
     def trajectories(
         self, trajectory: TrajectoryLike | Sequence[TrajectoryLike], rows: int, beyond: bool = False
     ) -> Trajectory | list[Trajectory]:
-        """One trajectory for all rows, or a list with one for each row, that this model can follow."""
+        """One trajectory for all rows, or a list of one per row if they differ."""
         if isinstance(trajectory, str) or not isinstance(trajectory, Sequence):
             return self.resolve(trajectory, beyond)
         if len(trajectory) != rows:
             raise LoopformerError(f"{len(trajectory)} trajectories were given for {rows} rows; give one per row.")
-        each = [self.resolve(of_row, beyond) for of_row in trajectory]
+        each = [self.resolve(row_trajectory, beyond) for row_trajectory in trajectory]
         return each[0] if len(set(each)) == 1 else each
 
     def resolve(self, trajectory: TrajectoryLike, beyond: bool = False) -> Trajectory:
-        """One trajectory that this model can follow; None gives the full one."""
+        """The trajectory that is meant, where None means the full one. Raises if the model cannot run it."""
         trajectory = resolve(trajectory, self.config.loops, beyond)
         if self.config.conditioning in ("none", "index") and not trajectory.is_uniform:
             raise LoopformerError(
@@ -320,7 +320,7 @@ class LoopedLM(nn.Module):
         return trajectory
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the step, not the loop: one graph serves every budget and schedule."""
+        """Compile the stack, not the loops around it, so that one graph serves every budget and schedule."""
         self.stack.compile(*args, **kwargs)
 
     @property
@@ -340,7 +340,7 @@ class LoopedLM(nn.Module):
 
     @_never_compile
     def check(self, ids: Tensor, documents: Tensor | None = None, values: bool = True) -> None:
-        """Refuse what is no batch of token ids; `values` False skips the values, which a GPU must be waited for."""
+        """Raise unless `ids` are token ids [B, T]. `values=False` skips their range, which waits for the GPU."""
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
             got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
             raise LoopformerError(f"ids must be a [B, T] tensor of integers, got {got}.")
@@ -363,7 +363,7 @@ class LoopedLM(nn.Module):
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Switch off cuDNN's attention, which makes a new plan for every length, at about 60 ms each."""
+    """Switch off cuDNN's attention, which spends about 60 ms on a plan for every new sequence length."""
     before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -372,12 +372,12 @@ def without_cudnn_attention() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def _rows(x: Tensor | None, rows: list[int] | slice) -> Tensor | None:
-    """Some rows of x; what all rows share, with one row, stays as it is."""
+def _select_rows(x: Tensor | None, rows: list[int] | slice) -> Tensor | None:
+    """Some rows of x. A tensor with a single row is shared by all rows and returned as it is."""
     return x if x is None or len(x) == 1 else x[rows]
 
 
-def _rotary_rows(rotary: Rotary | None, rows: list[int] | slice) -> Rotary | None:
+def _select_rotary_rows(rotary: Rotary | None, rows: list[int] | slice) -> Rotary | None:
     if rotary is None or len(rotary[0]) == 1:
         return rotary
     return rotary[0][rows], rotary[1][rows]

@@ -1,7 +1,7 @@
-"""Counter-based random numbers: they follow from where they are used, not from what was drawn before.
+"""Counter-based random numbers: a pure function of key and position, without generator state.
 
-bits = hashed(key + counter)         # int64 → 64 bits that look random (splitmix64, a bijection)
-normal(keys, positions, width)       # N(0, 1) for every channel of every token
+bits = hashed(key + counter)             # int64 → 64 pseudorandom bits (splitmix64, a bijection)
+normal_noise(keys, positions, width)     # N(0, 1) for every channel of every token
 
 So the noise of a token is the same in prefill, in decode and in any batch, and a resumed run draws the same
 numbers.
@@ -15,7 +15,7 @@ GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 
 
 def hashed(bits: Tensor) -> Tensor:
-    """64 bits that look random for each int64: the finisher of splitmix64."""
+    """64 pseudorandom bits for each int64: the output function of splitmix64."""
     bits = (bits ^ logical_shift(bits, 30)) * as_int64(MIX_1)
     bits = (bits ^ logical_shift(bits, 27)) * as_int64(MIX_2)
     return bits ^ logical_shift(bits, 31)
@@ -25,16 +25,16 @@ def normal_noise(keys: Tensor, positions: Tensor, width: int) -> Tensor:
     """N(0, 1) in fp32 [B, T, D] for rows with keys [B or 1], at positions [B or 1, T]."""
     counter = positions[:, :, None] * width + torch.arange(width, device=positions.device)
     bits = hashed(keys[:, None, None] + counter * as_int64(GOLDEN))
-    uniform = (logical_shift(bits, 41).float() + 0.5) * 2.0**-23  # never 0 and never 1
+    uniform = (logical_shift(bits, 41).float() + 0.5) * 2.0**-23  # 23 bits, never 0 or 1: ndtri is finite
     noise: Tensor = torch.special.ndtri(uniform)
     return noise
 
 
 def logical_shift(bits: Tensor, by: int) -> Tensor:
-    """A logical right shift; that of PyTorch extends the sign."""
+    """A right shift that fills with zeros. PyTorch's >> copies the sign bit."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def as_int64(bits: int) -> int:
-    """64 bits as the int64 that a tensor can hold."""
+    """The signed int64 with the same 64 bits, because tensors hold no larger integers."""
     return bits - (1 << 64) if bits >> 63 else bits

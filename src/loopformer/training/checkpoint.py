@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or absent, and verified before they are used.
+"""Checkpoints, written completely or not at all.
 
     runs/x/checkpoints/step-00000100/
       model.safetensors, config.json, tokenizer.json   a model folder: `loopformer.load` reads it
@@ -41,37 +41,37 @@ OPTIMIZER = "optimizer"
 def write_checkpoint(
     run: Path, step: int, fill: Callable[[Path], None], optimizer: dict[str, Tensor], ranks: Ranks, sharded: bool
 ) -> Path:
-    """Write a checkpoint or nothing. `fill` writes the main rank's files into the folder it is given."""
+    """Write a checkpoint completely or not at all. `fill` writes everything but the optimizer, on the main rank."""
     path = run / FOLDER / f"step-{step:08d}"
     part = path.with_name(path.name + ".part")
 
-    def begin() -> None:
+    def write_files() -> None:
         if ranks.is_main:
             shutil.rmtree(part, ignore_errors=True)
             (part / OPTIMIZER).mkdir(parents=True)
             fill(part)
 
-    def moments() -> None:
+    def write_optimizer() -> None:
         if sharded:
             save(optimizer, storage_writer=HuggingFaceStorageWriter(str(part / OPTIMIZER), save_distributed=True))
         elif ranks.is_main:
             write_safetensors(optimizer, part / OPTIMIZER / "optimizer.safetensors")
 
-    def finish() -> None:
+    def publish() -> None:
         if ranks.is_main:
-            _seal(part)
+            _seal(part)  # before the rename: under its final name a checkpoint must be complete
             if path.exists():
                 _remove(path)
             os.rename(part, path)
             sync_folder(path.parent)
 
-    for phase in (begin, moments, finish):
+    for phase in (write_files, write_optimizer, publish):
         failure: BaseException | None = None
         try:
             phase()
         except (OSError, SafetensorError, FileProblem, CheckpointException) as error:
             failure = error
-        # After each phase all ranks learn of a failure, or the others would wait for this one for ever.
+        # All ranks must learn of a failure after each phase. Otherwise they would wait for this one for ever.
         if ranks.any(failure is not None):
             if ranks.is_main:
                 shutil.rmtree(part, ignore_errors=True)
@@ -81,18 +81,19 @@ def write_checkpoint(
             last = f"the last good one is {kept[-1]}" if kept else "there is no earlier one"
             cause = failure
             if isinstance(failure, CheckpointException) and failure.failures:
-                cause = failure.failures[min(failure.failures)][0]  # of one rank; all together print tracebacks
+                # The error of the first rank: the exception itself prints the tracebacks of all.
+                cause = failure.failures[min(failure.failures)][0]
             reason = " ".join(str(cause or "on another rank").split())
             advice = remedy(cause) if cause is not None else "see the message of that rank"
             raise FileProblem(
                 f"The checkpoint of step {step} could not be written ({reason}); {last}. "
-                f"{advice.capitalize()} and go on with --resume."
+                f"{advice.capitalize()} and continue with --resume."
             ) from failure
     return path
 
 
 def _seal(part: Path) -> None:
-    """Flush all files to the disk, then write their checksums: a sealed checkpoint has all its files."""
+    """Flush all files to the disk, then write their checksums. So checksums imply that all files are there."""
     files = sorted(path for path in part.rglob("*") if path.is_file())
     for path in files:
         with path.open("rb+") as file:
@@ -126,20 +127,20 @@ def rotate(run: Path, keep: int, best: int | None) -> None:
 
 def _remove(checkpoint: Path) -> None:
     """Delete a checkpoint so that a concurrent reader finds all of it or nothing."""
-    gone = checkpoint.with_name(checkpoint.name + ".old.part")  # rotate deletes it after a crash
-    shutil.rmtree(gone, ignore_errors=True)
-    os.rename(checkpoint, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    removed = checkpoint.with_name(checkpoint.name + ".old.part")  # rotate deletes it after a crash
+    shutil.rmtree(removed, ignore_errors=True)
+    os.rename(checkpoint, removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def restore_optimizer(
     model: nn.Module, optimizer: ModelOptimizer, checkpoint: Path, updates: int, fused: bool
 ) -> None:
     """Load the optimizer's state, whatever number of ranks wrote it."""
+    # `load` fills these tensors in place: they are the optimizer's own state.
     tensors = optimizer.tensors(model)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # torch warns of a missing process group, which one process does not need
+        # torch warns of a missing process group, which a single process does not need.
+        warnings.simplefilter("ignore", UserWarning)
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(checkpoint / OPTIMIZER)))
     optimizer.set_updates(updates, fused)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 -m loopformer train CONFIG
 
-Under torchrun every process is a rank; otherwise there is one. DDP keeps a full model on each rank. FSDP2 shards
-weights and optimizer state, with the shared stack as one unit that stays gathered over the loops.
+Under torchrun every process is a rank; otherwise there is a single rank. DDP keeps a full model on each rank. FSDP2
+shards weights and optimizer state. The shared stack is one unit, which stays gathered over the loops.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loopformer.device import choose_device
 
-if TYPE_CHECKING:  # the checkpoint needs ranks, but not the objective
+if TYPE_CHECKING:  # for types only: modules that need Ranks do not need the objective
     from loopformer.training.objective import Objective
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process and the number of all, with collective operations that every rank must call."""
+    """The rank of this process, the number of ranks, and collective operations that every rank must call."""
 
     rank: int
     world: int
@@ -58,7 +58,7 @@ class Ranks:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether it holds on any rank."""
+        """Whether the flag is true on any rank."""
         if self.world == 1:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
@@ -84,23 +84,23 @@ class Ranks:
 
 
 class Parallel:
-    """An objective on one of the ranks. Gradients are averaged over ranks in the last micro-batch of a step."""
+    """An objective wrapped for its ranks. Gradients are averaged over ranks in the last micro-batch of a step."""
 
     def __init__(self, objective: Objective, ranks: Ranks, sharded: bool) -> None:
         self.ranks, self.objective = ranks, objective
         self.is_sharded = ranks.world > 1 and sharded
         self.module: nn.Module = objective
         if self.is_sharded:
-            # The mesh's default device is a GPU wherever there is one, even for ranks that train on the CPU.
+            # A mesh defaults to the GPU wherever there is one, even for ranks that train on the CPU.
             mesh = init_device_mesh(ranks.device.type, (ranks.world,))
             stack = fully_shard(objective.model.stack, mesh=mesh, reshard_after_forward=False)
-            stack.set_reshard_after_backward(False)  # the next loop of the same backward needs the weights again
-            # The root unit holds the rest, since the tied embedding is used first and last.
+            stack.set_reshard_after_backward(False)  # backward needs the weights for every loop
+            # After the stack: the root unit takes all other weights. The tied embedding is used first and last.
             fully_shard(objective, mesh=mesh, reshard_after_forward=False)
-            register_fsdp_forward_method(objective, "logprobs")  # validation must gather the weights, too
+            register_fsdp_forward_method(objective, "logprobs")  # so that validation gathers the weights, too
         elif ranks.world > 1:
             devices = None if ranks.device.type == "cpu" else [ranks.device]
-            # A step of one loop injects nothing and leaves those weights without a gradient. DDP would wait for it.
+            # With one loop nothing is injected, so the injection has no gradient. DDP would wait for it.
             unused = objective.model.config.inject == "gated"
             self.module = DistributedDataParallel(objective, device_ids=devices, find_unused_parameters=unused)
 
@@ -116,12 +116,12 @@ class Parallel:
         yield
 
     def before_update(self) -> None:
-        """Release gathered weights. The optimizer changes the shards, so the next forward must gather anew."""
+        """Release gathered weights. The optimizer changes the shards, so the next forward must gather again."""
         stack = self.objective.model.stack
         if isinstance(stack, FSDPModule):
             stack.reshard()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor of one that may be sharded. Every rank must call it, since gathering is collective."""
+    """The tensor, gathered if it is sharded. Every rank must call this, because gathering is collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -3,7 +3,7 @@
     total = Σ weight · CE(trajectory) + match · distance(trajectory, the full one)
 
 The distance pulls a trajectory towards the full one, which gets no gradient from it. `hidden` is the squared
-difference after the final norm (the authors' code), `logits` that of the logits (the paper's text), and
+difference after the final norm (as in the published code), `logits` that of the logits (as in the paper), and
 `distribution` the cross-entropy to the full trajectory's next-token distribution.
 
 `Objective` is one module whose forward runs all trajectories, head and loss, so that data-parallel wrappers see a
@@ -47,7 +47,7 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class Match:
-    """The distance between logits, `logits` or `distribution`, and the index of the trajectory that is matched."""
+    """The kind of distance to the teacher, and the teacher's index among the trajectories."""
 
     kind: Literal["logits", "distribution"]
     teacher: int = 0
@@ -87,24 +87,24 @@ class Objective(nn.Module):
         rows: Sequence[Sequence[int]],
         divisors: Sequence[float],
     ) -> Losses:
-        """The losses of inputs and targets [B, T]. The other lists have one item for each entry of the objective.
+        """The losses for inputs and targets [B, T]. The lists have one item for each entry of the objective.
 
-        trajectories   the drawn one, or None for an entry that this step does not use
-        rows           the rows of the micro-batch that train on it, in ascending order
-        divisors       its counted targets in the whole step, over all ranks and micro-batches
+        trajectories   the trajectory drawn for the entry; None if this step does not use it
+        rows           the rows of the micro-batch that train on the entry, in ascending order
+        divisors       how many targets the entry counts in the whole step, over all ranks and micro-batches
 
         Losses are sums over tokens, so dividing by counts of the whole step makes micro-batches and ranks add up to
         the loss of one large batch.
         """
         stack, all_rows = self._stack(), list(range(len(inputs)))
-        states: dict[int, Tensor] = {}  # by entry index, the final hidden states of its rows [b, T, D]
+        states: dict[int, Tensor] = {}  # entry index → final hidden states of its rows [b, T, D]
         for index, trajectory in enumerate(trajectories):
             if trajectory is not None and rows[index]:
                 # Indexing with a list copies; most entries have all rows.
                 part = slice(None) if list(rows[index]) == all_rows else list(rows[index])
                 part_documents = None if documents is None else documents[part]
                 states[index] = self._hidden(inputs[part], part_documents, trajectory, stack)
-        # Rows that train on the same entries go through the head together.
+        # Rows that train on the same entries go through the head together. Keys are the indices of these entries.
         groups: dict[tuple[int, ...], list[int]] = {}
         for row in all_rows:
             groups.setdefault(tuple(index for index in states if row in rows[index]), []).append(row)
@@ -117,7 +117,7 @@ class Objective(nn.Module):
             for index in indices:
                 if len(states[index]) == len(group):
                     group_states.append(states[index])
-                else:  # states are numbered by the entry's own rows, not by rows of the micro-batch
+                else:  # states have only the rows of the entry, so translate row numbers of the micro-batch
                     group_states.append(states[index][[list(rows[index]).index(row) for row in group]])
             losses = self._losses(group_states, targets if group == all_rows else targets[group], indices, divisors)
             total = total + losses.total
@@ -135,8 +135,8 @@ class Objective(nn.Module):
         match = None if teacher is None or kind == "hidden" else Match(kind, teacher)
         matches = [entry.match / divisors[index] for entry, index in zip(entries, indices, strict=True)]
         weights = [
-            LossWeights(entry.weight / divisors[index], own_match if match else 0.0)
-            for entry, index, own_match in zip(entries, indices, matches, strict=True)
+            LossWeights(entry.weight / divisors[index], match_weight if match else 0.0)
+            for entry, index, match_weight in zip(entries, indices, matches, strict=True)
         ]
         flat = [state.flatten(0, 1) for state in states]  # [b · T, D]
         losses = head_losses(self.model.tokens.weight, flat, targets.flatten(), weights, match, self.config.chunk)
@@ -151,13 +151,13 @@ class Objective(nn.Module):
         return Losses(total, terms)
 
     def logprobs(self, inputs: Tensor, targets: Tensor, documents: Tensor | None, trajectory: Trajectory) -> Tensor:
-        """log p of the counted targets [N] as `loopformer eval` has it, without rows that pad the vocabulary."""
+        """log p [N] of the targets that count, as in `loopformer eval`: padding rows of the head are left out."""
         hidden = self._hidden(inputs, documents, trajectory, self._stack())  # [B, T, D]
         counted = targets != IGNORE_INDEX
         return token_logprobs(self.model, hidden[counted], targets[counted])[0]
 
     def _stack(self) -> Callable[..., Tensor] | None:
-        """How loops are run, made once per forward so that all trajectories share the cast weights."""
+        """What runs a loop; None is the model's stack. Made once per forward: trajectories share cast weights."""
         if self.fused is not None and torch.is_grad_enabled():
             return FusedStack(self.model.stack, self.fused, self.checkpoint_loops)
         return partial(checkpoint, self.model.stack, use_reentrant=False) if self.checkpoint_loops else None
@@ -171,7 +171,7 @@ class Objective(nn.Module):
 
 
 def autocast(device: torch.device, run: RunConfig) -> Any:
-    """bf16 matmuls over fp32 weights, unless the run is in fp32."""
+    """A context for bf16 matmuls with fp32 weights; it does nothing if the run is in fp32."""
     if run.training.dtype == "float32":
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16)
@@ -197,7 +197,7 @@ def head_losses(
 class _ChunkedHead(torch.autograd.Function):
     """Computes gradients inside forward, chunk by chunk, and keeps only those of the states and the head.
 
-    Memory is one chunk of logits instead of all, and backward computes nothing again.
+    So only one chunk of logits exists at a time, and backward recomputes nothing.
     """
 
     @staticmethod
@@ -208,19 +208,19 @@ class _ChunkedHead(torch.autograd.Function):
         weights: list[LossWeights],
         match: Match | None,
         chunk: int,
-        grad_enabled: bool,  # autograd always disables grad mode in here
+        grad_enabled: bool,  # the caller's grad mode, because autograd disables it in here
         *states: Tensor,
     ) -> tuple[Tensor, Tensor]:
         needs_grad = grad_enabled and any(ctx.needs_input_grad)
-        kind = head.device.type
+        device = head.device.type
         total = torch.zeros((), dtype=torch.float32, device=head.device)
         terms = torch.zeros(2, len(states), dtype=torch.float32, device=head.device)
         grad_head = torch.zeros_like(head) if needs_grad else None
         grads_states = [torch.zeros_like(state) for state in states] if needs_grad else []
         # The head is cast once for all chunks. Its gradient is summed in the dtype of the weight.
-        matmul_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.dtype
-        leaf = head.detach().to(matmul_dtype)
-        fused = match is None and kind == "cuda" and find_spec("triton") is not None
+        matmul_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.dtype
+        cast_head = head.detach().to(matmul_dtype)
+        fused = match is None and device == "cuda" and find_spec("triton") is not None
         chunk = FUSED_CHUNK_FACTOR * chunk if fused else chunk
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
@@ -228,14 +228,14 @@ class _ChunkedHead(torch.autograd.Function):
                 for index, (state, weight) in enumerate(zip(states, weights, strict=True)):
                     grad_state = grads_states[index][part] if needs_grad else None
                     loss = _fused_loss(
-                        leaf, state[part], targets[part], weight.cross_entropy, grad_head, grad_state
+                        cast_head, state[part], targets[part], weight.cross_entropy, grad_head, grad_state
                     )
                     total += weight.cross_entropy * loss
                     terms[0, index] += loss
                 continue
             rows = [state[part].detach() for state in states]
             with torch.set_grad_enabled(needs_grad):
-                inputs = [leaf.requires_grad_(needs_grad), *(row.requires_grad_(needs_grad) for row in rows)]
+                inputs = [cast_head.requires_grad_(needs_grad), *(row.requires_grad_(needs_grad) for row in rows)]
                 chunk_total, chunk_terms = _chunk_losses(inputs[0], inputs[1:], targets[part], weights, match)
             total += chunk_total.detach()
             terms += chunk_terms.detach()
@@ -256,7 +256,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_head, grads_states = ctx.grads
         ctx.grads = None
         # Scaled in place and released, because a second copy of the head's gradient would double the peak.
-        return grad_head.mul_(grad), None, None, None, None, None, *(one.mul_(grad) for one in grads_states)
+        return grad_head.mul_(grad), None, None, None, None, None, *(each.mul_(grad) for each in grads_states)
 
 
 def _fused_loss(
@@ -271,7 +271,7 @@ def _fused_loss(
     inputs = state.detach().to(head.dtype)
     logits = F.linear(inputs, head)  # [n, V]
     losses = cross_entropy_(logits, targets, scale if grad_head is not None else None, IGNORE_INDEX)
-    if grad_head is not None and grad_state is not None:  # the logits are their own gradient now
+    if grad_head is not None and grad_state is not None:  # logits now holds its own gradient
         grad_state.copy_(logits @ head)
         add_matmul(grad_head, logits.t(), inputs)
     return losses.sum()
@@ -280,10 +280,10 @@ def _fused_loss(
 def _chunk_losses(
     head: Tensor, states: list[Tensor], targets: Tensor, weights: list[LossWeights], match: Match | None
 ) -> tuple[Tensor, Tensor]:
-    """The weighted total of one chunk, and its terms [2, E]; each summed over the tokens."""
+    """The weighted total of a chunk and its terms [2, E], summed over tokens."""
     counted = targets != IGNORE_INDEX
     logits = [F.linear(state, head).float() for state in states]  # each [n, V]
-    losses = [F.cross_entropy(own, targets, ignore_index=IGNORE_INDEX, reduction="sum") for own in logits]
+    losses = [F.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum") for scores in logits]
     weighted = (weight.cross_entropy * loss for weight, loss in zip(weights, losses, strict=True))
     total = sum(weighted, losses[0].new_zeros(()))
     distances = [loss.new_zeros(()) for loss in losses]

@@ -52,8 +52,10 @@ class ModelOptimizer:
                 group["lr"] = self.config.matrix_learning_rate * rate / self.config.learning_rate
 
     def step(self) -> None:
-        """Update every parameter, also one without a gradient: AdamW counts steps per parameter, and a checkpoint
-        stores one count for all."""
+        """Update every parameter, with a zero gradient if it has none.
+
+        AdamW counts steps per parameter, and a checkpoint stores a single count for all.
+        """
         for group in self.adamw.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -80,10 +82,10 @@ class ModelOptimizer:
         return tensors
 
     def set_updates(self, updates: int, fused: bool) -> None:
-        """Set AdamW's step counts, after the tensors were loaded."""
+        """Set AdamW's step counts. Call it after `tensors`, which creates the state."""
         for group in self.adamw.param_groups:
             for parameter in group["params"]:
-                # Fused AdamW reads the count on the GPU, the plain one on the CPU.
+                # Fused AdamW reads the count on the parameter's device, plain AdamW on the CPU.
                 device = parameter.device if fused else torch.device("cpu")
                 count = torch.tensor(float(updates), dtype=torch.float32, device=device)
                 self.adamw.state[parameter]["step"] = count
@@ -97,7 +99,7 @@ class BlockMuon(torch.optim.Muon):
     """
 
     def __init__(self, parts: dict[Tensor, int], lr: float, weight_decay: float) -> None:
-        """`parts` maps each parameter to the number of matrices it holds, one above the other."""
+        """`parts` maps each parameter to the number of matrices stacked in its rows."""
         super().__init__(list(parts), lr=lr, weight_decay=weight_decay)
         self.parts = parts
 
@@ -109,7 +111,7 @@ class BlockMuon(torch.optim.Muon):
             matrices = [
                 update.chunk(self.parts[parameter]) for parameter, update in zip(parameters, updates, strict=True)
             ]
-            orthogonal = orthogonalised([matrix for parts in matrices for matrix in parts], group)
+            orthogonal = orthogonalise([matrix for parts in matrices for matrix in parts], group)
             for parameter, parts in zip(parameters, matrices, strict=True):
                 rows, columns = parts[0].shape
                 update = torch.cat(list(islice(orthogonal, len(parts))))
@@ -130,23 +132,22 @@ class BlockMuon(torch.optim.Muon):
         return full_tensor(gradient.lerp(state[MOMENTUM], momentum).bfloat16())
 
 
-def orthogonalised(matrices: list[Tensor], settings: dict[str, Any]) -> Iterator[Tensor]:
+def orthogonalise(matrices: list[Tensor], settings: dict[str, Any]) -> Iterator[Tensor]:
     """Each matrix with its singular values brought near 1 by Newton–Schulz steps, one batch for each shape."""
     a, b, c = settings["ns_coefficients"]
-    flat = [
-        matrix if len(matrix) <= matrix.shape[1] else matrix.mT for matrix in matrices
-    ]  # the smaller Gram matrix
-    done: dict[int, Tensor] = {}
-    for shape in dict.fromkeys(matrix.shape for matrix in flat):
-        indices = [index for index, matrix in enumerate(flat) if matrix.shape == shape]
-        x = torch.stack([flat[index] for index in indices])  # [n, rows, columns]
+    # Tall matrices are transposed, because the Gram matrix of the shorter side is smaller.
+    wide = [matrix if len(matrix) <= matrix.shape[1] else matrix.mT for matrix in matrices]
+    orthogonal: dict[int, Tensor] = {}
+    for shape in dict.fromkeys(matrix.shape for matrix in wide):
+        indices = [index for index, matrix in enumerate(wide) if matrix.shape == shape]
+        x = torch.stack([wide[index] for index in indices])  # [n, rows, columns]
         x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=settings["eps"])
         for _ in range(settings["ns_steps"]):
             gram = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        done |= dict(zip(indices, x, strict=True))
+        orthogonal |= dict(zip(indices, x, strict=True))
     for index, matrix in enumerate(matrices):
-        yield done[index] if matrix.shape == done[index].shape else done[index].mT
+        yield orthogonal[index] if matrix.shape == orthogonal[index].shape else orthogonal[index].mT
 
 
 def block_matrices(model: nn.Module) -> dict[Tensor, int]:

@@ -1,4 +1,4 @@
-"""What each step trains on, and what a run takes: rows, trajectories, FLOPs, memory, hours.
+"""Plan a run: the rows and trajectories of each step, and estimates of FLOPs, memory and hours.
 
     for micro_batch in micro_batches(run, 12):
         trajectories = draw_trajectories(run, step, micro_batch.group)
@@ -27,16 +27,16 @@ from loopformer.config import ObjectiveConfig, RunConfig
 from loopformer.device import device_name, peak_flops
 from loopformer.errors import LoopformerError
 from loopformer.model.cost import Cost
-from loopformer.training.fused.passes import FP8_PASSES_PER_GRADIENT
+from loopformer.training.fused.passes import FP8_LOOPS_PER_GRADIENT
 from loopformer.trajectory import Trajectory
 
-GPU_PEAK_SHARE = 0.4  # of the peak that training commonly reaches
-CPU_PEAK_SHARE = 0.5  # of what large matmuls reach
+GPU_PEAK_SHARE = 0.4  # the share of peak FLOP/s that training commonly reaches
+CPU_PEAK_SHARE = 0.5  # the same, relative to the speed of large matmuls
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows start:stop of the global batch, which lie in one group."""
+    """Rows start:stop of the global batch, all in the same group."""
 
     start: int
     stop: int
@@ -52,16 +52,16 @@ def micro_batches(run: RunConfig, micro_batch: int, rank: int = 0, world: int = 
     """
     batch, groups, is_sharded = run.training.batch, run.objective.trajectory_groups, run.training.is_sharded
     size = batch // groups
-    divided = size if is_sharded else batch
-    if divided % world:
+    row_count = size if is_sharded else batch
+    if row_count % world:
         what = f"each of the {groups} parts of the batch" if is_sharded else "the batch"
         names = "training.batch or objective.trajectory_groups" if is_sharded else "training.batch"
         raise LoopformerError(
-            f"The {divided} rows of {what} cannot be shared evenly by {world} ranks; change {names}."
+            f"The {row_count} rows of {what} cannot be shared evenly by {world} ranks; change {names}."
         )
-    share, entry_rows = divided // world, assign_rows(size, run.objective)
+    share, entry_rows = row_count // world, assign_rows(size, run.objective)
 
-    def of_rank(number: int) -> list[MicroBatch]:
+    def cut_rank(number: int) -> list[MicroBatch]:
         parts = []
         for group in range(groups):
             first = group * size + number * share if is_sharded else max(group * size, number * share)
@@ -74,33 +74,33 @@ def micro_batches(run: RunConfig, micro_batch: int, rank: int = 0, world: int = 
         return parts
 
     if is_sharded:  # gathering sharded weights is a collective call, so every rank must run the same loops
-        active = {tuple(tuple(map(bool, part.rows)) for part in of_rank(number)) for number in range(world)}
+        active = {tuple(tuple(map(bool, part.rows)) for part in cut_rank(number)) for number in range(world)}
         if len(active) > 1:
             raise LoopformerError(
-                "With sharded weights all ranks must follow the same trajectories at the same time; raise rows "
+                "With sharded weights all ranks must run the same trajectories at the same time; raise rows "
                 "or training.micro_batch, or use training.strategy=ddp."
             )
-    return of_rank(rank)
+    return cut_rank(rank)
 
 
 @lru_cache(maxsize=8)
 def assign_rows(size: int, objective: ObjectiveConfig) -> list[frozenset[int]]:
-    """The rows of a group that train on each entry. Shares lie side by side, spread over the group.
+    """The rows of a group that train on each entry, spread over the group.
 
-    Entries are assigned by their start in training, and each prefers the rows that are freed first. So every row is
-    trained where the shares that are active together add up to 1 or more.
+    Entries are assigned by start time, preferring rows that are freed earliest. So every row is trained whenever
+    the shares of the active entries add up to 1 or more.
     """
-    # A stride near the golden ratio that has no common divisor with the size visits every row, far apart at first.
+    # A stride coprime to the size visits every row. Near the golden ratio, the first rows lie far apart.
     stride = next(step for step in range(max(1, round(0.618 * size)), size + 1) if math.gcd(step, size) == 1)
     spread = sorted(range(size), key=lambda row: row * stride % size)
     entries = objective.trajectories
-    busy = dict.fromkeys(spread, (0.0, 0))  # the end of the last share that has the row, and the number of shares
+    busy = dict.fromkeys(spread, (0.0, 0))  # row → (when its last entry ends, how many entries have it)
     assigned: dict[int, frozenset[int]] = {}
     for index in sorted(range(len(entries)), key=lambda number: entries[number].active_range[0]):
         entry = entries[index]
-        begin = sum(entries[other].rows for other in assigned if entries[other].splits_rows_with(entry))
-        # Both borders are rounded, not the count, so that shares which add up to 1 have all rows.
-        first, last = (math.floor(size * border + 0.5 + 1e-9) for border in (begin, begin + entry.rows))
+        share_start = sum(entries[other].rows for other in assigned if entries[other].splits_rows_with(entry))
+        # Round both borders, not the count, so that shares which add up to 1 cover all rows.
+        first, last = (math.floor(size * border + 0.5 + 1e-9) for border in (share_start, share_start + entry.rows))
         assigned[index] = frozenset(sorted(spread, key=busy.__getitem__)[: last - first])
         if entry.rows < 1:
             end = entry.active_range[1]
@@ -110,7 +110,7 @@ def assign_rows(size: int, objective: ObjectiveConfig) -> list[frozenset[int]]:
 
 def draw_trajectories(run: RunConfig, step: int, group: int) -> list[Trajectory | None]:
     """The trajectory of each entry of the objective for a group at a step, counted from 1; None if not active."""
-    # Stored runs depend on the order of draws: one generator per group, entries in order, budget before steps.
+    # Resumed runs repeat these draws, so keep their order: one generator per group, entries in order, budget first.
     rng, loops = random.Random(f"{run.training.seed}/{step}/{group}"), run.model.loops
     progress = (step - 1) / run.training.steps
     drawn: list[Trajectory | None] = []
@@ -127,7 +127,7 @@ def draw_trajectories(run: RunConfig, step: int, group: int) -> list[Trajectory 
 
 
 def costliest_step(run: RunConfig) -> list[Trajectory | None]:
-    """The longest trajectories that one step may run together; None for entries that it does not use."""
+    """The trajectories of the step with the most loops; None for entries that it does not use."""
     entries, loops = run.objective.trajectories, run.model.loops
 
     def active_at(progress: float) -> list[Trajectory | None]:
@@ -137,14 +137,14 @@ def costliest_step(run: RunConfig) -> list[Trajectory | None]:
     def row_loops(step: list[Trajectory | None]) -> float:
         return sum(entry.rows * each.budget for entry, each in zip(entries, step, strict=True) if each is not None)
 
-    # The set of active entries only grows where one begins.
+    # The set of active entries only grows when an entry starts, so the maximum is at a start.
     return max((active_at(entry.active_range[0]) for entry in entries), key=row_loops)
 
 
 def make_plan(
     run: RunConfig, tokens_in_data: int, device: torch.device, micro_batch: int, world: int, fused: bool
 ) -> dict[str, Any]:
-    """The estimate for a run on `world` devices like this one; epochs and hours are None where they are unknown."""
+    """The estimate for a run on `world` devices like this one. Epochs and hours are None if unknown."""
     cost, training = Cost(run.model), run.training
     per_token = training_flops_per_token(run)
     tokens = training.steps * training.batch * run.model.context
@@ -166,7 +166,7 @@ def make_plan(
 
 
 def training_flops_per_token(run: RunConfig, trajectories: Sequence[Trajectory | None] | None = None) -> float:
-    """Forward and backward of the objective's trajectories: those of a step, or the mean over training."""
+    """Training FLOPs per token: of a step's trajectories, or the mean over training if none are given."""
     cost, flops = Cost(run.model), 0.0
     size = run.training.batch // run.objective.trajectory_groups
     entry_rows = assign_rows(size, run.objective)
@@ -182,26 +182,26 @@ def training_flops_per_token(run: RunConfig, trajectories: Sequence[Trajectory |
 
 
 def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool) -> float:
-    """Weights, gradients and two moments in fp32, and what backward keeps of one micro-batch."""
+    """The memory of a device: weights, gradients and two moments in fp32, and activations of one micro-batch."""
     config, training = run.model, run.training
     shards = world if training.is_sharded else 1
     states = Cost(config).parameters.total * 4 * (1 + 3 / shards)  # weights stay gathered during a step
-    low, fp8 = training.dtype != "float32", training.dtype == "float8"
+    half, fp8 = training.dtype != "float32", training.dtype == "float8"
     # Bytes per token and block: inputs of norms, attention and matmuls. Calibrated against measured peaks.
-    per_block = (28 * config.width + 4 * config.ffn) if low else (48 * config.width + 8 * config.ffn)
-    waiting = 0
+    per_block = (28 * config.width + 4 * config.ffn) if half else (48 * config.width + 8 * config.ffn)
+    pending = 0
     if fused:  # two states, results of four matmuls and of attention; in fp8 also the operands of matmuls
-        size, rotated = (2 if low else 4), 2 * (config.positions == "rotary")
+        size, rotated = (2 if half else 4), 2 * (config.positions == "rotary")
         operands = (3 * config.width + config.ffn) * fp8
         per_block = 8 * config.width + size * ((6 + rotated) * config.width + config.ffn) + operands
-        # Both operands of the weight gradients of some loops wait for one matmul. This only raises the peak when
-        # loops are recomputed, since backward has freed more by then otherwise.
-        waiting = (FP8_PASSES_PER_GRADIENT - 1) * config.blocks * (8 * config.width + 2 * config.ffn) * fp8
+        # Operands of weight gradients wait until enough loops share a matmul. This raises the peak only if loops
+        # are recomputed: otherwise backward has freed more than this by then.
+        pending = (FP8_LOOPS_PER_GRADIENT - 1) * config.blocks * (8 * config.width + 2 * config.ffn) * fp8
     entries = zip(run.objective.trajectories, costliest_step(run), strict=True)
     active = [(entry.rows, trajectory.budget) for entry, trajectory in entries if trajectory is not None]
     loops = sum(rows * budget for rows, budget in active)
     if training.checkpoint_loops:
-        per_token = loops * 4 * config.width + config.blocks * per_block + waiting
+        per_token = loops * 4 * config.width + config.blocks * per_block + pending
     else:
         per_token = loops * config.blocks * per_block
     chunk = min(run.objective.chunk, micro_batch * config.context)
@@ -210,19 +210,19 @@ def memory_bytes(run: RunConfig, micro_batch: int, world: int, fused: bool) -> f
 
 
 def micro_batch_sizes(run: RunConfig, world: int) -> list[int]:
-    """The micro-batches that cut a rank's rows of a group evenly, largest first."""
+    """The micro-batch sizes that divide a rank's rows of a group evenly, largest first."""
     size = run.training.batch // run.objective.trajectory_groups
     rows = max(1, size // world if run.training.is_sharded else min(size, run.training.batch // world))
     return [candidate for candidate in range(rows, 0, -1) if rows % candidate == 0]
 
 
-def estimated_micro_batch(run: RunConfig, room: float, world: int, fused: bool) -> int:
-    """The largest micro-batch that should fit into so many bytes."""
-    return next((size for size in micro_batch_sizes(run, world) if memory_bytes(run, size, world, fused) < room), 1)
+def estimated_micro_batch(run: RunConfig, free: float, world: int, fused: bool) -> int:
+    """The largest micro-batch that should fit into `free` bytes, or 1."""
+    return next((size for size in micro_batch_sizes(run, world) if memory_bytes(run, size, world, fused) < free), 1)
 
 
 def reachable_flops(device: torch.device) -> float | None:
-    """What training commonly reaches: a share of a GPU's peak, or of a short measurement on the CPU."""
+    """The FLOP/s that training commonly reaches: a share of a GPU's peak, or of matmuls timed on the CPU."""
     peak = peak_flops(device)
     if peak is not None:
         return GPU_PEAK_SHARE * peak

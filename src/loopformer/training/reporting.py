@@ -29,7 +29,7 @@ from loopformer.files import explain_write_errors, write_atomic
 from loopformer.plots import Line, Panel, has_matplotlib, line_figure, needs_log_axis, save
 
 METRICS, CURVES = "metrics.jsonl", "curves.png"
-WriteRecord = Callable[[str, int, dict[str, Any]], None]  # of a kind and a step
+WriteRecord = Callable[[str, int, dict[str, Any]], None]  # (kind, step, values)
 
 
 class Reporter:
@@ -43,7 +43,7 @@ class Reporter:
         self.active, self.steps = active, run.training.steps
         self._training, self._path, self._quiet = run.training, out / METRICS, quiet
         self._started, self._first = time.perf_counter(), first_step
-        self._open, self._logs = ExitStack(), list[WriteRecord]()
+        self._exit_stack, self._writers = ExitStack(), list[WriteRecord]()
         has_bar = active and sys.stderr.isatty() and not quiet
         self._bar = _progress_bar(self.steps, first_step) if has_bar else None
 
@@ -58,17 +58,17 @@ class Reporter:
                 print(sentence, file=sys.stderr, flush=True)
 
     def record(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append a record to metrics.jsonl, with null for numbers that are not finite, and to the other logs."""
+        """Write a record to all logs. In metrics.jsonl, numbers that are not finite become null."""
         if not self.active:
             return
         finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
         with explain_write_errors(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
-        for write in self._logs:
+        for write in self._writers:
             write(kind, step, values)
 
     def tick(self, step: int) -> None:
-        """Move the bar to a finished step."""
+        """Advance the progress bar to a finished step."""
         if self._bar is not None:
             self._bar.update(0, completed=step)
 
@@ -90,11 +90,11 @@ class Reporter:
     def __enter__(self) -> Reporter:
         if self.active:
             out = self._path.parent
-            # wandb first: without a login it cannot start, and then nothing may be left behind.
+            # wandb first: it fails without a login, and then no other log must have been created.
             if self._training.wandb is not None:
-                self._logs.append(self._open.enter_context(_wandb(self._training.wandb, out)))
+                self._writers.append(self._exit_stack.enter_context(_wandb(self._training.wandb, out)))
             if self._training.tensorboard:
-                self._logs.append(self._open.enter_context(_tensorboard(out, self._first)))
+                self._writers.append(self._exit_stack.enter_context(_tensorboard(out, self._first)))
             records = [record for record in read_metrics(out) if record["step"] <= self._first]
             write_atomic(self._path, "".join(json.dumps(record) + "\n" for record in records).encode())
         if self._bar is not None:
@@ -105,7 +105,7 @@ class Reporter:
         if self._bar is not None:
             with suppress(OSError):
                 self._bar.stop()
-        self._open.close()
+        self._exit_stack.close()
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def _optional_module(module: str, name: str) -> Any:
 
 
 class SpeedMeter:
-    """Speed since the last reading, without the time of validation and checkpoints."""
+    """Training speed since the last `read`, excluding validation and checkpoints."""
 
     def __init__(self, run: RunConfig, device: torch.device, world: int) -> None:
         self._tokens_per_step = run.training.batch * run.model.context
@@ -164,7 +164,7 @@ class SpeedMeter:
         self._last = time.perf_counter()
 
     def skip(self) -> None:
-        """Leave out the time since the last step."""
+        """Exclude the time since the last step."""
         now = time.perf_counter()
         self._skipped += now - self._last
         self._last = now
@@ -183,7 +183,7 @@ class SpeedMeter:
 
 
 def _peak_memory_gib(device: torch.device) -> float | None:
-    """Allocated on a GPU, resident elsewhere; None on Windows."""
+    """Peak memory: allocated on a GPU, resident elsewhere; None on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     try:
@@ -195,7 +195,7 @@ def _peak_memory_gib(device: torch.device) -> float | None:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of a run. Lines that are damaged, or cut by a crash, are left out."""
+    """The records of a run, without lines that are damaged or cut off by a crash."""
     path = run / METRICS
     if not path.is_file():
         return []
@@ -207,7 +207,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | None:
-    """A record as `Reporter.record` writes it: its kind, its step, numbers and nulls."""
+    """The record of a line; None unless `Reporter.record` could have written it."""
     try:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):  # a wrong encoding is a ValueError
@@ -240,23 +240,23 @@ def draw_curves(run: Path) -> str | None:
     """Draw `curves.png` from metrics.jsonl and return its path; None without matplotlib or records."""
     records = read_metrics(run)
     train = [record for record in records if record["kind"] == "train"]
-    tested = [record for record in records if record["kind"] == "validation"]
+    validations = [record for record in records if record["kind"] == "validation"]
     names = dict.fromkeys(name for record in train for name in record if name.startswith("loss_"))
     if not names or not has_matplotlib():
         return None
     labels = {"loss_full": "full trajectory", "loss_short": "short ones"}
     losses = []
     for name in names:
-        # A step that does not use an entry has no loss of it; earlier versions wrote 0.
+        # A step without an active entry has no loss for it. Earlier versions wrote 0.
         points = [(record["step"], record[name]) for record in train if record.get(name)]
         if points:
             label = labels.get(name, name.removeprefix("loss_"))
             losses.append(Line(label, [step for step, _ in points], [value for _, value in points]))
     perplexities = []
-    for name in tested[0] if tested else ():
+    for name in validations[0] if validations else ():
         if name.startswith("loss_at_"):
-            values = [None if record[name] is None else math.exp(min(record[name], 30)) for record in tested]
-            steps = [record["step"] for record in tested]
+            values = [None if record[name] is None else math.exp(min(record[name], 30)) for record in validations]
+            steps = [record["step"] for record in validations]
             perplexities.append(Line(f"M = {name.removeprefix('loss_at_')}", steps, values))
     panels = [Panel(losses, title="training", xlabel="optimizer step", ylabel="cross-entropy")]
     if perplexities:

@@ -68,7 +68,7 @@ def test_settings_beyond_the_paper_train_alike(tiny: ModelConfig, option: Option
 
 def test_what_the_kernels_lack_is_named(tiny: ModelConfig) -> None:
     why = unsupported_reason(replace(tiny, norms="sandwich"), torch.device("cpu"), fp8=False)
-    assert why == "its kernels have no norms after a sum; leave model.norms at pre"
+    assert why == "its kernels have no norms after residual sums; leave model.norms at pre"
 
 
 def test_documents_are_kept_apart(tiny: ModelConfig) -> None:

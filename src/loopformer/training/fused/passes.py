@@ -1,4 +1,4 @@
-"""A loop through the shared stack with a backward written by hand: faster, and half the memory.
+"""Loops through the shared stack with a hand-written backward, which is faster and takes half the memory.
 
     stack = FusedStack(model.stack, Precision(torch.bfloat16))
     out = model(ids, trajectory, stack=stack, logits=False)   # any number of times
@@ -6,13 +6,13 @@
 
 Neither autograd nor a compiler knows that every loop multiplies by the same weights. Here they are cast once, and
 the matmuls that compute their gradients accumulate in place over all loops. Between two matmuls lies one kernel
-(ops.py). Backward recomputes what such a kernel can make again, except in fp8, where it is small enough to keep.
+(ops.py). Backward recomputes the outputs of these kernels, except in fp8, where they are small enough to keep.
 The mathematics is that of model/block.py: matmuls in bf16 or fp8, everything else in fp32.
 
 In fp8 (e4m3) a matmul and the gradient of its input have one scale for each row of either operand
 (`torch._scaled_mm`). A weight's gradient sums over tokens, so its operands are transposed and get one scale each.
-Scales are powers of two, so changing them only loses values 2^15 times smaller than the largest. Without a GPU, fp8
-values are multiplied in fp32.
+Scales are powers of two, so rescaling is exact except for values 2^15 times smaller than the largest. Without a
+GPU, fp8 values are multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from loopformer.training.fused import ops
 from loopformer.training.fused.ops import GateBackward, NormBackward, Operand, Precision
 
 MIN_FP8_CAPABILITY = (8, 9)
-FP8_PASSES_PER_GRADIENT = 4  # loops that share one fp8 matmul for a weight's gradient, which cannot accumulate
-GATE_1, GATE_2, GAIN_1, GAIN_2 = range(4)  # of a block's table [4, D]
+FP8_LOOPS_PER_GRADIENT = 4  # loops that share one fp8 matmul for a weight's gradient: scaled_mm cannot accumulate
+GATE_1, GATE_2, GAIN_1, GAIN_2 = range(4)  # rows of a block's table [4, D]
 
 
 def unsupported_reason(config: ModelConfig, device: torch.device, fp8: bool) -> str | None:
@@ -42,7 +42,7 @@ def unsupported_reason(config: ModelConfig, device: torch.device, fp8: bool) -> 
     if device.type == "cuda" and find_spec("triton") is None:
         return "Triton is not installed; install it"
     if config.norms == "sandwich":
-        return "its kernels have no norms after a sum; leave model.norms at pre"
+        return "its kernels have no norms after residual sums; leave model.norms at pre"
     if not fp8:
         return None
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY:
@@ -58,7 +58,7 @@ class SharedLinear:
     def __init__(self, weight: Tensor, dtype: torch.dtype, fp8: bool, frozen: bool = False) -> None:
         self.fp8, self.frozen = fp8, frozen
         self._grad: Tensor | None = None
-        self._waiting: list[tuple[Operand, Operand]] = []
+        self._pending: list[tuple[Operand, Operand]] = []
         if fp8:
             self._weight_fp8, self._transposed_fp8 = ops.quantise(weight), ops.quantise(weight.t())
         else:
@@ -71,36 +71,36 @@ class SharedLinear:
         return ops.matmul_fp8(dy, self._transposed_fp8) if self.fp8 else dy.values @ self._weight
 
     def add_weight_gradient(self, dy: Operand, rows: Operand) -> None:
-        """Add dyᵀ · rows to the weight's gradient; in fp8 together with those of the next loops."""
+        """Add dyᵀ · rows to the weight's gradient. In fp8, several loops are added by one matmul."""
         if self.frozen:
             return
         if not self.fp8:
             self._grad = ops.add_matmul(self._grad, dy.values.t(), rows.values)
             return
-        self._waiting.append((dy, rows))
-        if len(self._waiting) == FP8_PASSES_PER_GRADIENT:
+        self._pending.append((dy, rows))
+        if len(self._pending) == FP8_LOOPS_PER_GRADIENT:
             self._flush()
 
     def weight_gradient(self) -> Tensor | None:
-        """Return the weight's gradient [out, in] in fp32 and forget it; None if there is none."""
-        if self._waiting:
+        """Return the weight's gradient [out, in] in fp32 and release it. None if the weight has no gradient."""
+        if self._pending:
             self._flush()
         gradient, self._grad = self._grad, None
         return gradient
 
     def _flush(self) -> None:
-        lefts, rights = zip(*self._waiting, strict=True)
+        lefts, rights = zip(*self._pending, strict=True)
         (left, left_scale), (right, right_scale) = ops.transpose_fp8(*lefts), ops.transpose_fp8(*rights)
         gradient = ops.scaled_matmul(left, right.t(), left_scale, right_scale, torch.float32)
         self._grad = gradient if self._grad is None else self._grad.add_(gradient)
-        self._waiting = []
+        self._pending = []
 
 
 class FusedStack:
-    """A replacement for calling the stack, for one forward and backward.
+    """A drop-in for `model.stack`, made anew for every forward and backward.
 
-    `recompute` keeps only the state between loops. The backward that reaches the weights hands over their
-    gradients, so a backward for other tensors alone must not come before it.
+    `recompute` keeps only the state between loops. Run exactly one backward, through the weights:
+    every loop adds to their gradients, which are returned once, after the last loop.
     """
 
     def __init__(self, stack: Stack, precision: Precision, recompute: bool = False) -> None:
@@ -109,21 +109,21 @@ class FusedStack:
             (block.attention.qkv, block.attention.out, block.ffn.up, block.ffn.down)
             for block in stack.typed_blocks()
         ]
-        self.linears: list[list[SharedLinear]] = []  # [k][4], filled by the next call
+        self.linears: list[list[SharedLinear]] = []  # [k][4], set by _SharedWeights.forward just below
         apply: Any = _SharedWeights.apply
-        # Every loop takes the anchor as an input, so autograd runs _SharedWeights.backward after all loops.
+        # A dummy input of every loop, so that autograd runs _SharedWeights.backward after that of all loops.
         self._anchor: Tensor = apply(self, *(layer.weight for block in layers for layer in block))
 
     def __call__(self, x: Tensor, modulation: Tensor | None, rotary: Rotary | None, mask: Tensor | None) -> Tensor:
-        """One loop: x [B, T, D]; modulation [1, k, 4, D], or None for norms with weights of their own."""
-        apply: Any = _Pass.apply
+        """One loop: x [B, T, D]; modulation [1, k, 4, D], or None if the norms have learned weights."""
+        apply: Any = _FusedLoop.apply
         out: Tensor = apply(x.float(), self._table(modulation), self._anchor, self, rotary, mask)
         return out
 
     def _table(self, modulation: Tensor | None) -> Tensor:
         """Gates and gains of every block [k, 4, D] in fp32."""
         if modulation is not None:
-            assert len(modulation) == 1, "a forward runs one trajectory in training"
+            assert len(modulation) == 1, "in training all rows of a forward share one trajectory"
             gates, scales = modulation[0].float().chunk(2, dim=1)
             return torch.cat([gates, 1 + scales], dim=1)
         rows = []
@@ -162,16 +162,18 @@ class _SavedBlock:
     x_1: Tensor  # [N, D] fp32, the residual stream before the first norm
     inverse_1: Tensor  # [N], the inverse rms
     qkv: list[Tensor]  # [B, T, D] each, the leaves of attention's graph
-    mixed: Tensor  # [B, T, D], the result of attention's graph
-    change_1: Tensor  # [N, D], what attention adds
+    attended: Tensor  # [B, T, D], the result of attention's graph
+    change_1: Tensor  # [N, D], attention's output before its gate
     x_2: Tensor
     inverse_2: Tensor
     u: Tensor  # [N, F], before GELU
-    change_2: Tensor  # [N, D], what the feed-forward layer adds
+    change_2: Tensor  # [N, D], the FFN's output before its gate
     operands: tuple[Operand, Operand, Operand, Operand] | None  # of the four matmuls, in fp8 only
 
 
-class _Pass(torch.autograd.Function):
+class _FusedLoop(torch.autograd.Function):
+    """One loop, for autograd."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -203,9 +205,10 @@ class _Pass(torch.autograd.Function):
 def _forward(
     fused: FusedStack, x: Tensor, table: Tensor, rotary: Rotary | None, mask: Tensor | None
 ) -> tuple[Tensor, list[_SavedBlock]]:
-    """One loop over x [B, T, D] with table [k, 4, D], and what its backward needs.
+    """One loop over x [B, T, D] with table [k, 4, D]. Returns its output and what its backward needs.
 
-    A block's last change is not added at its end but by the next norm's kernel, or by `add_change` at the very end.
+    The output of a block's FFN is added by the kernel of the next block's norm, or by `add_change` after the last
+    block. This saves a kernel per block.
     """
     precision, shape = fused.precision, x.shape
     x = x.flatten(0, 1).contiguous()  # [N, D]
@@ -218,18 +221,18 @@ def _forward(
         ):
             x_1, inverse_1, h_1 = ops.norm_forward(x, change, gate, modulation[GAIN_1], precision)
             qkv = qkv_linear(h_1).view(*shape[:2], -1)  # [B, T, 3D]
-            with torch.enable_grad():  # attention's backward is autograd's, on a graph of its own
+            with torch.enable_grad():  # attention has a separate graph for its backward
                 q, k, v = (part.detach().requires_grad_() for part in qkv.chunk(3, dim=-1))
-                mixed = block.attention.attend(q, k, v, rotary, mask, None)  # [B, T, D]
-            mixed_operand = ops.operand(precision, mixed.detach().flatten(0, 1))
-            change_1 = out_linear(mixed_operand)
+                attended = block.attention.attend(q, k, v, rotary, mask, None)  # [B, T, D]
+            attended_operand = ops.operand(precision, attended.detach().flatten(0, 1))
+            change_1 = out_linear(attended_operand)
             x_2, inverse_2, h_2 = ops.norm_forward(x_1, change_1, modulation[GATE_1], modulation[GAIN_2], precision)
             u = up_linear(h_2)
             a = ops.gelu_forward(u, precision)
             change = down_linear(a)
-            operands = (h_1, mixed_operand, h_2, a) if precision.fp8 else None
+            operands = (h_1, attended_operand, h_2, a) if precision.fp8 else None
             saved.append(
-                _SavedBlock(x_1, inverse_1, [q, k, v], mixed, change_1, x_2, inverse_2, u, change, operands)
+                _SavedBlock(x_1, inverse_1, [q, k, v], attended, change_1, x_2, inverse_2, u, change, operands)
             )
             x, gate = x_2, modulation[GATE_2]
     assert change is not None
@@ -239,15 +242,15 @@ def _forward(
 
 @torch.no_grad()
 def _backward(fused: FusedStack, saved: list[_SavedBlock], table: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x [B, T, D] and of the table [k, 4, D]; those of the weights go to their sums."""
+    """The gradients of x [B, T, D] and the table [k, 4, D]. Weight gradients are added to `fused.linears`."""
     precision = fused.precision
     dx = dout.float().flatten(0, 1).contiguous()
     sums = ops.new_modulation_sums(table, len(dx))
-    # The change that was added below each block: none below the first, its predecessor's below the others.
-    added = [None, *(GateBackward(saved[n].change_2, table[n, GATE_2], (n, GATE_2)) for n in range(len(saved)))]
-    dx, _, dchange = ops.residual_backward(dx, None, added.pop(), sums, precision)
+    # The FFN output that each block's first norm adds: that of the block before, so None for the first block.
+    ffn_gates = [None, *(GateBackward(saved[n].change_2, table[n, GATE_2], (n, GATE_2)) for n in range(len(saved)))]
+    dx, _, dchange = ops.residual_backward(dx, None, ffn_gates.pop(), sums, precision)
     for number in range(len(saved) - 1, -1, -1):
-        block, modulation = saved.pop(), table[number]  # popped, so that its tensors are freed block by block
+        block, modulation = saved.pop(), table[number]  # popped, so that tensors are freed block by block
         qkv_linear, out_linear, up_linear, down_linear = fused.linears[number]
         a, du = ops.gelu_backward(block.u, down_linear.input_gradient(dchange), precision)
         down_linear.add_weight_gradient(dchange, block.operands[3] if block.operands else a)
@@ -257,17 +260,17 @@ def _backward(fused: FusedStack, saved: list[_SavedBlock], table: Tensor, dout: 
         gated = GateBackward(block.change_1, modulation[GATE_1], (number, GATE_1))
         dx, h_2, dchange = ops.residual_backward(dx, norm, gated, sums, precision)
         up_linear.add_weight_gradient(du, block.operands[2] if block.operands else h_2)
-        dmixed = out_linear.input_gradient(dchange).view_as(block.mixed)
+        dattended = out_linear.input_gradient(dchange).view_as(block.attended)
         out_linear.add_weight_gradient(
-            dchange, block.operands[1] if block.operands else Operand(block.mixed.detach().flatten(0, 1))
+            dchange, block.operands[1] if block.operands else Operand(block.attended.detach().flatten(0, 1))
         )
-        # Without a name for the three gradients: it would keep them alive beside the operand they are joined into.
+        # Give the three gradients no name: it would keep them alive next to their concatenation.
         dqkv = ops.operand(
-            precision, *(d.flatten(0, 1) for d in torch.autograd.grad(block.mixed, block.qkv, dmixed))
+            precision, *(d.flatten(0, 1) for d in torch.autograd.grad(block.attended, block.qkv, dattended))
         )
         norm = NormBackward(
             qkv_linear.input_gradient(dqkv), block.x_1, block.inverse_1, modulation[GAIN_1], (number, GAIN_1)
         )
-        dx, h_1, dchange = ops.residual_backward(dx, norm, added.pop(), sums, precision)
+        dx, h_1, dchange = ops.residual_backward(dx, norm, ffn_gates.pop(), sums, precision)
         qkv_linear.add_weight_gradient(dqkv, block.operands[0] if block.operands else h_1)
     return dx.view_as(dout), sums.sum(0)
