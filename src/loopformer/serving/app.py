@@ -94,7 +94,7 @@ async def _cancel_on_disconnect(http: Request, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError("The client has gone.", CLIENT_GONE)
+            raise ApiError("The client disconnected.", CLIENT_GONE)
         return task.result()
     finally:
         task.cancel()
@@ -201,7 +201,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def no_route(http: Request, error: HTTPException) -> Response:
-        messages = {404: "There is no such address.", 405: "This address needs another method."}
+        messages = {404: "There is no such path.", 405: "This path does not allow the method."}
         message = messages.get(error.status_code, "The request cannot be read.")
         return ApiError(message, error.status_code, **error.headers or {}).to_response()
 

@@ -123,7 +123,7 @@ class ApiError(LoopformerError):
         if isinstance(error, LoopformerError):
             return ApiError(str(error), 500 if isinstance(error, RunFailed) else 400)
         if isinstance(error, asyncio.CancelledError | GeneratorExit | ConnectionError):
-            return ApiError("The client has gone.", CLIENT_GONE)
+            return ApiError("The client disconnected.", CLIENT_GONE)
         return ApiError("The server failed to answer this request.", 500)
 
     def answer(self) -> ErrorAnswer:
@@ -172,7 +172,7 @@ class Body(BaseModel):
                 raise PydanticCustomError("unsupported_parameter", sentence, {"field": name})
             if name not in cls.model_fields:
                 hint = nearest(str(name), list(cls.model_fields), "leave it out.")
-                sentence = "'{field}' is no field of this request; {hint}"
+                sentence = "'{field}' is not a field of this request; {hint}"
                 context = {"field": encodable(str(name)[:64]), "hint": encodable(hint)}
                 raise PydanticCustomError("unknown_parameter", sentence, context)
             fields[name] = value

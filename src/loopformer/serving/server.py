@@ -229,9 +229,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
-        raise RunFailed(
-            f"{host}:{port} cannot be listened on ({error}); choose another --port or --host."
-        ) from error
+        raise RunFailed(f"Cannot listen on {host}:{port} ({error}); choose another --port or --host.") from error
     return listener
 
 
@@ -275,11 +273,11 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise FileProblem(
-            f"The file of API keys {path} cannot be read; give a text file, one key a line."
+            f"The file of API keys {path} cannot be read; give a text file with one key per line."
         ) from error
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise LoopformerError(f"{path} holds no API key; write one a line.")
+        raise LoopformerError(f"{path} holds no API key; write one per line.")
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
 
@@ -376,6 +374,6 @@ class Gate:
                     elif size > MAX_DRAIN_FACTOR * max_body or not has_more:
                         raise too_large
         except TimeoutError:
-            sentence = f"The body did not come within {seconds:g} s."
+            sentence = f"The body did not arrive within {seconds:g} s."
             raise ApiError(sentence, 408, "body_timeout", connection="close") from None
         return bytes(body)
