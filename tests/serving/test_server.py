@@ -167,7 +167,7 @@ def test_an_engine_that_dies_or_hangs_is_started_again(
     said, expected = small.said[0], lm.generate("its time", max_tokens=4).text
     for number, state, sentence in (
         (signal.SIGKILL, "lost", "engine was lost"),
-        (signal.SIGSTOP, "hung", "engine did not go on"),
+        (signal.SIGSTOP, "hung", "engine does not respond"),
     ):
         stream = client.completions.create(model="tiny", stream=True, **LONG)
         next(iter(stream))

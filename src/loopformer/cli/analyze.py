@@ -50,7 +50,7 @@ def analyze(
     ] = None,
     prompts: Annotated[int, typer.Option(help="Number of prompts, one per document if there are enough.")] = 64,
     length: Annotated[
-        int | None, typer.Option(help="Tokens per prompt. Default: 128, or the shortest context.")
+        int | None, typer.Option(help="Tokens per prompt. Default: 128, at most the context.")
     ] = None,
     budgets: Annotated[
         str | None, typer.Option("--budgets", "--budget", help="Loops, such as 4 or 1,2,4; L by default.")

@@ -258,7 +258,7 @@ class EngineProcess:
         """The error for requests without an engine, with the time to retry after."""
         if self.state == "stopped":
             return shutdown_error()
-        code, event = ("engine_hung", "did not go on") if self.state == "hung" else ("engine_lost", "was lost")
-        sentence = f"The engine {event} and is started again; try again in a few seconds."
+        code, event = ("engine_hung", "does not respond") if self.state == "hung" else ("engine_lost", "was lost")
+        sentence = f"The engine {event} and is being restarted; try again in a few seconds."
         seconds = math.ceil(min(MAX_PAUSE, self._load_seconds or FIRST_PAUSE))
         return ApiError(sentence, 503, code, **{"retry-after": str(seconds)})
