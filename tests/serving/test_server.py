@@ -259,7 +259,7 @@ def start(settings: WorkerSettings) -> str:
 
 def test_what_is_wrong_at_the_start_is_one_sentence(launched: Launched, tmp_path: Path) -> None:
     assert "nowhere" in start(WorkerSettings(str(tmp_path / "nowhere"), device="cpu"))
-    assert "hold no row" in launched.refused.result()
+    assert "bytes of one row's keys" in launched.refused.result()
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(LoopformerError, match="choose another --port"):
