@@ -48,7 +48,7 @@ def test_models_and_budgets_become_files(run: Run, tmp_path: Path) -> None:
 def test_models_without_data_of_their_own_are_told_what_they_are_measured_on(run: Run) -> None:
     code, out, err = run("-m", "two", "--prompts", "2", "--length", "8")
     assert code == 0
-    assert "No model here is a run with data of its own; measured on stdlib, or give --text." in err
+    assert "No model here has data of its own; using stdlib. Choose a text with --text." in err
     assert "documents of stdlib" in out
 
 
@@ -67,8 +67,8 @@ def test_the_full_trajectory_is_the_default_and_a_schedule_can_be_asked_for(run:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["-m", "one", "--budget", "5"], 2, "one: Budget 5 is above the model's 4 loops"),
-        (["-m", "one", "-m", "two", "--budget", "4"], 2, "two: Budget 4 is above the model's 2 loops"),
+        (["-m", "one", "--budget", "5"], 2, "one: budget 5 is above the model's 4 loops"),
+        (["-m", "one", "-m", "two", "--budget", "4"], 2, "two: budget 4 is above the model's 2 loops"),
         (["-m", "one", "--budget", "0"], 2, "1 or more"),
         (["-m", "one", "--budgets", "1,many"], 2, "not '1,many'"),
         (["-m", "mute"], 2, "came without a tokenizer"),
@@ -95,7 +95,7 @@ def test_budgets_that_a_model_lacks_are_left_out(run: Run) -> None:
     words = ["-m", "one", "-m", "two", "--budgets", "2,4", "--text", "text.txt", "--prompts", "2"]
     code, out, error = run(*words)
     assert code == 0
-    assert error.strip() == "two: Budget 4 is above the model's 2 loops. Left out."
+    assert error.strip() == "two: budget 4 is above the model's 2 loops. Left out."
     shown = [line for line in out.splitlines() if "⊗" in line]
     assert shown == ["one 1⊗4, M = 2", "one 1⊗4, M = 4", "two 1⊗2, M = 2"]
 

@@ -83,7 +83,7 @@ def test_commands_change_the_next_answer(model: str) -> None:
         ("/budget two", "Cannot read 'two' as a trajectory; write a budget (4)"),
         ("/budget 9", "Budget 9 is above the model's 4 loops; choose 1 to 4."),
         ("/trajectory 4-x", "4-x"),
-        ("/temperature warm", "'warm' is no number; write it as /temperature 0.7."),
+        ("/temperature warm", "'warm' is not a number; write it as /temperature 0.7."),
         ("/temperature -1", "temperature must be 0 (greedy) or more"),
         ("/reset all", "Write it as /reset."),
         ("a " * 99, "but the context is 96; shorten it."),

@@ -32,7 +32,7 @@ def test_a_folder_that_is_no_model_stays_as_it_is(model: str, tmp_path: Path, ki
         save_small(out, context=16)
         seal(out)
     before = contents(out)
-    with pytest.raises(LoopformerError, match=r"out holds other files than a model; choose another"):
+    with pytest.raises(LoopformerError, match=r"out holds files that are not a model; choose another"):
         invoke("import", model, str(out), *force)
     assert contents(out) == before
 

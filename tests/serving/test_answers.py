@@ -10,7 +10,7 @@ import pytest
 from loopformer import LM, Trajectory
 from loopformer.inference.chat import ChatTemplate
 from loopformer.serving.answers import AnswerWriter, ChatWriter, CompletionWriter, GeneratedText, count_usage
-from loopformer.serving.messages import Ranked
+from loopformer.serving.messages import TokenScore
 from loopformer.serving.protocol import ChatBody, CompletionBody, Served
 
 
@@ -71,9 +71,11 @@ def test_usage_counts_passes_and_flops(served: Served) -> None:
     assert used.completion_tokens == 6
     assert used.total_tokens == 9
     assert used.loops == 2 * 2 * (3 + 2)
-    seen = [replace(text, ranked=[Ranked(0.0, ())] * 6) for text in texts]  # and looked at: five tokens run again
+    seen = [
+        replace(text, token_scores=[TokenScore(0.0, ())] * 6) for text in texts
+    ]  # and looked at: five tokens run again
     assert count_usage(served.cost, seen, n=2, budget=2).loops == 2 * 2 * (3 + 2 + 5)
-    prompt = GeneratedText((1, 2, 3), ranked=[Ranked(0.0, ())] * 3)  # nothing new
+    prompt = GeneratedText((1, 2, 3), token_scores=[TokenScore(0.0, ())] * 3)  # nothing new
     assert count_usage(served.cost, [prompt], n=1, budget=2).loops == 2 * 2
     decoded = sum(served.cost.forward_flops(2, context, causal=False) for context in (4, 5))
     assert used.flops == pytest.approx(2 * (served.cost.prefill_flops(3, 2) + decoded))

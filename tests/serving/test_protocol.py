@@ -183,7 +183,7 @@ def test_what_ends_a_chat_ends_its_answer(served: Served) -> None:
         (ApiError("Busy.", 429, "server_busy"), 429, "Busy."),
         (LoopformerError("No such budget."), 400, "No such budget."),
         (RunFailed("The text could not be generated."), 500, "The text could not be generated."),
-        (asyncio.CancelledError(), CLIENT_GONE, "The client has gone."),
+        (asyncio.CancelledError(), CLIENT_GONE, "The client disconnected."),
         (RuntimeError("CUDA"), 500, "The server failed to answer this request."),
     ],
     ids=repr,

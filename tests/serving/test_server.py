@@ -167,7 +167,7 @@ def test_an_engine_that_dies_or_hangs_is_started_again(
     said, expected = small.said[0], lm.generate("its time", max_tokens=4).text
     for number, state, sentence in (
         (signal.SIGKILL, "lost", "engine was lost"),
-        (signal.SIGSTOP, "hung", "engine did not go on"),
+        (signal.SIGSTOP, "hung", "engine does not respond"),
     ):
         stream = client.completions.create(model="tiny", stream=True, **LONG)
         next(iter(stream))
@@ -259,7 +259,7 @@ def start(settings: WorkerSettings) -> str:
 
 def test_what_is_wrong_at_the_start_is_one_sentence(launched: Launched, tmp_path: Path) -> None:
     assert "nowhere" in start(WorkerSettings(str(tmp_path / "nowhere"), device="cpu"))
-    assert "hold no row" in launched.refused.result()
+    assert "bytes of one row's keys" in launched.refused.result()
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(LoopformerError, match="choose another --port"):

@@ -17,7 +17,7 @@ from loopformer.inference.engine import warm_up
 from loopformer.serving import worker
 from loopformer.serving.messages import EngineLoad, EngineOutput, ScoreRequest, Submit, WorkerSettings
 from loopformer.serving.protocol import ApiError
-from loopformer.serving.worker import _client_error, _Worker, lens, load_served, ranked
+from loopformer.serving.worker import _client_error, _Worker, lens, load_served, score_tokens
 
 from .servers import add_checkpoint, save_served
 
@@ -38,7 +38,7 @@ def test_the_last_loop_is_what_the_model_says(lm: LM) -> None:
 
 def test_tokens_are_as_likely_as_the_scorer_says(lm: LM) -> None:
     ids = lm.need_tokenizer().encode(PROMPT)
-    rows = ranked(lm.model, [lm.need_tokenizer().eot, *ids], Trajectory.uniform(2), top=3)
+    rows = score_tokens(lm.model, [lm.need_tokenizer().eot, *ids], Trajectory.uniform(2), top=3)
     assert rows[0] == (None, ())
     (score,) = lm.score([PROMPT], budget=2)
     assert [row.logprob for row in rows[1:]] == pytest.approx(score.logprobs, abs=1e-4)
@@ -92,7 +92,7 @@ def test_what_warms_up_leaves_nothing_behind(lm: LM) -> None:
     assert engine.idle
     assert engine.counts.new_tokens > 5
     ours, theirs = multiprocessing.Pipe()
-    _Worker(lm, engine, theirs, beat_seconds=1)._send()
+    _Worker(lm, engine, theirs, heartbeat_seconds=1)._send()
     assert ours.recv() == ([], EngineLoad())
     engine.submit(*lm.requests([PROMPT], budget=2, max_tokens=12))
     *_, last = engine.run()
@@ -111,7 +111,7 @@ def test_scoring_leaves_half_of_the_time_to_texts(lm: LM, monkeypatch: pytest.Mo
     monkeypatch.setattr(worker, "lens", slow)
     monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now))
     engine = lm.engine(rows=2, fast=False)
-    working = _Worker(lm, engine, multiprocessing.Pipe()[1], beat_seconds=1)
+    working = _Worker(lm, engine, multiprocessing.Pipe()[1], heartbeat_seconds=1)
     for number in range(4):
         working._receive(ScoreRequest(number, (1, 2), Trajectory.uniform(1), 1, by_loop=True))
     for _ in range(2):  # nobody waits for a text
@@ -137,7 +137,7 @@ def test_tokens_that_come_fast_are_sent_together(
 
     def work() -> None:
         with contextlib.suppress(EOFError):
-            _Worker(lm, lm.engine(rows=2, fast=False), theirs, beat_seconds=1).run()
+            _Worker(lm, lm.engine(rows=2, fast=False), theirs, heartbeat_seconds=1).run()
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -1,6 +1,6 @@
 """The command line: one short file per verb. Heavy imports happen inside a verb, so that --help is quick.
 
-Shared options are in options.py, tables, progress and output files in output.py.
+Shared options are in options.py. Tables, progress and output files are in output.py.
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C. A user's mistake is one sentence on stderr.
 """
 
@@ -61,7 +61,7 @@ def main() -> None:
     except LoopformerError as error:
         print(f"loopformer: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:  # before a verb started, or pressed twice
+    except KeyboardInterrupt:  # pressed before a verb started, or twice
         print("loopformer: stopped.", file=sys.stderr)
         raise SystemExit(130) from None
     except OSError as error:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from loopformer.evaluation.store import JsonDict
     from loopformer.trajectory import Trajectory
 
-_PROMPT_LENGTH = 128  # tokens; the same for most models, because entropy depends on it
+_PROMPT_LENGTH = 128  # tokens; fixed, because entropy depends on the length and models are compared
 
 
 @stoppable("an analysis is written when all is measured, the same command starts again")
@@ -50,7 +50,7 @@ def analyze(
     ] = None,
     prompts: Annotated[int, typer.Option(help="Number of prompts, one per document if there are enough.")] = 64,
     length: Annotated[
-        int | None, typer.Option(help="Tokens per prompt; 128, or a model's context if that is less.")
+        int | None, typer.Option(help="Tokens per prompt. Default: 128, at most the context.")
     ] = None,
     budgets: Annotated[
         str | None, typer.Option("--budgets", "--budget", help="Loops, such as 4 or 1,2,4; L by default.")
@@ -88,9 +88,9 @@ def analyze(
         for path, name in zip(sources, names, strict=True):
             lm = load(path).to(target)
             windows = read_prompts(source, lm.need_tokenizer(), prompts, tokens, field)
-            for along in trajectories[name]:
-                label = name if along is None else f"{name} along {along}"
-                results.append(run(lm.model, windows, name, along, states=states, progress=partial(report, label)))
+            for chosen in trajectories[name]:
+                label = name if chosen is None else f"{name} along {chosen}"
+                results.append(run(lm.model, windows, name, chosen, states=states, progress=partial(report, label)))
         files = write_results(results, out, state_figures(results, debiased) if has_matplotlib() else None)
     if not has_matplotlib():
         typer.echo("No figures are drawn without matplotlib; pip install 'loopformer[plot]'.", err=True)
@@ -107,7 +107,7 @@ def _default_text(models: Sequence[str]) -> str:
 
     first = next((model for model in models if model == BOX or run_folder_of(model) is not None), None)
     if first is None:
-        typer.echo("No model here is a run with data of its own; measured on stdlib, or give --text.", err=True)
+        typer.echo("No model here has data of its own; using stdlib. Choose a text with --text.", err=True)
         return "stdlib"
     return text_of_model(first)
 
@@ -115,20 +115,20 @@ def _default_text(models: Sequence[str]) -> str:
 def _trajectories(
     budgets: str | None, schedules: Sequence[str], models: "dict[str, ModelConfig]"
 ) -> "dict[str, list[Trajectory | None]]":
-    """The trajectories of each model, None for its full one, without those that it has too few loops for."""
+    """The trajectories to measure for each model, without those of more loops than it has. None: all its loops."""
     from loopformer.config import parse_counts
     from loopformer.errors import require
     from loopformer.trajectory import Trajectory
 
-    numbers = [] if budgets is None else parse_counts(budgets, "--budgets")
-    trajectories = list(dict.fromkeys([*map(Trajectory.uniform, numbers), *map(Trajectory.parse, schedules)]))
+    counts = [] if budgets is None else parse_counts(budgets, "--budgets")
+    trajectories = list(dict.fromkeys([*map(Trajectory.uniform, counts), *map(Trajectory.parse, schedules)]))
     by_model: dict[str, list[Trajectory | None]] = {}
     for name, config in models.items():
         usable = [trajectory for trajectory in trajectories if trajectory.budget <= config.loops]
         by_model[name] = [*usable] or [None]
         for trajectory in trajectories:
             if trajectory.budget > config.loops:
-                problem = f"{name}: Budget {trajectory.budget} is above the model's {config.loops} loops"
+                problem = f"{name}: budget {trajectory.budget} is above the model's {config.loops} loops"
                 require(bool(usable), f"{problem}; choose 1 to {config.loops}.")
                 typer.echo(f"{problem}. Left out.", err=True)
     return by_model

@@ -34,7 +34,7 @@ Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file
 _REMOVED = {  # commands of earlier versions
     "memory": "bench memory was removed; use bench train, whose rows have the peak memory.",
 }
-_FORMATS = {  # of a printed row; all other entries are in the JSON alone
+_COLUMN_FORMATS = {  # of a printed row; the other entries appear only in the JSON
     "path": "{:12s}",
     "routes": "{:14s}",
     "budget": "M={!s:<2}",
@@ -55,9 +55,9 @@ _FORMATS = {  # of a printed row; all other entries are in the JSON alone
 def decode(
     model: AnyModel = BOX,
     budgets: Annotated[str | None, typer.Option(help="Loops per token: 8,4,2. Default: L, L/2 and L/4.")] = None,
-    batches: Annotated[str, typer.Option(help="Requests at a time: 1,64.")] = "1",
+    batches: Annotated[str, typer.Option(help="Batch sizes, such as 1,64.")] = "1",
     contexts: Annotated[str | None, typer.Option(help="Prompt tokens. Default: half the context.")] = None,
-    tokens: Annotated[int, typer.Option(help="New tokens that are timed.")] = 32,
+    tokens: Annotated[int, typer.Option(help="New tokens to time.")] = 32,
     removed_int8: RemovedInt8 = False,
     paths: Annotated[
         str, typer.Option(help="Which of these to measure; naive has no KV cache.")
@@ -69,7 +69,7 @@ def decode(
 ) -> None:
     """Time per token: without a KV cache, through the engine, and by Transformers' GPT-2.
 
-    Each row has its FLOPs, its bandwidth and its memory. Example: loopformer bench decode --batches 1,64
+    Each row also has FLOPs, bandwidth and memory. Example: loopformer bench decode --batches 1,64
     """
     from loopformer.benchmark.decode import WARM_UP_TOKENS, left_out
     from loopformer.benchmark.decode import decode as measure
@@ -99,7 +99,7 @@ def engine(
     rows: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 64,
     budgets: Annotated[str | None, typer.Option(help="Loops per token: 8,4,2. Default: L, L/2 and L/4.")] = None,
     context: Annotated[int | None, typer.Option(help="Prompt tokens. Default: half the context.")] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="New tokens of each request that are timed.")] = 64,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens to time per request.")] = 64,
     seconds: Annotated[float, typer.Option(help="Seconds of arrivals at each load.")] = 8.0,
     paths: Annotated[str, typer.Option(help="Which of these to measure.")] = "plain,fused",
     device: Device = "auto",
@@ -107,7 +107,7 @@ def engine(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Tokens per second of the engine: at one budget, at mixed budgets, and of requests that arrive at random.
+    """Tokens per second of the engine: at one budget, at mixed budgets, and with random arrivals.
 
     Example: loopformer bench engine --model paper/loopformer-3x8 --rows 64 --context 512
     """
@@ -119,13 +119,13 @@ def engine(
     length = lm.config.context // 2 if context is None else context
     require(
         length + 2 * tokens <= lm.config.context,
-        f"{length} tokens and {2 * tokens} new ones do not fit the context of {lm.config.context}; lower --tokens, "
-        f"{tokens}, of which there are twice as many here, or --context.",
+        f"{length} prompt tokens and up to {2 * tokens} new ones (twice --tokens) do not fit the context of "
+        f"{lm.config.context}; lower --tokens or --context.",
     )
     with output_file(out):
-        line = partial(typer.echo, err=as_json)
+        print_line = partial(typer.echo, err=as_json)
         numbers = _budgets(lm, budgets)
-        _finish(measure(lm, rows, numbers, length, tokens, _names(paths), seconds, line), model, out, as_json)
+        _finish(measure(lm, rows, numbers, length, tokens, _names(paths), seconds, print_line), model, out, as_json)
 
 
 @bench.command("train")
@@ -133,7 +133,7 @@ def engine(
 def train(
     model: AnyModel = BOX,
     micro_batches: Annotated[
-        str, typer.Option("--micro-batches", "--micro-batch", help="Sequences at a time: 4,12.")
+        str, typer.Option("--micro-batches", "--micro-batch", help="Sequences per micro-batch, such as 4,12.")
     ] = "12",
     paths: Annotated[
         str | None,
@@ -141,15 +141,15 @@ def train(
             help="Of naive,plain,compiled,fused,fused recomputed,fused fp8,transformers. Default: those that suit."
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Micro-batches that are timed.")] = 20,
+    steps: Annotated[int, typer.Option(help="Micro-batches to time.")] = 20,
     device: Device = "auto",
     dtype: BenchDtype = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Tokens per second, MFU and peak memory: the naive path, ours, Transformers' GPT-2.
+    """Tokens per second, MFU and peak memory of loopformer's training paths and of Transformers' GPT-2.
 
-    Only the settings of a model count; its weights are random. Example: loopformer bench train --micro-batches 4,12
+    Only the model's settings are used; its weights are random. Example: loopformer bench train --micro-batches 4,12
     """
     from loopformer.benchmark.train import train as measure
     from loopformer.cli.info import config_of
@@ -163,21 +163,21 @@ def train(
     sizes = parse_counts(micro_batches, "--micro-batches")
     names = None if paths is None else _names(paths)
     with output_file(out):
-        line = partial(_print_row, as_json)
-        _finish(measure(config_of(model), sizes, chosen, precision, names, steps, line), model, out, as_json)
+        print_row = partial(_print_row, as_json)
+        _finish(measure(config_of(model), sizes, chosen, precision, names, steps, print_row), model, out, as_json)
 
 
-def _refuse(context: typer.Context) -> None:
+def _refuse_removed(context: typer.Context) -> None:
     raise LoopformerError(_REMOVED[str(context.info_name)])
 
 
 for _name in _REMOVED:
     _any_options = {"ignore_unknown_options": True, "allow_extra_args": True}
-    bench.command(_name, hidden=True, context_settings=_any_options)(_refuse)
+    bench.command(_name, hidden=True, context_settings=_any_options)(_refuse_removed)
 
 
 def _budgets(model: "LoopedLM", text: str | None) -> list[int]:
-    """The budgets to measure, which the model must be able to follow."""
+    """The budgets to measure. Raises an error if the model has too few loops for one of them."""
     from loopformer.config import parse_counts
 
     loops = model.config.loops
@@ -212,13 +212,13 @@ def _model(name: str, device: str, dtype: str | None) -> "LoopedLM":
 
 
 def _print_row(as_json: bool, row: dict[str, Any]) -> None:
-    shown = [form.format(row[name]) for name, form in _FORMATS.items() if row.get(name) is not None]
-    fits = row["tokens_per_second"] is not None
-    typer.echo(" ".join(shown if fits else [*shown, "did not fit"]), err=as_json)
+    shown = [form.format(row[name]) for name, form in _COLUMN_FORMATS.items() if row.get(name) is not None]
+    has_run = row["tokens_per_second"] is not None
+    typer.echo(" ".join(shown if has_run else [*shown, "did not fit"]), err=as_json)
 
 
 def _finish(report: dict[str, Any], model: str, out: Path | None, as_json: bool) -> None:
-    """Print the machine, or the whole report as JSON; write the JSON to a file if one is named."""
+    """Print the machine, or the complete report as JSON. Also write the JSON to `out` if it is given."""
     content = {"command": " ".join(["loopformer", *sys.argv[1:]]), "seed": 0, **report, "model": model}
     if out is not None:
         write_json(out, content)

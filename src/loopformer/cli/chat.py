@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from loopformer.inference.request import Request
 
 HELP = """/budget 2              loops per token
-/trajectory 4-2-1-1    a schedule instead
+/trajectory 4-2-1-1    a schedule instead of a budget
 /temperature 0.7       0 is greedy
 /reset                 forget the conversation
 /help                  this list
@@ -87,7 +87,7 @@ def chat(
     lm.tokenizer = template.tokenizer
     (first_trajectory,) = lm.trajectories(1, budget, trajectory)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    settings = Request((0,), first_trajectory, sampling, max_tokens, template.stops)  # without its prompt
+    settings = Request((0,), first_trajectory, sampling, max_tokens, template.stops)  # the prompt (0,) is replaced
     engine = lm.engine(rows=1, queue=1, fast=fused if fast is None else fast)
     engine.backend.check(settings)
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
@@ -114,7 +114,7 @@ def chat(
             failed = True
             typer.echo(f"loopformer: {error}", err=True)
         except KeyboardInterrupt:
-            if not is_typed:  # nobody is there to type the next line
+            if not is_typed:  # in a pipe, Ctrl-C ends the program
                 raise
     if failed and not is_typed:  # a person at a terminal has seen the error
         raise typer.Exit(1)
@@ -141,7 +141,7 @@ def _read_line(prompt: str) -> str | None:
 
 
 def _note(sentence: str) -> None:
-    """Print what is not part of the chat."""
+    """Print a remark about the chat to stderr."""
     typer.secho(f"[{sentence}]", dim=True, err=True)
 
 
@@ -180,7 +180,7 @@ class Conversation:
             try:
                 temperature = float(value)
             except ValueError as error:
-                raise LoopformerError(f"{value!r} is no number; write it as /temperature 0.7.") from error
+                raise LoopformerError(f"{value!r} is not a number; write it as /temperature 0.7.") from error
             sampling = replace(self.settings.sampling, temperature=temperature)
             self.settings = replace(self.settings, sampling=sampling)
         else:  # budget or trajectory
@@ -193,9 +193,9 @@ class Conversation:
         from loopformer.errors import RunFailed
         from loopformer.inference.request import REASONS
 
-        started, tokens = time.perf_counter(), self.engine.counts.new_tokens
+        started, tokens_before = time.perf_counter(), self.engine.counts.new_tokens
         context = self.engine.model.config.context
-        # The answer gets at least a quarter of the context.
+        # Reserve room for the answer: `max_tokens`, but at most a quarter of the context.
         messages, prompt = self.template.fit(
             [*self.messages, {"role": "user", "content": question}],
             context - min(self.settings.max_tokens, context // 4),
@@ -216,14 +216,14 @@ class Conversation:
         except KeyboardInterrupt as error:
             interrupt = error
         finally:
-            self.engine.cancel(ticket)
+            self.engine.cancel(ticket)  # after Ctrl-C the request would keep its slot
         sys.stdout.write("\n")
         sys.stdout.flush()
         if text.strip():
             self.messages = [*messages, {"role": "assistant", "content": text.strip()}]
         if result is not None and result.error is not None:
             raise RunFailed(result.error)
-        seconds, tokens = time.perf_counter() - started, self.engine.counts.new_tokens - tokens
+        seconds, tokens = time.perf_counter() - started, self.engine.counts.new_tokens - tokens_before
         budget = self.settings.trajectory.budget
         reason = "stopped" if result is None else REASONS[result.reason]
         _note(

@@ -67,7 +67,7 @@ def export(
         f"default trajectory {default}{tokenizer}"
     )
     trust = ", trust_remote_code=True" if self_contained else ""
-    first = "" if self_contained else "import loopformer.hf; "
+    setup = "" if self_contained else "import loopformer.hf; "
     typer.echo(
-        f'{first}AutoModelForCausalLM.from_pretrained("{out}"{trust}, budget={min(2, settings.loops)})', err=True
+        f'{setup}AutoModelForCausalLM.from_pretrained("{out}"{trust}, budget={min(2, settings.loops)})', err=True
     )

@@ -78,12 +78,12 @@ def import_(
             f"{out}: {config.blocks}⊗{config.loops}, conditioning {config.conditioning}, "
             f"{lm.model.cost.parameters.total:,} parameters"
             + ("" if default is None else f"; default trajectory {default}")
-            + ("" if lm.tokenizer else "; no tokenizer.json beside the weights: for text, import with --tokenizer")
+            + ("" if lm.tokenizer else "; no tokenizer.json found: for text, import with --tokenizer")
         )
 
 
 def _check_target(out: Path, force: bool) -> None:
-    """Refuse a folder with anything but an earlier model in it. An earlier model needs --force."""
+    """Refuse a folder that holds anything but a model. Replacing a model needs --force."""
     from loopformer.data.shards import is_prepared
     from loopformer.errors import require
     from loopformer.loading.folder import is_checkpoint, is_model_folder, is_run_folder
@@ -94,6 +94,6 @@ def _check_target(out: Path, force: bool) -> None:
     other = is_checkpoint(out) or is_run_folder(out) or is_prepared(out)
     require(
         is_model_folder(out) and not other,
-        f"{out} holds other files than a model; choose another folder.",
+        f"{out} holds files that are not a model; choose another folder.",
     )
     require(force, f"{out} already holds a model; choose another folder or add --force.")

@@ -1,9 +1,9 @@
 """Options that several verbs share, each declared once, and what a shell completes for them.
 
-    def search(model: Model = BUNDLED, budget: …, device: Device = "auto", as_json: Json = False) -> None: …
+    def search(model: Model = BOX, budget: …, device: Device = "auto", as_json: Json = False) -> None: …
 
-Each verb sets the default. An option of only one verb is declared in that verb's file. Nothing here imports torch,
-because every press of TAB starts a process.
+Each verb sets its own default. An option of only one verb is declared in that verb's file. This module must not
+import torch: every press of TAB starts a process.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,10 +21,10 @@ from loopformer.errors import REMOVED_CERTAINTY, REMOVED_DRAFT, LoopformerError,
 from loopformer.files import read_json, read_yaml
 
 RUN_FILE, MODEL_FILE = "run.yaml", "config.json"  # a folder with one of these is a run or a model
-MAX_FOLDERS = 2000  # folders that completion searches at each level
+MAX_FOLDERS = 2000  # paths that completion looks at on each level
 
 
-# Completion. Where nothing fits, the shell completes file names as usual.
+# Completion. If nothing matches, the shell completes file names as usual.
 
 
 def complete_from(*choices: str) -> Callable[[str], list[str]]:
@@ -47,7 +47,7 @@ def complete_preset(incomplete: str) -> list[str]:
 
 def complete_model(incomplete: str) -> list[str]:
     """The bundled model, and runs and model folders up to two levels below the typed path."""
-    paths = [path for form in ("*", "*/*") for path in islice(iglob(escape(incomplete) + form), MAX_FOLDERS)]
+    paths = [path for pattern in ("*", "*/*") for path in islice(iglob(escape(incomplete) + pattern), MAX_FOLDERS)]
     models = [path for path in paths if any((Path(path) / name).is_file() for name in (RUN_FILE, MODEL_FILE))]
     return [*complete_from(BOX)(incomplete), *sorted(models)]
 
@@ -185,7 +185,7 @@ def check_at_most_one(options: Mapping[str, object]) -> None:
 
 
 def text_of_model(model: str) -> str:
-    """The text to measure on when --text is missing: the validation split of the data a run was trained on."""
+    """The text to measure on without --text: the validation split of the data that a run was trained on."""
     from loopformer.errors import FileProblem
     from loopformer.evaluation.states import trained_group
     from loopformer.evaluation.text import default_text

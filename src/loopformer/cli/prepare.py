@@ -11,9 +11,9 @@ from loopformer.cli.output import Display, progress, stoppable
 
 
 def _after_stop(**options: Any) -> str:
-    """What a stop leaves: nothing before the tokenizer is written. An import here would delay the exit."""
+    """What Ctrl-C leaves: nothing until the tokenizer is written. An import here would delay the exit."""
     if any(options["out"].glob("*.json")):
-        return "the same command continues where this one was"
+        return "the same command continues where this one stopped"
     return "nothing was written yet, so the same command starts from the beginning"
 
 
@@ -37,7 +37,7 @@ def prepare(
         int | None, typer.Option(help="Train a byte-level BPE of this many ids on the sources.")
     ] = None,
     val_fraction: Annotated[
-        float | None, typer.Option(help="Share of the documents held out; 0.01, or what a preset says.")
+        float | None, typer.Option(help="Share of held-out documents. Default: 0.01, or that of a preset.")
     ] = None,
     train_tokens: Annotated[
         int | None, typer.Option(help="Stop after this many training tokens of each source.")
@@ -58,7 +58,7 @@ def prepare(
     workers: Annotated[int | None, typer.Option(help="Cores for tokenizing; all of them by default.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Turn text into token shards; interrupted and started again, it continues.
+    """Turn text into token shards. If interrupted, the same command continues.
 
     Example: loopformer prepare 'books/*.txt=1' news.jsonl.zst=3 --out data/mix --train-tokenizer 8192
     """
@@ -93,7 +93,7 @@ def prepare(
 
 
 def _report(display: Display, source: str, phase: str, megabytes: float, fraction: float | None) -> None:
-    """Show how far a source is: text and checksums in megabytes, any other phase as a line."""
+    """Show the progress of a source: text and checksums in megabytes, any other phase as a line."""
     if phase in ("tokenizing", "checksums"):
         name = source if phase == "tokenizing" else f"{source}: {phase}"
         display(name, megabytes, megabytes / fraction if fraction else None)

@@ -27,7 +27,7 @@ from loopformer.cli.options import (
 from loopformer.cli.output import format_number, output_file, progress, stoppable
 from loopformer.config.model import BOX
 
-_SHOWN = 5  # schedules at each end of the table
+_SHOWN_PER_END = 5  # best and worst schedules in the table
 
 
 @stoppable("what is finished is kept, the same command continues")
@@ -39,7 +39,7 @@ def search(
     by: Annotated[str | None, typer.Option(help="Rank by perplexity, accuracy or both.")] = None,
     data: TaskData = None,
     examples: Examples = None,
-    limit: Annotated[int, typer.Option(help="Where there are more schedules, measure so many at random.")] = 500,
+    limit: Annotated[int, typer.Option(help="Measure at most this many schedules, chosen at random.")] = 500,
     window: Window = None,
     max_tokens: MaxTokens = None,
     join: Join = False,
@@ -70,7 +70,7 @@ def search(
         by = by or ("perplexity" if tasks is None else "both")
         loaded = LoadedModel.open(model, device, dtype)
         tokenizer = loaded.lm.need_tokenizer()
-        loaded.model.resolve(budget)  # refuse a wrong budget and window before reading, which may take long
+        loaded.model.resolve(budget)  # refuse a wrong budget or window before the text is read, which may take long
         protocol = Protocol(window=window, join=join, max_tokens=max_tokens)
         protocol.sizes(loaded.model.config.context)
         suite = None if tasks is None else load_tasks(tasks, data, None, examples, report)
@@ -95,7 +95,7 @@ def search(
     if path := save_best(model, ranking):
         typer.echo(f"best schedule saved in {path}; use it with --schedule best", err=True)
     else:
-        typer.echo(f"best schedule not saved, {model} cannot be written to; use it with --trajectory", err=True)
+        typer.echo(f"best schedule not saved, because {model} is not writable; use it with --trajectory", err=True)
     if figure is not None:
         typer.echo(f"drawn: {save(search_figure(ranking), figure)}", err=True)
 
@@ -120,13 +120,13 @@ def _show(ranking: dict[str, Any]) -> None:
             "": " ".join(name for name in ("best", "worst", "uniform") if ranking[name]["rank"] == row["rank"]),
         }
         for row in rows
-        if row["rank"] <= _SHOWN or row["rank"] > len(rows) - _SHOWN or row == ranking["uniform"]
+        if row["rank"] <= _SHOWN_PER_END or row["rank"] > len(rows) - _SHOWN_PER_END or row == ranking["uniform"]
     )
     typer.echo(f"spread: {', '.join(f'{name} {value:.4g}' for name, value in ranking['spread'].items())}")
     for which in ("best_tenth", "worst_tenth"):
         steps = ", ".join(f"{step:.3f}" for step in ranking["mean_steps"][which])
         typer.echo(f"mean step by position, {which.replace('_', ' ')}: {steps}")
     if (correlation := ranking["rank_correlation"]) is not None:
-        typer.echo(f"rank correlation: {correlation:.3f} (1: the better perplexity, the better accuracy)")
+        typer.echo(f"rank correlation: {correlation:.3f} (1: perplexity and accuracy rank alike)")
     if (passes := ranking["passes"]) is not None:
         typer.secho(f"passes per batch: {passes['shared']:,}, {passes['separate']:,} without sharing", dim=True)

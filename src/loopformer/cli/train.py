@@ -27,7 +27,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print FLOPs, memory and time, and stop.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a model. A run that was interrupted resumes with --resume, to the same bits.
+    """Train a model. An interrupted run continues with --resume, bit for bit.
 
     Examples: loopformer train data.path=data/mine --out runs/mine
 
@@ -41,21 +41,21 @@ def train(
     if config is not None and "=" in config:
         settings.insert(0, config)
         config = None
-    main = int(os.environ.get("RANK", 0)) == 0
+    is_main = int(os.environ.get("RANK", 0)) == 0
     is_file = config is not None and Path(config).suffix in (".yaml", ".yml")
     name = Path(config).stem if config is not None and is_file else (config or DEFAULT_PRESET).replace("/", "-")
     folder = out or Path("runs") / name
     if dry_run:
-        made = plan(config, settings, folder, resume)
-        if main:
-            _show_plan(made, as_json)
+        planned = plan(config, settings, folder, resume)
+        if is_main:
+            _show_plan(planned, as_json)
         return
 
     def say(sentence: str) -> None:
         typer.echo(sentence, err=True)
 
     result = launch(config, settings, folder, resume, quiet=as_json, say=say)
-    if main:
+    if is_main:
         if as_json:
             typer.echo(json.dumps(result))
         elif result["finished"]:
@@ -64,11 +64,11 @@ def train(
         raise typer.Exit(128 + result["signal"])
 
 
-def _show_plan(made: dict[str, Any], as_json: bool) -> None:
+def _show_plan(planned: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(made, indent=2))
+        typer.echo(json.dumps(planned, indent=2))
         return
-    plan = made["plan"]
+    plan = planned["plan"]
     hours = "unknown on this device" if plan["hours"] is None else format_duration(plan["hours"] * 3600)
     epochs = "" if plan["epochs"] is None else f", {plan['epochs']:.2f} epochs"
     rate = "" if plan["device_tflops"] is None else f" at {plan['device_tflops']:.3g} TFLOP/s"
@@ -80,6 +80,6 @@ def _show_plan(made: dict[str, Any], as_json: bool) -> None:
         "micro-batch": plan["micro_batch"],
         "memory": f"about {plan['memory_gib_per_device']:.2f} GiB per device",
         "time": f"about {hours} on {plan['device']}{rate}",
-        "data": made["data_missing"],
+        "data": planned["data_missing"],
     }
     typer.echo("\n".join(f"{name:12} {value}" for name, value in rows.items() if value is not None))

@@ -1,9 +1,9 @@
-"""Answers in the forms of OpenAI's API with a few fields added, complete or in chunks.
+"""Answers in the format of OpenAI's API with a few extra fields, complete or in chunks.
 
     writer = CompletionWriter(served, job, granted_trajectory)
     writer.complete(texts, usage).to_json()          # or writer.chunk(…), the content of a server-sent event
 
-The models say which fields there are. A field that is not set is left out of the JSON; null is set on purpose.
+The pydantic models define the fields. A field that is not set is left out of the JSON. A field set to None is null.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pydantic import AfterValidator
 
 from loopformer.inference.request import BROKEN, Reason
 from loopformer.model.cost import Cost
-from loopformer.serving.messages import Alternatives, EngineOutput, Ranked
+from loopformer.serving.messages import Alternatives, EngineOutput, TokenScore
 from loopformer.serving.protocol import AnswerBody, Job, Served
 from loopformer.trajectory import Trajectory
 
-FINISH: dict[Reason, str] = {"stop": "stop", "end": "stop", "length": "length", "context": "length"}
+FINISH_REASONS: dict[Reason, str] = {"stop": "stop", "end": "stop", "length": "length", "context": "length"}
 MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM writes this, too
 Logprob = Annotated[float, AfterValidator(lambda value: max(MIN_LOGPROB, value))]
 
@@ -33,11 +33,11 @@ class Usage(AnswerBody):
     completion_tokens: int
     total_tokens: int
     loops: int  # passes through the stack
-    flops: float  # as if no prompt had shared its beginning
+    flops: float  # counted as if no prompt shared a cached prefix
 
 
 class GrantedDepth(AnswerBody):
-    """The trajectory that was granted; with the requested budget where that is another."""
+    """The granted trajectory. `asked_budget` is set only if another trajectory was requested."""
 
     budget: int
     trajectory: str
@@ -76,7 +76,7 @@ class ChatLogprobs(AnswerBody):
 
 
 class ChatMessage(AnswerBody):
-    """A message, or its growth in a chunk."""
+    """A message, or the text that a chunk adds to it."""
 
     role: str | None = None
     content: str | None = None
@@ -84,7 +84,7 @@ class ChatMessage(AnswerBody):
 
 
 class ChatChoice(AnswerBody):
-    """Whole answers have a message, chunks a delta."""
+    """A complete answer has a `message`, a chunk has a `delta`."""
 
     index: int
     message: ChatMessage | None = None
@@ -135,14 +135,14 @@ def lens_answer(served: Served, trajectory: Trajectory, rows: Sequence[Alternati
 
 @dataclass
 class GeneratedText:
-    """One text as it grows, or its growth in a chunk."""
+    """A text as generated so far, or the part that a chunk adds to it."""
 
     prompt: tuple[int, ...]
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     reason: Reason | None = None
-    ranked: list[Ranked] = field(default_factory=list)  # prompt and new tokens, where they were scored
+    token_scores: list[TokenScore] = field(default_factory=list)  # of prompt and new tokens, if they were scored
 
     def add(self, output: EngineOutput) -> None:
         self.text += output.text
@@ -152,18 +152,18 @@ class GeneratedText:
 
 
 def count_usage(cost: Cost, texts: Sequence[GeneratedText], n: int, budget: int) -> Usage:
-    """Tokens, and what computing them cost."""
+    """Token counts, and the loops and FLOPs that the texts took. Each prompt has `n` texts."""
     prompt, new = sum(len(text.prompt) for text in texts) // n, sum(len(text.tokens) for text in texts)
     loops, flops = 0, 0.0
     for text in texts:
-        first, later = len(text.prompt), max(0, len(text.tokens) - 1)  # the prefill yields the first token
+        prompted, decoded = len(text.prompt), max(0, len(text.tokens) - 1)  # the prefill yields the first token
         if text.tokens:
-            loops += budget * (first + later)
-            flops += cost.prefill_flops(first, budget)
-            # A token's FLOPs grow linearly with its context, so the mean of the first and the last is that of all.
-            ends = (cost.forward_flops(budget, context, causal=False) for context in (first + 1, first + later))
-            flops += later * sum(ends) / 2
-        if scored := max(0, len(text.ranked) - 1):  # once more, all but the last token
+            loops += budget * (prompted + decoded)
+            flops += cost.prefill_flops(prompted, budget)
+            # FLOPs grow linearly with the context, so the first and the last decoded token give the exact mean.
+            ends = (prompted + 1, prompted + decoded)
+            flops += decoded * sum(cost.forward_flops(budget, end, causal=False) for end in ends) / 2
+        if scored := max(0, len(text.token_scores) - 1):  # scoring runs all but the last token again
             loops += budget * scored
             flops += cost.prefill_flops(scored, budget)
     return Usage(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new, loops=loops, flops=flops)
@@ -196,7 +196,7 @@ class AnswerWriter(ABC):
         return self._answer(self.chunk_kind, choices, loopformer=self._depth)
 
     def chunk(self, index: int, part: GeneratedText) -> GenerationAnswer:
-        """The growth of a text."""
+        """The chunk that adds `part` to a text."""
         return self._answer(self.chunk_kind, [self._choice(index, part, self._delta(part))])
 
     def closing(self, usage: Usage) -> GenerationAnswer:
@@ -209,7 +209,7 @@ class AnswerWriter(ABC):
         )
 
     def _choice(self, index: int, text: GeneratedText, content: dict[str, Any]) -> CompletionChoice | ChatChoice:
-        reason = None if text.reason is None else FINISH[text.reason]
+        reason = None if text.reason is None else FINISH_REASONS[text.reason]
         logprobs = None if self._job.alternatives is None else self._logprobs(index, text)
         return self.choice_type(index=index, **content, logprobs=logprobs, finish_reason=reason)
 
@@ -232,7 +232,7 @@ class CompletionWriter(AnswerWriter):
 
     def __init__(self, served: Served, job: Job, granted: Trajectory) -> None:
         super().__init__(served, job, granted)
-        # By text: the number of its complete characters so far, and the tokens of an incomplete one.
+        # By choice, from chunk to chunk: the characters that are complete, and the tokens of one that is not.
         self._offset_states: dict[int, tuple[int, list[int]]] = {}
 
     def _content(self, text: GeneratedText) -> dict[str, Any]:
@@ -245,11 +245,11 @@ class CompletionWriter(AnswerWriter):
     def _logprobs(self, index: int, text: GeneratedText) -> CompletionLogprobs:
         ids: list[int] = [*text.tokens]
         values: list[float | None] = [*text.logprobs]
-        rows = text.ranked[len(text.prompt) :]
+        rows = text.token_scores[len(text.prompt) :]
         if self._job.echo:
             ids = [*text.prompt, *ids]
-            values = [*(row.logprob for row in text.ranked[: len(text.prompt)]), *values]
-            rows = text.ranked
+            values = [*(row.logprob for row in text.token_scores[: len(text.prompt)]), *values]
+            rows = text.token_scores
         return CompletionLogprobs(
             tokens=[self._served.token_text(token) for token in ids],
             token_ids=ids,
@@ -259,7 +259,7 @@ class CompletionWriter(AnswerWriter):
         )
 
     def _offsets(self, index: int, ids: Sequence[int]) -> list[int]:
-        """Where each token begins in its text. A token that continues a character begins where that does."""
+        """Each token's character offset. A token in the middle of a character has the offset of that character."""
         end, incomplete = self._offset_states.get(index, (0, []))
         offsets = []
         for token in ids:
@@ -274,7 +274,7 @@ class CompletionWriter(AnswerWriter):
         return offsets
 
     def _by_text(self, alternatives: Alternatives) -> dict[str, float] | None:
-        # Reversed twice: of tokens with the same text the most likely one counts, and comes first.
+        # Tokens may share a text: in reverse order the most likely one overwrites the others. Then sort back.
         best = {self._served.token_text(token): value for token, value in reversed(alternatives)}
         return dict(reversed(best.items())) or None
 
@@ -290,7 +290,8 @@ class ChatWriter(AnswerWriter):
         return {"delta": ChatMessage(content=part.text) if part.text or part.reason is None else ChatMessage()}
 
     def _logprobs(self, index: int, text: GeneratedText) -> ChatLogprobs:
-        alternatives = [row.alternatives for row in text.ranked[len(text.prompt) :]] or [()] * len(text.tokens)
+        scores = text.token_scores[len(text.prompt) :]
+        alternatives = [score.alternatives for score in scores] or [()] * len(text.tokens)
         rows = zip(text.tokens, text.logprobs, alternatives, strict=True)
         content = [
             ChosenToken(

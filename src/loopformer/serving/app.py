@@ -1,9 +1,9 @@
-"""The ASGI app: routes as OpenAI has them and a few more, errors in OpenAI's form, and the page at `/`.
+"""The ASGI app: OpenAI's routes and a few more, errors in its format, and the page at `/`.
 
     app = create_app(service)                  # server.py puts it behind a socket
 
-The page is the files in page/, served as they are. Nothing is built and nothing comes from another host, which the
-Content-Security-Policy has browsers enforce. Browsers cache the files and ask each time whether they have changed.
+The page consists of the files in page/, served as they are. There is no build step. Nothing is loaded from other
+hosts, which the Content-Security-Policy makes browsers enforce. Browsers cache the files and revalidate them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from loopformer.serving.protocol import (
 )
 from loopformer.serving.service import Service
 
-LONG_BODY = 4096  # bytes, from which on tokenizing would hold up the event loop
-FIELD_FORMS = {  # of fields with several types, where pydantic's sentence about one type would mislead
+MIN_THREADED_BODY = 4096  # bytes; larger bodies are tokenized in a thread, so that the event loop is not blocked
+FIELD_FORMS = {  # for fields of several types: pydantic's error would mention only one of them
     "prompt": "It is a text, a list of texts, a list of token ids, or a list of such lists; ids are 0 or more.",
     "stop": "It is a text, or a list of at most 16, each of 1 to 256 characters.",
     "messages": "Each has a role (system, user or assistant) and a content: a text, or a list of text parts.",
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 def _invalid_body(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body, and its field."""
+    """The first error that pydantic found in a body, with the name of its field."""
     first = error.errors()[0]
     context = first.get("ctx", {})
     names = [str(part) for part in first["loc"] if part != "body"]
@@ -83,18 +83,18 @@ def _invalid_body(error: RequestValidationError) -> ApiError:
 # Generating.
 
 
-async def _unless_gone(http: Request, work: Awaitable[T]) -> T:
-    """The result of some work, which is cancelled if the client goes away."""
+async def _cancel_on_disconnect(http: Request, work: Awaitable[T]) -> T:
+    """The result of `work`. It is cancelled if the client disconnects first."""
 
-    async def gone() -> None:
+    async def wait_for_disconnect() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
-    task, watch = asyncio.ensure_future(work), asyncio.create_task(gone())
+    task, watch = asyncio.ensure_future(work), asyncio.create_task(wait_for_disconnect())
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError("The client has gone.", CLIENT_GONE)
+            raise ApiError("The client disconnected.", CLIENT_GONE)
         return task.result()
     finally:
         task.cancel()
@@ -105,15 +105,15 @@ async def _unless_gone(http: Request, work: Awaitable[T]) -> T:
 async def _generate(
     service: Service, http: Request, body: CompletionBody | ChatBody, writer_type: type[AnswerWriter]
 ) -> Response:
-    if int(http.headers.get("content-length", LONG_BODY)) < LONG_BODY:
+    if int(http.headers.get("content-length", MIN_THREADED_BODY)) < MIN_THREADED_BODY:
         job = body.job(service.served)
     else:
         job = await asyncio.to_thread(body.job, service.served)
     if not body.stream:
-        return await _unless_gone(http, _complete(service, http.url.path, job, writer_type))
+        return await _cancel_on_disconnect(http, _complete(service, http.url.path, job, writer_type))
     events = _events(service, http.url.path, job, writer_type, body.stream_options.include_usage)
-    # The response begins with the first token, so that what fails before has a status of its own.
-    return EventStream(await _unless_gone(http, anext(events)), events)
+    # Wait for the first token before the response starts: an earlier error can still set the HTTP status.
+    return EventStream(await _cancel_on_disconnect(http, anext(events)), events)
 
 
 async def _complete(service: Service, path: str, job: Job, writer_type: type[AnswerWriter]) -> Response:
@@ -135,7 +135,7 @@ async def _events(
             async for parts in generation.parts():
                 opening = b"" if has_begun else _event(writer.opening())
                 has_begun = True
-                # A token that ends inside of a character has no text yet. Its log-probability is sent anyway.
+                # A token that ends within a character has no text yet. Its log-probability is sent at once.
                 has_logprobs = job.alternatives is not None
                 shown = [entry for entry in parts if has_logprobs or entry[1].text or entry[1].reason]
                 yield opening + b"".join(_event(writer.chunk(*entry)) for entry in shown)
@@ -154,14 +154,17 @@ def _event(answer: AnswerBody) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, with the first one at hand. However the response ends, their generator is closed."""
+    """A stream of server-sent events, the first of which is known.
+
+    The generator is closed however the response ends. A client that disconnects would otherwise keep its slots.
+    """
 
     def __init__(self, first: bytes, others: AsyncGenerator[bytes, None]) -> None:
         self._others = others
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(self._all(first), media_type="text/event-stream", headers=headers)
+        super().__init__(self._all_events(first), media_type="text/event-stream", headers=headers)
 
-    async def _all(self, first: bytes) -> AsyncIterator[bytes]:
+    async def _all_events(self, first: bytes) -> AsyncIterator[bytes]:
         yield first
         async for event in self._others:
             yield event
@@ -177,7 +180,7 @@ class EventStream(StreamingResponse):
 
 
 def create_app(service: Service) -> FastAPI:
-    """The ASGI app. It starts and stops nothing."""
+    """The ASGI app. The caller starts and stops the engine."""
     served = service.served
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"description": "What is wrong with the request, or 429 with Retry-After while the server is busy."},
@@ -198,7 +201,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def no_route(http: Request, error: HTTPException) -> Response:
-        messages = {404: "There is no such address.", 405: "This address needs another method."}
+        messages = {404: "There is no such path.", 405: "This path does not allow the method."}
         message = messages.get(error.status_code, "The request cannot be read.")
         return ApiError(message, error.status_code, **error.headers or {}).to_response()
 
@@ -242,7 +245,7 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/lens")
     async def lens(body: LensBody, http: Request) -> LensAnswer:
         trajectory, ids = body.requested(served), tuple(await asyncio.to_thread(body.ids, served))
-        rows = await _unless_gone(http, service.lens(http.url.path, ids, trajectory, body.top))
+        rows = await _cancel_on_disconnect(http, service.lens(http.url.path, ids, trajectory, body.top))
         return lens_answer(served, trajectory, rows)
 
     @app.head("/health", include_in_schema=False)

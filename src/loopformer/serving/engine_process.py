@@ -6,8 +6,8 @@
     for index, output in await call.read(): ...         # everything since the last read
     engine.cancel(call)                                 # frees the slots of a client that has left
 
-When the process dies ("lost"), or is silent for longer than a step may take ("hung"), the requests that it ran end
-with an error, and another process is started. `engine.state` says which of these is the case.
+The process is "lost" when it dies, and "hung" when it is silent for longer than a step may take. In both cases its
+requests end with an error and a new process is started. `engine.state` is the current state.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from loopformer.serving.protocol import ApiError
 from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
-FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0  # seconds between attempts to start another process; they double
-MAX_LOAD_FACTOR = 5  # another process may take this many times as long to load as the last
+FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0  # seconds between restarts; doubled after each failure
+MAX_LOAD_FACTOR = 5  # a restart may take this many times as long as the previous load
 EngineState = Literal["starting", "ready", "lost", "hung", "stopped"]
 
 
-def shutting_down() -> ApiError:
-    return ApiError("The server is shutting down; ask another one.", 503, "shutting_down", **{"retry-after": "5"})
+def shutdown_error() -> ApiError:
+    return ApiError("The server is shutting down; try another one.", 503, "shutting_down", **{"retry-after": "5"})
 
 
 class Call:
-    """The requests of one client, and their outputs that were not read yet.
+    """The requests of one client, and their unread outputs.
 
-    The engine never waits for a reader: outputs are stored, and a slow reader finds more of them at once.
+    The engine never waits for a reader. Outputs are stored until the next read.
     """
 
     def __init__(self, numbers: range) -> None:
@@ -73,15 +73,16 @@ class Call:
 
 
 class _Link:
-    """One process and the pipe to it. Threads read and write, since a pipe blocks."""
+    """A worker process and the pipe to it. Threads read and write, because a pipe blocks the event loop."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=run_worker, args=(settings, theirs), daemon=True)
+        self._connection, worker_end = context.Pipe()
+        self.process = context.Process(target=run_worker, args=(settings, worker_end), daemon=True)
         self.process.start()
-        theirs.close()  # else the end of the process would not close the pipe
-        self.inbox: asyncio.Queue[Any] = asyncio.Queue()  # ends with None, when the process has ended
+        # Close our copy, otherwise `_read` would not see the end of the pipe when the process dies.
+        worker_end.close()
+        self.inbox: asyncio.Queue[Any] = asyncio.Queue()  # None comes last, when the process has died
         self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(asyncio.get_running_loop(),), daemon=True).start()
         threading.Thread(target=self._write, daemon=True).start()
@@ -95,7 +96,7 @@ class _Link:
                 loop.call_soon_threadsafe(self.inbox.put_nowait, None)
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # the reader notices, too
+        with contextlib.suppress(OSError):  # the process has died, which `_read` reports
             while (messages := self.outbox.get()) is not None:
                 self._connection.send(messages)
 
@@ -105,12 +106,12 @@ class _Link:
 
     def end(self) -> None:
         self.kill()
-        self.process.join(MAX_PAUSE)  # a driver may hold on to it for a while
+        self.process.join(MAX_PAUSE)  # a GPU driver may delay the exit
         self._connection.close()
 
 
 class EngineProcess:
-    """Starts the process, and starts another when it dies. Used from one event loop."""
+    """Starts the engine's process, and restarts it when it dies or hangs. Use it from one event loop."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
@@ -119,20 +120,20 @@ class EngineProcess:
         self.state: EngineState = "starting"
         self.ready: EngineReady | None = None
         self._link: _Link | None = None
-        self._calls: dict[int, Call] = {}  # by the number of a request that has not ended
+        self._calls: dict[int, Call] = {}  # by request number, until the request ends
         self._next_number = 0
         self._load_seconds: float | None = None  # of the last process
         self._supervisor: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineReady:
-        """Load the model in another process. From then on a process that is lost is replaced."""
+        """Load the model in a new process. From then on the process is restarted when it dies or hangs."""
         link, ready = await self._start_process()
         self._supervisor = asyncio.create_task(self._supervise(link))
         return ready
 
     async def stop(self) -> None:
         """End the process. Requests that still run fail."""
-        self.state = "stopped"
+        self.state = "stopped"  # first: `_fail_all` takes its error from the state
         if self._supervisor is not None:
             self._supervisor.cancel()
         self._fail_all()
@@ -141,10 +142,10 @@ class EngineProcess:
             await asyncio.to_thread(link.end)
 
     async def _start_process(self) -> tuple[_Link, EngineReady]:
-        """A process that has loaded the model. Raises one sentence if it cannot be loaded.
+        """A process that has loaded the model. Raises RunFailed if it cannot be loaded.
 
-        Clients were told what the first process loaded, so a later one must load the very same model. It has a time
-        limit; the first has none, as somebody is waiting for it.
+        Clients rely on the settings of the first model, so a restart must load a model with the same settings. Only
+        a restart has a time limit: at the first start the user is watching.
         """
         began, seconds = time.monotonic(), None
         if self._load_seconds is not None:
@@ -190,7 +191,7 @@ class EngineProcess:
                 async with asyncio.timeout(self.settings.step_seconds / 2):
                     message = await link.inbox.get()
             except TimeoutError:
-                # Once is no proof: where both processes were paused, the time is over before the other one speaks.
+                # One timeout proves nothing: after the machine was suspended, it ends before the worker can send.
                 silences += 1
                 continue
             if message is None:
@@ -198,7 +199,7 @@ class EngineProcess:
             silences = 0
             outputs, load = message
             for output in outputs:
-                # A request that was cancelled meanwhile has no call any more.
+                # A request that was cancelled in the meantime no longer has a call.
                 call = self._calls.pop(output.number, None) if output.is_last else self._calls.get(output.number)
                 if call is not None:
                     call.put(output)
@@ -218,7 +219,7 @@ class EngineProcess:
                 pause = min(MAX_PAUSE, 2 * pause)
 
     def submit(self, requests: Sequence[Request], priority: int, stream: bool) -> Call:
-        """Generate texts for one client. With `stream` their tokens come more often."""
+        """Generate texts for one client. With `stream` outputs are sent more often."""
         call = self._begin_call(len(requests))
         numbered = zip(call.numbers, requests, strict=True)
         self._post([Submit(priority, number, request, stream) for number, request in numbered])
@@ -254,10 +255,10 @@ class EngineProcess:
         self._calls = {}
 
     def _unavailable(self) -> ApiError:
-        """Why there is no engine, and when there may be one again."""
+        """The error for requests without an engine, with the time to retry after."""
         if self.state == "stopped":
-            return shutting_down()
-        code, event = ("engine_hung", "did not go on") if self.state == "hung" else ("engine_lost", "was lost")
-        sentence = f"The engine {event} and is started again; try again in a few seconds."
+            return shutdown_error()
+        code, event = ("engine_hung", "does not respond") if self.state == "hung" else ("engine_lost", "was lost")
+        sentence = f"The engine {event} and is being restarted; try again in a few seconds."
         seconds = math.ceil(min(MAX_PAUSE, self._load_seconds or FIRST_PAUSE))
         return ApiError(sentence, 503, code, **{"retry-after": str(seconds)})

@@ -1,4 +1,4 @@
-"""What the server's process and the engine's process share: the messages of their pipe, and the form of their logs.
+"""The messages between the server's process and the engine's process, and the log format that both use.
 
 The server sends lists of Submit, ScoreRequest and Cancel. The engine's process sends EngineReady, or one sentence
 that says why the model cannot be loaded. After that it sends pairs of a list of EngineOutput and an EngineLoad.
@@ -30,7 +30,7 @@ class WorkerSettings:
     device: str = "auto"
     dtype: str | None = None
     fast: bool | Literal["auto"] = "auto"  # auto: where fused kernels can run
-    step_seconds: float = 120.0  # after which a silent process counts as hung
+    step_seconds: float = 120.0  # a process that is silent for longer counts as hung
 
 
 class EngineReady(NamedTuple):
@@ -69,7 +69,11 @@ class Submit(NamedTuple):
 
 
 class ScoreRequest(NamedTuple):
-    """Score tokens: the next one after each loop (`lens`), or each given its predecessors (`ranked`)."""
+    """Score tokens instead of generating.
+
+    With `by_loop` the result is the likely next tokens after each loop (`lens`), otherwise the log-probability of
+    every token (`score_tokens`).
+    """
 
     number: int
     ids: tuple[int, ...]
@@ -89,15 +93,15 @@ class Cancel(NamedTuple):
 Alternatives = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the most likely first
 
 
-class Ranked(NamedTuple):
-    """A token's log-probability given those before it, and the most likely ones there; the first token has none."""
+class TokenScore(NamedTuple):
+    """A token's log-probability, and the most likely tokens at its position. The first token has neither."""
 
     logprob: float | None
     alternatives: Alternatives
 
 
 class EngineOutput(NamedTuple):
-    """What has become of a request since its last output."""
+    """What a request has produced since its last output."""
 
     number: int
     started_at: float | None = None  # when it got its slot, by `time.monotonic`, which all processes share
@@ -105,8 +109,8 @@ class EngineOutput(NamedTuple):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     reason: Reason | None = None  # why the text has ended
-    scores: Any = None  # of a ScoreRequest, all at once
-    error: LoopformerError | None = None  # why it cannot be run, or failed
+    scores: Any = None  # the complete result of a ScoreRequest
+    error: LoopformerError | None = None  # why the request was refused, or failed
 
     @property
     def is_last(self) -> bool:
@@ -125,7 +129,7 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per line. A message that is one already is extended by the time and the level."""
+    """One JSON object per line. A message that is already a JSON object gets the time and the level added."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()

@@ -1,11 +1,11 @@
-"""The bodies of requests, in the forms of OpenAI's API with a few fields added, and its errors.
+"""The bodies of requests, in the format of OpenAI's API with a few extra fields, and the errors.
 
     body = CompletionBody.model_validate({"prompt": "Once upon", "budget": 2})
     job = body.job(served)                       # prompts, sampling, trajectory: what the engine generates
 
-Added are `budget`, `trajectory`, `min_budget`, `priority`, and vLLM's `top_k`, `min_p` and `repetition_penalty`. A
-field of OpenAI's that is not supported is refused by its name, unless its value changes nothing (null,
-`"frequency_penalty": 0`). No field is ignored.
+The extra fields are `budget`, `trajectory`, `min_budget`, `priority`, and vLLM's `top_k`, `min_p` and
+`repetition_penalty`. An unsupported field of OpenAI's is an error that names it, unless its value changes nothing
+(null, `"frequency_penalty": 0`). No field is ignored.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _SCHEDULE_FAMILY = re.compile(r"\s*[a-z-]+\s*:\s*(\d+)\s*")
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
 MAX_ALTERNATIVES = 20
 DEFAULT_MAX_TOKENS = 16  # of a completion
-CLIENT_GONE = 499  # nginx's status of a request that nobody waits for any more
+CLIENT_GONE = 499  # nginx's status for a client that disconnected
 
 Id = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -107,7 +107,7 @@ class ErrorAnswer(AnswerBody):
 
 
 class ApiError(LoopformerError):
-    """An error with a status, a code, the field that is wrong, or headers of its answer."""
+    """An error that becomes an HTTP response. `param` names the wrong field of the request."""
 
     def __init__(
         self, message: str, status: int = 400, code: str | None = None, param: str | None = None, **headers: str
@@ -117,13 +117,13 @@ class ApiError(LoopformerError):
 
     @staticmethod
     def of(error: BaseException) -> ApiError:
-        """Any error as clients may see it, without internals."""
+        """The error that clients may see, without internals."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, LoopformerError):
             return ApiError(str(error), 500 if isinstance(error, RunFailed) else 400)
         if isinstance(error, asyncio.CancelledError | GeneratorExit | ConnectionError):
-            return ApiError("The client has gone.", CLIENT_GONE)
+            return ApiError("The client disconnected.", CLIENT_GONE)
         return ApiError("The server failed to answer this request.", 500)
 
     def answer(self) -> ErrorAnswer:
@@ -137,13 +137,13 @@ class ApiError(LoopformerError):
 
 
 def need(holds: bool, field: str, sentence: str) -> None:
-    """Refuse a body for one of its fields."""
+    """Raise an ApiError about a field of the body unless the condition holds."""
     if not holds:
         raise ApiError(sentence, param=field)
 
 
 def encodable(text: str) -> str:
-    """The text with an escape for half a surrogate pair, which a client may send and UTF-8 cannot encode."""
+    """The text with lone surrogates escaped. JSON can contain them, but UTF-8 cannot encode them."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -151,7 +151,7 @@ def encodable(text: str) -> str:
 
 
 class Body(BaseModel):
-    """What every body has in common: values are not converted, and every field is known."""
+    """The base of all bodies: values are not converted, and unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -172,7 +172,7 @@ class Body(BaseModel):
                 raise PydanticCustomError("unsupported_parameter", sentence, {"field": name})
             if name not in cls.model_fields:
                 hint = nearest(str(name), list(cls.model_fields), "leave it out.")
-                sentence = "'{field}' is no field of this request; {hint}"
+                sentence = "'{field}' is not a field of this request; {hint}"
                 context = {"field": encodable(str(name)[:64]), "hint": encodable(hint)}
                 raise PydanticCustomError("unknown_parameter", sentence, context)
             fields[name] = value
@@ -192,7 +192,7 @@ class DepthBody(Body):
         require(self.budget is None or self.trajectory is None, "Give a budget or a trajectory, not both.")
         if self.trajectory is None:
             return served.default if self.budget is None else served.resolve("budget", self.budget)
-        # "cosine:99999999999" is refused by its number, before it is resolved to that many steps.
+        # Check the number of "cosine:99999999999" first: resolving it would compute that many steps.
         if family := _SCHEDULE_FAMILY.fullmatch(self.trajectory):
             served.resolve("trajectory", int(family[1]))
         return served.resolve("trajectory", self.trajectory)
@@ -223,14 +223,14 @@ class GenerationBody(DepthBody):
     def _job(
         self, served: Served, prompts: list[list[int]], field: str, max_tokens: int, alternatives: int | None
     ) -> Job:
-        """The job, with prompts that this field gave."""
+        """The job for these prompts, which come from `field`."""
         trajectory = self.requested(served)
         min_budget = self.min_budget or (1 if self.trajectory is None else trajectory.budget)
         served.resolve("min_budget", min_budget)
         need(
             min_budget <= trajectory.budget,
             "min_budget",
-            f"'min_budget' is {min_budget}, more than the {trajectory.budget} loops that are asked for; lower it.",
+            f"'min_budget' is {min_budget}, more than the {trajectory.budget} requested loops; lower it.",
         )
         for prompt in prompts:
             served.check_prompt(prompt, field)
@@ -319,8 +319,9 @@ class ChatBody(GenerationBody):
             "Give 'max_completion_tokens' or 'max_tokens', not both.",
         )
         prompt = served.chat.encode([message.to_message() for message in self.messages])
-        room = max(1, min(served.max_output, served.config.context + 1 - len(prompt)))
-        max_tokens = self.max_completion_tokens or self.max_tokens or room
+        # The last new token is never fed back, so it needs no position: hence context + 1.
+        free_tokens = max(1, min(served.max_output, served.config.context + 1 - len(prompt)))
+        max_tokens = self.max_completion_tokens or self.max_tokens or free_tokens
         alternatives = (self.top_logprobs or 0) if self.logprobs else None
         job = self._job(served, [prompt], "messages", max_tokens, alternatives)
         return replace(job, stops=(*job.stops, *served.chat.stops))
@@ -368,12 +369,12 @@ class LensBody(DepthBody):
         return ids
 
 
-# What is served, and what a request becomes.
+# The served model, and the job that a request becomes.
 
 
 @dataclass(frozen=True)
 class Served:
-    """The model behind the server, as far as requests need to know it."""
+    """What requests need to know about the served model."""
 
     name: str
     chat: ChatTemplate
@@ -421,7 +422,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Job:
-    """The texts that a request asks for: `n` for each prompt."""
+    """The texts to generate for a request, `n` for each prompt."""
 
     prompts: tuple[tuple[int, ...], ...]
     n: int
@@ -429,9 +430,9 @@ class Job:
     max_tokens: int
     stops: tuple[str, ...]
     trajectory: Trajectory
-    min_budget: int  # that may be granted instead
+    min_budget: int  # the smallest budget that may be granted instead
     priority: int
-    alternatives: int | None  # likely tokens to name beside each; None: no log-probabilities at all
+    alternatives: int | None  # most likely tokens to list per position; None: no log-probabilities
     echo: bool = False
 
     @property
@@ -439,7 +440,7 @@ class Job:
         return len(self.prompts) * self.n
 
     def kv_bytes(self, served: Served, trajectory: Trajectory) -> int:
-        """The keys and values that the texts may need."""
+        """The bytes of keys and values that the texts may need along a trajectory."""
         tokens = sum(min(served.config.context, len(prompt) + self.max_tokens) for prompt in self.prompts)
         return self.n * tokens * served.cost.kv_bytes(trajectory.budget, served.value_bytes)
 

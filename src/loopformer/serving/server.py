@@ -5,9 +5,9 @@
 The socket is bound first, then the model is loaded, then the address is printed. SIGTERM drains: running requests
 finish, new ones get 503, and what is left after `drain_seconds` is dropped. A second signal stops at once.
 
-Every request passes a gate before the app: its host, its key, its body within a size and a time. A web page can
-have its own name resolve to 127.0.0.1 (DNS rebinding), but a browser still sends that name as `Host`. So a server
-on loopback accepts only loopback's names. A client that does not read its answer is dropped.
+Every request passes a gate before the app. The gate checks the host and the key, and limits the size and the time
+of the body. A web page can have its own name resolve to 127.0.0.1 (DNS rebinding), but a browser still sends that
+name as `Host`, so a server on loopback accepts only loopback's names. A client that does not read is dropped.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from loopformer.serving.service import Admission, Service
 
 logger = logging.getLogger(__name__)
 HEAD_SECONDS = 10  # for a client to send the head of a request
-IDLE_SECONDS = 15  # between a client's requests; Python's clients disconnect after 5, so none is cut off
-CLOSE_SECONDS = 2  # for connections to close, once nothing runs
+IDLE_SECONDS = 15  # keep-alive; Python's clients close idle connections after 5 s, so they never reuse a closed one
+CLOSE_SECONDS = 2  # for connections to close after the last request
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 MAX_DRAIN_FACTOR = 8  # drain at most this many times `max_body` of an oversized upload
-# These need no key: probes have none, and the page asks for it.
+# Paths without a key: health probes have none, and the page itself asks the user for it.
 OPEN_PATHS = frozenset({"/health", "/ready", *PAGE_FILES})
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """All that `loopformer serve` takes."""
+    """The options of `loopformer serve`."""
 
     worker: WorkerSettings
     host: str = "127.0.0.1"
@@ -107,14 +107,14 @@ async def serve(
     keys = settings.read_keys()
     async with started_app(settings, keys) as (app, service, ready):
         server = DrainingServer(app, service, settings.drain_seconds, stop)
-        listener.listen()  # before the greeting: whoever reads it may connect at once
+        listener.listen()  # before the greeting, whose reader may connect at once
         for line in greeting(settings, [ready], listener.getsockname(), bool(keys)):
             say(line)
         await server.serve(sockets=[listener])
 
 
 def inspect_model(model: str) -> tuple[ModelConfig, ChatTemplate]:
-    """A model's settings and chat template, before it is loaded. Raises what is wrong with them."""
+    """A model's settings and chat template, without loading the weights. Raises if either is unusable."""
     config, folder = find_config(model)
     if folder is None:
         raise LoopformerError("This model came without a tokenizer; put its tokenizer.json beside its weights.")
@@ -127,7 +127,7 @@ def inspect_model(model: str) -> tuple[ModelConfig, ChatTemplate]:
 async def started_app(
     settings: ServerSettings, keys: tuple[bytes, ...]
 ) -> AsyncIterator[tuple[ASGIApp, Service, EngineReady]]:
-    """The app behind its gate, while the engine runs. Leaving ends the engine."""
+    """The app behind its gate, with a running engine. Leaving the context stops the engine."""
     config, chat = inspect_model(settings.worker.model)
     max_prompt = min(config.context, settings.max_prompt or config.context)
     max_output = min(config.context, settings.max_output or config.context)
@@ -167,7 +167,7 @@ class HeadTimeoutProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _update_timer(self) -> None:
-        """The timer runs from the connection, or the first byte after an answer, until the head is complete."""
+        """Start the timer at connection and after each answer. Stop it when the head of a request is complete."""
         if self.cycle is not None and not self.cycle.response_complete:
             if self._head_timer is not None:
                 self._head_timer.cancel()
@@ -210,7 +210,7 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def _drain(self) -> None:
-        """Stop once nothing is in flight, or the time is over."""
+        """Stop once nothing is in flight, or after `drain_seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._drain_seconds):
                 while self._service.admission.in_flight:
@@ -229,9 +229,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
-        raise RunFailed(
-            f"{host}:{port} cannot be listened on ({error}); choose another --port or --host."
-        ) from error
+        raise RunFailed(f"Cannot listen on {host}:{port} ({error}); choose another --port or --host.") from error
     return listener
 
 
@@ -250,7 +248,7 @@ def _name(model: str) -> str:
 def greeting(
     settings: ServerSettings, engines: Sequence[EngineReady], address: tuple[Any, ...], has_keys: bool
 ) -> Iterator[str]:
-    """The address for a browser, a command to try it with, and a warning where anybody may use it."""
+    """The address for a browser, a command to try, and a warning if anybody may use the server."""
     host, port = address[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -275,16 +273,16 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise FileProblem(
-            f"The file of API keys {path} cannot be read; give a text file, one key a line."
+            f"The file of API keys {path} cannot be read; give a text file with one key per line."
         ) from error
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise LoopformerError(f"{path} holds no API key; write one a line.")
+        raise LoopformerError(f"{path} holds no API key; write one per line.")
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
 
 def is_key(header: str, keys: tuple[bytes, ...]) -> bool:
-    """Whether an Authorization header has one of the keys. The time it takes does not tell which."""
+    """Whether an Authorization header has one of the keys. It compares in constant time, to reveal none."""
     scheme, _, given = header.partition(" ")
     digest = hashlib.sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
     matches = [hmac.compare_digest(digest, key) for key in keys]
@@ -300,7 +298,7 @@ def is_host(header: str, hosts: frozenset[str]) -> bool:
 
 
 class Gate:
-    """ASGI middleware that lets in whom it may, with a body that is complete."""
+    """ASGI middleware that checks host and key, and passes on requests with their complete bodies."""
 
     def __init__(
         self,
@@ -308,11 +306,11 @@ class Gate:
         refusals: Callable[[int], Counter],
         keys: tuple[bytes, ...] = (),
         hosts: frozenset[str] | None = None,
-        max_body: int = 1 << 20,
+        max_body: int = 1 << 20,  # bytes
         body_seconds: float = 30.0,
         send_seconds: float = 30.0,
     ) -> None:
-        """`keys` are hashes, none if no key is needed; without `hosts` any is accepted; `max_body` is in bytes."""
+        """`keys` are hashes; no key is needed if there are none. Without `hosts` any host is accepted."""
         self._app, self._keys, self._hosts, self._max_body = app, keys, hosts, max_body
         self._body_seconds, self._send_seconds, self._refusals = body_seconds, send_seconds, refusals
 
@@ -329,7 +327,7 @@ class Gate:
             await error.to_response()(scope, receive, send)
             return
         if body is None:
-            return  # the client has gone
+            return  # the client disconnected
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -353,7 +351,7 @@ class Gate:
             raise ApiError(sentence, 401, "invalid_api_key", **{"www-authenticate": "Bearer"})
 
     async def _read_body(self, headers: dict[bytes, str], receive: Receive) -> bytes | None:
-        """The complete body, or None if the client goes away before it has sent it.
+        """The complete body, or None if the client disconnects first.
 
         An oversized body is drained up to a limit: a client that cannot finish sending may never see the answer.
         """
@@ -376,6 +374,6 @@ class Gate:
                     elif size > MAX_DRAIN_FACTOR * max_body or not has_more:
                         raise too_large
         except TimeoutError:
-            sentence = f"The body did not come within {seconds:g} s."
+            sentence = f"The body did not arrive within {seconds:g} s."
             raise ApiError(sentence, 408, "body_timeout", connection="close") from None
         return bytes(body)

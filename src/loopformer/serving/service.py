@@ -1,18 +1,18 @@
-"""A request from its admission to its line in the log, and the metrics.
+"""Admission, generation, request log and metrics.
 
     service = Service(engine, served, Admission(rows=16, queue=64, memory=2**30), timeout=600)
     async with service.generate(job, "/v1/completions", stream=True) as generation:
-        async for parts in generation.parts(): ...     # the growth of its texts since the last iteration
+        async for parts in generation.parts(): ...     # the new parts of its texts
 
-Requests in flight are those that run, at most `rows`, and those that wait, at most `queue`. Their keys and values
-are bounded in the same proportion: the queue may hold as many bytes as its requests' share of the memory.
+At most `rows` requests run and at most `queue` requests wait. Both are in flight. Their keys and values are limited
+in proportion: memory * (rows + queue) / rows bytes.
 
 With `degrade` a fuller queue grants smaller budgets. The load is how full the queue is. A level is entered at a
 higher load than it is left at (hysteresis), so that budgets do not flicker. A running request keeps its budget, as
 its cache is bound to its trajectory.
 
 However a generation ends (last token, client gone, timeout, engine lost), leaving its context frees its slots.
-Metrics have vLLM's names under `loopformer:`; latencies and tokens are by budget, the loops that were granted.
+Metrics have vLLM's names with the prefix `loopformer:`. Latencies and tokens are labelled by the granted budget.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from loopformer.errors import LoopformerError, require
-from loopformer.serving.answers import FINISH, GeneratedText, Usage, count_usage
-from loopformer.serving.engine_process import Call, EngineProcess, shutting_down
+from loopformer.serving.answers import FINISH_REASONS, GeneratedText, Usage, count_usage
+from loopformer.serving.engine_process import Call, EngineProcess, shutdown_error
 from loopformer.serving.messages import Alternatives, EngineLoad, EngineOutput
 from loopformer.serving.protocol import CLIENT_GONE, ApiError, Job, Served
 from loopformer.trajectory import Trajectory
@@ -42,14 +42,15 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M", Counter, Gauge, Histogram)
 
 SHARES = (Fraction(1), Fraction(3, 4), Fraction(1, 2), Fraction(1, 4))  # of the requested budget, by level
-ENTER_LOADS = (0.25, 0.5, 0.75)  # at which levels 1, 2 and 3 are entered
-LEAVE_LOADS = (0.1, 0.3, 0.55)  # below which they are left
+ENTER_LOADS = (0.25, 0.5, 0.75)  # at this load or more, enter level 1, 2 or 3
+LEAVE_LOADS = (0.1, 0.3, 0.55)  # below this load, leave it
 MAX_RETRY_AFTER = 60  # seconds
-FIRST_REQUEST_SECONDS = 5.0  # the duration of a request, as long as none has ended
+FIRST_REQUEST_SECONDS = 5.0  # assumed until the first request has ended
 
-_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
-_EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-_TOTAL = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
+# Histogram buckets in seconds: time to first token, time per output token, end to end.
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+_TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_E2E = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 
 
 # Admission.
@@ -67,17 +68,17 @@ def next_level(level: int, load: float) -> int:
 def grant_trajectory(requested: Trajectory, min_budget: int, level: int) -> Trajectory:
     """The trajectory that is granted at a level.
 
-    Its budget is a share of the requested one, rounded up, and no less than `min_budget`. Where that is less than
-    requested, its steps are equal.
+    Its budget is a share of the requested budget, rounded up, but at least `min_budget`. A smaller budget than the
+    requested one gets equal steps.
     """
     budget = max(math.ceil(requested.budget * SHARES[level]), min(min_budget, requested.budget))
     return requested if budget == requested.budget else Trajectory.uniform(budget)
 
 
 def seconds_to_wait(waiting: int, rows: int, seconds: float) -> int:
-    """When half the queue, or one request of it, may be gone, if a request takes so long on average with waiting.
+    """The expected time until half the queue has left, but at least one request.
 
-    By Little's law as many requests leave in these seconds as are in flight.
+    A request is in flight for `seconds` on average. By Little's law `rows + waiting` requests leave in that time.
     """
     return min(MAX_RETRY_AFTER, max(1, math.ceil(seconds * max(1.0, waiting / 2) / (rows + waiting))))
 
@@ -88,7 +89,7 @@ class Admitted:
 
     count: int
     bytes: int
-    trajectory: Trajectory  # that was granted
+    trajectory: Trajectory  # granted, not requested
 
 
 class Admission:
@@ -111,7 +112,7 @@ class Admission:
     def enter(
         self, count: int, bytes_of: Callable[[Trajectory], int], requested: Trajectory, min_budget: int = 1
     ) -> Admitted:
-        """Admit texts together or not at all; `bytes_of` gives their keys and values along a trajectory."""
+        """Admit all texts or none. `bytes_of` gives the bytes of their keys and values along a trajectory."""
         require(
             count <= self.rows + self.queue,
             f"{count} texts at once are more than the {self.rows + self.queue} that this server accepts.",
@@ -121,7 +122,7 @@ class Admission:
         size = bytes_of(trajectory)
         max_bytes = self._memory * (self.rows + self.queue) / self.rows
         is_full = self.in_flight + count > self.rows + self.queue or self._bytes + size > max_bytes
-        # A request that could never fit is admitted while nothing else runs: the engine says better why not.
+        # While nothing runs, admit even a request that can never fit: the error of the engine explains why.
         if is_full and self.in_flight > 0:
             seconds = FIRST_REQUEST_SECONDS if self._seconds is None else self._seconds
             wait = seconds_to_wait(max(0, self.in_flight - self.rows), self.rows, seconds)
@@ -132,7 +133,7 @@ class Admission:
         return Admitted(count, size, trajectory)
 
     def leave(self, admitted: Admitted, seconds: float) -> None:
-        """Count texts out that were in flight for so many seconds."""
+        """Release texts that were in flight for `seconds`."""
         self.in_flight -= admitted.count
         self._bytes -= admitted.bytes
         self._seconds = seconds if self._seconds is None else self._seconds + (seconds - self._seconds) / 4
@@ -146,7 +147,7 @@ class Admission:
 
 
 class Generation:
-    """The texts of one request as they grow, and their times."""
+    """The texts of a request while they are generated, and their latencies."""
 
     def __init__(self, service: Service, job: Job, trajectory: Trajectory) -> None:
         self.job, self.trajectory, self.budget, self._service = job, trajectory, trajectory.budget, service
@@ -157,7 +158,7 @@ class Generation:
         self.call: Call | None = None
 
     async def parts(self) -> AsyncIterator[list[tuple[int, GeneratedText]]]:
-        """The growth of the texts since the last iteration, with their indices."""
+        """Yield the new parts of the texts since the last iteration, with their indices."""
         while self.call is not None and any(text.reason is None for text in self.texts):
             parts: dict[int, GeneratedText] = {}
             error: LoopformerError | None = None
@@ -165,17 +166,17 @@ class Generation:
                 if output.error is not None:
                     error = output.error
                     break
-                self._count(index, output)
+                self._record_metrics(index, output)
                 if output.started_at is None:
                     part = parts.setdefault(index, GeneratedText(()))
                     for text in (self.texts[index], part):
                         text.add(output)
             if parts:
                 yield list(parts.items())
-            if error is not None:  # the tokens before it were yielded
+            if error is not None:  # only now, after the tokens before it
                 raise error
 
-    def _count(self, index: int, output: EngineOutput) -> None:
+    def _record_metrics(self, index: int, output: EngineOutput) -> None:
         metrics, seconds, text = self._service.metrics, time.monotonic() - self.began, self.texts[index]
         if output.started_at is not None:
             queued = max(0.0, output.started_at - self.began)
@@ -188,24 +189,24 @@ class Generation:
             metrics.prompt_tokens(self.budget).inc(len(text.prompt))
         metrics.generation_tokens(self.budget).inc(len(output.tokens))
         if output.reason is not None:
-            metrics.success(self.budget, FINISH[output.reason]).inc()
+            metrics.success(self.budget, FINISH_REASONS[output.reason]).inc()
             metrics.latency(self.budget).observe(seconds)
             later = len(text.tokens) + len(output.tokens) - 1
             if later > 0:
                 metrics.time_per_token(self.budget).observe((seconds - self._first_tokens[index]) / later)
 
     async def score(self) -> None:
-        """Score the finished texts, where more is requested than their tokens and log-probabilities."""
+        """Score the finished texts if alternatives or log-probabilities of the prompt are requested."""
         job, metrics = self.job, self._service.metrics
         for text in self.texts:
             if job.alternatives is not None and (job.alternatives or job.echo):
                 ids = (*text.prompt, *text.tokens)
                 call = self._service.engine.score(ids, self.trajectory, job.alternatives, by_loop=False)
-                text.ranked = await self._service.scores(call, self.began)
+                text.token_scores = await self._service.scores(call, self.began)
             if text.reason is None:  # a prompt without new tokens
                 text.reason = "length"
                 metrics.prompt_tokens(self.budget).inc(len(text.prompt))
-                metrics.success(self.budget, FINISH[text.reason]).inc()
+                metrics.success(self.budget, FINISH_REASONS[text.reason]).inc()
                 metrics.latency(self.budget).observe(time.monotonic() - self.began)
 
     def usage(self) -> Usage:
@@ -240,9 +241,8 @@ class Service:
         self.metrics = ServerMetrics(served.name, engine, admission)
         engine.on_load, engine.on_loss = self.metrics.set_load, self.metrics.restarts.inc
         self.is_draining = False
-        self.metrics_text: Callable[[], Awaitable[bytes]] = (
-            self._metrics_text
-        )  # a replica gives the metrics of all replicas
+        # A replica replaces this by a function that gives the metrics of all replicas.
+        self.metrics_text: Callable[[], Awaitable[bytes]] = self._metrics_text
         self.timeout, self._log_prompts = timeout, log_prompts
 
     async def _metrics_text(self) -> bytes:
@@ -257,7 +257,7 @@ class Service:
                 self.metrics.degraded(job.trajectory.budget, granted.budget).inc()
             generation = Generation(self, job, granted)
             try:
-                if job.max_tokens:  # else there is only a prompt to score
+                if job.max_tokens:  # otherwise there is only a prompt to score
                     requests = job.requests(granted)
                     generation.call = self.engine.submit(requests, job.priority, stream)
                 yield generation
@@ -286,9 +286,9 @@ class Service:
     def _admit(
         self, path: str, count: int, bytes_of: Callable[[Trajectory], int], requested: Trajectory, min_budget: int
     ) -> Iterator[tuple[Trajectory, dict[str, Any]]]:
-        """The granted trajectory, and fields of the request's line in the log, which is written at the end."""
+        """Admit a request, and log it at the end. Yields the granted trajectory and a dict of fields to log."""
         if self.is_draining:
-            raise shutting_down()
+            raise shutdown_error()
         admitted, began = self.admission.enter(count, bytes_of, requested, min_budget), time.monotonic()
         status = 200
         fields: dict[str, Any] = {}
@@ -304,7 +304,7 @@ class Service:
             logger.info(json.dumps(line, ensure_ascii=False))
 
     async def scores(self, call: Call, began: float) -> Any:
-        """What came of a call that scores tokens."""
+        """The result of a call that scores tokens."""
         try:
             ((_, output),) = await self.read(call, began)
         finally:
@@ -314,7 +314,7 @@ class Service:
         return output.scores
 
     async def read(self, call: Call, began: float) -> list[tuple[int, EngineOutput]]:
-        """The next outputs of a request that began then, if they come before its timeout."""
+        """The next outputs of a request. Raises an error once `timeout` seconds have passed since `began`."""
         try:
             async with asyncio.timeout(max(0.0, began + self.timeout - time.monotonic())):
                 return await call.read()
@@ -323,7 +323,7 @@ class Service:
 
 
 class ServerMetrics:
-    """All metrics, in a registry of their own. Those with a budget or status take it as argument."""
+    """All metrics, in a registry of their own. A metric with labels is a function of their values."""
 
     def __init__(self, model: str, engine: EngineProcess, admission: Admission) -> None:
         self.registry = CollectorRegistry()
@@ -346,22 +346,22 @@ class ServerMetrics:
         self.prompt_tokens = new(Counter, "prompt_tokens", "Tokens of prompts.", "budget")
         self.generation_tokens = new(Counter, "generation_tokens", "New tokens.", "budget")
         self.prefix_queries = new(Counter, "prefix_cache_queries", "Tokens of prompts that were looked up.")()
-        self.prefix_hits = new(Counter, "prefix_cache_hits", "Those that were computed for another prompt.")()
+        self.prefix_hits = new(Counter, "prefix_cache_hits", "Tokens of prompts that were found in the cache.")()
         ended = "Texts by how they ended: stop, length or abort."
         self.success = new(Counter, "request_success", ended, "budget", "finished_reason")
         self.refused = new(Counter, "requests_refused", "Requests that were refused, by status.", "status")
         less = "Requests that were granted less than requested."
         self.degraded = new(Counter, "requests_degraded", less, "asked", "budget")
-        self.restarts = new(Counter, "engine_restarts", "Processes of the engine that were lost.")()
+        self.restarts = new(Counter, "engine_restarts", "Engine processes that died or hung.")()
 
         def histogram(name: str, help: str, buckets: Sequence[float]) -> Callable[..., Histogram]:
             return new(Histogram, name, help, "budget", buckets=buckets)
 
-        self.time_to_first_token = histogram("time_to_first_token_seconds", "From request to first token.", _FIRST)
+        self.time_to_first_token = histogram("time_to_first_token_seconds", "From request to first token.", _TTFT)
         mean = "Between tokens after the first, the mean of a text."
-        self.time_per_token = histogram("request_time_per_output_token_seconds", mean, _EACH)
-        self.latency = histogram("e2e_request_latency_seconds", "From request to last token.", _TOTAL)
-        self.queue_time = histogram("request_queue_time_seconds", "From request to slot.", _TOTAL)
+        self.time_per_token = histogram("request_time_per_output_token_seconds", mean, _TPOT)
+        self.latency = histogram("e2e_request_latency_seconds", "From request to last token.", _E2E)
+        self.queue_time = histogram("request_queue_time_seconds", "From request to slot.", _E2E)
 
     def set_load(self, load: EngineLoad) -> None:
         """Add what the engine's process reports."""

@@ -6,14 +6,14 @@
     outputs, load = connection.recv()                   # a list of EngineOutput, an EngineLoad
 
 The loop reads messages, gives free slots to queued requests (lower priority numbers first), steps the engine, and
-sends the outputs in one message. An idle process sends a sign of life now and then. It ends with its parent. The
-other end of the pipe is engine_process.py.
+sends the outputs in one message. An idle process sends regular heartbeats. It ends with its parent. The other end
+of the pipe is engine_process.py.
 
-An output costs the server far more than a token costs the engine, most of it in the kernel. So where many texts
-stream fast, an output has several tokens: all streams together get at most MAX_OUTPUTS a second, 64 of them one
-each 16 ms, one alone every token. The first token of a text and its last are in the next message. Nobody reads the
-parts of an answer that is not streamed, but some outputs come for the metrics. A message costs the engine a third
-of a millisecond, so with 64 requests there is one each 4 ms at most, with one after every step.
+An output costs the server far more than a token costs the engine, mostly in system calls. So when many texts stream
+fast, an output holds several tokens: all streams together get at most MAX_OUTPUTS outputs per second. That is one
+output every 16 ms for each of 64 streams, and every token for a single stream. The first and the last token of a
+text are never held back. A text that is not streamed gets an output every UNSTREAMED_SECONDS, for the metrics. A
+message costs the engine a third of a millisecond, so with 64 requests it sends at most one every 4 ms.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from loopformer.serving.messages import (
     EngineLoad,
     EngineOutput,
     EngineReady,
-    Ranked,
     ScoreRequest,
     Submit,
+    TokenScore,
     WorkerSettings,
     log_as_json,
 )
@@ -60,8 +60,8 @@ from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 5  # in a row; then the process ends and another one is started
-MAX_OUTPUTS = 4000  # a second, of all streams together
-MAX_MESSAGES = 16_000  # a second, divided by the number of running requests
+MAX_OUTPUTS = 4000  # per second, of all streams together
+MAX_MESSAGES = 16_000  # per second, divided by the number of running requests
 UNSTREAMED_SECONDS = 0.25  # between the outputs of an answer that is not streamed
 
 
@@ -79,7 +79,8 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
         engine = lm.engine(settings.rows, queue=settings.rows, fast=settings.fast, memory=settings.memory)
         if lm.model.tokens.weight.is_cuda:
             loops = lm.model.config.loops
-            warm_up(engine, [loops >> halved for halved in range(loops.bit_length())])
+            # Budgets L, L/2, …, 1.
+            warm_up(engine, [loops >> shift for shift in range(loops.bit_length())])
     except Exception as error:
         if not isinstance(error, LoopformerError):
             logger.exception("The model could not be loaded.")
@@ -118,22 +119,22 @@ def load_served(settings: WorkerSettings) -> tuple[LM, str]:
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    wait([parent.sentinel])  # a closed pipe would go unnoticed in a step that hangs
+    wait([parent.sentinel])  # a step that hangs would not notice the closed pipe
     os._exit(1)
 
 
 @dataclass
 class _RunningRequest:
-    """A request that the engine has, and its output that was not sent yet."""
+    """A request in the engine, and its output that has not been sent."""
 
     number: int
     stream: bool
     texts: list[str] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
-    due: float = 0.0  # when the next output is to be sent
+    next_at: float = 0.0  # when to send the next output
 
-    def take_output(self, result: Result | None) -> EngineOutput:
-        """Everything since the last output; the result, if it has ended, says why."""
+    def pop_output(self, result: Result | None) -> EngineOutput:
+        """Remove and return everything since the last output. `result` is given for the last output."""
         tokens = tuple([choice.token for choice in self.choices])
         logprobs = tuple([choice.logprob for choice in self.choices])
         text, self.texts, self.choices = "".join(self.texts), [], []
@@ -148,12 +149,12 @@ class _RunningRequest:
 class _Worker:
     """The loop of the process: receive messages, step the engine, send outputs."""
 
-    def __init__(self, lm: LM, engine: Engine, connection: Connection, beat_seconds: float) -> None:
-        self._lm, self._engine, self._pipe, self._beat_seconds = lm, engine, connection, beat_seconds
-        self._counts = engine.counts  # up to the last message; those of the warm-up are never sent
+    def __init__(self, lm: LM, engine: Engine, connection: Connection, heartbeat_seconds: float) -> None:
+        self._lm, self._engine, self._pipe, self._heartbeat = lm, engine, connection, heartbeat_seconds
+        self._counts = engine.counts  # at the last message; the warm-up is not counted
         self._queue: list[Submit] = []  # a heap: by priority, then in order of arrival
         self._score_queue: list[ScoreRequest] = []
-        self._next_score_at = 0.0  # while texts are under way
+        self._next_score_at = 0.0  # ignored while no text is generated
         self._running: dict[int, _RunningRequest] = {}  # by the engine's ticket
         self._outputs: list[EngineOutput] = []
         self._is_load_sent = False
@@ -163,7 +164,7 @@ class _Worker:
         failures = 0
         while True:
             if not (self._queue or self._score_queue) and self._engine.idle:
-                while not self._pipe.poll(self._beat_seconds):
+                while not self._pipe.poll(self._heartbeat):
                     self._send()  # an idle process shows that it is alive
             while self._pipe.poll():
                 self._is_load_sent = False
@@ -181,7 +182,7 @@ class _Worker:
                 if failures == MAX_FAILED_STEPS:
                     raise
             has_changed = bool(self._outputs) or not self._is_load_sent
-            pause = len(self._running) / MAX_MESSAGES if has_changed else self._beat_seconds
+            pause = len(self._running) / MAX_MESSAGES if has_changed else self._heartbeat
             if time.monotonic() >= self._sent_at + pause:
                 self._send()
 
@@ -212,13 +213,13 @@ class _Worker:
                 self._outputs.append(EngineOutput(number, started_at=time.monotonic()))
 
     def _score(self) -> None:
-        """Answer one ScoreRequest. Then texts that are under way get as much time as it took."""
+        """Answer one ScoreRequest. The next one waits as long as this one took, so that generation goes on."""
         began = time.monotonic()
         if not self._score_queue or (began < self._next_score_at and not self._engine.idle):
             return
         request, model = self._score_queue.pop(0), self._lm.model
         try:
-            score = lens if request.by_loop else ranked
+            score = lens if request.by_loop else score_tokens
             scores = score(model, request.ids, model.resolve(request.trajectory), request.top)
             self._outputs.append(EngineOutput(request.number, scores=scores))
         except Exception as error:
@@ -234,11 +235,11 @@ class _Worker:
             running.texts.append(text)
             running.choices += choices
             if result is not None:
-                self._outputs.append(running.take_output(result))
+                self._outputs.append(running.pop_output(result))
                 del self._running[ticket]
-            elif now >= running.due:
-                self._outputs.append(running.take_output(None))
-                running.due = now + (len(self._running) / MAX_OUTPUTS if running.stream else UNSTREAMED_SECONDS)
+            elif now >= running.next_at:
+                self._outputs.append(running.pop_output(None))
+                running.next_at = now + (len(self._running) / MAX_OUTPUTS if running.stream else UNSTREAMED_SECONDS)
 
     def _send(self) -> None:
         engine, counts, before = self._engine, self._engine.counts, self._counts
@@ -254,7 +255,7 @@ class _Worker:
 
 
 def _client_error(error: Exception) -> LoopformerError:
-    """What is wrong with the request; or that the server failed, with the details in the log only."""
+    """The error that the client may see. Details of an internal failure go to the log only."""
     if isinstance(error, LoopformerError) and not isinstance(error, RunFailed):
         return LoopformerError(str(error))
     logger.error("A request failed.", exc_info=error)
@@ -266,24 +267,24 @@ def _client_error(error: Exception) -> LoopformerError:
 
 @torch.no_grad()
 def lens(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) -> list[Alternatives]:
-    """The next token's distribution if the model stopped after each pass, its `top` most likely ones."""
+    """The `top` most likely next tokens after each loop, as if the model stopped there."""
     states = model(_batch(model, ids), trajectory, logits=False, states=True).states
     last = model.final_norm(torch.stack([state[0, -1] for state in states]))  # [M, D]
     return [row for _, logits in head_chunks(model, last) for row in _alternatives(logits.log_softmax(-1), top)]
 
 
 @torch.no_grad()
-def ranked(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) -> list[Ranked]:
+def score_tokens(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) -> list[TokenScore]:
     """The log-probability of every token, and those of the `top` most likely tokens at its position."""
     if len(ids) < 2:
-        return [Ranked(None, ()) for _ in ids]
+        return [TokenScore(None, ()) for _ in ids]
     hidden = model(_batch(model, ids[:-1]), trajectory, logits=False).hidden[0]  # [T - 1, D]
     targets = torch.tensor(ids[1:], device=hidden.device)
-    rows = [Ranked(None, ())]
+    rows = [TokenScore(None, ())]
     for part, logits in head_chunks(model, hidden):
         logprobs = logits.log_softmax(-1)
         chosen = logprobs.gather(1, targets[part, None])[:, 0].tolist()
-        rows += map(Ranked, chosen, _alternatives(logprobs, top))
+        rows += map(TokenScore, chosen, _alternatives(logprobs, top))
     return rows
 
 
@@ -296,6 +297,3 @@ def _alternatives(logprobs: Tensor, top: int) -> list[Alternatives]:
     return [
         tuple(zip(row, likely, strict=True)) for row, likely in zip(tokens.tolist(), values.tolist(), strict=True)
     ]
-
-
-# The log of this process and of the server's.
