@@ -85,7 +85,7 @@ class KVCache:
         self._blocks, self._shape = config.blocks, (config.heads, capacity, config.head_width)
         # One tensor [k, 2, rows, H, capacity, D/H] per loop, for the rows that run it, longest trajectories first.
         self.loops = [self._empty_loop(rows) for rows in plan.rows]
-        # Set by positions_and_mask for the next tokens, and read by slots.
+        # Set by positions_and_mask for the next tokens, and read by `layers`.
         self._positions = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
         self._start: int | None = 0
         self._end = 0
@@ -112,7 +112,7 @@ class KVCache:
     def positions_and_mask(self, count: int) -> tuple[Tensor, Tensor | None]:
         """The positions of `count` new tokens [B or 1, T], and their attention mask [B or 1, 1, T, end], if any.
 
-        Call it before `slots`, which stores at these positions.
+        Call it before `layers`, which stores at these positions.
         """
         self.check_room(count)
         self._end = max(self.lengths) + count
