@@ -55,7 +55,7 @@ def test_data_with_a_token_that_is_none(data: Path) -> None:
     ids.tofile(shard)
     index = data / "index.json"
     index.write_text(index.read_text().replace(before, sha256_of(shard)))
-    assert "a token 9999 of some" in str(list(verify(data).values())[1])
+    assert "has token id 9999 in source some" in str(list(verify(data).values())[1])
 
 
 def test_a_checkpoint_is_read_once_for_its_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,7 +220,7 @@ def test_a_full_disk_of_one_of_many_ranks_is_one_sentence(tmp_path: Path, monkey
         raise CheckpointException("save", {1: (OSError(28, "No space left on device"), stack)})
 
     monkeypatch.setattr(checkpoint, "save", no_space)
-    with pytest.raises(LoopformerError, match=r"No space left.* no earlier one\. Make room and go on") as caught:
+    with pytest.raises(LoopformerError, match=r"No space left.* no earlier one\. Make room and continue") as caught:
         checkpoint.write_checkpoint(tmp_path, 1, lambda part: None, {}, Ranks(0, 1, torch.device("cpu")), True)
     assert "Traceback" not in str(caught.value)
     assert len(str(caught.value)) < 200
@@ -346,7 +346,7 @@ def test_mistakes_are_one_clear_sentence(small: Small, corpus: Path, tmp_path: P
         ("demo", small(training__batch=0), {}, "training.batch must be 1 or more"),
         ("demo", small(training__dtype="float16"), {}, "one of float32, bfloat16"),
         ("demo", small(model__vocab=10), {}, "tokenizer has 300 tokens but model.vocab is 10"),
-        ("demo", small(training__device="cud"), {}, "no device"),
+        ("demo", small(training__device="cud"), {}, "is not a device"),
         ("demo", small(data__path=tmp_path / "none", data__prepare="null"), {}, "loopformer prepare"),
         ("nope.yaml", [], {}, "There is no config file"),
         ("nope", [], {}, "There is no preset"),
