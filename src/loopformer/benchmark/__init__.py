@@ -1,1 +1,2 @@
-"""How fast a model is here: machine.py (the machine, timing) · decode.py (tokens, the engine) · train.py."""
+"""How fast a model is here: machine.py (the machine, the report) · decode.py (time per token) ·
+engine.py (requests at mixed budgets and at random times) · train.py."""

@@ -1,3 +1,4 @@
 """How good a model is at each budget: text.py (perplexity) · schedules.py (the best schedule) · tasks.py (zero-shot
-tasks, with ../lm_eval.py) · states.py (state tracking) · store.py (the model, its stored results and schedules).
+tasks, with ../lm_eval.py) · states.py (state tracking) · early_exit.py · store.py (stored results) ·
+loaded.py (the model under evaluation).
 """
