@@ -44,6 +44,8 @@ def run(
 ) -> BatchReport:
     def request_of(fields: dict[str, Any]) -> Request:
         options = {"max_tokens": 4, **fields}
+        if "stop" in options:
+            options["stops"] = options.pop("stop")
         return lm.requests([options.pop("prompt")], **options)[0]
 
     return answer_file(source, out, engine or lm.engine(rows=3, queue=2), request_of, settings)
@@ -123,6 +125,11 @@ def test_what_stands_is_not_made_again_and_more_prompts_are_added(lm: LM, source
         (b'{"prompt": "a", "budget": 1, "trajectory": "2-1"}', "not both"),
         (b'{"prompt": "a", "trajectory": "4-x"}', "4-x"),
         (b'{"prompt": "a", "stop": 5}', "stop must be text or a list of texts, got 5."),
+        pytest.param(
+            b'{"prompt": "a", "stop": "' + b"a" * 60_000 + b'"}',
+            "A stop string may have 4096 characters, got 60000.",
+            id="a long stop string",
+        ),
         (b'{"prompt": "a", "max_tokens": 0}', "max_tokens must be 1 or more"),
         (b'{"prompt": "a", "top_p": "1"}', "top_p must be a number, got '1'."),
         (b'{"prompt": "a", "temperature": NaN}', "The line is not JSON."),

@@ -1,96 +1,15 @@
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from loopformer import LM, LoopformerError
-from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.request import BROKEN, Request, Result, RowState, TextStream
+from loopformer.inference.request import Request, Result, RowState
 from loopformer.inference.sampling import Choice
-
-TEXT = "every pass is told its time and its step, naïve café ☕ 日本語, and so on"
-
-
-def push_all(tokenizer: Tokenizer, text: str, stops: list[str]) -> tuple[list[str], TextStream]:
-    stream = TextStream(tokenizer, stops)
-    pieces = []
-    for token in tokenizer.encode(text):
-        pieces.append(stream.push(token))
-        if stream.stopped:
-            break
-    return [*pieces, stream.finish()], stream
-
-
-@given(text=st.text(max_size=40))
-def test_pieces_join_to_the_text_and_are_whole_characters(lm: LM, text: str) -> None:
-    assert lm.tokenizer is not None
-    pieces, stream = push_all(lm.tokenizer, text, [])
-    assert "".join(pieces) == stream.text == lm.tokenizer.decode(lm.tokenizer.encode(text))
-    if "\ufffd" not in text:
-        assert not any("\ufffd" in piece for piece in pieces)
-
-
-def sentencepiece() -> tokenizers.Tokenizer:
-    """As Llama's: spaces are ▁, and a character without a token of its own comes byte by byte."""
-    library = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    library.pre_tokenizer = pre_tokenizers.Metaspace()
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    library.decoder = decoders.Sequence(parts)
-    special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=special, show_progress=False)
-    library.train_from_iterator(["every pass is told its time and its step"] * 9, trainer)
-    return library
-
-
-def wordpiece() -> tokenizers.Tokenizer:
-    library = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    library.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=["[UNK]", "[SEP]"], show_progress=False)
-    library.train_from_iterator([TEXT] * 9, trainer)
-    return library
-
-
-@pytest.mark.parametrize("make", [sentencepiece, wordpiece])
-def test_tokenizers_that_write_spaces_between_words_keep_them(make: Callable[[], tokenizers.Tokenizer]) -> None:
-    tokenizer = Tokenizer(make().to_str())
-    ids = tokenizer.encode(TEXT)
-    for prompt in range(len(ids)):
-        stream = TextStream(tokenizer, after=ids[:prompt])
-        pieces = [stream.push(token) for token in ids[prompt:]] + [stream.finish()]
-        assert "".join(pieces) == stream.text
-        before, whole = tokenizer.decode(ids[:prompt]), tokenizer.decode(ids)
-        assert whole in (before + stream.text, before.rstrip(BROKEN) + stream.text)
-
-
-@given(ids=st.lists(st.integers(1, 299), min_size=1, max_size=12), data=st.data())
-def test_any_tokens_continue_any_others(lm: LM, ids: list[int], data: st.DataObject) -> None:
-    """Half a character at the end of a prompt is made whole by what follows."""
-    tokenizer, prompt = lm.need_tokenizer(), data.draw(st.integers(0, len(ids) - 1))
-    stream = TextStream(tokenizer, after=ids[:prompt])
-    pieces = [stream.push(token) for token in ids[prompt:]] + [stream.finish()]
-    assert "".join(pieces) == stream.text
-    before, whole = tokenizer.decode(ids[:prompt]), tokenizer.decode(ids)
-    assert any(whole == before[:end] + stream.text for end in range(len(before.rstrip(BROKEN)), len(before) + 1))
-
-
-@given(
-    before=st.text("ab日", max_size=12),
-    stop=st.text("ab日", min_size=1, max_size=4),
-    after=st.text("ab", max_size=5),
-)
-def test_nothing_of_a_stop_string_is_ever_shown(lm: LM, before: str, stop: str, after: str) -> None:
-    assert lm.tokenizer is not None
-    text = before + stop + after
-    pieces, stream = push_all(lm.tokenizer, text, [stop])
-    assert stream.stopped
-    assert "".join(pieces) == text[: text.index(stop)] == stream.text
 
 
 @given(
@@ -141,3 +60,12 @@ def test_a_request_takes_stops_as_a_tuple(lm: LM) -> None:
         Request((1,), lm.model.resolve(1), stops=wrong)
     with pytest.raises(LoopformerError, match="takes a list of prompts"):
         lm.requests("abc")
+
+
+def test_stop_strings_are_bounded(lm: LM) -> None:
+    trajectory, longest = lm.model.resolve(1), "a" * 4096
+    assert Request((1,), trajectory, stops=(longest,) * 256).stops == (longest,) * 256
+    with pytest.raises(LoopformerError, match="A stop string may have 4096 characters, got 60000"):
+        Request((1,), trajectory, stops=("a" * 60_000,))
+    with pytest.raises(LoopformerError, match="A request may have 256 stop strings, got 257"):
+        Request((1,), trajectory, stops=("a",) * 257)

@@ -29,7 +29,8 @@ import torch
 
 from loopformer.device import device_context
 from loopformer.errors import LoopformerError, RunFailed, require
-from loopformer.inference.request import Detokenizer, Event, Request, RowState
+from loopformer.inference.detokenizer import Detokenizer
+from loopformer.inference.request import Event, Request, RowState
 from loopformer.inference.sampling import Choice, is_whole
 from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory

@@ -1,4 +1,4 @@
-"""A request and its states: settings, progress while it runs, streamed text and final result.
+"""A request and its states: settings, progress while it runs, and final result.
 
 request = Request(prompt_ids, Trajectory.uniform(4), Sampling(temperature=0.8, seed=3), max_tokens=64)
 row = RowState.start(ticket, request, tokenizer, model.config)
@@ -15,10 +15,11 @@ import secrets
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from loopformer.config.model import ModelConfig
 from loopformer.errors import LoopformerError
+from loopformer.inference.detokenizer import Detokenizer, TextStream
 from loopformer.inference.sampling import Choice, Draw, Sampling, is_whole
 from loopformer.trajectory import Trajectory
 
@@ -30,6 +31,7 @@ REASONS = {
     "context": "the model's context is full",
     "error": "it failed",
 }
+MAX_STOPS, MAX_STOP_CHARS = 256, 4096  # of a request; its text is searched for each of them at every step
 NOT_A_NUMBER = "The model's output is not a number; are its weights damaged, or too large for bf16?"
 
 
@@ -56,6 +58,10 @@ class Request:
         for stop in self.stops:
             if not isinstance(stop, str):
                 raise LoopformerError(f"A stop string must be text, got {stop!r}.")
+            if len(stop) > MAX_STOP_CHARS:
+                raise LoopformerError(f"A stop string may have {MAX_STOP_CHARS} characters, got {len(stop)}.")
+        if len(self.stops) > MAX_STOPS:
+            raise LoopformerError(f"A request may have {MAX_STOPS} stop strings, got {len(self.stops)}.")
 
 
 @dataclass(frozen=True)
@@ -78,15 +84,6 @@ class Event(NamedTuple):
     piece: str
     result: Result | None = None
     choices: tuple[Choice, ...] = ()
-
-
-class Detokenizer(Protocol):
-    """The part of a tokenizer that decodes tokens and knows the end token."""
-
-    @property
-    def eot(self) -> int: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class RowState(NamedTuple):
@@ -191,85 +188,3 @@ class RowState(NamedTuple):
     def _result(self, reason: Reason, error: str | None) -> Result:
         prompt = len(self.request.prompt)
         return Result(self.text.text, self.ids, self.logprobs, reason, prompt, self.trajectory, error)
-
-
-BROKEN = "\ufffd"  # U+FFFD, which an incomplete UTF-8 character decodes to
-
-
-class TextStream:
-    """Streams the text of tokens: complete characters only, up to the first stop string.
-
-        stream = TextStream(tokenizer, stops=["\\n\\n"], after=prompt)
-        piece = stream.push(token)     # the text to show now; "" while a character or a stop string is incomplete
-        piece = stream.finish()        # the text that was held back
-
-    Many tokenizers write a space only between two words that they decode together. So each new token is decoded
-    together with the tokens before it, and its text is what this adds. Text is final
-    once no later token can change it, so it never ends inside a character.
-    """
-
-    def __init__(self, tokenizer: Detokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
-        """`after`: the tokens before the text."""
-        self._tokenizer = tokenizer
-        self._stops = tuple(stop for stop in stops if stop)
-        self._beginnings = tuple(stop[:size] for stop in self._stops for size in range(len(stop) - 1, 0, -1))
-        self._longest = max(map(len, self._stops), default=1)
-        self._ids = tuple(after)  # the tokens that are decoded together
-        self._final_count = len(after)  # how many of `_ids` have final text; the rest may end inside a character
-        self._final_text = tokenizer.decode(self._ids) if after else ""  # the part of their text that is final
-        self._text = ""  # all final text after `after`
-        self._shown = 0  # how many characters of `_text` have been returned
-        self.stopped = False
-
-    @property
-    def text(self) -> str:
-        """All final text so far."""
-        return self._text
-
-    def push(self, *tokens: int) -> str:
-        """Add tokens and return the text to show. It ends before a stop string, even if more tokens follow."""
-        if not tokens:
-            return ""
-        self._ids = (*self._ids, *tokens)
-        self._decode(at_end=False)
-        return self._release(self._held_back())
-
-    def finish(self) -> str:
-        """Return the remaining text after the last token, including an incomplete character."""
-        if not self.stopped:
-            self._decode(at_end=True)
-        return self._release(0)
-
-    def flush(self) -> str:
-        """Return the text that was held back so far."""
-        return self._release(0)
-
-    def _decode(self, at_end: bool) -> None:
-        """Append the text of new tokens, up to a character that is still incomplete."""
-        new = self._tokenizer.decode(self._ids)
-        complete = new if at_end else new.rstrip(BROKEN)
-        search_from = max(0, len(self._text) - self._longest + 1)  # a stop string may have begun in earlier text
-        # The prompt itself may end in the middle of a character, which the new tokens complete.
-        before = self._final_text if complete.startswith(self._final_text) else self._final_text.rstrip(BROKEN)
-        self._text += complete[len(before) :]
-        if complete != new:
-            self._final_text = self._final_text if self._final_text.startswith(complete) else complete
-        elif new != self._final_text:  # keep the older tokens as context while new ones add no text
-            self._ids = self._ids[self._final_count :]
-            self._final_count, self._final_text = len(self._ids), self._tokenizer.decode(self._ids)
-        stops_at = [index for stop in self._stops if (index := self._text.find(stop, search_from)) >= 0]
-        if stops_at:
-            self._text, self.stopped = self._text[: min(stops_at)], True
-
-    def _held_back(self) -> int:
-        """The number of characters at the end that may begin a stop string."""
-        if self.stopped or not self._text.endswith(self._beginnings):
-            return 0
-        return max((len(part) for part in self._beginnings if self._text.endswith(part)), default=0)
-
-    def _release(self, held_back: int) -> str:
-        """The text that was not shown yet, without its last `held_back` characters."""
-        end = max(self._shown, len(self._text) - held_back)
-        piece = self._text[self._shown : end]
-        self._shown = end
-        return piece

@@ -17,7 +17,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator
 
-from loopformer.inference.request import BROKEN, Reason
+from loopformer.inference.detokenizer import BROKEN
+from loopformer.inference.request import Reason
 from loopformer.model.cost import Cost
 from loopformer.serving.messages import Alternatives, EngineOutput, TokenScore
 from loopformer.serving.protocol import AnswerBody, Job, Served
