@@ -24,9 +24,9 @@ from loopformer.benchmark.machine import describe, publish
 from loopformer.config.model import BOX
 from loopformer.errors import require
 from loopformer.evaluation.text import default_text, read_text
-from loopformer.inference.decode import prefill
-from loopformer.inference.fused.backend import unsupported_reason
+from loopformer.inference.fused.batch_pool import unsupported_reason
 from loopformer.inference.request import Request
+from loopformer.inference.runner import prefill
 
 WINDOWS, LENGTH = 24, 64
 PROMPT, TOKENS = 16, 48
@@ -51,10 +51,11 @@ def cached(model: LoopedLM, ids: Tensor, budget: int) -> Tensor:
 @torch.no_grad()
 def fused(model: LoopedLM, ids: Tensor, budget: int, rows: int) -> Tensor:
     """The choices of the fused kernels, `rows` windows at a time; the first token of each is its prompt."""
-    from loopformer.inference.fused.batch import SharedBatch, pages_of
+    from loopformer.inference.fused.launch import DecodeBatch
 
     trajectory = model.resolve(budget)
-    batch, needed, parts = SharedBatch(model, rows), pages_of(ids.shape[1], budget), []
+    batch, parts = DecodeBatch(model, rows), []
+    needed = budget * -(-ids.shape[1] // batch.page_tokens)
     for part in torch.split(ids, rows):
         cache, hidden = prefill(model, part[:, :1].tolist(), [trajectory] * len(part))
         slots = range(len(part))

@@ -21,10 +21,10 @@ from torch import nn
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import choose_device
 from loopformer.errors import REMOVED_CERTAINTY, REMOVED_DRAFT, LoopformerError, nearest, require
-from loopformer.inference.decode import PlainBackend, kv_bytes_per_slot
-from loopformer.inference.engine import Backend, Engine, generate
-from loopformer.inference.fused.backend import BatchPool, unsupported_reason
+from loopformer.inference.engine import Engine, generate
+from loopformer.inference.fused.batch_pool import BatchPool, unsupported_reason
 from loopformer.inference.request import Event, Request, Result
+from loopformer.inference.runner import PlainRunner, Runner
 from loopformer.inference.sampling import Sampling, is_whole
 from loopformer.loading import find_model, from_model_folder, read_model
 from loopformer.loading.folder import default_trajectory, is_model_folder
@@ -137,8 +137,8 @@ class LM:
         fused = self._is_fused(fast)  # inside `run` it would be checked only when the first event is read
 
         def run() -> Iterator[Event]:
-            with self._backend(len(requests), fused) as backend:
-                yield from generate(self.model, self.need_tokenizer(), requests, backend)
+            with self._runner(len(requests), fused) as runner:
+                yield from generate(self.model, self.need_tokenizer(), requests, runner)
 
         return run()
 
@@ -152,16 +152,16 @@ class LM:
         return fast is not False and reason is None
 
     @contextmanager
-    def _backend(self, requests: int, fused: bool) -> Iterator[Backend]:
-        """A backend for this many requests. It keeps no prompt prefixes once a request has finished."""
+    def _runner(self, requests: int, fused: bool) -> Iterator[Runner]:
+        """A runner for this many requests. Prompts share nothing, as each of them is run once."""
         if not fused:
-            yield PlainBackend(self.model, max(1, requests), remember=0)
+            yield PlainRunner(self.model, max(1, requests), share_prompts=False)
             return
-        from loopformer.inference.fused.shared import SharedBackend  # needs Triton
+        from loopformer.inference.fused.runner import FusedRunner  # needs Triton
 
         self._pool = self._pool or BatchPool(self.model)
         with self._pool.batch(max(1, requests)) as batch:
-            yield SharedBackend(batch, remember=0)
+            yield FusedRunner(batch, share_prompts=False)
 
     def score(self, texts: Sequence[str], budget: Budget = None, trajectory: Schedule = None) -> list[Score]:
         """The log-probabilities of each text's tokens, after an end token as in `loopformer eval`."""
@@ -183,24 +183,19 @@ class LM:
         """Continuous batching: at most `rows` requests run at once, at most `queue` more wait.
 
         On a GPU the engine uses fused kernels unless `fast` is False. Requests of different budgets then run
-        their loops in one batch. `memory` limits the bytes of the KV cache. With fused kernels, requests wait
-        until their keys and values fit. Without them, every row reserves a full context, so the limit lowers the
-        number of rows.
+        their loops in one batch. `memory` limits the bytes of the KV cache, prompts that requests share included.
+        With fused kernels, requests wait until their keys and values fit. Without them, a row may need a full
+        context, so the limit lowers the number of rows.
         """
         require(is_whole(rows) and rows >= 1, f"An engine needs 1 row or more, got {rows}.")
         if not self._is_fused(fast):
-            if memory is not None:
-                rows = min(rows, memory // kv_bytes_per_slot(self.model))
-                require(
-                    rows >= 1,
-                    f"memory={memory:,} is below the {kv_bytes_per_slot(self.model):,} bytes of one row's keys.",
-                )
-            return Engine(self.model, self.need_tokenizer(), PlainBackend(self.model, rows), rows, queue)
-        from loopformer.inference.fused.batch import SharedBatch  # needs Triton
-        from loopformer.inference.fused.shared import SharedBackend
+            plain = PlainRunner(self.model, rows, memory)
+            return Engine(self.model, self.need_tokenizer(), plain, plain.rows, queue)
+        from loopformer.inference.fused.launch import DecodeBatch  # needs Triton
+        from loopformer.inference.fused.runner import FusedRunner
 
-        backend = SharedBackend(SharedBatch(self.model, rows, memory))
-        return Engine(self.model, self.need_tokenizer(), backend, rows, queue)
+        runner = FusedRunner(DecodeBatch(self.model, rows, memory))
+        return Engine(self.model, self.need_tokenizer(), runner, rows, queue)
 
     def requests(
         self,

@@ -39,6 +39,7 @@ from loopformer.trajectory import Trajectory
 
 Tokens = tuple[int, ...]
 Answer = tuple[float, bool]  # log-likelihood; whether every token was the most likely one
+Alternatives = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the most likely first
 CountProgress = Callable[[int, int], None]  # called with the number of spans done, and of all spans
 
 BATCH_TOKENS = 8192
@@ -114,6 +115,12 @@ def token_logprobs(model: LoopedLM, hidden: Tensor, targets: Tensor) -> tuple[Te
         logprobs[part] = all_logprobs.gather(1, targets[part, None])[:, 0]
         is_greedy[part] = all_logprobs.argmax(-1) == targets[part]
     return logprobs, is_greedy
+
+
+def most_likely(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The most likely tokens [B, N] of log-probabilities [B, V], and their log-probabilities [B, N]."""
+    values, tokens = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
+    return tokens, values
 
 
 class TrajectoryTree:

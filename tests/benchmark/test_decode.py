@@ -58,7 +58,7 @@ def test_plain_and_naive_choose_the_same_tokens(tiny: ModelConfig, budget: int) 
     model, detokenizer = LoopedLM(tiny).eval(), DummyDetokenizer()
     expected = list(islice(DECODERS["naive"](model, budget, PROMPTS), 6))
     requests = [Request(tuple(ids), Trajectory.uniform(budget), max_tokens=6) for ids in PROMPTS.tolist()]
-    events = generate(model, detokenizer, requests, make_engine(model, detokenizer, "plain", 2).backend)
+    events = generate(model, detokenizer, requests, make_engine(model, detokenizer, "plain", 2).runner)
     results = [result for _, result in sorted((event.ticket, event.result) for event in events if event.result)]
     assert [list(result.ids) for result in results] == [list(ids) for ids in zip(*expected, strict=True)]
 

@@ -218,7 +218,7 @@ def test_a_step_that_fails_is_taken_again(
 ) -> None:
     run(lm, source, tmp_path / "right")
     engine = lm.engine(rows=3, queue=2)
-    decode, calls, failing = engine.backend.decode, 0, {2, 4}
+    decode, calls, failing = engine.runner.decode, 0, {2, 4}
 
     def fail(rows: Any) -> Any:
         nonlocal calls
@@ -227,7 +227,7 @@ def test_a_step_that_fails_is_taken_again(
             raise RuntimeError("out of\n memory")
         return decode(rows)
 
-    monkeypatch.setattr(engine.backend, "decode", fail)
+    monkeypatch.setattr(engine.runner, "decode", fail)
     run(lm, source, tmp_path / "out", engine=engine)
     assert (tmp_path / "out").read_bytes() == (tmp_path / "right").read_bytes()
 
@@ -245,14 +245,14 @@ def test_a_prompt_that_fails_alone_is_answered_by_its_error(
     lm: LM, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = lm.engine(rows=3, queue=2)
-    prefill = engine.backend.prefill
+    prefill = engine.runner.prefill
 
     def fail(rows: Any) -> Any:
         if any(row.request.max_tokens in (1, 12) for row in rows):
             raise RuntimeError("no luck")
         return prefill(rows)
 
-    monkeypatch.setattr(engine.backend, "prefill", fail)
+    monkeypatch.setattr(engine.runner, "prefill", fail)
     assert run(lm, source, tmp_path / "out", engine=engine).errors == 3
     answers = read(tmp_path / "out")
     assert [answers[0], answers[-1]] == [{"id": "first", "error": "no luck"}, {"id": 7, "error": "no luck"}]

@@ -13,11 +13,21 @@ from options import OPTIONS, Option
 
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.inference import engine as engine_module
-from loopformer.inference.decode import PlainBackend
-from loopformer.inference.engine import Busy, Engine
+from loopformer.inference import runner as runner_module
+from loopformer.inference.engine import Engine
+from loopformer.inference.kv_cache import slot_bytes
 from loopformer.inference.request import Request, Result
+from loopformer.inference.runner import PlainRunner
+from loopformer.inference.scheduler import Busy
 
 from .models import spread
+
+
+@pytest.fixture(autouse=True)
+def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short prompts share some."""
+    monkeypatch.setattr(runner_module, "PAGE", 4)
+
 
 ROUTES = [str(trajectory) for budget in range(1, 5) for trajectory in Trajectory.enumerate(4, budget)]
 PROMPTS = ["every pass is told", "its", "time and its step", "told its time", "naïve café"]
@@ -99,25 +109,25 @@ def test_a_common_beginning_is_run_once(lm: LM) -> None:
     tickets = [engine.submit(request) for request in requests]
     results = finish(engine)
     shared = len(lm.need_tokenizer().encode(beginning)) - 1  # the last token may join with the next letter
-    assert engine.counts.shared_tokens >= 4 * shared
+    assert engine.counts.shared_tokens >= 4 * (shared - shared % 4)
     assert engine.counts.prompt_tokens + engine.counts.shared_tokens == sum(len(r.prompt) for r in requests)
     for ticket, request in zip(tickets, requests, strict=True):
         assert results[ticket].ids == alone(lm, request).ids
     before = engine.counts.prompt_tokens
     engine.submit(requests[0])  # also after everyone has gone
     finish(engine)
-    assert engine.counts.prompt_tokens == before + 1
+    assert engine.counts.prompt_tokens - before == (len(requests[0].prompt) - 1) % 4 + 1
 
 
 def test_a_prompt_that_goes_on_where_another_ended_is_shared_too(lm: LM) -> None:
     """Most of the second is known from the first, and then the whole of it is asked for again."""
     first = tuple(random.Random(3).choices(range(3, 200), k=24))
-    second = first[:22] + tuple(random.Random(4).choices(range(3, 200), k=18))
+    second = first[:20] + tuple(random.Random(4).choices(range(3, 200), k=20))
     engine = lm.engine(rows=5)
     for prompt in (first, second, second, (*second, 7)):
         engine.submit(Request(prompt, Trajectory.uniform(2), max_tokens=3))
     results = finish(engine)
-    assert engine.counts.prompt_tokens == 24 + 18 + 1 + 1
+    assert engine.counts.prompt_tokens == 24 + 20 + 4 + 1
     assert results[1].ids == results[2].ids == alone(lm, Request(second, Trajectory.uniform(2), max_tokens=3)).ids
 
 
@@ -129,8 +139,8 @@ def test_other_trajectories_do_not_share(lm: LM) -> None:
     assert engine.counts.shared_tokens == 0
 
 
-def test_little_is_remembered_when_asked(lm: LM) -> None:
-    engine = Engine(lm.model, lm.need_tokenizer(), PlainBackend(lm.model, 1, remember=0))
+def test_prompts_share_nothing_when_asked(lm: LM) -> None:
+    engine = Engine(lm.model, lm.need_tokenizer(), PlainRunner(lm.model, 1, share_prompts=False))
     for _ in range(2):
         engine.submit(lm.requests([PROMPTS[0]], max_tokens=2)[0])
     finish(engine)
@@ -145,10 +155,12 @@ def test_cancelling_frees_the_row_at_once(lm: LM) -> None:
     )
     engine.step()
     assert (engine.running, engine.waiting) == (2, 1)
-    before = engine.used_bytes
+    runner: Any = engine.runner
+    assert engine.used_bytes == 5 * runner.slots.bytes_per_loop
     engine.cancel(first)
     assert engine.running == 1
-    assert engine.used_bytes == before / 5  # of budgets 4 and 1
+    engine.step()
+    assert engine.used_bytes == 3 * runner.slots.bytes_per_loop
     results = finish(engine)
     assert set(results) == {second, third}
     assert results[second].ids == lm.generate(PROMPTS[1], budget=1, max_tokens=30).ids
@@ -164,25 +176,31 @@ def test_a_waiting_request_can_be_cancelled(lm: LM) -> None:
 
 
 def test_rows_are_used_again_and_no_memory_is_added(lm: LM) -> None:
-    backend = PlainBackend(lm.model, slots=3)
-    engine = Engine(lm.model, lm.need_tokenizer(), backend)
+    runner = PlainRunner(lm.model, slots=3)
+    engine = Engine(lm.model, lm.need_tokenizer(), runner)
     draw = random.Random(0)
     taken = []
     for _ in range(3):
         for _ in range(12):
             engine.submit(requests_of(lm, [(draw.randrange(10), draw.randrange(15), draw.randrange(1, 9))])[0])
-        engine.submit(lm.requests(["its"], budget=4, max_tokens=2)[0])
+        engine.submit(lm.requests(["its"], budget=4, max_tokens=60)[0])
         finish(engine)
-        taken.append(backend.pool.bytes)
-    assert taken == [3 * lm.model.cost.kv_bytes(4, value_bytes=4) * lm.model.config.context] * 3
+        taken.append(runner.slots.bytes)
+    assert taken == [taken[0]] * 3
+    assert taken[0] <= 3 * slot_bytes(lm.model)
 
 
-def test_loops_that_nobody_uses_take_no_memory(lm: LM) -> None:
-    backend = PlainBackend(lm.model, slots=2)
-    engine = Engine(lm.model, lm.need_tokenizer(), backend)
-    engine.submit(lm.requests(["its"], budget=1, max_tokens=2)[0])
-    finish(engine)
-    assert backend.pool.bytes == 2 * lm.model.cost.kv_bytes(1, value_bytes=4) * lm.model.config.context
+def test_loops_and_tokens_that_nobody_uses_take_no_memory(lm: LM) -> None:
+    runner = PlainRunner(lm.model, slots=2)
+    engine = Engine(lm.model, lm.need_tokenizer(), runner)
+    sizes = []
+    for budget, length in ((1, 10), (1, 12), (3, 9), (2, 4), (1, 99)):
+        engine.submit(Request((5, 6), Trajectory.uniform(budget), max_tokens=length - 2))
+        finish(engine)
+        tokens, rest = divmod(runner.slots.bytes, 2 * lm.model.cost.kv_bytes(1, value_bytes=4))
+        assert rest == 0
+        sizes.append(tokens)
+    assert sizes == [10, 15, 3 * 15, 3 * 15, 3 * 64]  # grown by half at least, and to the context at most
 
 
 def test_cost_is_the_sum_of_the_budgets(lm: LM) -> None:
@@ -282,7 +300,7 @@ def test_a_long_prompt_is_run_in_pieces_between_the_tokens_of_others(
 ) -> None:
     long, short = lm.requests(["every pass is told its time and its step, every pass", "its"], max_tokens=6)
     expected = [alone(lm, request) for request in (long, short)]
-    monkeypatch.setattr(PlainBackend, "prefill_chunk", 4)
+    monkeypatch.setattr(PlainRunner, "prefill_chunk", 4)
     engine = lm.engine()
     first = engine.submit(short)
     engine.step()
@@ -298,31 +316,31 @@ def test_a_long_prompt_is_run_in_pieces_between_the_tokens_of_others(
 def test_a_prompt_that_was_run_in_part_can_be_cancelled_or_fail(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     (long,) = lm.requests(["every pass is told its time and its step, every pass"], max_tokens=3)
     expected = alone(lm, long)
-    monkeypatch.setattr(PlainBackend, "prefill_chunk", 4)
+    monkeypatch.setattr(PlainRunner, "prefill_chunk", 4)
     monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
     engine = lm.engine(rows=1)
     gone, kept = engine.submit(long), engine.submit(long)
     engine.step()
     engine.cancel(gone)
     engine.step()
-    untyped: Any = engine.backend
+    untyped: Any = engine.runner
     extend, untyped.model = untyped.model, None  # as a fault in the middle of a piece leaves it
     with pytest.raises(AttributeError):
         engine.step()
     untyped.model = extend
     found = finish(engine)
     assert (set(found), found[kept].ids) == ({kept}, expected.ids)
-    assert not untyped._begun
+    assert not untyped._partial
 
 
 def test_a_piece_that_works_forgives(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainBackend, "prefill_chunk", 4)
+    monkeypatch.setattr(PlainRunner, "prefill_chunk", 4)
     monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
     text = "every pass is told its time and its step, every pass"
     (long,) = lm.requests([text], max_tokens=2)
     engine = lm.engine()
     engine.submit(long)
-    untyped: Any = engine.backend
+    untyped: Any = engine.runner
     for fails in (True, False, True):  # never twice in a row
         kept, untyped.model = untyped.model, None if fails else untyped.model
         if fails:
@@ -335,16 +353,16 @@ def test_a_piece_that_works_forgives(lm: LM, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_cancelled_prompt_leaves_no_keys_behind(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainBackend, "prefill_chunk", 4)
+    monkeypatch.setattr(PlainRunner, "prefill_chunk", 4)
     monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
     engine = lm.engine()
     ticket = engine.submit(lm.requests(["every pass is told its time and its step, every pass"])[0])
     engine.step()
-    untyped: Any = engine.backend
-    assert set(untyped._begun) == {ticket}
+    untyped: Any = engine.runner
+    assert set(untyped._partial) == {ticket}
     engine.cancel(ticket)
     engine.step()
-    assert not untyped._begun
+    assert not untyped._partial
 
 
 def test_events_bring_the_tokens_of_their_results(lm: LM) -> None:
@@ -359,8 +377,8 @@ def test_events_bring_the_tokens_of_their_results(lm: LM) -> None:
 
 
 def test_memory_bounds_the_rows(lm: LM) -> None:
-    each = lm.engine(rows=1).memory_bytes
+    each = slot_bytes(lm.model)
     engine = lm.engine(rows=8, memory=3 * each + 1)
-    assert (engine.rows, engine.memory_bytes) == (3, 3 * each)
+    assert (engine.rows, engine.memory_bytes) == (3, 3 * each + 1)
     with pytest.raises(LoopformerError, match="bytes of one row's keys"):
         lm.engine(memory=each - 1)

@@ -44,10 +44,10 @@ from loopformer.benchmark.machine import (
 )
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError
-from loopformer.inference.decode import PlainBackend
 from loopformer.inference.engine import Engine
-from loopformer.inference.fused.backend import unsupported_reason
+from loopformer.inference.fused.batch_pool import unsupported_reason
 from loopformer.inference.request import Request
+from loopformer.inference.runner import PlainRunner
 from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -180,11 +180,11 @@ class DummyDetokenizer:
 def make_engine(model: LoopedLM, detokenizer: DummyDetokenizer, path: str, rows: int) -> Engine:
     """An engine that decodes by the path and reuses no prefixes of earlier prompts."""
     if path == "plain":
-        return Engine(model, detokenizer, PlainBackend(model, rows, remember=0), queue=MAX_WAITING)
-    from loopformer.inference.fused.batch import SharedBatch
-    from loopformer.inference.fused.shared import SharedBackend
+        return Engine(model, detokenizer, PlainRunner(model, rows, share_prompts=False), queue=MAX_WAITING)
+    from loopformer.inference.fused.launch import DecodeBatch
+    from loopformer.inference.fused.runner import FusedRunner
 
-    return Engine(model, detokenizer, SharedBackend(SharedBatch(model, rows), remember=0), queue=MAX_WAITING)
+    return Engine(model, detokenizer, FusedRunner(DecodeBatch(model, rows), share_prompts=False), queue=MAX_WAITING)
 
 
 def make_requests(model: LoopedLM, budgets: Sequence[int], context: int) -> list[Request]:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from loopformer.device import synchronise
 from loopformer.errors import require
-from loopformer.inference.decode import PlainBackend
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Request
+from loopformer.inference.runner import PlainRunner
 from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
 
@@ -52,7 +52,7 @@ def milliseconds_per_token(model: LoopedLM, trajectory: Trajectory, prompt: Sequ
     config = model.config
     prompt = tuple(prompt)[-max(1, config.context - TIMED_TOKENS) :]
     request = Request(prompt, trajectory, max_tokens=TIMED_TOKENS + 1)
-    engine = Engine(model, _DummyDetokenizer(), PlainBackend(model, 1, remember=0), rows=1, queue=1)
+    engine = Engine(model, _DummyDetokenizer(), PlainRunner(model, 1, share_prompts=False), rows=1, queue=1)
     engine.submit(request)
     while engine.waiting:  # a long prompt takes several steps
         engine.step()

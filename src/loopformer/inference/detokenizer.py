@@ -42,7 +42,7 @@ class TextStream:
         self._complete_count = len(after)  # how many tokens of the window have all their text in `_window_text`
         self._window_text = tokenizer.decode(self._window) if after else ""  # the window's text that is not new
         self._text = ""  # the text of all tokens after `after`, as far as no later token can change it
-        self._shown = 0  # how many characters of `_text` have been returned
+        self.shown = 0  # how many characters of the text have been returned
         self._stops = tuple(stop for stop in stops if stop)
         self._stop_starts = (0,) * len(self._stops)  # the first position in `_text` where each stop may begin
         self.stopped = False
@@ -100,8 +100,8 @@ class TextStream:
 
     def _release(self, end: int) -> str:
         """The text up to `end` that was not shown yet."""
-        piece = self._text[self._shown : end]
-        self._shown = max(self._shown, end)
+        piece = self._text[self.shown : end]
+        self.shown = max(self.shown, end)
         return piece
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from loopformer.device import to_device_async
 from loopformer.errors import LoopformerError, require
 from loopformer.model.noise import GOLDEN, MIX_1, MIX_2, as_int64, hashed, logical_shift
+from loopformer.scoring import Alternatives, most_likely
 
 _64_BITS = (1 << 64) - 1
 
@@ -71,13 +72,15 @@ class Draw(NamedTuple):
     seed: int = 0
     position: int = 0  # number of tokens before the next token
     history: tuple[int, ...] = ()  # these tokens; needed only with a repetition penalty
+    alternatives: int = 0  # how many of the most likely tokens to report
 
 
 class Choice(NamedTuple):
-    """A token and its log-probability under the model, before sampling."""
+    """A token and its log-probability under the model, before sampling, and the most likely tokens with theirs."""
 
     token: int
     logprob: float
+    alternatives: Alternatives = ()
 
 
 def is_whole(value: object) -> bool:
@@ -97,12 +100,25 @@ GREEDY = Draw(Sampling())
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Choice]:
     """The next token of each row of logits [B, V]. Where logits are NaN, so is the log-probability."""
-    tokens, logprobs = choose(logits, draws)
-    return [Choice(token, logprob) for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+    return as_choices(choose(logits, draws))
 
 
-def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
-    """What `sample` returns, but as tensors [B] on the device of the logits, without a sync."""
+def as_choices(chosen: Tensor) -> list[Choice]:
+    """The rows of a tensor [B, 2 + 2N] that `choose` returned. Waits for its device."""
+    count = chosen.shape[1] // 2 - 1
+    choices = []
+    for token, logprob, *others in chosen.tolist():
+        alternatives = tuple(zip(map(int, others[:count]), others[count:], strict=True))
+        choices.append(Choice(int(token), logprob, alternatives))
+    return choices
+
+
+def choose(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """What `sample` returns, as one tensor [B, 2 + 2N] on the device of the logits, without a sync.
+
+    Each row has the token and its log-probability, then the N most likely tokens and their log-probabilities, where
+    N is the largest number of alternatives in `draws`. fp32 holds every token id exactly.
+    """
     scores = logits
     if not all(draw.sampling.is_argmax for draw in draws):
         scores = log_probabilities(logits, draws)
@@ -111,8 +127,13 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
             keys = [_noise_key(draws[row].seed, draws[row].position) for row in sampled_rows]
             noise = gumbel_noise(keys, logits.shape[-1], logits.device).to(scores.dtype)
             scores.index_add_(0, to_device_async(sampled_rows, logits.device), noise)
-    tokens = scores.argmax(-1)
-    return tokens, logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    tokens = scores.argmax(-1, keepdim=True)
+    logprobs = logits.float().log_softmax(-1)
+    columns = [tokens.float(), logprobs.gather(1, tokens)]
+    if count := max(draw.alternatives for draw in draws):
+        likely, values = most_likely(logprobs, count)
+        columns += [likely.float(), values]
+    return torch.cat(columns, 1)
 
 
 def log_probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.inference.request import Reason, Request
+from loopformer.scoring import Alternatives
 from loopformer.trajectory import Trajectory
 
 
@@ -89,8 +90,6 @@ class Cancel(NamedTuple):
 
 
 # Messages from it: a list of outputs and the engine's load.
-
-Alternatives = tuple[tuple[int, float], ...]  # tokens and their log-probabilities, the most likely first
 
 
 class TokenScore(NamedTuple):

@@ -228,7 +228,7 @@ class _Worker:
 
     def _step(self) -> None:
         events, now = self._engine.step(), time.monotonic()
-        for ticket, text, result, choices in events:
+        for ticket, text, result, choices, _ in events:
             running = self._running.get(ticket)
             if running is None:  # cancelled
                 continue

@@ -16,9 +16,10 @@ from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from ..models import spread
 
 pytest.importorskip("triton")
-from loopformer.inference.fused import graphs as graphs_module
-from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
-from loopformer.inference.fused.graphs import PromptGraphs
+from loopformer.inference.fused import launch, single_row
+from loopformer.inference.fused.launch import DecodeBatch
+from loopformer.inference.fused.prefill import PromptGraphs
+from loopformer.inference.kv_cache import page_bytes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU")
@@ -89,12 +90,12 @@ def plain_logits(model: LoopedLM, ids: list[int], trajectory: Trajectory) -> tor
 
 
 @torch.no_grad()
-def start_alone(batch: SharedBatch, text: list[int], trajectory: Trajectory) -> None:
+def start_alone(batch: DecodeBatch, text: list[int], trajectory: Trajectory) -> None:
     """Fill slot 0 with a text, and append its most likely next token, which runs next."""
     model = batch.model
     cache = model.cache(trajectory, 1, len(text))
     hidden = model.extend(torch.tensor([text], device=DEVICE), cache)
-    pages = range(pages_of(model.config.context, trajectory.budget))
+    pages = range(2 * trajectory.budget)
     batch.fill(0, pages, cache.read(0), len(text), model.condition(trajectory))
     text.append(int(model.head(hidden[0, -1])[: model.config.vocab].argmax()))
     batch.start({0: (text[-1], len(text) - 1)})
@@ -105,9 +106,9 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one after the other."""
     torch.set_float32_matmul_precision("highest")
     if INTERPRETED:
-        monkeypatch.setattr(graphs_module, "OUTPUTS_PER_PROGRAM", dict.fromkeys(graphs_module.WARPS, 32))
-        monkeypatch.setattr(graphs_module, "SPLITS", 4)
-        monkeypatch.setattr(graphs_module, "INNER_PIECE", 32)
+        monkeypatch.setattr(single_row, "OUTPUTS_PER_PROGRAM", dict.fromkeys(single_row.WARPS, 32))
+        monkeypatch.setattr(single_row, "SPLITS", 4)
+        monkeypatch.setattr(single_row, "INNER_PIECE", 32)
 
 
 @pytest.mark.cuda
@@ -126,7 +127,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_token_of_a_row_alone_equals_the_plain_path(options: dict[str, Any], schedule: str) -> None:
     model = alone_of(**options)
     trajectory, budget = model.resolve(schedule), model.resolve(schedule).budget
-    batch = SharedBatch(model, 1, 20 * page_bytes(model))
+    batch = DecodeBatch(model, 1, 20 * page_bytes(model, launch.PAGE))
     for length in (3, 40):  # filled anew
         text = [(7 * place) % 90 for place in range(length)]
         start_alone(batch, text, trajectory)
@@ -136,10 +137,10 @@ def test_a_token_of_a_row_alone_equals_the_plain_path(options: dict[str, Any], s
         batch.begin([0], logits.argmax(-1, keepdim=True))
         text.append(int(logits.argmax()))
         for _ in range(3 if INTERPRETED else 6):
-            token, logprob = batch.follow(0, budget, len(text) - 1)
+            token, logprob = batch.follow(0, budget, len(text) - 1).wait()[0].tolist()
             expected = plain_logits(model, text, trajectory)
-            assert expected[token] > expected.max() - 1e-3
-            assert float(logprob) == pytest.approx(float(expected.log_softmax(-1)[token]), abs=1e-4)
+            assert expected[int(token)] > expected.max() - 1e-3
+            assert logprob == pytest.approx(float(expected.log_softmax(-1)[int(token)]), abs=1e-4)
             text.append(int(token))
 
 
@@ -151,7 +152,7 @@ def test_weights_may_lie_by_columns() -> None:
     model = alone_of(positions="learned")
 
     def logits() -> torch.Tensor:
-        batch = SharedBatch(model, 1, 20 * page_bytes(model))
+        batch = DecodeBatch(model, 1, 20 * page_bytes(model, launch.PAGE))
         start_alone(batch, [5, 9, 2], model.resolve("2"))
         return batch.token(0, 2).clone()
 

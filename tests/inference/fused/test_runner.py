@@ -11,19 +11,21 @@ import torch
 
 from loopformer import LoopedLM, LoopformerError, ModelConfig, Trajectory, load
 from loopformer.device import synchronise
-from loopformer.inference.decode import PlainBackend
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Request, Result
+from loopformer.inference.runner import PlainRunner
 from loopformer.inference.sampling import Sampling
 from loopformer.model.conditioning import Condition
 
 from ..models import spread
 
 pytest.importorskip("triton")
-from loopformer.inference.fused import batch as shared_batch
-from loopformer.inference.fused import graphs, shared
-from loopformer.inference.fused.batch import SharedBatch, page_bytes, pages_of
-from loopformer.inference.fused.shared import SharedBackend
+from loopformer.inference.fused import launch, single_row
+from loopformer.inference.fused import runner as runner_module
+from loopformer.inference.fused.graphs import HostCopy
+from loopformer.inference.fused.launch import DecodeBatch
+from loopformer.inference.fused.runner import FusedRunner
+from loopformer.inference.kv_cache import page_bytes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU")]
@@ -43,8 +45,8 @@ KINDS: list[dict[str, Any]] = [
 def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a text takes several."""
     torch.set_float32_matmul_precision("highest")
-    monkeypatch.setattr(shared_batch, "PAGE", 16)
-    monkeypatch.setattr(graphs, "SPLITS", 2)
+    monkeypatch.setattr(launch, "PAGE", 16)
+    monkeypatch.setattr(single_row, "SPLITS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +74,13 @@ def test_a_pass_of_rows_at_different_loops_is_each_ones_own(kind: dict[str, Any]
     model = spread(replace(BASE, **kind)).to(DEVICE)
     along = [Trajectory.uniform(3), Trajectory.uniform(1), Trajectory.uniform(2)]
     texts = [[1, 2, 3, 4, 5], [7, 8], [(3 * place) % 29 for place in range(15)]]
-    batch = SharedBatch(model, slots=3, memory=30 * page_bytes(model))
+    batch = DecodeBatch(model, slots=3, memory=30 * page_bytes(model, launch.PAGE))
     pages = iter(range(30))
     with torch.no_grad():
         for slot, (text, trajectory) in enumerate(zip(texts, along, strict=True)):
             cache = model.cache(trajectory, 1, len(text))
             hidden = model.extend(torch.tensor([text], device=DEVICE), cache)
-            taken = [next(pages) for _ in range(pages_of(40, trajectory.budget))]
+            taken = [next(pages) for _ in range(3 * trajectory.budget)]
             batch.fill(slot, taken, cache.read(0), len(text), model.condition(trajectory))
             text.append(int(model.head(hidden[0, -1])[:30].argmax()))
         batch.start({slot: (text[-1], len(text) - 1) for slot, text in enumerate(texts)})
@@ -99,8 +101,8 @@ def test_a_pass_of_rows_at_different_loops_is_each_ones_own(kind: dict[str, Any]
                 loops[slot] = 0
 
 
-def backend_of(model: LoopedLM, pages: int = 200) -> SharedBackend:
-    return SharedBackend(SharedBatch(model, 3, memory=pages * page_bytes(model)))
+def runner_of(model: LoopedLM, pages: int = 200) -> FusedRunner:
+    return FusedRunner(DecodeBatch(model, 3, memory=pages * page_bytes(model, launch.PAGE)))
 
 
 def asked(model: LoopedLM) -> list[Request]:
@@ -132,65 +134,49 @@ def same(results: list[Result], expected: list[Result]) -> None:
 
 @pytest.fixture(scope="module")
 def expected(model: LoopedLM) -> list[Result]:
-    return finished(Engine(model, Letters(), PlainBackend(model, 3)), asked(model))
-
-
-class Late:
-    """An event that is not there the first times it is asked."""
-
-    def __init__(self, times: int) -> None:
-        self.times = times
-
-    def query(self) -> bool:
-        self.times -= 1
-        return self.times < 0
-
-    def synchronize(self) -> None:
-        self.times = 0
+    return finished(Engine(model, Letters(), PlainRunner(model, 3)), asked(model))
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens come to the host some time after they were chosen, as on a busy GPU."""
-    times, to_host = random.Random(0), shared._to_host
+    times, left = random.Random(0), dict[int, int]()
 
-    def later(chosen: torch.Tensor) -> Any:
-        there, arrived = to_host(chosen)
-        if arrived is not None:
-            arrived.synchronize()
-        return there, Late(times.randrange(5))
+    def has_arrived(copy: HostCopy) -> bool:
+        left[id(copy)] = left.get(id(copy), times.randrange(5)) - 1
+        return left[id(copy)] < 0
 
-    monkeypatch.setattr(shared, "_to_host", later)
+    monkeypatch.setattr(HostCopy, "has_arrived", has_arrived)
 
 
 @pytest.mark.usefixtures("late")
 def test_texts_are_the_same_when_tokens_come_late(model: LoopedLM, expected: list[Result]) -> None:
-    same(finished(Engine(model, Letters(), backend_of(model)), asked(model)), expected)
+    same(finished(Engine(model, Letters(), runner_of(model)), asked(model)), expected)
 
 
 @pytest.mark.usefixtures("late")
 def test_prompts_wait_for_one_under_way_that_begins_as_they_do(model: LoopedLM) -> None:
     requests = [Request((*range(1, 20), 20 + number), Trajectory.uniform(2), max_tokens=2) for number in range(3)]
-    expected = finished(Engine(model, Letters(), PlainBackend(model, 3)), requests)
-    backend = backend_of(model)
-    same(finished(Engine(model, Letters(), backend), requests), expected)
-    assert (backend.prompt_tokens, backend.shared_tokens) == (22, 38)
+    expected = finished(Engine(model, Letters(), PlainRunner(model, 3)), requests)
+    runner = runner_of(model)
+    same(finished(Engine(model, Letters(), runner), requests), expected)
+    assert (runner.prompt_tokens, runner.shared_tokens) == (20 + 4 + 4, 16 + 16)
 
 
 @pytest.mark.usefixtures("late")
 def test_a_request_cancelled_while_its_prompt_is_under_way_takes_nothing_with_it(
     model: LoopedLM, expected: list[Result]
 ) -> None:
-    backend = backend_of(model)
-    engine = Engine(model, Letters(), backend)
+    runner = runner_of(model)
+    engine = Engine(model, Letters(), runner)
     for length in (2, 30):
         gone = engine.submit(Request((1,) * length, Trajectory.uniform(3), max_tokens=5))
-        backend.plan(engine._state.waiting, 100)
-        backend.prefill(engine._state.waiting)  # it is under way
+        runner.prefill(engine.scheduler.waiting)  # it is under way
         engine.cancel(gone)
     same(finished(engine, asked(model)), expected)
-    assert backend._device is not None
-    assert len(backend._device.free_slots) == 3
+    assert runner._device is not None
+    assert not runner._device.rows
+    assert runner.pool.available == runner._batch.page_count
 
 
 @pytest.mark.usefixtures("late")
@@ -198,17 +184,17 @@ def test_a_request_cancelled_while_its_prompt_is_under_way_takes_nothing_with_it
 def test_a_request_that_can_never_come_in_ends_with_the_reason(
     model: LoopedLM, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    monkeypatch.setattr(SharedBackend, "prefill_chunk", 8)  # the longer one is run in pieces
-    backend = backend_of(model)
-    engine = Engine(model, Letters(), backend)
-    fill: Any = backend._batch.fill
+    monkeypatch.setattr(FusedRunner, "prefill_chunk", 8)  # the longer one is run in pieces
+    runner = runner_of(model)
+    engine = Engine(model, Letters(), runner)
+    fill: Any = runner._batch.fill
 
     def failing(slot: int, pages: Any, keys: Any, count: int, *more: Any) -> None:
         if count == length:
             raise ValueError("it does not go in")
         fill(slot, pages, keys, count, *more)
 
-    untyped: Any = backend._batch
+    untyped: Any = runner._batch
     untyped.fill = failing
     good = Request((4, 5), Trajectory.uniform(2), max_tokens=9)
     kept, bad = engine.submit(good), engine.submit(Request((7,) * length, Trajectory.uniform(2), max_tokens=4))
@@ -223,20 +209,20 @@ def test_a_request_that_can_never_come_in_ends_with_the_reason(
             break
     assert raised == 1
     assert results[bad].error == "it does not go in"
-    same([results[kept]], finished(Engine(model, Letters(), PlainBackend(model, 1)), [good]))
+    same([results[kept]], finished(Engine(model, Letters(), PlainRunner(model, 1)), [good]))
 
 
 @pytest.mark.parametrize(("pages", "piece"), [(200, 512), (9, 512), (200, 8)])  # 9: one of the longest at a time
 def test_texts_are_those_of_the_plain_path(
     model: LoopedLM, expected: list[Result], pages: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SharedBackend, "prefill_chunk", piece)  # of a prompt, at a time
-    backend = backend_of(model, pages)
-    results = finished(Engine(model, Letters(), backend), asked(model))
+    monkeypatch.setattr(FusedRunner, "prefill_chunk", piece)  # of a prompt, at a time
+    runner = runner_of(model, pages)
+    results = finished(Engine(model, Letters(), runner), asked(model))
     same(results, expected)
     for one, other in zip(results, expected, strict=True):
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=1e-4)
-    assert backend.used_bytes([]) == 0
+    assert runner.used_bytes == 0
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -246,19 +232,19 @@ def test_drawn_texts_are_those_of_the_plain_path(model: LoopedLM, rows: int) -> 
         Sampling(temperature=2.0, top_k=9, min_p=0.05, seed=2),
     ]
     requests = [Request((3, 1, 4), Trajectory.uniform(2), one, max_tokens=8) for one in sampling[:rows]]
-    plain = finished(Engine(model, EndlessLetters(), PlainBackend(model, rows)), requests)
+    plain = finished(Engine(model, EndlessLetters(), PlainRunner(model, rows)), requests)
     greedy = [replace(one, sampling=Sampling()) for one in requests]
-    backend = backend_of(model)
-    found = finished(Engine(model, EndlessLetters(), backend), [*requests, *greedy])
+    runner = runner_of(model)
+    found = finished(Engine(model, EndlessLetters(), runner), [*requests, *greedy])
     same(found[:rows], plain)
     assert len({one.ids for one in found}) == rows + 1  # not the most likely ones
-    same(finished(Engine(model, EndlessLetters(), backend), requests), plain)  # in slots that were others'
+    same(finished(Engine(model, EndlessLetters(), runner), requests), plain)  # in slots that were others'
 
 
 class Faulty:
     """Raises at the so-manyth call of any method of a batch."""
 
-    def __init__(self, batch: SharedBatch, number: int) -> None:
+    def __init__(self, batch: DecodeBatch, number: int) -> None:
         self.batch, self.left = batch, number
 
     def renewed(self) -> "Faulty":
@@ -284,10 +270,10 @@ class Faulty:
 
 @pytest.mark.parametrize("number", range(1, 60, 7 if INTERPRETED else 1))
 def test_a_fault_at_any_launch_harms_nobody(model: LoopedLM, expected: list[Result], number: int) -> None:
-    backend = backend_of(model)
-    untyped: Any = backend
-    untyped._batch = Faulty(backend._batch, number)
-    engine = Engine(model, Letters(), backend)
+    runner = runner_of(model)
+    untyped: Any = runner
+    untyped._batch = Faulty(runner._batch, number)
+    engine = Engine(model, Letters(), runner)
     requests = asked(model)
     tickets = [engine.submit(request) for request in requests]
     results: dict[int, Result] = {}
@@ -302,35 +288,34 @@ def test_a_fault_at_any_launch_harms_nobody(model: LoopedLM, expected: list[Resu
 
 
 def test_a_cancelled_row_leaves_its_slot_and_pages(model: LoopedLM, expected: list[Result]) -> None:
-    backend = backend_of(model)
-    engine = Engine(model, Letters(), backend)
+    runner = runner_of(model)
+    engine = Engine(model, Letters(), runner)
     endless = engine.submit(Request((1, 2), Trajectory.uniform(2), max_tokens=30))
     engine.step()
     engine.step()
     engine.cancel(endless)
     same(finished(engine, asked(model)), expected)
-    assert backend._device is not None
-    assert len(backend._device.free_slots) == 3
-    free = [page for pages in backend._device.free_pages for page in pages]
-    assert sorted(free) == list(range(backend._batch.page_count))
+    assert runner._device is not None
+    assert not runner._device.rows
+    assert runner.pool.available == runner._batch.page_count
 
 
 def test_what_can_never_run_is_refused(model: LoopedLM) -> None:
-    engine = Engine(model, Letters(), backend_of(model, 2))
+    engine = Engine(model, Letters(), runner_of(model, 2))
     with pytest.raises(LoopformerError, match="more than the engine has memory for"):
         engine.submit(Request((1, 2), Trajectory.uniform(3), max_tokens=5))
     with pytest.raises(LoopformerError, match="hold no page of keys"):
-        SharedBatch(model, 3, memory=1)
+        DecodeBatch(model, 3, memory=1)
 
 
 def test_a_fault_while_slots_are_filled_admits_no_more_than_fit(
     model: LoopedLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "MOST_APART", 1)
+    monkeypatch.setattr(runner_module, "MAX_APART", 1)
     requests = [Request((number, 2, 3), Trajectory.uniform(2), max_tokens=4) for number in range(1, 7)]
-    expected = finished(Engine(model, Letters(), PlainBackend(model, 3)), requests)
-    backend = backend_of(model, 6)
-    fill, calls = backend._batch.fill, 0
+    expected = finished(Engine(model, Letters(), PlainRunner(model, 3)), requests)
+    runner = runner_of(model, 6)
+    fill, calls = runner._batch.fill, 0
 
     def failing(*args: Any) -> None:
         nonlocal calls
@@ -339,16 +324,16 @@ def test_a_fault_while_slots_are_filled_admits_no_more_than_fit(
             raise MemoryError("on purpose")
         fill(*args)
 
-    untyped: Any = backend._batch
+    untyped: Any = runner._batch
     untyped.fill = failing
-    same(finished(Engine(model, Letters(), backend), requests), expected)
+    same(finished(Engine(model, Letters(), runner), requests), expected)
     assert calls > len(requests)
 
 
 def test_norms_of_an_unconditioned_model_keep_their_weights_in_bf16() -> None:
     config = replace(BASE, conditioning="none", modulator_start="zero")
     model = spread(config, std=0.1).to(DEVICE, torch.bfloat16)
-    table = SharedBatch(model, slots=1)._modulation(Condition(), 2)
+    table = DecodeBatch(model, slots=1)._modulation(Condition(), 2)
     for number, block in enumerate(model.stack.typed_blocks()):
         assert block.norm_1.weight is not None
         torch.testing.assert_close(1 + table[1, number, 2], block.norm_1.weight.float(), atol=1e-6, rtol=0)
@@ -361,9 +346,9 @@ def test_a_row_alone_runs_whole_tokens_and_goes_on_among_others(model: LoopedLM)
         Request((9, 8), Trajectory.uniform(3), max_tokens=4),
         Request((1, 3, 5, 7), model.resolve("1-2"), max_tokens=4),
     ]
-    expected = finished(Engine(model, Letters(), PlainBackend(model, 3)), requests)
-    backend = backend_of(model)
-    engine = Engine(model, Letters(), backend)
+    expected = finished(Engine(model, Letters(), PlainRunner(model, 3)), requests)
+    runner = runner_of(model)
+    engine = Engine(model, Letters(), runner)
     results: dict[int, Result] = {}
     alone = 0
     tickets = [engine.submit(requests[0])]
@@ -371,7 +356,7 @@ def test_a_row_alone_runs_whole_tokens_and_goes_on_among_others(model: LoopedLM)
         if step in (2, 5):
             tickets.append(engine.submit(requests[len(tickets)]))
         results |= {event.ticket: event.result for event in engine.step() if event.result is not None}
-        alone += backend._batch._alone is not None
+        alone += runner._batch._alone is not None
         if engine.idle and len(tickets) == 3:
             break
     same([results[ticket] for ticket in tickets], expected)
@@ -383,18 +368,18 @@ def test_a_row_alone_runs_whole_tokens_and_goes_on_among_others(model: LoopedLM)
 def test_rows_of_a_budget_choose_their_tokens_together_whenever_they_came(model: LoopedLM) -> None:
     requests = [Request((4, 5, 6 + number), Trajectory.uniform(3), max_tokens=24) for number in range(2)]
     other = Request((9, 8), Trajectory.uniform(1), max_tokens=40)  # after each of its passes others could begin
-    expected = finished(Engine(model, EndlessLetters(), PlainBackend(model, 3)), [*requests, other])
-    backend = backend_of(model)
-    engine = Engine(model, EndlessLetters(), backend)
+    expected = finished(Engine(model, EndlessLetters(), PlainRunner(model, 3)), [*requests, other])
+    runner = runner_of(model)
+    engine = Engine(model, EndlessLetters(), runner)
     tickets, results, chosen = [engine.submit(other), engine.submit(requests[0])], dict[int, Result](), []
-    untyped: Any = backend
-    launched = untyped._launched
+    untyped: Any = runner
+    launch_next = untyped._launch
 
     def noted(*args: Any) -> Any:
-        chosen.append(launched(*args))
+        chosen.append(launch_next(*args))
         return chosen[-1]
 
-    untyped._launched = noted
+    untyped._launch = noted
     while not engine.idle:
         synchronise(next(model.parameters()).device)  # a prompt is there at the next step, however busy the GPU is
         results |= {event.ticket: event.result for event in engine.step() if event.result is not None}
@@ -412,27 +397,27 @@ def test_rows_of_a_budget_choose_their_tokens_together_whenever_they_came(model:
 
 def test_other_weights_need_other_graphs(model: LoopedLM) -> None:
     changed = copy.deepcopy(model)
-    backend = backend_of(changed)
-    engine, memory = Engine(changed, Letters(), backend), backend._batch._pool
+    runner = runner_of(changed)
+    engine, memory = Engine(changed, Letters(), runner), runner._batch._pool
     requests = [Request((1, 2, 3), Trajectory.uniform(2), max_tokens=6)]
     finished(engine, requests)
     with torch.no_grad():
         for parameter in changed.stack.parameters():
             parameter.mul_(-1.5)
-    expected = finished(Engine(changed, Letters(), PlainBackend(changed, 3)), requests)
+    expected = finished(Engine(changed, Letters(), PlainRunner(changed, 3)), requests)
     same(finished(engine, requests), expected)
-    assert backend._batch._pool is memory
+    assert runner._batch._pool is memory
 
 
 def test_rows_that_run_go_on_with_other_weights_and_keep_their_places(model: LoopedLM) -> None:
     """Every slot but one is taken when the weights change, and more come than fit."""
     changed = copy.deepcopy(model)
     requests = [Request((number, 2, 3), Trajectory.uniform(2), max_tokens=9) for number in range(1, 6)]
-    engine = Engine(changed, Letters(), backend_of(changed))
+    engine = Engine(changed, Letters(), runner_of(changed))
     tickets = [engine.submit(request) for request in requests[:2]]
     for _ in range(2):
         engine.step()
-    begun = {row.ticket: row.ids for row in engine._state.running}
+    begun = {row.ticket: row.ids for row in engine.scheduler.running}
     assert len(begun) == 2
     with torch.no_grad():
         for parameter in changed.stack.parameters():
@@ -443,10 +428,10 @@ def test_rows_that_run_go_on_with_other_weights_and_keep_their_places(model: Loo
     for ticket, ids in begun.items():
         text = (*requests[ticket].prompt, *results[ticket].ids[: len(results[ticket].ids) - 1])
         follows = Request(text, Trajectory.uniform(2), max_tokens=1)
-        (last,) = finished(Engine(changed, Letters(), PlainBackend(changed, 3)), [follows])
+        (last,) = finished(Engine(changed, Letters(), PlainRunner(changed, 3)), [follows])
         assert results[ticket].ids[: len(ids)] == ids
         assert results[ticket].ids[-1:] == last.ids
-    expected = finished(Engine(changed, Letters(), PlainBackend(changed, 3)), requests[2:])
+    expected = finished(Engine(changed, Letters(), PlainRunner(changed, 3)), requests[2:])
     same([results[ticket] for ticket in tickets[2:]], expected)
 
 

@@ -1,8 +1,8 @@
 """What decoding on a GPU needs that can be imported without Triton: whether it can run, weights, a pool of batches.
 
-pool = BatchPool(model)                  # if obstacle(model) is None
+pool = BatchPool(model)                  # if unsupported_reason(model) is None
 with pool.batch(slots=4) as batch:
-    backend = SharedBackend(batch)       # shared.py
+    runner = FusedRunner(batch)          # runner.py
 
 Several texts may be generated at once, each in a batch of its own. A batch that is free again serves the next run,
 unless the model's weights have changed meanwhile.
@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from loopformer.model.block import EPSILON
 from loopformer.model.looped import LoopedLM
 
 if TYPE_CHECKING:
-    from loopformer.inference.fused.batch import SharedBatch
+    from loopformer.inference.fused.launch import DecodeBatch
 
 MAX_FREE = 4  # batches that nobody uses; each has memory for the whole context of its rows
 MAX_SLOTS = 256  # of one batch; more requests wait for each other
@@ -38,17 +37,6 @@ def unsupported_reason(model: LoopedLM) -> str | None:
         return f"has no kernels for model.{model.config.fused_unsupported}"
     ready = model.tokens.weight.device.type == "cuda" and find_spec("triton") is not None
     return None if ready else "needs a CUDA device and Triton"
-
-
-Fingerprint = list[tuple[int, torch.dtype, int]]
-
-
-def fingerprint(model: LoopedLM) -> Fingerprint:
-    """Where each weight lies and how often it was written; it differs once weights have changed."""
-    return [
-        (weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version)
-        for weight in model.parameters()
-    ]
 
 
 @dataclass(frozen=True)
@@ -78,13 +66,13 @@ class BatchPool:
 
     def __init__(self, model: LoopedLM) -> None:
         self.model = model
-        self._free: list[SharedBatch] = []  # the last used at the end
+        self._free: list[DecodeBatch] = []  # the last used at the end
         self._lock = Lock()
 
     @contextmanager
-    def batch(self, slots: int) -> Iterator[SharedBatch]:
+    def batch(self, slots: int) -> Iterator[DecodeBatch]:
         """Lend a batch of at least so many slots, a power of two, but of MAX_SLOTS at most."""
-        from loopformer.inference.fused.batch import SharedBatch  # needs Triton
+        from loopformer.inference.fused.launch import DecodeBatch  # needs Triton
 
         slots = min(MAX_SLOTS, 1 << (slots - 1).bit_length())
         with self._lock:
@@ -92,7 +80,7 @@ class BatchPool:
             batch = next((batch for batch in self._free if batch.slots == slots), None)
             if batch is not None:
                 self._free.remove(batch)
-        batch = batch or SharedBatch(self.model, slots)
+        batch = batch or DecodeBatch(self.model, slots)
         try:
             yield batch
         finally:

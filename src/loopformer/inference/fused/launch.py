@@ -1,23 +1,24 @@
-"""Passes on a GPU that rows at different loops share.
+"""The device's side of continuous batching: slots, pages of keys and values, and the kernels that every loop
+launches.
 
-batch = SharedBatch(model, slots=64)                # with memory for all they may write, if there is so much
+batch = DecodeBatch(model, slots=64)                # with memory for all that they may write, if there is so much
 batch.fill(3, pages, keys, length, condition, draw) # slot 3 gets a prompt that was run
-batch.start({3: (token, length)})                   # its next token, at that position, goes through its first pass
-batch.run([3, 5, 9])                                # one pass of each slot, at whichever loop each is
-logits = batch.logits([1])                          # of rows of that launch that ended their last pass: slot 5's
+batch.start({3: (token, length)})                   # its next token, at that position, begins with its first loop
+batch.run([3, 5, 9])                                # one loop of each of these slots, whichever each is at
+logits = batch.logits([1])                          # of rows of that launch that ended their last loop: slot 5's
 batch.begin([5], tokens)                            # their next tokens
 choices = batch.next_tokens([1], [5])               # or all three in one graph: tokens and log-probabilities [B, 2]
-logits = batch.token(3, budget=8)                   # or all passes of a token of a slot that runs alone
-token, logprob = batch.follow(3, budget=8, position=20)  # and the most likely next token, which runs next
+logits = batch.token(3, budget=8)                   # or all loops of a token of a slot that runs alone
+copy = batch.follow(3, budget=8, position=20)       # and the most likely next token, which runs next
 choices = batch.draw(3, budget=8)                   # or one that is drawn
 
-The weights of all passes are the same, so a pass over rows at different loops reads them once: a mixture of budgets
-costs what its passes cost, and rows come and go between passes. What differs from row to row lies on the device and
-is looked up there by slot and loop: modulations, the position of the token, and pages of keys and values. Launches
-are recorded as CUDA graphs, one for each power of two of rows. Nothing here waits for the device. A row that runs
-alone goes through kernels that read each weight once (graphs.py), all its passes in one graph.
+All loops have the same weights, so a launch over rows at different loops reads them once. A mixture of budgets
+costs what its loops cost, and rows come and go between loops. What differs from row to row lies on the device and
+is looked up there by slot and loop: modulations, the position of the token, and its pages. Launches are recorded as
+CUDA graphs, one for each power of two of rows. Nothing here waits for the device. A row that runs alone goes
+through kernels that read each weight once (single_row.py), all loops of a token in one graph.
 
-Memory is given out in pages of PAGE tokens of one loop, so what a row needs follows from its budget and its length.
+Everything here runs on the stream that decodes, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -31,15 +32,11 @@ from torch import Tensor
 from loopformer.device import available_bytes, to_device_async
 from loopformer.errors import require
 from loopformer.inference.fused import kernels
-from loopformer.inference.fused.backend import fingerprint, weights_by_rows
-from loopformer.inference.fused.graphs import (
-    PromptGraphs,
-    SingleRowRunner,
-    allocate_scratch,
-    launch_attention,
-    record,
-    wait_for,
-)
+from loopformer.inference.fused.batch_pool import weights_by_rows
+from loopformer.inference.fused.graphs import HostCopy, SideStream, record
+from loopformer.inference.fused.prefill import PromptGraphs
+from loopformer.inference.fused.single_row import SingleRow, allocate_scratch, launch_attention
+from loopformer.inference.kv_cache import fingerprint, page_bytes
 from loopformer.inference.sampling import GREEDY, Draw, hashed_seed, kernel_settings
 from loopformer.model.block import EPSILON
 from loopformer.model.cache import SequenceKV
@@ -48,34 +45,23 @@ from loopformer.model.looped import LoopedLM
 
 PAGE = 64  # tokens
 MEMORY_SHARE = 0.8  # of the free memory, for keys and values at most
-# Purposes of streams.
-PROMPTS = "prompts"
-COPIES = "copies of a lone row"  # of its tokens to the host
 
 
-def page_bytes(model: LoopedLM) -> int:
-    """Keys and values of PAGE tokens in one loop."""
-    config = model.config
-    return config.blocks * 2 * PAGE * config.width * model.tokens.weight.element_size()
-
-
-def pages_of(tokens: int, budget: int) -> int:
-    """Pages that so many tokens take along a trajectory of so many loops."""
-    return budget * -(-tokens // PAGE)
-
-
-class SharedBatch:
-    """The memory of some slots, and a pass of any of them; see the module's docstring."""
+class DecodeBatch:
+    """The memory of some slots, and the launches over any of them."""
 
     def __init__(self, model: LoopedLM, slots: int, memory: int | None = None, pool: Tensor | None = None) -> None:
         """`memory`: bytes of keys and values, by default what all slots may need, if there is so much. `pool`: the
         memory of a batch that is no longer used."""
         config, like = model.config, model.tokens.weight.detach()
         memory = int(MEMORY_SHARE * available_bytes(like.device)) if memory is None else memory
-        pages = min(slots * pages_of(config.context, config.loops), memory // page_bytes(model))
-        require(pages >= 1, f"{memory:,} bytes hold no page of keys, which takes {page_bytes(model):,}.")
+        self.page_tokens, self._page_bytes = PAGE, page_bytes(model, PAGE)
+        pages = min(slots * config.loops * -(-config.context // PAGE), memory // self._page_bytes)
+        require(pages >= 1, f"{memory:,} bytes hold no page of keys, which takes {self._page_bytes:,}.")
         self.model, self.slots, self.page_count = model, slots, pages
         self.prompts = PromptGraphs(model)
+        self.prompt_stream = SideStream("prompts", like.device)
+        self._copy_stream = SideStream("copies to the host", like.device)  # of the tokens of a row that runs alone
         self._weights = weights_by_rows(model)
         self._made_for = fingerprint(model)
         self.device = like.device
@@ -111,26 +97,26 @@ class SharedBatch:
         self._normed, self._change = like.new_zeros(most, config.width), like.new_zeros(most, config.width)
         self._logits = torch.zeros(most, config.vocab_rows, device=like.device)
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
-        self._lone_rows: dict[int, SingleRowRunner] = {}  # by budget
-        self._alone: tuple[int, SingleRowRunner] | None = None  # the slot that runs alone, and where it does
+        self._single_rows: dict[int, SingleRow] = {}  # by budget
+        self._alone: tuple[int, SingleRow] | None = None  # the slot that runs alone, and where it does
 
     @property
     def is_current(self) -> bool:
         """Whether the model still has the weights that the graphs were recorded with."""
         return fingerprint(self.model) == self._made_for
 
-    def renewed(self) -> SharedBatch:
+    def renewed(self) -> DecodeBatch:
         """This batch, or an empty one in its memory if the model's weights have changed."""
-        return self if self.is_current else SharedBatch(self.model, self.slots, self.nbytes, self._pool)
+        return self if self.is_current else DecodeBatch(self.model, self.slots, self.nbytes, self._pool)
 
     def leave(self) -> None:
         """Let later work wait for prompts that still run: they write to memory that may be given away."""
-        wait_for(PROMPTS, self.device)
+        self.prompt_stream.join()
 
     @property
     def nbytes(self) -> int:
         """Keys and values that it has room for."""
-        return self.page_count * page_bytes(self.model)
+        return self.page_count * self._page_bytes
 
     # Slots.
 
@@ -142,16 +128,17 @@ class SharedBatch:
         length: int,
         condition: Condition,
         draw: Draw = GREEDY,
+        start: int = 0,
     ) -> None:
-        """Give a slot the keys of `length` tokens, the conditions of its passes, and pages for all it may write, as
-        many for each loop. `draw`: how its tokens are drawn, but for a repetition penalty, which needs `logits`.
-        """
+        """Give a slot the keys of `length` tokens, the conditions of its loops, and pages for all it may write, as
+        many for each loop. The pages hold the first `start` tokens already. `draw`: how its tokens are drawn, but
+        for a repetition penalty, which needs `logits`."""
         budget = len(keys.loops)
         if self._alone is not None and self._alone[0] == slot:
             self._alone = None
-        taken = to_device_async(pages, self.device, torch.int32).view(budget, -1)
+        table = to_device_async(pages, self.device, torch.int32).view(budget, -1)  # [M, N]
         self._pages[slot].fill_(self.page_count)
-        self._pages[slot, :budget, : taken.shape[1]] = taken
+        self._pages[slot, :budget, : table.shape[1]] = table
         self._table[slot, :budget] = self._modulation(condition, budget)
         if condition.injection is not None:
             self._injection[slot, :budget] = condition.injection
@@ -159,11 +146,20 @@ class SharedBatch:
             kernel_settings(draw.sampling, self.model.config.vocab), self.device, torch.float64
         )
         self._seeds[slot] = to_device_async([hashed_seed(draw.seed)], self.device)[0]
-        used = -(-length // PAGE)
-        every = torch.stack([loop[:, :, :, :length] for loop in keys.loops])
-        every = torch.nn.functional.pad(every, (0, 0, 0, used * PAGE - length))  # [M, K, 2, H, tokens, W]
-        cut = every.view(*every.shape[:4], used, PAGE, -1)
-        self._pool[taken[:, :used].long()] = cut.permute(0, 4, 1, 2, 3, 5, 6).to(self._pool.dtype)
+        size = self.page_tokens
+        first, end = start // size, -(-length // size)  # the pages to write
+        if first == end:
+            return
+        new = torch.stack([loop[:, :, :, start:length] for loop in keys.loops])
+        new = torch.nn.functional.pad(new, (0, 0, 0, end * size - length))  # [M, K, 2, H, tokens, W]
+        by_page = new.view(*new.shape[:4], end - first, size, -1).permute(0, 4, 1, 2, 3, 5, 6)
+        self._pool[table[:, first:end].long()] = by_page.to(self._pool.dtype)
+
+    def read(self, pages: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The keys and values [K, 2, H, tokens, W] in these pages, for each loop."""
+        table = to_device_async(pages, self.device)  # [M, N]
+        by_page = self._pool[table].permute(0, 2, 3, 4, 1, 5, 6)  # [M, K, 2, H, N, PAGE, W]
+        return list(by_page.flatten(4, 5))
 
     def _modulation(self, condition: Condition, budget: int) -> Tensor:
         """Modulations [M, K, 4, D]; of a model without any, gates of 1 and its norm weights less 1 as scales."""
@@ -225,38 +221,37 @@ class SharedBatch:
 
     def token(self, slot: int, budget: int) -> Tensor:
         """Logits [1, V] of the next token of a slot, if no other runs, after all its passes."""
-        row = self._lone_row(slot, budget)
+        row = self._enter_alone(slot, budget)
         row.replay(greedy=False)
         return row.logits[:, : self.model.config.vocab]
 
-    def follow(self, slot: int, budget: int, position: int) -> tuple[Tensor, Tensor]:
-        """Run a token at this position as `token` does, and begin the most likely next one: it [1] and its
-        log-probability [1]. This row does not write over them, and another that runs alone waits for COPIES."""
-        row = self._lone_row(slot, budget)
+    def follow(self, slot: int, budget: int, position: int) -> HostCopy:
+        """Run a token at this position as `token` does, and begin the most likely next one: it and its
+        log-probability [1, 2], on their way to the host. The next token does not wait for this copy."""
+        row = self._enter_alone(slot, budget)
         row.replay(greedy=True)
-        return row.chosen[position], row.logprobs[position]
+        # Later tokens of this row do not overwrite these. Another row that runs alone does, and waits
+        # (_enter_alone).
+        with self._copy_stream.after_decoding():
+            return HostCopy(torch.stack((row.chosen[position].float(), row.logprobs[position]), 1))
 
     def draw(self, slot: int, budget: int) -> Tensor:
         """Run a token as `token` does, and begin the next one, drawn: it and its log-probability [1, 2]."""
-        row = self._lone_row(slot, budget)
+        row = self._enter_alone(slot, budget)
         row.replay(greedy=False)
         self._write_numbers("ended", [slot], self.slots)
         self._choose(row.logits, row.lengths, alone=True)
         row.ids.copy_(self._choices[:1, 0])
         return self._choices[:1]
 
-    def _lone_row(self, slot: int, budget: int) -> SingleRowRunner:
+    def _enter_alone(self, slot: int, budget: int) -> SingleRow:
         """The graph of a slot that runs alone, after it has taken over the slot's state."""
         if self._alone is None or self._alone[0] != slot:
             self._rejoin()
-            if budget not in self._lone_rows:
-                self._lone_rows[budget] = SingleRowRunner(
-                    self.model, budget, self._weights, self._scratch, self._pool
-                )
-            row = self._lone_rows[budget]
-            wait_for(
-                COPIES, self.device
-            )  # an earlier row's tokens, which this one writes over, may still be copied
+            if budget not in self._single_rows:
+                self._single_rows[budget] = SingleRow(self.model, budget, self._weights, self._scratch, self._pool)
+            row = self._single_rows[budget]
+            self._copy_stream.join()  # an earlier row's tokens, which this one overwrites, may still be copied
             row.enter(
                 self._ids[slot], self._lengths[slot], self._pages[slot], self._table[slot], self._injection[slot]
             )
@@ -372,8 +367,3 @@ class SharedBatch:
         if (name, rows) not in self._graphs:
             self._graphs[name, rows] = record(self.device, launch, [self._x, self._loops, self._ids, self._lengths])
         self._graphs[name, rows].replay()
-
-
-def paired(tokens: Tensor, logprobs: Tensor) -> Tensor:
-    """Tokens and their log-probabilities, each [B], as one tensor [B, 2]; fp32 holds every id exactly."""
-    return torch.stack((tokens.float(), logprobs), 1)

@@ -18,11 +18,17 @@ from torch import nn
 
 from loopformer import LM, LoopedLM, LoopformerError, ModelConfig, Trajectory
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.decode import PlainBackend
 from loopformer.inference.engine import generate
-from loopformer.inference.fused import backend
-from loopformer.inference.fused.backend import MAX_FREE, BatchPool, fingerprint, unsupported_reason, weights_by_rows
+from loopformer.inference.fused import batch_pool
+from loopformer.inference.fused.batch_pool import (
+    MAX_FREE,
+    BatchPool,
+    unsupported_reason,
+    weights_by_rows,
+)
+from loopformer.inference.kv_cache import fingerprint
 from loopformer.inference.request import Event, Request, Result
+from loopformer.inference.runner import PlainRunner
 
 from ..models import spread
 
@@ -46,7 +52,7 @@ class FakeBatch:
 def test_nothing_is_lent_twice_and_the_last_few_are_kept(
     tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "loopformer.inference.fused.batch", SimpleNamespace(SharedBatch=FakeBatch))
+    monkeypatch.setitem(sys.modules, "loopformer.inference.fused.launch", SimpleNamespace(DecodeBatch=FakeBatch))
     pool: Any = BatchPool(LoopedLM(tiny))
     with pool.batch(1) as one, pool.batch(1) as other:
         assert one is not other
@@ -60,7 +66,7 @@ def test_nothing_is_lent_twice_and_the_last_few_are_kept(
     with pytest.raises(ValueError, match="on purpose"), pool.batch(4):
         raise ValueError("on purpose")
     assert pool._free[-1].slots == 4
-    monkeypatch.setattr(backend, "available_bytes", lambda device: 2)
+    monkeypatch.setattr(batch_pool, "available_bytes", lambda device: 2)
     with pool.batch(8):
         pass
     assert len(pool._free) == 2
@@ -106,11 +112,11 @@ def tokenizer() -> Tokenizer:
 def model(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> LoopedLM:
     """For the kernels, and only where they run."""
     pytest.importorskip("triton")
-    from loopformer.inference.fused import graphs
+    from loopformer.inference.fused import single_row
 
     if INTERPRETED:  # in few programs, which the interpreter runs one after the other
-        monkeypatch.setattr(graphs, "OUTPUTS_PER_PROGRAM", dict.fromkeys(graphs.WARPS, 128))
-        monkeypatch.setattr(graphs, "SPLITS", 2)
+        monkeypatch.setattr(single_row, "OUTPUTS_PER_PROGRAM", dict.fromkeys(single_row.WARPS, 128))
+        monkeypatch.setattr(single_row, "SPLITS", 2)
     if not INTERPRETED and not torch.cuda.is_available():
         pytest.skip("no GPU")
     torch.set_float32_matmul_precision("highest")
@@ -122,10 +128,10 @@ def model(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> LoopedLM:
 
 
 def fused(pool: BatchPool, tokenizer: Tokenizer, requests: list[Request]) -> Iterator[Event]:
-    from loopformer.inference.fused.shared import SharedBackend
+    from loopformer.inference.fused.runner import FusedRunner
 
     with pool.batch(len(requests)) as batch:
-        yield from generate(pool.model, tokenizer, requests, SharedBackend(batch, remember=0))
+        yield from generate(pool.model, tokenizer, requests, FusedRunner(batch, share_prompts=False))
 
 
 def asked(count: int, tokens: int) -> list[Request]:
@@ -140,7 +146,7 @@ def results(events: Iterable[Event]) -> list[Result]:
 @pytest.mark.cuda
 def test_texts_at_once_do_not_meet(model: LoopedLM, tokenizer: Tokenizer) -> None:
     requests = asked(2, 5)
-    expected = [result.ids for result in results(generate(model, tokenizer, requests, PlainBackend(model, 3)))]
+    expected = [result.ids for result in results(generate(model, tokenizer, requests, PlainRunner(model, 3)))]
     pool = BatchPool(model)
     for _ in range(2):  # with batches that were used before, too
         runs = [fused(pool, tokenizer, [request]) for request in requests]
@@ -155,13 +161,13 @@ def test_batches_are_bounded_and_kept_where_there_is_room(
     model: LoopedLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = asked(3, 3)
-    expected = [result.ids for result in results(generate(model, tokenizer, requests, PlainBackend(model, 3)))]
+    expected = [result.ids for result in results(generate(model, tokenizer, requests, PlainRunner(model, 3)))]
     pool = BatchPool(model)
-    monkeypatch.setattr(backend, "MAX_SLOTS", 2)
-    monkeypatch.setattr(backend, "available_bytes", lambda device: 0)
+    monkeypatch.setattr(batch_pool, "MAX_SLOTS", 2)
+    monkeypatch.setattr(batch_pool, "available_bytes", lambda device: 0)
     assert [result.ids for result in results(fused(pool, tokenizer, requests))] == expected  # one waits
     assert pool._free == []
-    monkeypatch.setattr(backend, "available_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr(batch_pool, "available_bytes", lambda device: 1 << 40)
     with pool.batch(5) as batch:
         assert batch.slots == 2
     assert pool._free == [batch]

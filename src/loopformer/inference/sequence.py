@@ -1,0 +1,196 @@
+"""A request on its way through the engine: its tokens, its text and its status.
+
+sequence = Sequence(ticket, request, tokenizer, model.config)
+sequence.append([Choice(token, logprob)])           # waiting → running → finished
+event = sequence.event_since(sequence.initial)      # the text and tokens since an earlier moment
+
+A sequence changes in one place: a method computes the next `Progress`, which is immutable, and assigns it in its
+last line. So an error or Ctrl-C at any moment leaves a sequence as it was before the call or as it is after it.
+
+New rules for when a text ends belong into `_find_end` (tokens) or into detokenizer.py (text).
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Sequence as Items
+from copy import copy
+from enum import Enum
+from typing import NamedTuple
+
+from loopformer.config.model import ModelConfig
+from loopformer.errors import LoopformerError
+from loopformer.inference.detokenizer import Detokenizer, TextStream
+from loopformer.inference.request import Event, Reason, Request, Result
+from loopformer.inference.sampling import Choice, Draw
+from loopformer.trajectory import Trajectory
+
+NOT_A_NUMBER = "The model's output is not a number; are its weights damaged, or too large for bf16?"
+
+
+class Status(Enum):
+    """How far a sequence has come."""
+
+    WAITING = "waiting"  # its prompt was not run, or only in part
+    RUNNING = "running"  # it has new tokens, and gets more
+    FINISHED = "finished"  # it ended, failed or was cancelled
+
+
+class Progress(NamedTuple):
+    """The tokens and the text of a sequence at one moment."""
+
+    text: TextStream
+    choices: tuple[Choice, ...] = ()
+    ids: tuple[int, ...] = ()  # of the choices
+    result: Result | None = None
+
+
+class Sequence:
+    """A request, its new tokens, and the text of these."""
+
+    def __init__(self, ticket: int, request: Request, tokenizer: Detokenizer, config: ModelConfig) -> None:
+        """Raises if the model cannot run this request."""
+        if len(request.prompt) > config.context:
+            raise LoopformerError(
+                f"The prompt has {len(request.prompt)} tokens but the context is {config.context}; shorten it."
+            )
+        low, high = min(request.prompt), max(request.prompt)
+        if low < 0 or high >= config.vocab:
+            raise LoopformerError(
+                f"Token ids must lie in 0…{config.vocab - 1}, got {low}…{high}; is this the model's own tokenizer?"
+            )
+        self.ticket, self.request, self.context = ticket, request, config.context
+        self.arrived_at = time.monotonic()
+        self.started_at: float | None = None  # when its prompt was first run
+        seed = request.sampling.seed
+        self.seed = secrets.randbits(63) if seed is None else int(seed)
+        self.has_failed = False  # whether its work failed at the last try
+        self._end_token = tokenizer.eot
+        self.initial = Progress(TextStream(tokenizer, request.stops, after=request.prompt))
+        self._progress = self.initial
+        self._cancelled_at: Progress | None = None
+
+    @property
+    def progress(self) -> Progress:
+        return self._cancelled_at or self._progress
+
+    @property
+    def status(self) -> Status:
+        if self._cancelled_at is not None or self._progress.result is not None:
+            return Status.FINISHED
+        return Status.RUNNING if self._progress.ids else Status.WAITING
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self.request.trajectory
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The new tokens."""
+        return self._progress.ids
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        """Prompt and new tokens."""
+        return (*self.request.prompt, *self._progress.ids)
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt) + len(self._progress.ids)
+
+    @property
+    def cached_length(self) -> int:
+        """How many tokens are in the KV cache: all but the last new one, which is the input of the next step."""
+        return self.length - bool(self._progress.ids)
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens that it can come to, prompt included."""
+        return min(self.context, len(self.request.prompt) + self.request.max_tokens)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most tokens that can be generated. The last one is never run, so it needs no room in the context."""
+        return min(self.request.max_tokens, self.context - len(self.request.prompt) + 1)
+
+    def draw(self) -> Draw:
+        """The settings and noise of the next token."""
+        sampling = self.request.sampling
+        history = self.history if sampling.repetition_penalty != 1 else ()
+        return Draw(sampling, self.seed, self.length, history, self.request.alternatives)
+
+    def append(self, choices: Items[Choice]) -> None:
+        """Append tokens up to the end of the text. The tokens after it are dropped."""
+        progress = self._progress
+        new, reason = self._find_end(choices)
+        text = copy(progress.text)
+        text.push(*_shown_tokens(new, reason))
+        if text.stopped and len(new) > 1:
+            # Push the tokens again, singly, to find the one that completed the stop string. Drop those after it.
+            text = copy(progress.text)
+            for count, choice in enumerate(new, start=1):
+                text.push(choice.token)
+                if text.stopped:
+                    new = new[:count]
+                    break
+        if text.stopped:
+            reason = "stop"
+        if reason is not None:
+            text.finish()
+        new = [choice._replace(alternatives=choice.alternatives[: self.request.alternatives]) for choice in new]
+        after = Progress(
+            text, (*progress.choices, *new), (*progress.ids, *[choice.token for choice in new]), progress.result
+        )
+        if reason is not None:
+            after = after._replace(result=self._make_result(after, reason, NOT_A_NUMBER))
+        self.has_failed = False
+        self._progress = after
+
+    def fail(self, sentence: str) -> None:
+        """End with an error. The text so far is kept, including what was held back."""
+        text = copy(self._progress.text)
+        text.flush()
+        after = self._progress._replace(text=text)
+        self._progress = after._replace(result=self._make_result(after, "error", sentence))
+
+    def cancel(self) -> None:
+        """Finish without a result, unless there is one. Tokens that come later are ignored."""
+        if self.status is not Status.FINISHED:
+            self._cancelled_at = self._progress
+
+    def event_since(self, before: Progress) -> Event:
+        """What was added since an earlier moment."""
+        now = self.progress
+        piece = now.text.text[before.text.shown : now.text.shown]
+        return Event(self.ticket, piece, now.result, now.choices[len(before.choices) :], self.started_at)
+
+    def _find_end(self, choices: Items[Choice]) -> tuple[Items[Choice], Reason | None]:
+        """The choices up to the end token, a NaN or a length limit, with the reason if there is one."""
+        limit = self.max_new_tokens - len(self.ids)
+        for number, choice in enumerate(choices[:limit]):
+            if math.isnan(choice.logprob):
+                return choices[:number], "error"
+            if choice.token == self._end_token:
+                return choices[: number + 1], "end"
+        if len(choices) < limit:
+            return choices, None
+        return choices[:limit], "length" if self.max_new_tokens == self.request.max_tokens else "context"
+
+    def _make_result(self, progress: Progress, reason: Reason, error: str) -> Result:
+        return Result(
+            progress.text.text,
+            progress.ids,
+            tuple([choice.logprob for choice in progress.choices]),
+            reason,
+            len(self.request.prompt),
+            self.trajectory,
+            error if reason == "error" else None,
+        )
+
+
+def _shown_tokens(choices: Items[Choice], reason: Reason | None) -> list[int]:
+    """The tokens that have text: all but the end token."""
+    tokens = [choice.token for choice in choices]
+    return tokens[:-1] if reason == "end" else tokens
