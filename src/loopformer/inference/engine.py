@@ -198,12 +198,14 @@ class Engine:
         except Exception as error:
             failure = error.with_traceback(None)  # its frames hold the tensors of the failed run
         if failure is None:
-            pairs = zip(group, outcomes, strict=True)
-            first_tokens = [(sequence, [outcome]) for sequence, outcome in pairs if isinstance(outcome, Choice)]
-            self._append([sequence for sequence, _ in first_tokens], [choices for _, choices in first_tokens])
+            first_tokens: list[list[Choice]] = []
             for sequence, outcome in zip(group, outcomes, strict=True):
-                if outcome:  # also one more piece of a long prompt
-                    sequence.has_failed = False
+                if isinstance(outcome, Choice):
+                    first_tokens.append([outcome])
+                else:
+                    first_tokens.append([])
+                    sequence.advance_prefill(outcome)
+            self._append(group, first_tokens)
             return
         self._release()  # some of the group may have slots
         if len(group) == 1:

@@ -67,6 +67,7 @@ class Sequence:
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else int(seed)
         self.has_failed = False  # whether its work failed at the last try
+        self._prefilled = 0  # the most tokens of its prompt that were run in pieces
         self._end_token = tokenizer.eot
         self.initial = Progress(TextStream(tokenizer, request.stops, after=request.prompt))
         self._progress = self.initial
@@ -120,6 +121,12 @@ class Sequence:
         sampling = self.request.sampling
         history = self.history if sampling.repetition_penalty != 1 else ()
         return Draw(sampling, self.seed, self.length, history, self.request.alternatives)
+
+    def advance_prefill(self, tokens: int) -> None:
+        """Note how many tokens of its prompt were run by now. A failure is forgiven once more are run than ever
+        before. If the same pieces were enough, a sequence that always fails at its last piece would never end."""
+        if tokens > self._prefilled:
+            self._prefilled, self.has_failed = tokens, False
 
     def append(self, choices: Items[Choice]) -> None:
         """Append tokens up to the end of the text. The tokens after it are dropped."""
