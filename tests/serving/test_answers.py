@@ -2,21 +2,27 @@
 
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from loopformer import LM, Trajectory
 from loopformer.inference.chat import ChatTemplate
-from loopformer.serving.answers import AnswerWriter, ChatWriter, CompletionWriter, GeneratedText, count_usage
-from loopformer.serving.messages import TokenScore
+from loopformer.inference.request import Event, Reason, Result
+from loopformer.inference.sampling import Choice
+from loopformer.serving.answers import AnswerWriter, ChatWriter, CompletionWriter, count_usage
 from loopformer.serving.protocol import ChatBody, CompletionBody, Served
 
 
 @pytest.fixture(scope="module")
 def served(lm: LM) -> Served:
     return Served("tiny", ChatTemplate(lm.need_tokenizer()), lm.model.config, Trajectory.uniform(4), 4, 64, 32)
+
+
+def event(text: str, *logprobs: float, reason: Reason | None = None) -> Event:
+    choices = tuple(Choice(number, logprob) for number, logprob in enumerate(logprobs, 1))
+    result = None if reason is None else Result(text, (), (), reason, 1, Trajectory.uniform(4))
+    return Event(0, text, result, choices)
 
 
 def writer(kind: type[AnswerWriter], served: Served, budget: int = 4, **fields: Any) -> AnswerWriter:
@@ -37,10 +43,10 @@ def test_a_chunk_has_what_is_new_and_null_on_purpose(served: Served) -> None:
         "finish_reason": None,
     }
     for part, delta, reason in (
-        (GeneratedText((), "x", [1], [0.0]), {"content": "x"}, None),
-        (GeneratedText((), reason="end"), {}, "stop"),
+        (event("x", 0.0), {"content": "x"}, None),
+        (event("", reason="end"), {}, "stop"),
     ):
-        content = json.loads(chat.chunk(0, part).to_json())
+        content = json.loads(chat.chunk(part).to_json())
         assert set(content) == {"id", "object", "created", "model", "choices"}
         (choice,) = content["choices"]
         assert choice == {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
@@ -50,32 +56,30 @@ def test_a_chunk_has_what_is_new_and_null_on_purpose(served: Served) -> None:
 def test_the_requested_budget_is_named_where_less_was_granted(
     served: Served, budget: int, extra: dict[str, int]
 ) -> None:
-    texts = [GeneratedText((1,), "x", [1], [0.0], "length")]
-    answer = writer(CompletionWriter, served, budget).complete(texts, count_usage(served.cost, texts, 1, budget))
+    job = CompletionBody.model_validate({"prompt": "its"}).job(served)
+    usage = count_usage(served.cost, job, [1], scored=False, budget=budget)
+    answer = writer(CompletionWriter, served, budget).complete([event("x", 0.0, reason="length")], usage)
     expected = {"budget": budget, "trajectory": str(budget), "degraded": bool(extra), **extra}
     assert json.loads(answer.to_json())["loopformer"] == expected
 
 
 def test_an_impossible_token_has_a_finite_logprob(served: Served) -> None:
-    part = GeneratedText((), "x", [1], [-math.inf])
-    (choice,) = json.loads(writer(CompletionWriter, served, logprobs=0).chunk(0, part).to_json())["choices"]
+    part = event("x", -math.inf)
+    (choice,) = json.loads(writer(CompletionWriter, served, logprobs=0).chunk(part).to_json())["choices"]
     assert choice["logprobs"]["token_logprobs"] == [-9999.0]
-    (choice,) = json.loads(writer(ChatWriter, served, logprobs=True).chunk(0, part).to_json())["choices"]
+    (choice,) = json.loads(writer(ChatWriter, served, logprobs=True).chunk(part).to_json())["choices"]
     assert [token["logprob"] for token in choice["logprobs"]["content"]] == [-9999.0]
 
 
 def test_usage_counts_passes_and_flops(served: Served) -> None:
-    texts = [GeneratedText((1, 2, 3), "", [4, 5, 6], [0.0] * 3, "length") for _ in range(2)]
-    used = count_usage(served.cost, texts, n=2, budget=2)
+    job = CompletionBody.model_validate({"prompt": [1, 2, 3], "n": 2}).job(served)
+    used = count_usage(served.cost, job, [3, 3], scored=False, budget=2)
     assert used.prompt_tokens == 3
     assert used.completion_tokens == 6
     assert used.total_tokens == 9
     assert used.loops == 2 * 2 * (3 + 2)
-    seen = [
-        replace(text, token_scores=[TokenScore(0.0, ())] * 6) for text in texts
-    ]  # and looked at: five tokens run again
-    assert count_usage(served.cost, seen, n=2, budget=2).loops == 2 * 2 * (3 + 2 + 5)
-    prompt = GeneratedText((1, 2, 3), token_scores=[TokenScore(0.0, ())] * 3)  # nothing new
-    assert count_usage(served.cost, [prompt], n=1, budget=2).loops == 2 * 2
+    # With their prompts scored: two tokens of each run again, also where nothing is generated.
+    assert count_usage(served.cost, job, [3, 3], scored=True, budget=2).loops == 2 * 2 * (3 + 2 + 2)
+    assert count_usage(served.cost, job, [0, 0], scored=True, budget=2).loops == 2 * 2 * 2
     decoded = sum(served.cost.forward_flops(2, context, causal=False) for context in (4, 5))
     assert used.flops == pytest.approx(2 * (served.cost.prefill_flops(3, 2) + decoded))

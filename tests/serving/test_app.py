@@ -204,7 +204,9 @@ def test_what_is_counted_is_told(server: RunningServer) -> None:
     before = {name: server.metric(name, budget="3") for name in names}
     hits = server.metric("prefix_cache_hits_total")
     for _ in range(2):
-        server.post("/v1/completions", prompt="every pass is told its time and its step", max_tokens=4, budget=3)
+        server.post(
+            "/v1/completions", prompt="every pass is told its time and its step. " * 2, max_tokens=4, budget=3
+        )
     grown = {name: server.metric(name, budget="3") - before[name] for name in names}
     assert 2 <= grown["generation_tokens_total"] <= 8
     assert grown["time_to_first_token_seconds_count"] == grown["e2e_request_latency_seconds_count"] == 2

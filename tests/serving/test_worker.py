@@ -14,8 +14,9 @@ import torch
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.errors import RunFailed
 from loopformer.inference.engine import warm_up
+from loopformer.inference.request import Event
 from loopformer.serving import worker
-from loopformer.serving.messages import EngineLoad, EngineOutput, ScoreRequest, Submit, WorkerSettings
+from loopformer.serving.messages import EngineLoad, ScoreRequest, Submit, WorkerSettings
 from loopformer.serving.protocol import ApiError
 from loopformer.serving.worker import _client_error, _Worker, lens, load_served, score_tokens
 
@@ -141,22 +142,21 @@ def test_tokens_that_come_fast_are_sent_together(
 
     thread = threading.Thread(target=work)
     thread.start()
-    ours.send([Submit(0, 7, request, stream)])
-    pieces: list[EngineOutput] = []
-    while not pieces or pieces[-1].reason is None:
+    ours.send([Submit(7, request, stream)])
+    events: list[Event] = []
+    while not events or events[-1].result is None:
         outputs, _ = ours.recv()
-        for output in outputs:
-            assert output.number == 7
-            assert output.error is None
-            if output.started_at is None:
-                pieces.append(output)
+        assert {output.ticket for output in outputs} <= {7}
+        events += outputs
     ours.close()
     thread.join(240)
     assert not thread.is_alive()
-    assert len(pieces) == expected
-    assert len(pieces[0].tokens) == 1  # the first does not wait
-    assert "".join(piece.text for piece in pieces) == alone.text
-    assert [token for piece in pieces for token in piece.tokens] == list(alone.ids)
-    logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
-    assert logprobs == pytest.approx(alone.logprobs)
-    assert pieces[-1].reason == alone.reason
+    assert len(events) == expected
+    assert len(events[0].choices) == 1  # the first does not wait
+    assert all(event.started_at is not None for event in events)
+    assert "".join(event.piece for event in events) == alone.text
+    choices = [choice for event in events for choice in event.choices]
+    assert [choice.token for choice in choices] == list(alone.ids)
+    assert [choice.logprob for choice in choices] == pytest.approx(alone.logprobs)
+    assert events[-1].result is not None
+    assert events[-1].result.reason == alone.reason

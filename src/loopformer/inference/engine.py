@@ -20,7 +20,7 @@ one at a time."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, cycle
@@ -134,15 +134,18 @@ class Engine:
                 return
             self._step()
 
-    def step(self) -> list[Event]:
-        """One token for every request that runs, and the first one for those that come in."""
+    def step(self, is_due: Callable[[Seq], bool] = lambda sequence: True) -> list[Event]:
+        """One token for every request that runs, and the first one for those that come in.
+
+        Sequences that are not due get no event now. Their next event brings everything since their last one.
+        """
         self._step()
         events: list[Event] = []
         delivered: dict[int, Progress] = {}
         for sequence in self.scheduler.sequences:
             progress = sequence.progress
             before = self._delivered.get(sequence.ticket, sequence.initial)
-            if progress is not before:
+            if progress is not before and is_due(sequence):
                 events.append(sequence.event_since(before))
                 delivered[sequence.ticket] = progress
         self._delivered |= delivered  # and no call before the return, where Ctrl-C might come

@@ -84,4 +84,11 @@ class Event(NamedTuple):
     piece: str
     result: Result | None = None
     choices: tuple[Choice, ...] = ()
-    started_at: float | None = None  # when the prompt was first run, by `time.monotonic`
+    started_at: float | None = None  # when the prompt was first run, by `time.monotonic`, which all processes share
+
+    def then(self, later: Event) -> Event:
+        """This event and a later one of the same request, as one."""
+        started_at = self.started_at or later.started_at
+        return Event(
+            self.ticket, self.piece + later.piece, later.result, (*self.choices, *later.choices), started_at
+        )

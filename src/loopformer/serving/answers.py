@@ -11,16 +11,17 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator
 
 from loopformer.inference.detokenizer import BROKEN
-from loopformer.inference.request import Reason
+from loopformer.inference.request import Event, Reason
+from loopformer.inference.sampling import Choice
 from loopformer.model.cost import Cost
-from loopformer.serving.messages import Alternatives, EngineOutput, TokenScore
+from loopformer.scoring import Alternatives
+from loopformer.serving.messages import TokenScore
 from loopformer.serving.protocol import AnswerBody, Job, Served
 from loopformer.trajectory import Trajectory
 
@@ -134,39 +135,22 @@ def lens_answer(served: Served, trajectory: Trajectory, rows: Sequence[Alternati
     return LensAnswer(model=served.name, trajectory=str(trajectory), loops=loops)
 
 
-@dataclass
-class GeneratedText:
-    """A text as generated so far, or the part that a chunk adds to it."""
-
-    prompt: tuple[int, ...]
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    reason: Reason | None = None
-    token_scores: list[TokenScore] = field(default_factory=list)  # of prompt and new tokens, if they were scored
-
-    def add(self, output: EngineOutput) -> None:
-        self.text += output.text
-        self.tokens += output.tokens
-        self.logprobs += output.logprobs
-        self.reason = output.reason
-
-
-def count_usage(cost: Cost, texts: Sequence[GeneratedText], n: int, budget: int) -> Usage:
-    """Token counts, and the loops and FLOPs that the texts took. Each prompt has `n` texts."""
-    prompt, new = sum(len(text.prompt) for text in texts) // n, sum(len(text.tokens) for text in texts)
+def count_usage(cost: Cost, job: Job, new_tokens: Sequence[int], scored: bool, budget: int) -> Usage:
+    """Token counts, and the loops and FLOPs that the texts took. `new_tokens` has the number of each text.
+    `scored`: whether the prompts were scored, too."""
+    prompt, new = sum(map(len, job.prompts)), sum(new_tokens)
     loops, flops = 0, 0.0
-    for text in texts:
-        prompted, decoded = len(text.prompt), max(0, len(text.tokens) - 1)  # the prefill yields the first token
-        if text.tokens:
+    for index, count in enumerate(new_tokens):
+        prompted, decoded = len(job.prompt_of(index)), max(0, count - 1)  # the prefill yields the first token
+        if count:
             loops += budget * (prompted + decoded)
             flops += cost.prefill_flops(prompted, budget)
             # FLOPs grow linearly with the context, so the first and the last decoded token give the exact mean.
             ends = (prompted + 1, prompted + decoded)
             flops += decoded * sum(cost.forward_flops(budget, end, causal=False) for end in ends) / 2
-        if scored := max(0, len(text.token_scores) - 1):  # scoring runs all but the last token again
-            loops += budget * scored
-            flops += cost.prefill_flops(scored, budget)
+        if scored and prompted > 1:  # scoring runs all but the last token of the prompt again
+            loops += budget * (prompted - 1)
+            flops += cost.prefill_flops(prompted - 1, budget)
     return Usage(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new, loops=loops, flops=flops)
 
 
@@ -185,20 +169,26 @@ class AnswerWriter(ABC):
         depth = {"budget": granted.budget, "trajectory": str(granted), "degraded": granted != job.trajectory}
         if granted != job.trajectory:
             depth["asked_budget"] = job.trajectory.budget
+        self._prompt_scores: Mapping[int, list[TokenScore]] = {}
         self._depth = GrantedDepth.model_validate(depth)
 
-    def complete(self, texts: Sequence[GeneratedText], usage: Usage) -> GenerationAnswer:
-        choices = [self._choice(index, text, self._content(text)) for index, text in enumerate(texts)]
+    def complete(
+        self, texts: Sequence[Event], usage: Usage, prompt_scores: Mapping[int, list[TokenScore]] | None = None
+    ) -> GenerationAnswer:
+        """The answer with these texts, each a single event. `prompt_scores` by index, for texts that echo
+        prompts."""
+        self._prompt_scores = prompt_scores or {}
+        choices = [self._choice(text, self._content(text)) for text in texts]
         return self._answer(self.kind, choices, usage=usage, loopformer=self._depth)
 
     def opening(self) -> GenerationAnswer:
         """The chunk before any text. It has all choices, as clients look at the first choice of every chunk."""
-        choices = [self._choice(index, GeneratedText(()), self.empty_delta) for index in range(self._job.count)]
+        choices = [self._choice(Event(index, ""), self.empty_delta) for index in range(self._job.count)]
         return self._answer(self.chunk_kind, choices, loopformer=self._depth)
 
-    def chunk(self, index: int, part: GeneratedText) -> GenerationAnswer:
-        """The chunk that adds `part` to a text."""
-        return self._answer(self.chunk_kind, [self._choice(index, part, self._delta(part))])
+    def chunk(self, event: Event) -> GenerationAnswer:
+        """The chunk that adds an event to a text."""
+        return self._answer(self.chunk_kind, [self._choice(event, self._delta(event))])
 
     def closing(self, usage: Usage) -> GenerationAnswer:
         """The chunk with the usage, for requests that include it."""
@@ -209,21 +199,21 @@ class AnswerWriter(ABC):
             id=self._id, object=kind, created=self._created, model=self._served.name, choices=choices, **fields
         )
 
-    def _choice(self, index: int, text: GeneratedText, content: dict[str, Any]) -> CompletionChoice | ChatChoice:
-        reason = None if text.reason is None else FINISH_REASONS[text.reason]
-        logprobs = None if self._job.alternatives is None else self._logprobs(index, text)
-        return self.choice_type(index=index, **content, logprobs=logprobs, finish_reason=reason)
+    def _choice(self, event: Event, content: dict[str, Any]) -> CompletionChoice | ChatChoice:
+        reason = None if event.result is None else FINISH_REASONS[event.result.reason]
+        logprobs = None if self._job.alternatives is None else self._logprobs(event)
+        return self.choice_type(index=event.ticket, **content, logprobs=logprobs, finish_reason=reason)
 
     @abstractmethod
-    def _content(self, text: GeneratedText) -> dict[str, Any]:
+    def _content(self, text: Event) -> dict[str, Any]:
         """The text in a complete answer."""
 
     @abstractmethod
-    def _delta(self, part: GeneratedText) -> dict[str, Any]:
+    def _delta(self, event: Event) -> dict[str, Any]:
         """The text in a chunk."""
 
     @abstractmethod
-    def _logprobs(self, index: int, text: GeneratedText) -> Any:
+    def _logprobs(self, event: Event) -> Any:
         """The tokens and their log-probabilities."""
 
 
@@ -236,27 +226,26 @@ class CompletionWriter(AnswerWriter):
         # By choice, from chunk to chunk: the characters that are complete, and the tokens of one that is not.
         self._offset_states: dict[int, tuple[int, list[int]]] = {}
 
-    def _content(self, text: GeneratedText) -> dict[str, Any]:
-        prompt = self._served.tokenizer.decode(text.prompt) if self._job.echo else ""
-        return {"text": prompt + text.text}
+    def _content(self, text: Event) -> dict[str, Any]:
+        prompt = self._served.tokenizer.decode(self._job.prompt_of(text.ticket)) if self._job.echo else ""
+        return {"text": prompt + text.piece}
 
-    def _delta(self, part: GeneratedText) -> dict[str, Any]:
-        return {"text": part.text}
+    def _delta(self, event: Event) -> dict[str, Any]:
+        return {"text": event.piece}
 
-    def _logprobs(self, index: int, text: GeneratedText) -> CompletionLogprobs:
-        ids: list[int] = [*text.tokens]
-        values: list[float | None] = [*text.logprobs]
-        rows = text.token_scores[len(text.prompt) :]
+    def _logprobs(self, event: Event) -> CompletionLogprobs:
+        ids = [choice.token for choice in event.choices]
+        scores: list[TokenScore | Choice] = [*self._prompt_scores.get(event.ticket, ()), *event.choices]
         if self._job.echo:
-            ids = [*text.prompt, *ids]
-            values = [*(row.logprob for row in text.token_scores[: len(text.prompt)]), *values]
-            rows = text.token_scores
+            ids = [*self._job.prompt_of(event.ticket), *ids]
         return CompletionLogprobs(
             tokens=[self._served.token_text(token) for token in ids],
             token_ids=ids,
-            token_logprobs=values,
-            top_logprobs=[self._by_text(row.alternatives) for row in rows] if self._job.alternatives else None,
-            text_offset=self._offsets(index, ids),
+            token_logprobs=[score.logprob for score in scores],
+            top_logprobs=[self._by_text(score.alternatives) for score in scores]
+            if self._job.alternatives
+            else None,
+            text_offset=self._offsets(event.ticket, ids),
         )
 
     def _offsets(self, index: int, ids: Sequence[int]) -> list[int]:
@@ -284,22 +273,19 @@ class ChatWriter(AnswerWriter):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     choice_type, empty_delta = ChatChoice, {"delta": ChatMessage(role="assistant", content="")}
 
-    def _content(self, text: GeneratedText) -> dict[str, Any]:
-        return {"message": ChatMessage(role="assistant", content=text.text, refusal=None)}
+    def _content(self, text: Event) -> dict[str, Any]:
+        return {"message": ChatMessage(role="assistant", content=text.piece, refusal=None)}
 
-    def _delta(self, part: GeneratedText) -> dict[str, Any]:
-        return {"delta": ChatMessage(content=part.text) if part.text or part.reason is None else ChatMessage()}
+    def _delta(self, event: Event) -> dict[str, Any]:
+        return {"delta": ChatMessage(content=event.piece) if event.piece or event.result is None else ChatMessage()}
 
-    def _logprobs(self, index: int, text: GeneratedText) -> ChatLogprobs:
-        scores = text.token_scores[len(text.prompt) :]
-        alternatives = [score.alternatives for score in scores] or [()] * len(text.tokens)
-        rows = zip(text.tokens, text.logprobs, alternatives, strict=True)
+    def _logprobs(self, event: Event) -> ChatLogprobs:
         content = [
             ChosenToken(
                 **self._token(token, value),
-                top_logprobs=[AlternativeToken(**self._token(*alternative)) for alternative in likely],
+                top_logprobs=[AlternativeToken(**self._token(*alternative)) for alternative in alternatives],
             )
-            for token, value, likely in rows
+            for token, value, alternatives in event.choices
         ]
         return ChatLogprobs(content=content, refusal=None)
 

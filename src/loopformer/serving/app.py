@@ -118,11 +118,11 @@ async def _generate(
 
 async def _complete(service: Service, path: str, job: Job, writer_type: type[AnswerWriter]) -> Response:
     async with service.generate(job, path, stream=False) as generation:
-        async for _ in generation.parts():
+        async for _ in generation.events():
             pass
-        await generation.score()
+        await generation.score_prompts()
         writer = writer_type(service.served, job, generation.trajectory)
-        return writer.complete(generation.texts, generation.usage()).to_response()
+        return writer.complete(generation.texts, generation.usage(), generation.prompt_scores).to_response()
 
 
 async def _events(
@@ -132,13 +132,13 @@ async def _events(
     try:
         async with service.generate(job, path, stream=True) as generation:
             writer = writer_type(service.served, job, generation.trajectory)
-            async for parts in generation.parts():
+            async for events in generation.events():
                 opening = b"" if has_begun else _event(writer.opening())
                 has_begun = True
                 # A token that ends within a character has no text yet. Its log-probability is sent at once.
                 has_logprobs = job.alternatives is not None
-                shown = [entry for entry in parts if has_logprobs or entry[1].text or entry[1].reason]
-                yield opening + b"".join(_event(writer.chunk(*entry)) for entry in shown)
+                shown = [event for event in events if has_logprobs or event.piece or event.result]
+                yield opening + b"".join(_event(writer.chunk(event)) for event in shown)
             closing = _event(writer.closing(generation.usage())) if include_usage else b""
             yield closing + b"data: [DONE]\n\n"
     except LoopformerError as error:

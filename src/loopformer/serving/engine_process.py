@@ -2,8 +2,8 @@
 
     engine = EngineProcess(WorkerSettings("runs/mine", rows=16))
     ready = await engine.start()                        # raises one sentence if the model cannot be loaded
-    call = engine.submit([request, …], 0, stream=True)  # the texts of one client, and their priority
-    for index, output in await call.read(): ...         # everything since the last read
+    call = engine.submit([request, …], stream=True)     # the texts of one client
+    for output in await call.read(): ...                # everything since the last read
     engine.cancel(call)                                 # frees the slots of a client that has left
 
 The process is "lost" when it dies, and "hung" when it is silent for longer than a step may take. In both cases its
@@ -25,12 +25,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from loopformer.errors import RunFailed
-from loopformer.inference.request import Request
+from loopformer.inference.request import Event, Request
 from loopformer.serving.messages import (
     Cancel,
     EngineLoad,
-    EngineOutput,
     EngineReady,
+    Failure,
+    Output,
     ScoreRequest,
     Submit,
     WorkerSettings,
@@ -57,19 +58,28 @@ class Call:
 
     def __init__(self, numbers: range) -> None:
         self.numbers = numbers
-        self._outputs: list[tuple[int, EngineOutput]] = []
+        self._outputs: dict[int, Output] = {}  # by the index of the request in the call
+        self._failure: Failure | None = None
         self._has_outputs = asyncio.Event()
 
-    def put(self, output: EngineOutput) -> None:
-        self._outputs.append((output.number - self.numbers.start, output))
+    def put(self, output: Output) -> None:
+        index = output.ticket - self.numbers.start
+        unread = self._outputs.get(index)
+        if isinstance(output, Failure):
+            self._failure = self._failure or output
+        elif isinstance(output, Event) and isinstance(unread, Event):
+            self._outputs[index] = unread.then(output)  # a slow reader gets fewer, longer pieces
+        else:
+            self._outputs[index] = output._replace(ticket=index)
         self._has_outputs.set()
 
-    async def read(self) -> list[tuple[int, EngineOutput]]:
-        """All outputs since the last read, at least one, each with the index of its request in the call."""
+    async def read(self) -> list[Output]:
+        """All outputs since the last read, at least one. Their tickets are the indices of the requests. A failure
+        of any request comes last, and ends the call."""
         await self._has_outputs.wait()
         self._has_outputs.clear()
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        outputs, self._outputs = [*self._outputs.values()], {}
+        return [*outputs, self._failure] if self._failure is not None else outputs
 
 
 class _Link:
@@ -200,7 +210,8 @@ class EngineProcess:
             outputs, load = message
             for output in outputs:
                 # A request that was cancelled in the meantime no longer has a call.
-                call = self._calls.pop(output.number, None) if output.is_last else self._calls.get(output.number)
+                number, is_last = output.ticket, not isinstance(output, Event) or output.result is not None
+                call = self._calls.pop(number, None) if is_last else self._calls.get(number)
                 if call is not None:
                     call.put(output)
             self.on_load(load)
@@ -218,11 +229,11 @@ class EngineProcess:
                 await asyncio.sleep(pause)
                 pause = min(MAX_PAUSE, 2 * pause)
 
-    def submit(self, requests: Sequence[Request], priority: int, stream: bool) -> Call:
-        """Generate texts for one client. With `stream` outputs are sent more often."""
+    def submit(self, requests: Sequence[Request], stream: bool) -> Call:
+        """Generate texts for one client. With `stream` events are sent more often."""
         call = self._begin_call(len(requests))
         numbered = zip(call.numbers, requests, strict=True)
-        self._post([Submit(priority, number, request, stream) for number, request in numbered])
+        self._post([Submit(number, request, stream) for number, request in numbered])
         return call
 
     def score(self, ids: Sequence[int], trajectory: Trajectory, top: int, by_loop: bool) -> Call:
@@ -251,7 +262,7 @@ class EngineProcess:
 
     def _fail_all(self) -> None:
         for number, call in self._calls.items():
-            call.put(EngineOutput(number, error=self._unavailable()))
+            call.put(Failure(number, self._unavailable()))
         self._calls = {}
 
     def _unavailable(self) -> ApiError:

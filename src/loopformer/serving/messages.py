@@ -1,8 +1,8 @@
 """The messages between the server's process and the engine's process, and the log format that both use.
 
 The server sends lists of Submit, ScoreRequest and Cancel. The engine's process sends EngineReady, or one sentence
-that says why the model cannot be loaded. After that it sends pairs of a list of EngineOutput and an EngineLoad.
-"""
+that says why the model cannot be loaded. After that it sends pairs of a list of outputs and an EngineLoad. An
+output is an Event of the engine, whose ticket is the server's number of the request, or Scores, or a Failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
-from loopformer.inference.request import Reason, Request
+from loopformer.inference.request import Event, Request
 from loopformer.scoring import Alternatives
 from loopformer.trajectory import Trajectory
 
@@ -61,12 +61,11 @@ class EngineLoad(NamedTuple):
 
 
 class Submit(NamedTuple):
-    """Generate a text. Messages sort by priority, then by number, which is unique."""
+    """Generate a text."""
 
-    priority: int
     number: int
     request: Request
-    stream: bool
+    stream: bool  # events are sent more often
 
 
 class ScoreRequest(NamedTuple):
@@ -99,21 +98,21 @@ class TokenScore(NamedTuple):
     alternatives: Alternatives
 
 
-class EngineOutput(NamedTuple):
-    """What a request has produced since its last output."""
+class Scores(NamedTuple):
+    """The answer to a ScoreRequest: a list of Alternatives or of TokenScore."""
 
-    number: int
-    started_at: float | None = None  # when it got its slot, by `time.monotonic`, which all processes share
-    text: str = ""
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    reason: Reason | None = None  # why the text has ended
-    scores: Any = None  # the complete result of a ScoreRequest
-    error: LoopformerError | None = None  # why the request was refused, or failed
+    ticket: int
+    scores: Any
 
-    @property
-    def is_last(self) -> bool:
-        return self.reason is not None or self.scores is not None or self.error is not None
+
+class Failure(NamedTuple):
+    """Why a request was refused or ended."""
+
+    ticket: int
+    error: LoopformerError
+
+
+Output = Event | Scores | Failure
 
 
 def run_worker(settings: WorkerSettings, connection: Connection) -> None:

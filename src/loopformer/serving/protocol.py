@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed, nearest, require
-from loopformer.inference.request import Request
+from loopformer.inference.request import MAX_PRIORITY, Request
 from loopformer.inference.sampling import Sampling
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory, resolve
@@ -218,7 +218,9 @@ class GenerationBody(DepthBody):
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     min_budget: int | None = Field(None, ge=1, description="The least that a busy server may grant.")
-    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower comes first.")
+    priority: int = Field(
+        0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower comes first: a level is worth a second of waiting."
+    )
 
     def _job(
         self, served: Served, prompts: list[list[int]], field: str, max_tokens: int, alternatives: int | None
@@ -261,8 +263,6 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
 
     def job(self, served: Served) -> Job:
-        streamed = self.stream and bool(self.logprobs)
-        need(not streamed, "logprobs", "A stream has log-probabilities of chosen tokens only; set 'logprobs' to 0.")
         need(
             not (self.echo and self.stream), "echo", "'echo' is not possible with 'stream'; leave out one of them."
         )
@@ -312,8 +312,6 @@ class ChatBody(GenerationBody):
     def job(self, served: Served) -> Job:
         has_logprobs = self.top_logprobs is None or self.logprobs
         need(has_logprobs, "top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
-        streamed = self.stream and bool(self.top_logprobs)
-        need(not streamed, "top_logprobs", "A stream has no 'top_logprobs'; leave out one of them.")
         require(
             self.max_tokens is None or self.max_completion_tokens is None,
             "Give 'max_completion_tokens' or 'max_tokens', not both.",
@@ -439,6 +437,10 @@ class Job:
     def count(self) -> int:
         return len(self.prompts) * self.n
 
+    def prompt_of(self, index: int) -> tuple[int, ...]:
+        """The prompt of a text."""
+        return self.prompts[index // self.n]
+
     def kv_bytes(self, served: Served, trajectory: Trajectory) -> int:
         """The bytes of keys and values that the texts may need along a trajectory."""
         tokens = sum(min(served.config.context, len(prompt) + self.max_tokens) for prompt in self.prompts)
@@ -448,7 +450,15 @@ class Job:
         """The engine's requests. The i-th text of a prompt draws with `seed + i`."""
         seeds = [None if self.sampling.seed is None else self.sampling.seed + index for index in range(self.n)]
         return [
-            Request(prompt, trajectory, replace(self.sampling, seed=seed), self.max_tokens, self.stops)
+            Request(
+                prompt,
+                trajectory,
+                replace(self.sampling, seed=seed),
+                self.max_tokens,
+                self.stops,
+                self.alternatives or 0,
+                self.priority,
+            )
             for prompt in self.prompts
             for seed in seeds
         ]

@@ -2,7 +2,7 @@
 
     service = Service(engine, served, Admission(rows=16, queue=64, memory=2**30), timeout=600)
     async with service.generate(job, "/v1/completions", stream=True) as generation:
-        async for parts in generation.parts(): ...     # the new parts of its texts
+        async for events in generation.events(): ...   # what was added to its texts
 
 At most `rows` requests run and at most `queue` requests wait. Both are in flight. Their keys and values are limited
 in proportion: memory * (rows + queue) / rows bytes.
@@ -31,10 +31,12 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from loopformer.errors import LoopformerError, require
-from loopformer.serving.answers import FINISH_REASONS, GeneratedText, Usage, count_usage
+from loopformer.errors import LoopformerError, RunFailed, require
+from loopformer.inference.request import Event, Result
+from loopformer.scoring import Alternatives
+from loopformer.serving.answers import FINISH_REASONS, Usage, count_usage
 from loopformer.serving.engine_process import Call, EngineProcess, shutdown_error
-from loopformer.serving.messages import Alternatives, EngineLoad, EngineOutput
+from loopformer.serving.messages import EngineLoad, Failure, Output, Scores, TokenScore
 from loopformer.serving.protocol import CLIENT_GONE, ApiError, Job, Served
 from loopformer.trajectory import Trajectory
 
@@ -151,66 +153,69 @@ class Generation:
 
     def __init__(self, service: Service, job: Job, trajectory: Trajectory) -> None:
         self.job, self.trajectory, self.budget, self._service = job, trajectory, trajectory.budget, service
-        self.texts = [GeneratedText(job.prompts[index // job.n]) for index in range(job.count)]
+        self.texts = [Event(index, "") for index in range(job.count)]  # everything so far
+        self.prompt_scores: dict[int, list[TokenScore]] = {}  # by text, if prompts were scored
         self.began = time.monotonic()
         self.queue_seconds: float | None = None  # until the first text got a slot
         self._first_tokens: dict[int, float] = {}  # seconds until the first token of each text
         self.call: Call | None = None
 
-    async def parts(self) -> AsyncIterator[list[tuple[int, GeneratedText]]]:
-        """Yield the new parts of the texts since the last iteration, with their indices."""
-        while self.call is not None and any(text.reason is None for text in self.texts):
-            parts: dict[int, GeneratedText] = {}
+    async def events(self) -> AsyncIterator[list[Event]]:
+        """Yield what was added to the texts since the last iteration. Tickets are the indices of the texts."""
+        while self.call is not None and any(text.result is None for text in self.texts):
+            events: list[Event] = []
             error: LoopformerError | None = None
-            for index, output in await self._service.read(self.call, self.began):
-                if output.error is not None:
+            for output in await self._service.read(self.call, self.began):
+                if isinstance(output, Failure):
                     error = output.error
-                    break
-                self._record_metrics(index, output)
-                if output.started_at is None:
-                    part = parts.setdefault(index, GeneratedText(()))
-                    for text in (self.texts[index], part):
-                        text.add(output)
-            if parts:
-                yield list(parts.items())
+                elif isinstance(output, Event):
+                    if output.result is not None and output.result.error is not None:
+                        error = RunFailed("The text could not be generated.")
+                        output = output._replace(result=None)
+                    if output.choices or output.result is not None:
+                        self._record_metrics(output)
+                    self.texts[output.ticket] = self.texts[output.ticket].then(output)
+                    events.append(output)
+            if events:
+                yield events
             if error is not None:  # only now, after the tokens before it
                 raise error
 
-    def _record_metrics(self, index: int, output: EngineOutput) -> None:
-        metrics, seconds, text = self._service.metrics, time.monotonic() - self.began, self.texts[index]
-        if output.started_at is not None:
-            queued = max(0.0, output.started_at - self.began)
+    def _record_metrics(self, event: Event) -> None:
+        metrics, seconds, index = self._service.metrics, time.monotonic() - self.began, event.ticket
+        if index not in self._first_tokens:
+            queued = max(0.0, (event.started_at or self.began) - self.began)
             self.queue_seconds = queued if self.queue_seconds is None else self.queue_seconds
             metrics.queue_time(self.budget).observe(queued)
-            return
-        if index not in self._first_tokens:
             self._first_tokens[index] = seconds
             metrics.time_to_first_token(self.budget).observe(seconds)
-            metrics.prompt_tokens(self.budget).inc(len(text.prompt))
-        metrics.generation_tokens(self.budget).inc(len(output.tokens))
-        if output.reason is not None:
-            metrics.success(self.budget, FINISH_REASONS[output.reason]).inc()
+            metrics.prompt_tokens(self.budget).inc(len(self.job.prompt_of(index)))
+        metrics.generation_tokens(self.budget).inc(len(event.choices))
+        if event.result is not None:
+            metrics.success(self.budget, FINISH_REASONS[event.result.reason]).inc()
             metrics.latency(self.budget).observe(seconds)
-            later = len(text.tokens) + len(output.tokens) - 1
+            later = len(self.texts[index].choices) + len(event.choices) - 1
             if later > 0:
                 metrics.time_per_token(self.budget).observe((seconds - self._first_tokens[index]) / later)
 
-    async def score(self) -> None:
-        """Score the finished texts if alternatives or log-probabilities of the prompt are requested."""
+    async def score_prompts(self) -> None:
+        """Score the prompts if their log-probabilities are requested. Texts without new tokens end here."""
         job, metrics = self.job, self._service.metrics
-        for text in self.texts:
-            if job.alternatives is not None and (job.alternatives or job.echo):
-                ids = (*text.prompt, *text.tokens)
-                call = self._service.engine.score(ids, self.trajectory, job.alternatives, by_loop=False)
-                text.token_scores = await self._service.scores(call, self.began)
-            if text.reason is None:  # a prompt without new tokens
-                text.reason = "length"
-                metrics.prompt_tokens(self.budget).inc(len(text.prompt))
-                metrics.success(self.budget, FINISH_REASONS[text.reason]).inc()
+        for index, text in enumerate(self.texts):
+            prompt = job.prompt_of(index)
+            if job.echo and job.alternatives is not None:
+                call = self._service.engine.score(prompt, self.trajectory, job.alternatives, by_loop=False)
+                self.prompt_scores[index] = await self._service.scores(call, self.began)
+            if text.result is None:
+                result = Result("", (), (), "length", len(prompt), self.trajectory)
+                self.texts[index] = text._replace(result=result)
+                metrics.prompt_tokens(self.budget).inc(len(prompt))
+                metrics.success(self.budget, FINISH_REASONS[result.reason]).inc()
                 metrics.latency(self.budget).observe(time.monotonic() - self.began)
 
     def usage(self) -> Usage:
-        return count_usage(self._service.served.cost, self.texts, self.job.n, self.budget)
+        new_tokens = [len(text.choices) for text in self.texts]
+        return count_usage(self._service.served.cost, self.job, new_tokens, bool(self.prompt_scores), self.budget)
 
     def log_fields(self) -> dict[str, Any]:
         return {
@@ -218,8 +223,8 @@ class Generation:
             "asked": str(self.job.trajectory),
             "trajectory": str(self.trajectory),
             "prompt_tokens": sum(map(len, self.job.prompts)),
-            "new_tokens": sum(len(text.tokens) for text in self.texts),
-            "finish": sorted({text.reason for text in self.texts if text.reason is not None}),
+            "new_tokens": sum(len(text.choices) for text in self.texts),
+            "finish": sorted({text.result.reason for text in self.texts if text.result is not None}),
             "queue_seconds": round(self.queue_seconds or 0.0, 4),
             "first_token_seconds": round(min(self._first_tokens.values(), default=0.0), 4),
         }
@@ -259,11 +264,11 @@ class Service:
             try:
                 if job.max_tokens:  # otherwise there is only a prompt to score
                     requests = job.requests(granted)
-                    generation.call = self.engine.submit(requests, job.priority, stream)
+                    generation.call = self.engine.submit(requests, stream)
                 yield generation
             except BaseException as error:
                 if ApiError.of(error).status == CLIENT_GONE:
-                    unfinished = sum(text.reason is None for text in generation.texts)
+                    unfinished = sum(text.result is None for text in generation.texts)
                     self.metrics.success(generation.budget, "abort").inc(unfinished)
                 raise
             finally:
@@ -306,14 +311,15 @@ class Service:
     async def scores(self, call: Call, began: float) -> Any:
         """The result of a call that scores tokens."""
         try:
-            ((_, output),) = await self.read(call, began)
+            (output,) = await self.read(call, began)
         finally:
             self.engine.cancel(call)
-        if output.error is not None:
+        if isinstance(output, Failure):
             raise output.error
+        assert isinstance(output, Scores)
         return output.scores
 
-    async def read(self, call: Call, began: float) -> list[tuple[int, EngineOutput]]:
+    async def read(self, call: Call, began: float) -> list[Output]:
         """The next outputs of a request. Raises an error once `timeout` seconds have passed since `began`."""
         try:
             async with asyncio.timeout(max(0.0, began + self.timeout - time.monotonic())):

@@ -2,32 +2,30 @@
 
     process = context.Process(target=run_worker, args=(WorkerSettings("runs/mine", rows=16), connection))
     connection.recv()                                   # EngineReady, or one sentence that says what is wrong
-    connection.send([Submit(priority=0, number=0, request=request, stream=True)])     # or ScoreRequest, Cancel
-    outputs, load = connection.recv()                   # a list of EngineOutput, an EngineLoad
+    connection.send([Submit(number=0, request=request, stream=True)])                 # or ScoreRequest, Cancel
+    outputs, load = connection.recv()                   # a list of Event, Scores and Failure, and an EngineLoad
 
-The loop reads messages, gives free slots to queued requests (lower priority numbers first), steps the engine, and
-sends the outputs in one message. An idle process sends regular heartbeats. It ends with its parent. The other end
-of the pipe is engine_process.py.
+The loop reads messages, steps the engine, and sends the outputs in one message. An idle process sends regular
+heartbeats. It ends with its parent. The other end of the pipe is engine_process.py.
 
 An output costs the server far more than a token costs the engine, mostly in system calls. So when many texts stream
-fast, an output holds several tokens: all streams together get at most MAX_OUTPUTS outputs per second. That is one
-output every 16 ms for each of 64 streams, and every token for a single stream. The first and the last token of a
-text are never held back. A text that is not streamed gets an output every UNSTREAMED_SECONDS, for the metrics. A
+fast, an event holds several tokens: all streams together get at most MAX_OUTPUTS events per second. That is one
+event every 16 ms for each of 64 streams, and every token for a single stream. The first and the last token of a
+text are never held back. A text that is not streamed gets an event every UNSTREAMED_SECONDS, for the metrics. A
 message costs the engine a third of a millisecond, so with 64 requests it sends at most one every 4 ms.
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import logging
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 import torch
@@ -37,20 +35,20 @@ from loopformer.device import dtype_of
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.chat import ChatTemplate
 from loopformer.inference.engine import Engine, warm_up
-from loopformer.inference.request import Result
-from loopformer.inference.sampling import Choice
+from loopformer.inference.sequence import Sequence, Status
 from loopformer.lm import LM, load, move_to_device
 from loopformer.loading import from_model_folder
 from loopformer.loading.folder import is_run_folder, resolve_model_path, run_folder_of
 from loopformer.model import LoopedLM
-from loopformer.scoring import head_chunks
+from loopformer.scoring import Alternatives, head_chunks, most_likely
 from loopformer.serving.messages import (
-    Alternatives,
     Cancel,
     EngineLoad,
-    EngineOutput,
     EngineReady,
+    Failure,
+    Output,
     ScoreRequest,
+    Scores,
     Submit,
     TokenScore,
     WorkerSettings,
@@ -62,7 +60,8 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 5  # in a row; then the process ends and another one is started
 MAX_OUTPUTS = 4000  # per second, of all streams together
 MAX_MESSAGES = 16_000  # per second, divided by the number of running requests
-UNSTREAMED_SECONDS = 0.25  # between the outputs of an answer that is not streamed
+UNSTREAMED_SECONDS = 0.25  # between the events of an answer that is not streamed
+MAX_QUEUE = 1 << 20  # far more than the server admits
 
 
 # The process.
@@ -76,7 +75,7 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
     log_as_json()
     try:
         lm, source = load_served(settings)
-        engine = lm.engine(settings.rows, queue=settings.rows, fast=settings.fast, memory=settings.memory)
+        engine = lm.engine(settings.rows, queue=MAX_QUEUE, fast=settings.fast, memory=settings.memory)
         if lm.model.tokens.weight.is_cuda:
             loops = lm.model.config.loops
             # Budgets L, L/2, …, 1.
@@ -124,26 +123,12 @@ def _end_with_parent() -> None:
 
 
 @dataclass
-class _RunningRequest:
-    """A request in the engine, and its output that has not been sent."""
+class _Reader:
+    """Who reads the events of a request, and how often."""
 
     number: int
     stream: bool
-    texts: list[str] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
-    next_at: float = 0.0  # when to send the next output
-
-    def pop_output(self, result: Result | None) -> EngineOutput:
-        """Remove and return everything since the last output. `result` is given for the last output."""
-        tokens = tuple([choice.token for choice in self.choices])
-        logprobs = tuple([choice.logprob for choice in self.choices])
-        text, self.texts, self.choices = "".join(self.texts), [], []
-        error = None
-        if result is not None and result.error is not None:
-            logger.error("A request failed: %s", result.error)
-            error = RunFailed("The text could not be generated.")
-        reason = None if result is None else result.reason
-        return EngineOutput(self.number, None, text, tokens, logprobs, reason, error=error)
+    next_at: float = 0.0  # when the next event is due
 
 
 class _Worker:
@@ -152,25 +137,23 @@ class _Worker:
     def __init__(self, lm: LM, engine: Engine, connection: Connection, heartbeat_seconds: float) -> None:
         self._lm, self._engine, self._pipe, self._heartbeat = lm, engine, connection, heartbeat_seconds
         self._counts = engine.counts  # at the last message; the warm-up is not counted
-        self._queue: list[Submit] = []  # a heap: by priority, then in order of arrival
         self._score_queue: list[ScoreRequest] = []
         self._next_score_at = 0.0  # ignored while no text is generated
-        self._running: dict[int, _RunningRequest] = {}  # by the engine's ticket
-        self._outputs: list[EngineOutput] = []
+        self._readers: dict[int, _Reader] = {}  # by the engine's ticket
+        self._outputs: list[Output] = []
         self._is_load_sent = False
         self._sent_at = 0.0
 
     def run(self) -> None:
         failures = 0
         while True:
-            if not (self._queue or self._score_queue) and self._engine.idle:
+            if not self._score_queue and self._engine.idle:
                 while not self._pipe.poll(self._heartbeat):
                     self._send()  # an idle process shows that it is alive
             while self._pipe.poll():
                 self._is_load_sent = False
                 for message in self._pipe.recv():
                     self._receive(message)
-            self._fill_slots()
             self._score()
             try:
                 self._step()
@@ -182,35 +165,26 @@ class _Worker:
                 if failures == MAX_FAILED_STEPS:
                     raise
             has_changed = bool(self._outputs) or not self._is_load_sent
-            pause = len(self._running) / MAX_MESSAGES if has_changed else self._heartbeat
+            pause = self._engine.running / MAX_MESSAGES if has_changed else self._heartbeat
             if time.monotonic() >= self._sent_at + pause:
                 self._send()
 
     def _receive(self, message: Submit | ScoreRequest | Cancel) -> None:
         if isinstance(message, Submit):
-            heapq.heappush(self._queue, message)
+            try:
+                ticket = self._engine.submit(message.request)
+            except Exception as error:
+                self._outputs.append(Failure(message.number, _client_error(error)))
+            else:
+                self._readers[ticket] = _Reader(message.number, message.stream)
         elif isinstance(message, ScoreRequest):
             self._score_queue.append(message)
         else:
             number = message.number
             self._score_queue = [waiting for waiting in self._score_queue if waiting.number != number]
-            self._queue = [waiting for waiting in self._queue if waiting.number != number]
-            heapq.heapify(self._queue)
-            for ticket in [ticket for ticket, running in self._running.items() if running.number == number]:
+            for ticket in [ticket for ticket, reader in self._readers.items() if reader.number == number]:
                 self._engine.cancel(ticket)
-                del self._running[ticket]
-
-    def _fill_slots(self) -> None:
-        """Give the engine as many requests as it has free slots. The rest wait here, where priority counts."""
-        while self._queue and self._engine.running + self._engine.waiting < self._engine.rows:
-            _, number, request, stream = heapq.heappop(self._queue)
-            try:
-                ticket = self._engine.submit(request)
-            except Exception as error:
-                self._outputs.append(EngineOutput(number, error=_client_error(error)))
-            else:
-                self._running[ticket] = _RunningRequest(number, stream)
-                self._outputs.append(EngineOutput(number, started_at=time.monotonic()))
+                del self._readers[ticket]
 
     def _score(self) -> None:
         """Answer one ScoreRequest. The next one waits as long as this one took, so that generation goes on."""
@@ -221,31 +195,34 @@ class _Worker:
         try:
             score = lens if request.by_loop else score_tokens
             scores = score(model, request.ids, model.resolve(request.trajectory), request.top)
-            self._outputs.append(EngineOutput(request.number, scores=scores))
+            self._outputs.append(Scores(request.number, scores))
         except Exception as error:
-            self._outputs.append(EngineOutput(request.number, error=_client_error(error)))
+            self._outputs.append(Failure(request.number, _client_error(error)))
         self._next_score_at = 2 * time.monotonic() - began
 
     def _step(self) -> None:
-        events, now = self._engine.step(), time.monotonic()
-        for ticket, text, result, choices, _ in events:
-            running = self._running.get(ticket)
-            if running is None:  # cancelled
+        for event in self._engine.step(self._is_due):
+            reader = self._readers.get(event.ticket)
+            if reader is None:  # cancelled
                 continue
-            running.texts.append(text)
-            running.choices += choices
-            if result is not None:
-                self._outputs.append(running.pop_output(result))
-                del self._running[ticket]
-            elif now >= running.next_at:
-                self._outputs.append(running.pop_output(None))
-                running.next_at = now + (len(self._running) / MAX_OUTPUTS if running.stream else UNSTREAMED_SECONDS)
+            self._outputs.append(event._replace(ticket=reader.number))
+            if event.result is not None:
+                del self._readers[event.ticket]
+                if event.result.error is not None:
+                    logger.error("A request failed: %s", event.result.error)
+            pause = self._engine.running / MAX_OUTPUTS if reader.stream else UNSTREAMED_SECONDS
+            reader.next_at = time.monotonic() + pause
+
+    def _is_due(self, sequence: Sequence) -> bool:
+        reader = self._readers.get(sequence.ticket)
+        is_held_back = reader is not None and time.monotonic() < reader.next_at
+        return not is_held_back or sequence.status is Status.FINISHED
 
     def _send(self) -> None:
         engine, counts, before = self._engine, self._engine.counts, self._counts
         load = EngineLoad(
             engine.running,
-            len(self._queue) + len(self._score_queue) + engine.waiting,
+            len(self._score_queue) + engine.waiting,
             engine.used_bytes / engine.memory_bytes,
             counts.prompt_tokens - before.prompt_tokens,
             counts.shared_tokens - before.shared_tokens,
@@ -266,7 +243,7 @@ def _client_error(error: Exception) -> LoopformerError:
 
 
 @torch.no_grad()
-def lens(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) -> list[Alternatives]:
+def lens(model: LoopedLM, ids: Items[int], trajectory: Trajectory, top: int) -> list[Alternatives]:
     """The `top` most likely next tokens after each loop, as if the model stopped there."""
     states = model(_batch(model, ids), trajectory, logits=False, states=True).states
     last = model.final_norm(torch.stack([state[0, -1] for state in states]))  # [M, D]
@@ -274,7 +251,7 @@ def lens(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) 
 
 
 @torch.no_grad()
-def score_tokens(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, top: int) -> list[TokenScore]:
+def score_tokens(model: LoopedLM, ids: Items[int], trajectory: Trajectory, top: int) -> list[TokenScore]:
     """The log-probability of every token, and those of the `top` most likely tokens at its position."""
     if len(ids) < 2:
         return [TokenScore(None, ()) for _ in ids]
@@ -288,12 +265,12 @@ def score_tokens(model: LoopedLM, ids: Sequence[int], trajectory: Trajectory, to
     return rows
 
 
-def _batch(model: LoopedLM, ids: Sequence[int]) -> Tensor:
+def _batch(model: LoopedLM, ids: Items[int]) -> Tensor:
     return torch.tensor([list(ids)], dtype=torch.long, device=model.device)
 
 
 def _alternatives(logprobs: Tensor, top: int) -> list[Alternatives]:
-    values, tokens = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
+    tokens, values = most_likely(logprobs, top)
     return [
         tuple(zip(row, likely, strict=True)) for row, likely in zip(tokens.tolist(), values.tolist(), strict=True)
     ]
