@@ -123,6 +123,12 @@ def test_probabilities_follow_the_definitions_exactly(data: st.DataObject) -> No
         assert result == pytest.approx(expected, rel=1e-9)
 
 
+def test_top_k_alone_keeps_k_tokens() -> None:
+    logits = torch.randn(200, 64, generator=torch.Generator().manual_seed(2))  # many probabilities sum to 1 - ε
+    kept = log_probabilities(logits, [Draw(Sampling(temperature=1, top_k=5))] * 200) > -math.inf
+    assert kept.sum(-1).tolist() == [5] * 200
+
+
 def test_top_p_counts_what_top_k_left() -> None:
     logits = torch.tensor([5.0, 3.0, 2.0]).log()  # of the first two, the first has 5 of 8
     kept = probabilities(logits, Sampling(temperature=1, top_k=2, top_p=0.6))
