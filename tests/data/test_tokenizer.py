@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, normalizers
 
 from loopformer.data.loader import IGNORE_INDEX, Loader, validation_windows
 from loopformer.data.prepare import prepare
@@ -107,6 +108,55 @@ def test_wrong_tokenizers(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path / "nowhere")
     with pytest.raises(LoopformerError, match="needs 257 ids or more"):
         Tokenizer.train(TEXT, 100)
+
+
+SAVED = json.loads(TRAINED._text)
+NORMALIZERS = {
+    "none": [],
+    "GPT-NeoX": [normalizers.NFC()],
+    "Llama 2": [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")],
+    "T5": [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), "▁"), normalizers.Strip()],
+    "XLNet": [
+        normalizers.Replace("``", '"'),
+        normalizers.Replace("''", '"'),
+        normalizers.NFKD(),
+        normalizers.StripAccents(),
+        normalizers.Lowercase(),
+        normalizers.Replace(Regex(" {2,}"), " "),
+    ],
+    "CLIP": [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()],
+    "BERT": [normalizers.BertNormalizer()],
+    "Nmt": [normalizers.Nmt(), normalizers.NFKC(), normalizers.ByteLevel()],
+    "quotes": [normalizers.Replace(quote, '"') for quote in "“”„‟«»〝〞＂"],
+}
+
+
+@pytest.mark.parametrize("steps", NORMALIZERS.values(), ids=NORMALIZERS)
+def test_normalizers_of_known_models_are_accepted(steps: list[normalizers.Normalizer]) -> None:
+    library = tokenizers.Tokenizer.from_str(TRAINED._text)
+    library.normalizer = normalizers.Sequence(steps)
+    tokenizer = Tokenizer(library.to_str())
+    assert tokenizer.encode("ﷺ the cat é 日") == library.encode("ﷺ the cat é 日").ids
+
+
+def replace(pattern: str, content: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("component", "settings"),
+    [
+        ("normalizer", {"type": "Sequence", "normalizers": [replace("a", "a" * 50)] * 6}),
+        ("normalizer", {"type": "Sequence", "normalizers": [replace("日", "b"), replace("b", "b" * 101)]}),
+        ("normalizer", {"type": "Sequence", "normalizers": [replace("abc", "abcabc" * 50)] * 6}),
+        ("normalizer", {"type": "Prepend", "prepend": "long" * 50}),
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [SAVED["pre_tokenizer"]] * 12}),
+        ("decoder", {"type": "Sequence", "decoders": [replace("a", "a" * 50)] * 6}),
+    ],
+)
+def test_a_tokenizer_that_makes_texts_explode_is_refused(component: str, settings: dict[str, object]) -> None:
+    with pytest.raises(FileProblem, match="would make some texts more than 100 times as long"):
+        Tokenizer(json.dumps(SAVED | {component: settings}))
 
 
 def test_tokenizer_without_end_token(tmp_path: Path) -> None:

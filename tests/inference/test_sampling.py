@@ -63,7 +63,8 @@ def test_filters_keep_what_they_say(values: list[float], data: st.DataObject) ->
     k, p, m = data.draw(st.integers(1, 30)), data.draw(st.floats(0.05, 1)), data.draw(st.floats(0, 1))
     plain = probabilities(logits, Sampling(temperature=1))
     only_k = probabilities(logits, Sampling(temperature=1, top_k=k))
-    assert int((only_k > 0).sum()) >= min(k, len(values))
+    below_max = logits.double() - logits.max()  # as they are ranked: tiny differences are rounded away
+    assert bool(((only_k > 0) == (below_max >= below_max.sort(descending=True)[0][:k].min())).all())
     assert only_k[logits.argmax()] > 0
     only_p = probabilities(logits, Sampling(temperature=1, top_p=p))
     assert float(plain[only_p > 0].sum()) >= p - 1e-9
@@ -74,6 +75,64 @@ def test_filters_keep_what_they_say(values: list[float], data: st.DataObject) ->
     for one in (plain, only_k, only_p, only_m):
         assert float(one.sum()) == pytest.approx(1)
     assert only_p[drawn(logits, Sampling(temperature=1, top_p=p), data.draw(st.integers()))] > 0
+
+
+LIMITS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([None, 1, 2, 3, 4, 10]),
+    top_p=st.sampled_from([1.0, 0.93, 0.71, 0.37]),
+    min_p=st.sampled_from([0.0, 0.07, 0.31, 1.0]),
+    repetition_penalty=st.sampled_from([1.5, 0.8, 1.0]),
+)
+
+
+def reference(logits: list[float], draw: Draw) -> list[float]:
+    """The probabilities that a row is drawn from, by the definitions of the settings."""
+    sampling = draw.sampling
+    scores = list(logits)
+    for token in set(draw.history):
+        penalty = sampling.repetition_penalty
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+    ranked = sorted(range(len(scores)), key=lambda token: -scores[token])  # of equal tokens the first comes first
+    if sampling.top_k is not None:  # tokens as likely as the k-th stay
+        smallest = scores[ranked[: sampling.top_k][-1]]
+        ranked = [token for token in ranked if scores[token] >= smallest]
+    weights = [math.exp((scores[token] - scores[ranked[0]]) / sampling.temperature) for token in ranked]
+    before = [sum(weights[:rank]) / sum(weights) for rank in range(len(ranked))]
+    kept = {
+        token: weight
+        for token, weight, share in zip(ranked, weights, before, strict=True)
+        if share < sampling.top_p and weight >= sampling.min_p
+    }
+    return [kept.get(token, 0.0) / sum(kept.values()) for token in range(len(scores))]
+
+
+@given(st.data())
+def test_probabilities_follow_the_definitions_exactly(data: st.DataObject) -> None:
+    """Logits are quarters, so that many are equal. No limit is so near a probability that rounding decides."""
+    vocab = data.draw(st.integers(2, 9))
+    logits = st.lists(st.integers(-12, 12).map(lambda number: number / 4), min_size=vocab, max_size=vocab)
+    history = st.lists(st.integers(0, vocab - 1), min_size=1, max_size=5).map(tuple)
+    values = data.draw(st.lists(logits, min_size=8, max_size=8))
+    draws = [Draw(data.draw(LIMITS), history=data.draw(history)) for _ in values]
+    results = log_probabilities(torch.tensor(values), draws).exp().tolist()
+    for row, draw, result in zip(values, draws, results, strict=True):
+        expected = reference(row, draw)
+        assert [p > 0 for p in result] == [p > 0 for p in expected]
+        assert result == pytest.approx(expected, rel=1e-9)
+
+
+def test_top_k_alone_keeps_k_tokens() -> None:
+    logits = torch.randn(200, 64, generator=torch.Generator().manual_seed(2))  # many probabilities sum to 1 - ε
+    kept = log_probabilities(logits, [Draw(Sampling(temperature=1, top_k=5))] * 200) > -math.inf
+    assert kept.sum(-1).tolist() == [5] * 200
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    logits = torch.tensor([5.0, 3.0, 2.0]).log()  # of the first two, the first has 5 of 8
+    kept = probabilities(logits, Sampling(temperature=1, top_k=2, top_p=0.6))
+    assert kept.tolist() == pytest.approx([1, 0, 0])
 
 
 SETTINGS = st.builds(
@@ -124,7 +183,9 @@ def test_what_is_not_a_number_shows() -> None:
         ({"seed": "x"}, "seed must be a whole number"),
         ({"top_p": 0}, "top_p must lie in"),
         ({"min_p": 2}, "min_p must lie in"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be positive"),
+        ({"repetition_penalty": 0}, r"repetition_penalty must lie in \[0\.01, 100\], got 0"),
+        ({"repetition_penalty": 5e-324}, r"repetition_penalty must lie in \[0\.01, 100\]"),
+        ({"repetition_penalty": 1e308}, r"repetition_penalty must lie in \[0\.01, 100\]"),
     ],
 )
 def test_wrong_settings_are_one_sentence(options: dict[str, Any], said: str) -> None:

@@ -173,18 +173,55 @@ def _edited(**changes: Tensor | None) -> dict[str, Tensor]:
         (_edited() | {"transformer.h.blocks.0.attn.rope": torch.zeros(1)}, r"blocks\.0\.attn\.rope is not one of"),
         (_edited() | {"lm_head.weight": torch.zeros(96, 32)}, "only tied embeddings"),
         ({"a": torch.zeros(1)}, "The tensor a is not one of"),
+        (_edited() | {"position_ids": torch.zeros(1, dtype=torch.int64)}, "The tensor position_ids is not one of"),
         (
             _edited() | {"transformer.h.blocks.999999999.norm_1.weight": torch.ones(32)},
             "have block 999999999 but no block 2",
         ),
         (_edited(wte__weight=torch.zeros(96, 32, dtype=torch.int8)), r"wte\.weight has dtype int8"),
         (_edited(wte__weight=torch.zeros(96, 32, dtype=torch.complex64)), r"wte\.weight has dtype complex64"),
+        (
+            _edited() | {"lm_head.weight": torch.zeros(96, 32, dtype=torch.float8_e4m3fn)},
+            r"lm_head\.weight has dtype float8_e4m3fn",
+        ),
         ({}, "not the tensors of a published LoopFormer"),
     ],
 )
 def test_damage_is_named(tensors: dict[str, Tensor], said: str) -> None:
     with pytest.raises(LoopformerError, match=said):
         from_state_dict(tensors, heads=4, loops=8)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+        torch.float4_e2m1fn_x2,
+        torch.uint8,
+        torch.int8,
+        torch.int64,
+        torch.uint64,
+        torch.bool,
+        torch.complex64,
+    ],
+)
+def test_safetensors_of_other_dtypes_are_refused_in_one_sentence(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = weights("loopformer")
+    tensors["transformer.wte.weight"] = torch.zeros(96, 32, dtype=dtype)
+    save_file(tensors, tmp_path / "m.safetensors")
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(LoopformerError, match=rf"wte\.weight has dtype {name}; convert it to float32"):
+        loopformer.load_official(tmp_path / "m.safetensors", heads=4, loops=8)
+
+
+def test_a_mask_of_any_dtype_is_ignored(tmp_path: Path) -> None:
+    mask = {"transformer.h.blocks.0.attn.bias": torch.zeros(4, 4, dtype=torch.float8_e4m3fn)}
+    save_file(weights("loopformer") | mask, tmp_path / "m.safetensors")
+    assert loopformer.load_official(tmp_path / "m.safetensors", heads=4, loops=8).model.config.blocks == 2
 
 
 def test_weights_that_are_no_numbers_or_not_stored_are_refused(tmp_path: Path) -> None:

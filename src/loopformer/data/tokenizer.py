@@ -32,10 +32,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
+from string import printable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -52,6 +53,10 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"
 END_TOKEN = "<|endoftext|>"
 _END_NAMES = (END_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
+_MAX_GROWTH = (
+    100  # how many times as long a text may become; Unicode normalization makes up to 18 characters of one
+)
+_MAX_PROBE_CHARS = 1000  # of the texts that growth is measured on
 _END_OF_TEXTS = b"\n"  # tells the training process that all texts were sent; JSON is never an empty line
 _PIECE_CHARS = (1 << 12, 1 << 16)  # least and most per text; the trainer buffers some hundreds of texts
 _MAX_TRAINING_CHARS = 256 << 20
@@ -74,6 +79,12 @@ class Tokenizer:
             self._tokenizer = self._parse()
         except Exception as error:  # the library raises plain Exception
             raise FileProblem(f"{name} is not a tokenizer that the tokenizers library can read.") from error
+        with _encoding(self._tokenizer):
+            grows = _grows_without_bound(json.loads(text))
+        if grows:
+            raise FileProblem(
+                f"{name} would make some texts more than {_MAX_GROWTH} times as long; use another tokenizer."
+            )
         self._tokenizer.encode_special_tokens = True  # despite its name: encode them as ordinary text
         ends = [number for end in _END_NAMES if (number := self._tokenizer.token_to_id(end)) is not None]
         if not ends:
@@ -317,6 +328,55 @@ def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([AddedToken(END_TOKEN, special=True, normalized=False)])
     return library
+
+
+def _grows_without_bound(saved: dict[str, Any]) -> bool:
+    """Whether the normalizer, pre-tokenizer or decoder makes a short text over `_MAX_GROWTH` times as long.
+
+    A chain of replacements can make a text of gigabytes. So the steps run singly, on the shortest texts first. The
+    texts are the characters and strings of the settings, which include what the steps replace.
+    """
+    encoder = [*_steps("normalizer", saved.get("normalizer")), *_steps("pre_tokenizer", saved.get("pre_tokenizer"))]
+    decoder = [*_steps("decoder", saved.get("decoder"))]
+    settings = [saved.get(component) for component in ("normalizer", "pre_tokenizer", "decoder")]
+    strings = {string for string in _strings(settings) if 0 < len(string) <= _MAX_PROBE_CHARS}
+    for probe in sorted(strings.union(printable, "é日😀ﷺ", *strings), key=len):
+        for steps in (encoder, decoder):
+            text = probe
+            for step in steps:
+                text = step(text)
+                if len(text) > _MAX_GROWTH * len(probe):
+                    return True
+    return False
+
+
+def _steps(component: str, settings: dict[str, Any] | None) -> Iterator[Callable[[str], str]]:
+    """The steps of a component of a tokenizer, each as a function from text to text."""
+    import tokenizers
+
+    if settings is None:
+        return
+    if children := settings.get("normalizers") or settings.get("pretokenizers") or settings.get("decoders"):
+        for child in children:
+            yield from _steps(component, child)
+        return
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    step: Any = getattr(tokenizers.Tokenizer.from_str(json.dumps({"model": model, component: settings})), component)
+    if component == "normalizer":
+        yield step.normalize_str
+    elif component == "pre_tokenizer":
+        yield lambda text: "".join(piece for piece, _ in step.pre_tokenize_str(text))
+    else:
+        yield lambda text: step.decode([text])
+
+
+def _strings(settings: Any) -> Iterator[str]:
+    """All strings in settings that were read from JSON, at any depth, without the keys."""
+    if isinstance(settings, str):
+        yield settings
+    elif isinstance(settings, dict | list):
+        for child in settings.values() if isinstance(settings, dict) else settings:
+            yield from _strings(child)
 
 
 def _read(path: Path) -> str:

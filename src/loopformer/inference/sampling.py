@@ -51,7 +51,7 @@ class Sampling:
             ("top_k", self.top_k is None or self.top_k >= 1, "be 1 or more"),
             ("top_p", 0 < self.top_p <= 1, "lie in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "lie in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty > 0, "be positive"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "lie in [0.01, 100]"),
         ):
             require(is_valid, f"{name} must {bounds}, got {getattr(self, name)}.")
 

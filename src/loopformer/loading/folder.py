@@ -38,6 +38,7 @@ TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # i
 CARD, GENERATION, SPECIAL = "README.md", "generation_config.json", "special_tokens_map.json"  # of an export
 FOLDER, CHECKSUMS, STATE, SETTINGS = "checkpoints", "checksums.json", "state.json", "run.yaml"  # of a run
 HELD_OUT = "held-out.jsonl"  # text in a model folder that the model was not trained on
+WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _STEP = re.compile(r"step-\d+")
 MODEL_TYPE = "loopformer"  # of an export, in Transformers' sense; its source files begin with this name
 PREFIX = "model."  # of tensor names in exports: the attribute of the Transformers wrapper that holds the model
@@ -104,10 +105,7 @@ def build(config: ModelConfig, tensors: Mapping[str, Tensor], alias: Callable[[s
     with torch.device("meta"):
         model = LoopedLM(config)
     expected = model.state_dict()
-    for name, tensor in tensors.items():
-        if not tensor.dtype.is_floating_point:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise FileProblem(f"The tensor {alias(name)} has dtype {kind}; weights must be floating-point numbers.")
+    check_dtypes({alias(name): tensor for name, tensor in tensors.items()})
     for name, tensor in expected.items():
         if name not in tensors:
             raise FileProblem(f"The weights lack the tensor {alias(name)}; the file is incomplete.")
@@ -147,10 +145,18 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, settings
 
 
+def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
+    """Raise an error if weights are not floats of 16 bits or more. The scales of smaller floats are unknown."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in WEIGHT_DTYPES:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise FileProblem(f"The tensor {name} has dtype {kind}; convert it to float32, float16 or bfloat16.")
+
+
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raise an error if weights are not finite: the file is damaged, or training diverged."""
     for name, tensor in tensors.items():
-        if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
+        if tensor.dtype in WEIGHT_DTYPES and not bool(torch.isfinite(tensor).all()):
             raise FileProblem(f"The tensor {name} has values that are no finite numbers; fetch or save it again.")
 
 

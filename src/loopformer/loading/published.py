@@ -24,7 +24,15 @@ from torch import Tensor
 from loopformer.config import Conditioning, ModelConfig
 from loopformer.errors import FileProblem, LoopformerError, nearest, require
 from loopformer.files import read_json
-from loopformer.loading.folder import CONFIG, SETTINGS, build, check_finite, checkpoints, read_safetensors
+from loopformer.loading.folder import (
+    CONFIG,
+    SETTINGS,
+    build,
+    check_dtypes,
+    check_finite,
+    checkpoints,
+    read_safetensors,
+)
 from loopformer.model import LoopedLM
 
 Tensors = dict[str, Tensor]
@@ -76,18 +84,19 @@ def from_state_dict(tensors: dict[str, Tensor], heads: int | None = None, loops:
     """A `LoopedLM` from tensors under the published names, with or without `gpt.`, `module.`, `_orig_mod.`."""
     published = {_WRAPPER_PREFIXES.sub("", name): tensor for name, tensor in tensors.items()}
     published = {name: tensor for name, tensor in published.items() if not _IGNORED.fullmatch(name)}
-    head, tokens = published.pop("lm_head.weight", None), published.get("transformer.wte.weight")
-    if head is not None and tokens is not None and not torch.equal(head, tokens):
-        raise FileProblem("lm_head.weight differs from transformer.wte.weight; only tied embeddings are supported.")
     blocks = {match[0]: int(match[2]) for name in published if (match := _BLOCK.match(name))}
     names = dict(_NAMES)
     for prefix, number in blocks.items():
         names |= {prefix + name: renamed.format(n=number) for name, renamed in _BLOCK_NAMES.items()}
     for name in published:
-        if name not in names:
+        if name not in names and name != "lm_head.weight":
             raise FileProblem(
                 f"The tensor {name} is not one of a published LoopFormer, TMLT, Base-Loop or Base model."
             )
+    check_dtypes(published)
+    head, tokens = published.pop("lm_head.weight", None), published.get("transformer.wte.weight")
+    if head is not None and tokens is not None and not torch.equal(head, tokens):
+        raise FileProblem("lm_head.weight differs from transformer.wte.weight; only tied embeddings are supported.")
     published_names = {renamed: name for name, renamed in names.items()}
     config = _infer_config(published, blocks, heads, loops)
     return build(

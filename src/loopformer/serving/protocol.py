@@ -216,7 +216,7 @@ class GenerationBody(DepthBody):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, description="0 and -1: any token.")
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     min_budget: int | None = Field(None, ge=1, description="The least that a busy server may grant.")
     priority: int = Field(
         0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower comes first: a level is worth a second of waiting."
