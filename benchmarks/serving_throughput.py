@@ -52,8 +52,7 @@ from loopformer.config.model import BOX
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.device import choose_device, synchronise
 from loopformer.inference.engine import Engine
-from loopformer.inference.request import Request
-from loopformer.inference.sampling import Sampling
+from loopformer.inference.request import Request, Sampling
 from loopformer.lm import LM
 from loopformer.loading.folder import resolve_model_path, save_model
 from loopformer.model import LoopedLM

@@ -16,8 +16,7 @@ from loopformer.trajectory import Trajectory
 if TYPE_CHECKING:
     from loopformer.config import ModelConfig
     from loopformer.inference.engine import Engine
-    from loopformer.inference.request import Request, Result
-    from loopformer.inference.sampling import Sampling
+    from loopformer.inference.request import Request, Result, Sampling
     from loopformer.lm import LM, load, load_official
     from loopformer.model import LoopedLM
 
@@ -43,7 +42,7 @@ _LAZY = {
     "ModelConfig": "loopformer.config",
     "Request": "loopformer.inference.request",
     "Result": "loopformer.inference.request",
-    "Sampling": "loopformer.inference.sampling",
+    "Sampling": "loopformer.inference.request",
     "load": "loopformer.lm",
     "load_official": "loopformer.lm",
 }

@@ -23,9 +23,8 @@ from loopformer.device import choose_device
 from loopformer.errors import REMOVED_CERTAINTY, REMOVED_DRAFT, LoopformerError, nearest, require
 from loopformer.inference.engine import Engine, generate
 from loopformer.inference.fused.batch_pool import BatchPool, unsupported_reason
-from loopformer.inference.request import Event, Request, Result
+from loopformer.inference.request import Event, Request, Result, Sampling, is_whole
 from loopformer.inference.runner import PlainRunner, Runner
-from loopformer.inference.sampling import Sampling, is_whole
 from loopformer.loading import find_model, from_model_folder, read_model
 from loopformer.loading.folder import default_trajectory, is_model_folder
 from loopformer.model import LoopedLM

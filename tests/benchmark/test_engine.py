@@ -2,8 +2,7 @@
 
 from loopformer import LoopedLM, ModelConfig
 from loopformer.benchmark.engine import LOADS, Arrivals, engine
-from loopformer.inference.request import Event
-from loopformer.inference.sampling import Choice
+from loopformer.inference.request import Choice, Event
 
 
 def test_one_budget_a_mixture_and_arrivals_are_measured() -> None:

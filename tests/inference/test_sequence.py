@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopformer import LM
-from loopformer.inference.request import Request, Result
-from loopformer.inference.sampling import Choice
+from loopformer.inference.request import Choice, Request, Result
 from loopformer.inference.sequence import Sequence, Status
 
 

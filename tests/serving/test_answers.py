@@ -8,8 +8,7 @@ import pytest
 
 from loopformer import LM, Trajectory
 from loopformer.inference.chat import ChatTemplate
-from loopformer.inference.request import Event, Reason, Result
-from loopformer.inference.sampling import Choice
+from loopformer.inference.request import Choice, Event, Reason, Result
 from loopformer.serving.answers import AnswerWriter, ChatWriter, CompletionWriter, count_usage
 from loopformer.serving.protocol import ChatBody, CompletionBody, Served
 

@@ -74,7 +74,7 @@ def test_the_openai_client_streams(client: openai.OpenAI, lm: LM) -> None:
 def test_chats_stream_and_do_not(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "tiny", "messages": CHAT, "max_completion_tokens": 20, "temperature": 0}
     whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
-    chunks = list(client.chat.completions.create(**options, stream=True))
+    chunks = list(client.chat.completions.create(**options, stream=True, logprobs=True, top_logprobs=2))
     text = whole.choices[0].message.content
     assert text
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -85,6 +85,8 @@ def test_chats_stream_and_do_not(client: openai.OpenAI) -> None:
     for token in tokens:
         assert len(token.top_logprobs) == 2
         assert token.top_logprobs[0].logprob == pytest.approx(token.logprob, abs=1e-4)  # greedy
+    streamed = [c.logprobs.content or [] for chunk in chunks for c in chunk.choices if c.logprobs is not None]
+    assert [token for part in streamed for token in part] == tokens
 
 
 def test_a_text_in_company_is_the_text_alone(server: RunningServer, lm: LM) -> None:

@@ -75,8 +75,7 @@ def chat(
     from loopformer.device import dtype_of
     from loopformer.errors import LoopformerError
     from loopformer.inference.chat import ChatTemplate
-    from loopformer.inference.request import Request
-    from loopformer.inference.sampling import Sampling
+    from loopformer.inference.request import Request, Sampling
     from loopformer.lm import load, move_to_device
     from loopformer.loading.folder import resolve_model_path, run_folder_of
 

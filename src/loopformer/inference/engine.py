@@ -31,9 +31,8 @@ import torch
 from loopformer.device import device_context
 from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.detokenizer import Detokenizer
-from loopformer.inference.request import Event, Request
+from loopformer.inference.request import Choice, Event, Request
 from loopformer.inference.runner import Runner
-from loopformer.inference.sampling import Choice
 from loopformer.inference.scheduler import Scheduler
 from loopformer.inference.sequence import Progress, Status
 from loopformer.inference.sequence import Sequence as Seq

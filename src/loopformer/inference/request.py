@@ -7,11 +7,13 @@ for event in engine.run(): ...       # event.piece is new text; the last event o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal, NamedTuple
 
-from loopformer.errors import LoopformerError
-from loopformer.inference.sampling import Choice, Sampling, is_whole
+from loopformer.errors import LoopformerError, require
+from loopformer.scoring import Alternatives
 from loopformer.trajectory import Trajectory
 
 Reason = Literal["stop", "end", "length", "context", "error"]
@@ -24,6 +26,45 @@ REASONS = {
 }
 MAX_STOPS, MAX_STOP_CHARS = 256, 4096  # of a request; its text is searched for each of them at every step
 MAX_PRIORITY = 10  # in both directions: a second of waiting counts as much as one level
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The sampling settings of a request."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int | None = None  # only the k most likely tokens
+    top_p: float = 1.0  # only the most likely tokens that make up this probability
+    min_p: float = 0.0  # only tokens at log_min_p this fraction as likely as the most likely one
+    repetition_penalty: float = 1.0  # above 1: tokens that already occur in the text become less likely
+    seed: int | None = None  # None: a different text each time
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if not _is_finite(value):
+                raise LoopformerError(f"{name} must be a finite number, got {value!r}.")
+        for name in ("top_k", "seed"):
+            value = getattr(self, name)
+            if not (value is None or is_whole(value)):
+                raise LoopformerError(f"{name} must be a whole number, got {value!r}.")
+        for name, is_valid, bounds in (
+            ("temperature", self.temperature >= 0, "be 0 (greedy) or more"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "be 1 or more"),
+            ("top_p", 0 < self.top_p <= 1, "lie in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "lie in [0, 1]"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "lie in [0.01, 100]"),
+        ):
+            require(is_valid, f"{name} must {bounds}, got {getattr(self, name)}.")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the next token is the argmax of the logits, so that nothing else needs to be computed."""
+        return self.greedy and self.repetition_penalty == 1
 
 
 @dataclass(frozen=True)
@@ -64,6 +105,14 @@ class Request:
             raise LoopformerError(f"A request may have {MAX_STOPS} stop strings, got {len(self.stops)}.")
 
 
+class Choice(NamedTuple):
+    """A token and its log-probability under the model, before sampling, and the most likely tokens with theirs."""
+
+    token: int
+    logprob: float
+    alternatives: Alternatives = ()
+
+
 @dataclass(frozen=True)
 class Result:
     """The outcome of a request. `logprobs[i]` is the model's log-probability of `ids[i]`, before sampling."""
@@ -92,3 +141,15 @@ class Event(NamedTuple):
         return Event(
             self.ticket, self.piece + later.piece, later.result, (*self.choices, *later.choices), started_at
         )
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, of Python or NumPy."""
+    return isinstance(value, Integral)
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # a whole number too large for a float
+        return False

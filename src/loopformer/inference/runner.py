@@ -22,8 +22,8 @@ from torch import Tensor
 from loopformer.device import to_device_async
 from loopformer.errors import require
 from loopformer.inference.kv_cache import KVBlock, PagePool, SlotPool, fingerprint, page_bytes, slot_bytes
-from loopformer.inference.request import Request
-from loopformer.inference.sampling import Choice, sample
+from loopformer.inference.request import Choice, Request
+from loopformer.inference.sampling import sample
 from loopformer.inference.sequence import Sequence as Seq
 from loopformer.model.cache import KVCache, SequenceKV
 from loopformer.model.conditioning import Condition

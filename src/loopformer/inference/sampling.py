@@ -11,58 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from loopformer.device import to_device_async
-from loopformer.errors import LoopformerError, require
+from loopformer.inference.request import Choice, Sampling
 from loopformer.model.noise import GOLDEN, MIX_1, MIX_2, as_int64, hashed, logical_shift
-from loopformer.scoring import Alternatives, most_likely
+from loopformer.scoring import most_likely
 
 _64_BITS = (1 << 64) - 1
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The sampling settings of a request."""
-
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int | None = None  # only the k most likely tokens
-    top_p: float = 1.0  # only the most likely tokens that make up this probability
-    min_p: float = 0.0  # only tokens at log_min_p this fraction as likely as the most likely one
-    repetition_penalty: float = 1.0  # above 1: tokens that already occur in the text become less likely
-    seed: int | None = None  # None: a different text each time
-
-    def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            value = getattr(self, name)
-            if not _is_finite(value):
-                raise LoopformerError(f"{name} must be a finite number, got {value!r}.")
-        for name in ("top_k", "seed"):
-            value = getattr(self, name)
-            if not (value is None or is_whole(value)):
-                raise LoopformerError(f"{name} must be a whole number, got {value!r}.")
-        for name, is_valid, bounds in (
-            ("temperature", self.temperature >= 0, "be 0 (greedy) or more"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "be 1 or more"),
-            ("top_p", 0 < self.top_p <= 1, "lie in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "lie in [0, 1]"),
-            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "lie in [0.01, 100]"),
-        ):
-            require(is_valid, f"{name} must {bounds}, got {getattr(self, name)}.")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether the next token is the argmax of the logits, so that nothing else needs to be computed."""
-        return self.greedy and self.repetition_penalty == 1
 
 
 class Draw(NamedTuple):
@@ -73,26 +32,6 @@ class Draw(NamedTuple):
     position: int = 0  # number of tokens before the next token
     history: tuple[int, ...] = ()  # these tokens; needed only with a repetition penalty
     alternatives: int = 0  # how many of the most likely tokens to report
-
-
-class Choice(NamedTuple):
-    """A token and its log-probability under the model, before sampling, and the most likely tokens with theirs."""
-
-    token: int
-    logprob: float
-    alternatives: Alternatives = ()
-
-
-def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, of Python or NumPy."""
-    return isinstance(value, Integral)
-
-
-def _is_finite(value: object) -> bool:
-    try:
-        return isinstance(value, Real) and math.isfinite(value)
-    except OverflowError:  # a whole number too large for a float
-        return False
 
 
 GREEDY = Draw(Sampling())

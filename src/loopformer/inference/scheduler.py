@@ -20,8 +20,8 @@ from collections.abc import Callable
 from threading import Lock
 
 from loopformer.errors import LoopformerError, require
+from loopformer.inference.request import is_whole
 from loopformer.inference.runner import Runner
-from loopformer.inference.sampling import is_whole
 from loopformer.inference.sequence import Sequence as Seq
 from loopformer.inference.sequence import Status
 from loopformer.scoring import common_prefix

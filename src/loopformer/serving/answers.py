@@ -17,8 +17,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator
 
 from loopformer.inference.detokenizer import BROKEN
-from loopformer.inference.request import Event, Reason
-from loopformer.inference.sampling import Choice
+from loopformer.inference.request import Choice, Event, Reason
 from loopformer.model.cost import Cost
 from loopformer.scoring import Alternatives
 from loopformer.serving.messages import TokenScore

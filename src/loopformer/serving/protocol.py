@@ -24,8 +24,7 @@ from pydantic_core import PydanticCustomError
 from loopformer.config import ModelConfig
 from loopformer.data.tokenizer import Tokenizer
 from loopformer.errors import LoopformerError, RunFailed, nearest, require
-from loopformer.inference.request import MAX_PRIORITY, Request
-from loopformer.inference.sampling import Sampling
+from loopformer.inference.request import MAX_PRIORITY, Request, Sampling
 from loopformer.model.cost import Cost
 from loopformer.trajectory import Trajectory, resolve
 

@@ -12,9 +12,8 @@ import torch
 from loopformer import LoopedLM, LoopformerError, ModelConfig, Trajectory, load
 from loopformer.device import synchronise
 from loopformer.inference.engine import Engine
-from loopformer.inference.request import Request, Result
+from loopformer.inference.request import Request, Result, Sampling
 from loopformer.inference.runner import PlainRunner
-from loopformer.inference.sampling import Sampling
 from loopformer.model.conditioning import Condition
 
 from ..models import spread

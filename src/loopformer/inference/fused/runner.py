@@ -32,9 +32,9 @@ from loopformer.errors import LoopformerError
 from loopformer.inference.fused.graphs import HostCopy
 from loopformer.inference.fused.launch import DecodeBatch
 from loopformer.inference.kv_cache import KVBlock, PagePool, page_bytes
-from loopformer.inference.request import Request
+from loopformer.inference.request import Choice, Request
 from loopformer.inference.runner import PrefillOutput, PromptRunner, prefill
-from loopformer.inference.sampling import Choice, Draw, as_choices, choose
+from loopformer.inference.sampling import Draw, as_choices, choose
 from loopformer.inference.sequence import Sequence as Seq
 from loopformer.inference.sequence import Status
 from loopformer.model.cache import KVCache, SequenceKV
