@@ -207,3 +207,10 @@ def test_wrong_objectives_are_named(preset: str, setting: str, said: str) -> Non
     with pytest.raises(LoopformerError, match=said) as caught:
         load_run(preset, ["training.batch=4", "objective.trajectory_groups=1", setting])
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_has_up_to_4096_loops_and_blocks() -> None:
+    for name in ("loops", "blocks"):
+        assert getattr(ModelConfig(**{name: 4096}), name) == 4096  # type: ignore[arg-type]
+        with pytest.raises(LoopformerError, match=f"model.{name} must be 1 or more and at most 4,096, got 4097"):
+            ModelConfig(**{name: 4097})  # type: ignore[arg-type]

@@ -147,9 +147,20 @@ def test_wrong_content_is_damage(tmp_path: Path, content: bytes, monkeypatch: py
         with pytest.raises(DamagedFile, match=f"{path} (is not readable|must hold)") as caught:
             read(path)
         assert "\n" not in str(caught.value)
-    monkeypatch.setattr(files, "_MAX_BYTES", 0)
-    with pytest.raises(DamagedFile, match="too large"):
-        read_json(path)
+    monkeypatch.setattr(files, "_MAX_MB", {"JSON": 0, "YAML": 0})
+    for read in (read_json, read_yaml):
+        with pytest.raises(DamagedFile, match="too large"):
+            read(path)
+
+
+def test_yaml_files_are_bounded_by_a_megabyte(tmp_path: Path) -> None:
+    """Parsing takes up to eight seconds per megabyte."""
+    path = tmp_path / "a"
+    path.write_text("key: ".ljust(1 << 20, "a"))
+    assert len(read_yaml(path)["key"]) == (1 << 20) - len("key: ")
+    path.write_text("key: ".ljust((1 << 20) + 1, "a"))
+    with pytest.raises(DamagedFile, match=rf"^{path} is larger than 1 MB, too large for settings or an index\.$"):
+        read_yaml(path)
 
 
 def test_yaml_has_no_aliases(tmp_path: Path) -> None:

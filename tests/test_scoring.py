@@ -173,6 +173,10 @@ def test_what_cannot_be_scored_is_one_sentence(lm: LM, tokenizer: Tokenizer) -> 
         encode_pairs(tokenizer, [("its", "")])
     with pytest.raises(LoopformerError, match="batch-tokens must be 1 or more"):
         loglikelihoods(lm.model, encode_pairs(tokenizer, PAIRS[:1]), [ROUTE], batch_tokens=0)
+    vocab = lm.model.config.vocab
+    loglikelihoods(lm.model, [Span((0, vocab - 1), 1)], [ROUTE])
+    with pytest.raises(LoopformerError, match=f"token ids up to {vocab} but the model knows {vocab}"):
+        loglikelihoods(lm.model, [Span((0, vocab), 1)], [ROUTE])
     with torch.no_grad():
         lm.model.final_norm.weight.fill_(float("nan"))  # type: ignore[union-attr]
     with pytest.raises(RunFailed, match="not a number"):
@@ -258,6 +262,14 @@ def test_what_is_common_runs_once() -> None:
     assert [pack.prefix for pack in batch.packs] == [question[:-1]]
     assert batch.tokens == 29 + 4 * 5
     assert sum(one.tokens for one in plan_batches(windows, 64, share=False)) == 4 * 34
+
+
+@pytest.mark.parametrize(("answers", "context", "packs"), [(3, 22, 1), (3, 21, 2), (2, 20, 1), (2, 19, 2)])
+def test_a_pack_has_up_to_two_contexts(answers: int, context: int, packs: int) -> None:
+    question = tuple(range(100, 130))
+    windows = [Span((*question, *([choice] * 5)), 5) for choice in range(answers)]
+    batches = plan_batches(windows, context)  # together they are 29 + 5 · answers tokens
+    assert sum(len(batch.packs) for batch in batches) == packs
 
 
 def test_rows_that_are_the_same_run_once() -> None:

@@ -191,3 +191,42 @@ def test_bad_values_are_one_clear_sentence() -> None:
     for make, said in cases:
         with pytest.raises(LoopformerError, match=said):
             make()
+
+
+def test_a_trajectory_has_up_to_4096_steps() -> None:
+    longest: list[Callable[[], Trajectory]] = [
+        lambda: Trajectory.parse("4096"),
+        lambda: Trajectory.parse("-".join(["1"] * 4096)),
+        lambda: Trajectory([Fr(1, 4096)] * 4096),
+        lambda: Trajectory.sample(4096, random.Random(0), 4096),
+        lambda: resolve(4096, 1, beyond=True),
+        lambda: resolve(None, 4096),
+    ]
+    assert all(make() == Trajectory.uniform(4096) for make in longest)
+    too_long: list[Callable[[], object]] = [
+        lambda: Trajectory.uniform(4097),
+        lambda: Trajectory.parse("4097"),
+        lambda: Trajectory.parse("-".join(["1"] * 4097)),
+        lambda: Trajectory([Fr(1, 4097)] * 4097),
+        lambda: Trajectory.sample(4097, random.Random(0), 2),
+        lambda: resolve(4097, 1, beyond=True),
+        lambda: resolve(None, 4097),
+    ]
+    for make_longer in too_long:
+        with pytest.raises(LoopformerError, match="at most 4096 steps, not 4097"):
+            make_longer()
+
+
+def test_text_has_weights_up_to_4096_parts_and_fractions_beyond() -> None:
+    assert str(Trajectory([Fr(1, 4096), Fr(4095, 4096)])) == "1-4095"
+    assert str(Trajectory([Fr(1, 4097), Fr(4096, 4097)])) == "1/4097,4096/4097"
+    assert Trajectory([1 / 4096, 1 - 1 / 4096]).steps[0] == Fr(1, 4096)
+    assert Trajectory([1 / 4097, 1 - 1 / 4097]).steps[0] == Fr(1, 4096)  # within 1e-6 of it
+
+
+def test_a_number_has_up_to_40_characters() -> None:
+    assert Trajectory.parse("1".ljust(40, "0") + "-" + "3".ljust(40, "0")) == Trajectory.parse("1-3")
+    assert Trajectory.parse("0." + "5".ljust(38, "0") + "," + "0." + "5".ljust(38, "0")) == Trajectory.uniform(2)
+    for text in ("1".ljust(41, "0") + "-3", "0." + "5".ljust(39, "0") + ",0.5"):
+        with pytest.raises(LoopformerError, match="Cannot read"):
+            Trajectory.parse(text)

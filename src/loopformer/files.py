@@ -28,7 +28,7 @@ from loopformer.errors import FileProblem, remedy, unreadable
 
 _READ_BYTES = 1 << 20  # per read
 _MAX_YAML_DEPTH = 32
-_MAX_BYTES = 64 << 20  # of a JSON or YAML file; settings and indexes have a few kilobytes
+_MAX_MB = {"JSON": 64, "YAML": 1}  # of a file; settings have a few kilobytes, and parsing YAML takes seconds per MB
 
 
 class DamagedFile(FileProblem):
@@ -260,13 +260,14 @@ class _StrictLoader(yaml.SafeLoader):
 def _read_mapping(
     file: Traversable | Path, name: str, language: str, parse: Callable[[str], Any]
 ) -> dict[str, Any]:
+    max_bytes = _MAX_MB[language] << 20
     try:
         with file.open("rb") as stream:
-            content = stream.read(_MAX_BYTES + 1)
+            content = stream.read(max_bytes + 1)
     except OSError as error:
         raise unreadable(name, error) from error
-    if len(content) > _MAX_BYTES:
-        raise DamagedFile(f"{name} is larger than {_MAX_BYTES >> 20} MB, too large for settings or an index.")
+    if len(content) > max_bytes:
+        raise DamagedFile(f"{name} is larger than {_MAX_MB[language]} MB, too large for settings or an index.")
     try:
         value = parse(content.decode())
     except (ValueError, yaml.YAMLError, RecursionError) as error:  # a wrong encoding is a ValueError

@@ -319,6 +319,25 @@ def test_mixture_goes_through_each_source_in_epochs() -> None:
         }
 
 
+def test_each_block_and_each_source_of_a_mixture_is_shuffled_differently() -> None:
+    order = Order(3, (BLOCK, BLOCK), (1, 1))  # an epoch of each source takes two blocks
+    blocks = [order.locate(np.arange(block * BLOCK, (block + 1) * BLOCK)) for block in range(6)]
+    assert len({block.source.tobytes() for block in blocks}) == len(blocks)
+    # The first block of an epoch has the first half of its permutation: another half for each source and epoch.
+    halves = {
+        frozenset(block.sample[block.source == source].tolist()) for block in blocks[::2] for source in (0, 1)
+    }
+    assert [len(half) for half in halves] == [BLOCK // 2] * 6
+
+
+def test_epochs_of_a_single_source_longer_than_a_block_are_shuffled_differently() -> None:
+    size = BLOCK + 5
+    samples = Order(3, (size,)).locate(np.arange(4 * size)).sample.reshape(4, size)
+    assert len({epoch.tobytes() for epoch in samples}) == 4
+    # A block is no unit of a single source: equal offsets in its blocks have nothing in common.
+    assert np.mean(samples[0, :BLOCK] == samples[1, :BLOCK]) < 0.01
+
+
 @given(st.integers(0, 10**15), st.integers(1, 200), st.integers(0, 200))
 def test_a_position_does_not_depend_on_its_neighbours(start: int, count: int, cut: int) -> None:
     order = Order(5, (123, 45, 6), (5, 3, 1))

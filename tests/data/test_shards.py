@@ -131,3 +131,12 @@ def test_other_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 def test_unknown_split(folder: Path) -> None:
     with pytest.raises(FileProblem, match="has no test split"):
         TokenData.open(folder, "test")
+
+
+def test_the_first_id_beyond_the_vocabulary_is_refused(prepared: Path) -> None:
+    data = TokenData.open(prepared)
+    data.check_ids(np.array([], np.uint16), "news")
+    data.check_ids(np.array([0, data.vocab_size - 1], np.uint16), "news")
+    said = f"has token id {data.vocab_size} in source news, beyond its vocabulary of {data.vocab_size}; prepare"
+    with pytest.raises(FileProblem, match=said):
+        data.check_ids(np.array([0, data.vocab_size], np.uint16), "news")

@@ -123,6 +123,20 @@ def test_mean_steps_tell_front_heavy_from_back_heavy() -> None:
     assert steps["best_tenth"][0] > 0.4 > 0.125 == steps["worst_tenth"][0]
 
 
+@pytest.mark.parametrize(
+    ("count", "tenth"), [(1, 1), (4, 1), (9, 1), (10, 1), (11, 2), (15, 2), (19, 2), (20, 2), (21, 3), (35, 4)]
+)
+def test_a_tenth_of_the_schedules_is_rounded_up(count: int, tenth: int) -> None:
+    schedules = [Trajectory.uniform(4), *(each for each in Trajectory.enumerate(8, 4) if not each.is_uniform)][
+        :count
+    ]
+    measured = {trajectory: {"perplexity": float(number)} for number, trajectory in enumerate(schedules)}
+    steps = describe(measured, Trajectory.uniform(4), "perplexity", 8)["mean_steps"]
+    for name, group in (("best_tenth", schedules[:tenth]), ("worst_tenth", schedules[count - tenth :])):
+        expected = [float(sum(column) / tenth) for column in zip(*(each.steps for each in group), strict=True)]
+        assert steps[name] == pytest.approx(expected, abs=1e-12)
+
+
 @given(st.permutations(range(8)))
 def test_spearman_without_ties(order: list[int]) -> None:
     differences = sum((place - number) ** 2 for place, number in enumerate(order))

@@ -117,6 +117,18 @@ def test_kinds_may_be_mixed(lm: LM, tokenizer: Tokenizer) -> None:
     assert answer_requests(lm, [long, *queries], [ROUTE])[ROUTE].cut == 1
 
 
+def test_a_pair_is_cut_from_one_token_beyond_the_context(lm: LM, tokenizer: Tokenizer) -> None:
+    """A pair of context + 1 tokens fits, because its last token is only a target."""
+    limit, sizes = lm.model.config.context + 1, set[int]()
+    for words in range(1, limit + 5):
+        pair = ("x" * words, " step")
+        (span,) = encode_pairs(tokenizer, [pair])
+        sizes.add(len(span.tokens))
+        found = answer_requests(lm, [Query("loglikelihood", pair)], [ROUTE])[ROUTE]
+        assert found.cut == (len(span.tokens) > limit)
+    assert {limit - 1, limit, limit + 1} <= sizes
+
+
 def test_the_hash_follows_the_requests() -> None:
     queries = [Query("loglikelihood", ("a", " b")), Query("loglikelihood_rolling", ("a",))]
     assert hash_requests(queries) == hash_requests([*queries])

@@ -100,6 +100,37 @@ def test_attention_maps_are_what_each_block_of_each_pass_looked_at(tiny: ModelCo
     assert plain(ids, output_attentions=True).attentions is None  # as in Transformers, with a warning
 
 
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("padding", [None, 0, 2])
+@torch.no_grad()
+def test_eager_attention_does_not_see_the_next_token(
+    tiny: ModelConfig, positions: Any, padding: int | None
+) -> None:
+    eager = LoopFormerForCausalLM.wrap(spread(replace(tiny, positions=positions)), attn_implementation="eager")
+    ids, mask = torch.randint(96, (2, 7)), None
+    if padding is not None:
+        mask = torch.ones(2, 7, dtype=torch.long)
+        mask[1, :padding] = 0
+    real = (
+        torch.ones(2, 7, dtype=torch.bool) if mask is None else mask.bool()
+    )  # the output of padding means nothing
+    for use_cache in (False, True):
+        for maps in (False, True):
+            options = {"attention_mask": mask, "budget": 3, "use_cache": use_cache, "output_attentions": maps}
+            out = eager(ids, **options)
+            for weights in out.attentions or ():
+                weights = weights.transpose(1, 2)[real]  # [tokens, H, keys]
+                keys, queries = torch.arange(7), torch.arange(7).expand(2, 7)[real]
+                assert weights[(keys > queries[:, None])[:, None].expand_as(weights)].eq(0).all()
+                torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+            for last in range(2, 7):
+                changed = ids.clone()
+                changed[:, last] = (changed[:, last] + 1) % 96
+                logits = eager(changed, **options).logits
+                assert torch.equal(logits[:, :last][real[:, :last]], out.logits[:, :last][real[:, :last]])
+                assert not torch.equal(logits[:, last], out.logits[:, last])
+
+
 def test_recomputing_the_passes_changes_no_gradient(model: LoopedLM) -> None:
     theirs, ids = LoopFormerForCausalLM.wrap(model).train(), torch.randint(96, (2, 7))
     assert any(isinstance(module, GradientCheckpointingLayer) for module in theirs.modules())

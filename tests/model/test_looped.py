@@ -258,6 +258,16 @@ def test_settings_beyond_the_paper_serve_rows_of_different_budgets(tiny: ModelCo
             torch.testing.assert_close(together.states[step][row], state[0], atol=1e-4, rtol=1e-4)
 
 
+@torch.no_grad()
+def test_attention_maps_of_a_sequence_without_a_mask_are_causal(tiny: ModelConfig) -> None:
+    stack, x, maps = LoopedLM(tiny).stack, torch.randn(2, 6, tiny.width), list[Tensor]()
+    torch.testing.assert_close(stack(x, None, maps=maps), stack(x, None))
+    for weights in maps:
+        assert weights.triu(1).eq(0).all()
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, tiny.heads, 6))
+    assert len(maps) == tiny.blocks
+
+
 def test_causal(tiny: ModelConfig) -> None:
     model, ids = spread(LoopedLM(tiny)), ids_for(tiny)
     changed = ids.clone()

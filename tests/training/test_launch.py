@@ -198,6 +198,14 @@ def test_plan_counts_what_the_paper_has(tmp_path: Path) -> None:
     assert made["hours"] > 100
 
 
+@pytest.mark.parametrize("micro_batch", ["auto", 10**9])
+def test_a_dry_run_takes_any_batch(small: Small, tmp_path: Path, micro_batch: object) -> None:
+    overrides = small(training__batch=10**9, training__micro_batch=micro_batch)
+    assert plan("elastic", overrides, tmp_path / "run")["plan"]["tokens"] == 6 * 10**9 * 32
+    with pytest.raises(LoopformerError, match=r"training\.batch must be 1 or more and at most 4,294,967,296"):
+        plan("elastic", small(training__batch=2**32 + 1), tmp_path / "run")
+
+
 def test_a_dry_run_refuses_what_training_would(small: Small, corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(LoopformerError, match="too few for a window"):
         plan("demo", small(model__context=90_000), tmp_path / "new")

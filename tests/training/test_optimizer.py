@@ -68,3 +68,22 @@ def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
         assert turned.shape == matrix.shape
         values = torch.linalg.svdvals(turned.float())
         assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_without_a_gradient_only_what_decays_changes(tiny: ModelConfig, kind: str) -> None:
+    """Every matrix with AdamW, only the matrices of the blocks with Muon, and never a vector."""
+    config = TrainingConfig(optimizer=kind, learning_rate=0.1, matrix_learning_rate=0.05, weight_decay=0.5)  # type: ignore[arg-type]
+    model = LoopedLM(tiny)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)  # so that a decay would show in each
+            parameter.grad = torch.zeros_like(parameter)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    ModelOptimizer(model, config, fused=False).step()
+    factors = {"adamw": 1 - 0.1 * 0.5, "muon": 1 - 0.05 * 0.5}
+    for name, parameter in model.named_parameters():
+        is_in_block = name.startswith("stack.") and parameter.ndim == 2
+        decays = parameter.ndim == 2 if kind == "adamw" else is_in_block
+        expected = before[name] * factors[kind] if decays else before[name]
+        torch.testing.assert_close(parameter.detach(), expected, atol=1e-6, rtol=0, msg=name)

@@ -1,14 +1,22 @@
+import math
 import random
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from loopformer import LoopformerError
 from loopformer.config import ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, load_run
 from loopformer.config.run import TrainedTrajectory
-from loopformer.training.plan import assign_rows, costliest_step, draw_trajectories, micro_batches
+from loopformer.training.plan import (
+    assign_rows,
+    check_ranks,
+    costliest_step,
+    draw_trajectories,
+    micro_batch_sizes,
+    micro_batches,
+)
 from loopformer.trajectory import Trajectory
 
 from .runs import pair
@@ -207,3 +215,96 @@ def test_shares_that_add_up_to_all_rows_train_all_of_them() -> None:
     for late in (TrainedTrajectory("full", active_range=(0.5, 1)), TrainedTrajectory("full", weight=0)):
         with pytest.raises(LoopformerError, match="from 0 of training on no active trajectory has a weight"):
             ObjectiveConfig(trajectories=(late,))
+
+
+SHARES = st.sampled_from([0.05, 0.1, 0.125, 0.25, 0.3, 1 / 3, 0.5, 0.7, 1.0])
+
+
+@st.composite
+def objectives(draw: st.DrawFn) -> ObjectiveConfig:
+    """Lists of any shares, ranges and weights; entries that fill up what is missing at a time are added."""
+    entries = [TrainedTrajectory("full", weight=0)]
+    for _ in range(draw(st.integers(0, 5))):
+        start = draw(st.integers(0, 9))
+        active = (start / 10, draw(st.integers(start + 1, 10)) / 10)
+        weight = draw(st.sampled_from([0.0, 1.0, 1.0, 1.0]))
+        entries.append(TrainedTrajectory(2, weight=weight, match=0.1, rows=draw(SHARES), active_range=active))
+    for start in range(10):
+        share = sum(entry.rows for entry in entries if entry.is_active(start / 10) and entry.weight)
+        if share < 1 - 1e-9:
+            active = (start / 10, draw(st.integers(start + 1, 10)) / 10)
+            entries.append(TrainedTrajectory(1, rows=1 - share, active_range=active))
+    return ObjectiveConfig(tuple(draw(st.permutations(entries))))
+
+
+def untrained_rows(size: int, objective: ObjectiveConfig, rows: list[frozenset[int]]) -> set[int]:
+    """The rows that have no active entry with a weight at some time."""
+    untrained = set[int]()
+    for time in range(10):
+        entries = zip(objective.trajectories, rows, strict=True)
+        trained = (taken for entry, taken in entries if entry.weight and entry.is_active(time / 10))
+        untrained |= set(range(size)).difference(*trained)
+    return untrained
+
+
+def rows_by_the_first_rule(size: int, objective: ObjectiveConfig) -> list[frozenset[int]]:
+    """The rows that versions up to 0.2 gave to each entry; runs that they began must resume with them."""
+    stride = next(step for step in range(max(1, round(0.618 * size)), size + 1) if math.gcd(step, size) == 1)
+    spread = sorted(range(size), key=lambda row: row * stride % size)
+    entries = objective.trajectories
+    busy = dict.fromkeys(spread, (0.0, 0))
+    assigned: dict[int, frozenset[int]] = {}
+    for index in sorted(range(len(entries)), key=lambda number: entries[number].active_range[0]):
+        entry = entries[index]
+        share_start = sum(entries[other].rows for other in assigned if entries[other].splits_rows_with(entry))
+        first, last = (math.floor(size * border + 0.5 + 1e-9) for border in (share_start, share_start + entry.rows))
+        assigned[index] = frozenset(sorted(spread, key=busy.__getitem__)[: last - first])
+        if entry.rows < 1:
+            end = entry.active_range[1]
+            busy |= {row: (max(busy[row][0], end), busy[row][1] + 1) for row in assigned[index]}
+    return [assigned[index] for index in range(len(entries))]
+
+
+@settings(max_examples=1000)
+@given(size=st.integers(1, 200), objective=objectives())
+def test_every_row_is_trained_at_every_time(size: int, objective: ObjectiveConfig) -> None:
+    rows = [frozenset(taken) for taken in assign_rows(size, objective)]
+    assert not untrained_rows(size, objective, rows)
+    for entry, taken in zip(objective.trajectories, rows, strict=True):
+        share = size * entry.rows
+        assert math.floor(share + 1e-6) <= len(taken) <= math.ceil(share - 1e-6)
+
+
+@settings(max_examples=1000)
+@given(size=st.integers(1, 200), objective=objectives())
+def test_rows_are_those_of_the_first_rule_unless_it_left_some_out(size: int, objective: ObjectiveConfig) -> None:
+    before = rows_by_the_first_rule(size, objective)
+    assume(not untrained_rows(size, objective, before))
+    assert assign_rows(size, objective) == before
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 7, 31, 127])
+def test_halves_that_overlap_in_time_train_every_row(size: int) -> None:
+    early, late = ((0.0, 0.5), (0.5, 1.0))
+    entries = (
+        TrainedTrajectory("full", rows=0.5, active_range=early),
+        TrainedTrajectory(1, rows=0.5),
+        TrainedTrajectory(2, rows=0.5, active_range=late),
+    )
+    first, always, last = assign_rows(size, ObjectiveConfig(entries))
+    assert first | always == always | last == set(range(size))
+    assert len(first) + len(always) == len(always) + len(last) == size, "and none twice"
+
+
+def test_a_batch_of_any_size_is_planned_at_once() -> None:
+    """Ranges of rows take no time or memory in proportion to the batch."""
+    run = run_of(10**9, load_run("elastic")[0].objective)
+    full, *others = assign_rows(10**9, run.objective)
+    assert len(full) == sum(map(len, others)) == 10**9
+    assert sum(row in entry_rows for row in range(10**9 - 100, 10**9) for entry_rows in others) == 100
+    sizes = micro_batch_sizes(run, 1)
+    assert sizes == sorted((2**i * 5**j for i in range(10) for j in range(10)), reverse=True)
+    for world in (1, 1000):
+        check_ranks(run, 10**9, world)
+    with pytest.raises(LoopformerError, match="cannot be shared evenly by 3 ranks"):
+        check_ranks(run, 10**9, 3)

@@ -127,15 +127,18 @@ class ObjectiveConfig:
             has_teacher = entry.match == 0 or any(teacher.covers(entry) for teacher in teachers)
             need = "the full trajectory must be in the list, on all rows and for at least as long"
             require(has_teacher, f"objective.trajectories: to match budget {entry}, {need}.")
-        # Which entries are active changes only at these points, so checking each start checks all of training.
-        phase_borders = sorted({0.0, 1.0, *(bound for entry in self.trajectories for bound in entry.active_range)})
-        for start in phase_borders[:-1]:
+        for start in self.phase_starts:
             phase = f"objective.trajectories: from {start:g} of training on"
             shares = [entry.rows for entry in self.trajectories if entry.is_active(start) and entry.weight > 0]
             require(bool(shares), f"{phase} no active trajectory has a weight; add one or give one a weight.")
             # 0.7 + 0.2 + 0.1 is just below 1 in floating point.
             is_covered = max(shares) == 1 or sum(shares) > 1 - 1e-9
             require(is_covered, f"{phase} not all rows are trained; give one all rows, or let them add up to 1.")
+
+    @property
+    def phase_starts(self) -> list[float]:
+        """The shares of training at which entries become active or inactive. Between them nothing changes."""
+        return sorted({0.0, *(bound for entry in self.trajectories for bound in entry.active_range)} - {1.0})
 
     @property
     def is_elastic(self) -> bool:
@@ -150,7 +153,7 @@ class TrainingConfig:
     """Optimizer, learning rate schedule, precision, parallelism, checkpoints and logs."""
 
     steps: int = setting(50_000, "Optimizer steps.", minimum=1)
-    batch: int = setting(480, "Sequences per optimizer step, over all ranks.", minimum=1)
+    batch: int = setting(480, "Sequences per optimizer step, over all ranks.", minimum=1, maximum=1 << 32)
     micro_batch: int | Literal["auto"] = setting("auto", "Sequences at a time on one device.", minimum=1)
     optimizer: Literal["adamw", "muon"] = setting("adamw", "Muon updates the blocks' matrices, AdamW the rest.")
     learning_rate: float = setting(6e-4, "Peak after the warmup; decays along a cosine.", above=0, maximum=100)

@@ -31,11 +31,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from loopformer.errors import FileProblem, remedy
 from loopformer.files import sha256_of, sync_folder
-from loopformer.loading.folder import CHECKSUMS, FOLDER, checkpoints, step_of, write_safetensors
+from loopformer.loading.folder import CHECKSUMS, FOLDER, checkpoints, is_checkpoint, step_of, write_safetensors
 from loopformer.training.distributed import Ranks
 from loopformer.training.optimizer import ModelOptimizer
 
 OPTIMIZER = "optimizer"
+_REMOVED = ".old.part"  # the suffix of a checkpoint that is being removed
 
 
 def write_checkpoint(
@@ -125,9 +126,16 @@ def rotate(run: Path, keep: int, best: int | None) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def remove_leftovers(run: Path) -> None:
+    """Delete what is left of checkpoints whose removal was interrupted."""
+    for path in (run / FOLDER).glob(f"*{_REMOVED}"):
+        if is_checkpoint(path.with_name(path.name.removesuffix(_REMOVED))):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _remove(checkpoint: Path) -> None:
     """Delete a checkpoint so that a concurrent reader finds all of it or nothing."""
-    removed = checkpoint.with_name(checkpoint.name + ".old.part")  # rotate deletes it after a crash
+    removed = checkpoint.with_name(checkpoint.name + _REMOVED)  # the next start deletes it after a crash
     shutil.rmtree(removed, ignore_errors=True)
     os.rename(checkpoint, removed)
     shutil.rmtree(removed, ignore_errors=True)

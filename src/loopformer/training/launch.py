@@ -42,7 +42,7 @@ from loopformer.loading import find_config
 from loopformer.loading.folder import SETTINGS, checkpoints, data_folder
 from loopformer.plots import has_matplotlib
 from loopformer.training.distributed import Ranks
-from loopformer.training.plan import estimated_micro_batch, make_plan, micro_batches
+from loopformer.training.plan import check_ranks, estimated_micro_batch, make_plan
 from loopformer.training.reporting import draw_curves
 from loopformer.training.trainer import Trainer, fused_precision, open_loaders
 
@@ -121,7 +121,7 @@ def plan(source: str | None, overrides: Sequence[str], out: str | Path, resume: 
     micro = run.training.micro_batch
     if micro == "auto":
         micro = estimated_micro_batch(run, 0.9 * available_bytes(ranks.device), ranks.world, fused)
-    micro_batches(run, micro, world=ranks.world)  # raises if the rows cannot be divided among the ranks
+    check_ranks(run, micro, ranks.world)
     estimate = make_plan(run, tokens, ranks.device, micro, ranks.world, fused)
     ranks.close()
     return {"plan": estimate, "settings": run_to_mapping(run), "data_missing": missing}

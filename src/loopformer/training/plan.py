@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -50,62 +50,142 @@ def micro_batches(run: RunConfig, micro_batch: int, rank: int = 0, world: int = 
     A rank has consecutive rows of the batch. With sharded weights it has consecutive rows of every group instead,
     so that all ranks run the same trajectory at the same time.
     """
-    batch, groups, is_sharded = run.training.batch, run.objective.trajectory_groups, run.training.is_sharded
-    size = batch // groups
-    row_count = size if is_sharded else batch
+    check_ranks(run, micro_batch, world)
+    groups, is_sharded = run.objective.trajectory_groups, run.training.is_sharded
+    size, share = run.training.batch // groups, run.training.batch // world
+    entry_rows = assign_rows(size, run.objective)
+    parts = []
+    for group in range(groups):
+        if is_sharded:
+            first = group * size + rank * size // world
+            last = first + size // world
+        else:
+            first, last = max(group * size, rank * share), min((group + 1) * size, (rank + 1) * share)
+        for start in range(first, last, micro_batch):
+            stop = min(start + micro_batch, last)
+            inside = range(start - group * size, stop - group * size)
+            rows = (tuple(row - inside.start for row in inside if row in members) for members in entry_rows)
+            parts.append(MicroBatch(start, stop, group, tuple(rows)))
+    return parts
+
+
+def check_ranks(run: RunConfig, micro_batch: int, world: int) -> None:
+    """Raise if the rows of a step cannot be divided among the ranks."""
+    groups, is_sharded = run.objective.trajectory_groups, run.training.is_sharded
+    size = run.training.batch // groups
+    row_count = size if is_sharded else run.training.batch
     if row_count % world:
         what = f"each of the {groups} parts of the batch" if is_sharded else "the batch"
         names = "training.batch or objective.trajectory_groups" if is_sharded else "training.batch"
         raise LoopformerError(
             f"The {row_count} rows of {what} cannot be shared evenly by {world} ranks; change {names}."
         )
-    share, entry_rows = row_count // world, assign_rows(size, run.objective)
-
-    def cut_rank(number: int) -> list[MicroBatch]:
-        parts = []
-        for group in range(groups):
-            first = group * size + number * share if is_sharded else max(group * size, number * share)
-            last = first + share if is_sharded else min((group + 1) * size, (number + 1) * share)
-            for start in range(first, last, micro_batch):
-                stop = min(start + micro_batch, last)
-                inside = range(start - group * size, stop - group * size)
-                rows = (tuple(row - inside.start for row in inside if row in members) for members in entry_rows)
-                parts.append(MicroBatch(start, stop, group, tuple(rows)))
-        return parts
-
-    if is_sharded:  # gathering sharded weights is a collective call, so every rank must run the same loops
-        active = {tuple(tuple(map(bool, part.rows)) for part in cut_rank(number)) for number in range(world)}
+    if not is_sharded or world == 1:
+        return
+    # Gathering sharded weights is a collective call, so every rank must run the same loops.
+    share, entry_rows = size // world, assign_rows(size, run.objective)
+    for start in range(0, share, micro_batch):
+        offsets = range(start, min(start + micro_batch, share))
+        active = {
+            tuple(any(rank * share + offset in members for offset in offsets) for members in entry_rows)
+            for rank in range(world)
+        }
         if len(active) > 1:
             raise LoopformerError(
                 "With sharded weights all ranks must run the same trajectories at the same time; raise rows "
                 "or training.micro_batch, or use training.strategy=ddp."
             )
-    return cut_rank(rank)
+
+
+@dataclass(frozen=True, eq=False)
+class EntryRows(Set[int]):
+    """The rows of a group that train on an entry. They are stored as ranges, so any size costs the same."""
+
+    size: int  # of the group
+    stride: int  # row × stride modulo size is the position of a row; neighbouring positions lie far apart
+    positions: tuple[range, ...]
+
+    def __contains__(self, row: object) -> bool:
+        return isinstance(row, int) and any(row * self.stride % self.size in part for part in self.positions)
+
+    def __iter__(self) -> Iterator[int]:
+        return (row for row in range(self.size) if row in self)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.positions))
+
+    _from_iterable = frozenset  # the type of intersections and unions
 
 
 @lru_cache(maxsize=8)
-def assign_rows(size: int, objective: ObjectiveConfig) -> list[frozenset[int]]:
+def assign_rows(size: int, objective: ObjectiveConfig) -> list[Set[int]]:
     """The rows of a group that train on each entry, spread over the group.
 
-    Entries are assigned by start time, preferring rows that are freed earliest. So every row is trained whenever
-    the shares of the active entries add up to 1 or more.
+    Every row trains on an active entry with a weight at every step.
     """
     # A stride coprime to the size visits every row. Near the golden ratio, the first rows lie far apart.
     stride = next(step for step in range(max(1, round(0.618 * size)), size + 1) if math.gcd(step, size) == 1)
-    spread = sorted(range(size), key=lambda row: row * stride % size)
     entries = objective.trajectories
-    busy = dict.fromkeys(spread, (0.0, 0))  # row → (when its last entry ends, how many entries have it)
-    assigned: dict[int, frozenset[int]] = {}
-    for index in sorted(range(len(entries)), key=lambda number: entries[number].active_range[0]):
+    order = sorted(range(len(entries)), key=lambda index: entries[index].active_range[0])
+    positions = _assign_positions(size, objective, order)
+    if not _covers_positions(size, objective, positions):  # entries without a weight keep others from some rows
+        order.sort(key=lambda index: entries[index].weight == 0)
+        positions = _assign_positions(size, objective, order)
+    return [EntryRows(size, stride, parts) for parts in positions]
+
+
+def _assign_positions(size: int, objective: ObjectiveConfig, order: list[int]) -> list[tuple[range, ...]]:
+    """The positions of each entry. Entries are assigned in `order`, preferring positions that are freed earliest.
+
+    Ordered by start time, entries whose counts add up to the size leave no position out. If one were left out, an
+    entry would share a position with another, although the one left out had been free for longer.
+    """
+    entries, counts = objective.trajectories, _count_rows(size, objective, order)
+    assigned: list[tuple[range, ...]] = [()] * len(entries)
+    segments = [(0.0, 0, 0, size)]  # when the last entry ends, how many entries there are, first and last position
+    for index in order:
+        end, missing = entries[index].active_range[1], counts[index]
+        taken, free = [], []
+        for busy_until, uses, start, stop in sorted(segments):
+            border = min(stop, start + missing)
+            missing -= border - start
+            taken.append((max(busy_until, end), uses + 1, start, border))
+            free.append((busy_until, uses, border, stop))
+        assigned[index] = tuple(range(start, stop) for _, _, start, stop in taken if start < stop)
+        if entries[index].rows < 1:
+            segments = [segment for segment in (*taken, *free) if segment[2] < segment[3]]
+    return assigned
+
+
+def _count_rows(size: int, objective: ObjectiveConfig, order: list[int]) -> list[int]:
+    """The number of rows of each entry: its share of the size, rounded so that no phase of training lacks a row."""
+    entries, counts = objective.trajectories, [0] * len(objective.trajectories)
+    for number, index in enumerate(order):
         entry = entries[index]
-        share_start = sum(entries[other].rows for other in assigned if entries[other].splits_rows_with(entry))
-        # Round both borders, not the count, so that shares which add up to 1 cover all rows.
+        share_start = sum(entries[other].rows for other in order[:number] if entries[other].splits_rows_with(entry))
+        # Round both borders, not the count, so that shares which add up to 1 at one time cover all rows.
         first, last = (math.floor(size * border + 0.5 + 1e-9) for border in (share_start, share_start + entry.rows))
-        assigned[index] = frozenset(sorted(spread, key=busy.__getitem__)[: last - first])
-        if entry.rows < 1:
-            end = entry.active_range[1]
-            busy |= {row: (max(busy[row][0], end), busy[row][1] + 1) for row in assigned[index]}
-    return [assigned[index] for index in range(len(entries))]
+        counts[index] = last - first
+    for start in objective.phase_starts:
+        # Entries that begin at different times may all be rounded down. Raise the last: earlier phases have enough.
+        active = [index for index in order if entries[index].is_active(start) and entries[index].weight > 0]
+        while sum(counts[index] for index in active) < size:
+            is_short = {index: counts[index] < size * entries[index].rows - 1e-6 for index in active}
+            counts[max(active, key=lambda index: (is_short[index], entries[index].active_range[0]))] += 1
+    return counts
+
+
+def _covers_positions(size: int, objective: ObjectiveConfig, positions: list[tuple[range, ...]]) -> bool:
+    """Whether every position has an active entry with a weight in every phase of training."""
+    for start in objective.phase_starts:
+        covered = 0
+        entries = zip(objective.trajectories, positions, strict=True)
+        parts = [part for entry, parts in entries if entry.is_active(start) and entry.weight > 0 for part in parts]
+        for part in sorted(parts, key=lambda part: part.start):
+            covered = max(covered, part.stop) if part.start <= covered else covered
+        if covered < size:
+            return False
+    return True
 
 
 def draw_trajectories(run: RunConfig, step: int, group: int) -> list[Trajectory | None]:
@@ -213,7 +293,8 @@ def micro_batch_sizes(run: RunConfig, world: int) -> list[int]:
     """The micro-batch sizes that divide a rank's rows of a group evenly, largest first."""
     size = run.training.batch // run.objective.trajectory_groups
     rows = max(1, size // world if run.training.is_sharded else min(size, run.training.batch // world))
-    return [candidate for candidate in range(rows, 0, -1) if rows % candidate == 0]
+    small = [divisor for divisor in range(1, math.isqrt(rows) + 1) if rows % divisor == 0]
+    return sorted({*small, *(rows // divisor for divisor in small)}, reverse=True)
 
 
 def estimated_micro_batch(run: RunConfig, free: float, world: int, fused: bool) -> int:

@@ -45,7 +45,13 @@ from loopformer.loading.folder import (
     save_tensors,
 )
 from loopformer.model import LoopedLM
-from loopformer.training.checkpoint import restore_optimizer, rotate, set_aside_newer, write_checkpoint
+from loopformer.training.checkpoint import (
+    remove_leftovers,
+    restore_optimizer,
+    rotate,
+    set_aside_newer,
+    write_checkpoint,
+)
 from loopformer.training.distributed import Parallel, Ranks, full_tensor
 from loopformer.training.fused.ops import Precision
 from loopformer.training.fused.passes import unsupported_reason
@@ -118,6 +124,7 @@ class Trainer:
         if checkpoint and ranks.is_main:
             for renamed in set_aside_newer(out, self.state.step):
                 self.reporter.say(f"A damaged checkpoint is kept as {renamed}.")
+            remove_leftovers(out)
         if resume:
             self.reporter.say(f"resuming from {checkpoint}" if checkpoint else "no checkpoint yet; starting anew")
             if (step := self.state.step) >= training.steps:
