@@ -31,7 +31,7 @@ test-kernels: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target build/interpreter triton==3.6.0 'numpy<2.4'
 	PYTHONPATH=build/interpreter TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout=1200 \
 		tests/inference/fused/test_kernels.py tests/inference/fused/test_graphs.py \
-		tests/inference/fused/test_shared.py tests/inference/fused/test_backend.py tests/inference/test_faults.py \
+		tests/inference/fused/test_runner.py tests/inference/fused/test_batch_pool.py tests/inference/test_faults.py \
 		tests/training/fused/test_kernels.py
 
 # `loopformer serve --ray`: two replicas, killed and drained; some 500 MB more to install, a few minutes.
