@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import hmac
 import json
@@ -53,6 +54,10 @@ IDLE_SECONDS = 15  # keep-alive; Python's clients close idle connections after 5
 CLOSE_SECONDS = 2  # for connections to close after the last request
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 MAX_DRAIN_FACTOR = 8  # drain at most this many times `max_body` of an oversized upload
+SMALL_BODY = 1 << 16  # bytes; up to this size a body is parsed whatever it contains
+_NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{:,'))  # bytes that say nothing about the number of values
+NESTED_WEIGHT = 4  # of a list, an object or a key, whose Python objects are that many times as large as a number
+BYTES_PER_WEIGHT = 6  # of `max_body`: room for 128 prompts of 1,024 ids in 1 MiB
 # Paths without a key: health probes have none, and the page itself asks the user for it.
 OPEN_PATHS = frozenset({"/health", "/ready", *PAGE_FILES})
 
@@ -93,6 +98,7 @@ class ServerSettings:
 def run_server(settings: ServerSettings, say: Callable[[str], object]) -> None:
     """Serve until a signal stops it."""
     log_as_json()
+    gc.freeze()  # otherwise a full collection visits every module, which holds the event loop for half a second
     with bind(settings.host, settings.port) as listener:
         asyncio.run(serve(settings, listener, say))
 
@@ -297,6 +303,23 @@ def is_host(header: str, hosts: frozenset[str]) -> bool:
     return name in hosts
 
 
+def is_too_complex(body: bytes | bytearray, max_weight: int) -> bool:
+    """Whether a JSON body has so many values that parsing it would take much time and memory.
+
+    A comma or a string weighs 1, whatever the string contains, and a bracket, a brace or a colon NESTED_WEIGHT.
+    """
+    # Escapes first: without them, quotes only begin and end strings.
+    skeleton = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_STRUCTURE)
+    weight = quotes = 0
+    for start in range(0, len(skeleton), SMALL_BODY):  # in pieces, because a list of all strings takes much memory
+        parts = skeleton[start : start + SMALL_BODY].split(b'"')
+        structure = b"".join(parts[quotes % 2 :: 2])
+        quotes += len(parts) - 1
+        commas = structure.count(b",")
+        weight += commas + NESTED_WEIGHT * (len(structure) - commas)
+    return weight + quotes // 2 > max_weight
+
+
 class Gate:
     """ASGI middleware that checks host and key, and passes on requests with their complete bodies."""
 
@@ -376,4 +399,10 @@ class Gate:
         except TimeoutError:
             sentence = f"The body did not arrive within {seconds:g} s."
             raise ApiError(sentence, 408, "body_timeout", connection="close") from None
+        if size > SMALL_BODY:
+            if b"\0" in body:  # as in UTF-16, whose bytes `is_too_complex` would misread
+                raise ApiError("The body is not JSON in UTF-8.")
+            if is_too_complex(body, max_body // BYTES_PER_WEIGHT):
+                sentence = "The body has too many values; send shorter lists, or raise the server's --max-body."
+                raise ApiError(sentence, 413, "body_too_large")
         return bytes(body)
