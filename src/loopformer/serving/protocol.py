@@ -81,7 +81,7 @@ CLIENT_GONE = 499  # nginx's status for a client that disconnected
 
 # Without `fail_fast` pydantic collects an error for every wrong item, each of which takes a kilobyte.
 Id = Annotated[int, Field(ge=0)]
-Ids = Annotated[list[Id], Field(fail_fast=True)]
+TokenIds = Annotated[list[Id], Field(fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -261,8 +261,8 @@ class CompletionBody(GenerationBody):
     prompt: (
         str
         | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
-        | Ids
-        | Annotated[list[Ids], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     )
     max_tokens: int | None = Field(None, ge=0, description=f"{DEFAULT_MAX_TOKENS} without it.")
     echo: bool = False
@@ -357,7 +357,7 @@ class DetokenizeBody(Body):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: Ids
+    tokens: TokenIds
 
     def text(self, served: Served) -> str:
         served.check_name(self.model)
@@ -368,7 +368,7 @@ class DetokenizeBody(Body):
 class LensBody(DepthBody):
     """POST /lens: the most likely next tokens of a prompt after each loop."""
 
-    prompt: str | Ids
+    prompt: str | TokenIds
     top: int = Field(5, ge=1, le=100)
 
     def ids(self, served: Served) -> list[int]:

@@ -5,9 +5,10 @@
 The socket is bound first, then the model is loaded, then the address is printed. SIGTERM drains: running requests
 finish, new ones get 503, and what is left after `drain_seconds` is dropped. A second signal stops at once.
 
-Every request passes a gate before the app. The gate checks the host and the key, and limits the size and the time
-of the body. A web page can have its own name resolve to 127.0.0.1 (DNS rebinding), but a browser still sends that
-name as `Host`, so a server on loopback accepts only loopback's names. A client that does not read is dropped.
+Every request passes a gate before the app. The gate checks the host and the key, and limits the size of the body,
+its time and its number of values. A web page can have its own name resolve to 127.0.0.1 (DNS rebinding), but a
+browser still sends that name as `Host`, so a server on loopback accepts only loopback's names. A client that does
+not read is dropped.
 """
 
 from __future__ import annotations
@@ -203,7 +204,8 @@ class LimitedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete:  # otherwise a pipelined request has begun
+        # Otherwise a pipelined request has begun, or the connection closes once its answer is sent.
+        if self.cycle.response_complete and not self.transport.is_closing():
             self._idle[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -226,12 +228,13 @@ class LimitedProtocol(H11Protocol):
             self._head_timer = None
 
     def _make_room(self) -> None:
+        """Close the connection that has been idle longest, or this one, with an answer, if no other is idle."""
         if not self._idle.was_full:
             self._idle.was_full = True
-            logger.warning(
-                "All %d connections are in use. New ones replace idle ones; a higher `ulimit -n` allows more.",
-                self._idle.limit,
+            sentence = (
+                "All %d connections are in use. New ones replace idle ones; a higher `ulimit -n` allows more."
             )
+            logger.warning(sentence, self._idle.limit)
         oldest = next(iter(self._idle))
         if oldest is self:
             self.transport.write(_full_answer())
@@ -246,10 +249,8 @@ class LimitedProtocol(H11Protocol):
 def _full_answer() -> bytes:
     error = ApiError("All connections are in use; try again in a second.", 503, "server_full")
     body = error.answer().to_json().encode()
-    head = (
-        "HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Type: application/json"
-    )
-    return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    head = "HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1"
+    return f"{head}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 class DrainingServer(uvicorn.Server):
@@ -361,9 +362,7 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
     keys = [line for line in lines if line and not line.startswith("#")]
     for key in keys:
         number = lines.index(key) + 1  # the key itself must not be shown
-        sentence = (
-            f"Line {number} of {path} is no API key; write keys in printable ASCII, as clients can send no other."
-        )
+        sentence = f"Line {number} of {path} is no API key; clients can only send printable ASCII characters."
         require(key.isascii() and key.isprintable(), sentence)
     if not keys:
         raise LoopformerError(f"{path} holds no API key; write one per line.")
