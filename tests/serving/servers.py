@@ -2,8 +2,11 @@
 
 import asyncio
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +47,27 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < until, "it takes too long"
         time.sleep(0.02)
+
+
+class UserServer:
+    """`loopformer serve` as a user starts it."""
+
+    def __init__(self, folder: str, *options: str, files: int | None = None) -> None:
+        """`files` is the most file descriptors that it may have."""
+        command = [sys.executable, "-m", "loopformer", "serve", folder, "--port", "0", "--device", "cpu", *options]
+        if files is not None:
+            command = ["sh", "-c", f'ulimit -n {files} && exec "$@"', "sh", *command]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def greeting(self) -> tuple[str, int, str]:
+        """Its address, its engine's process, and the line to try it with."""
+        assert self.process.stdout is not None
+        first, curl = self.process.stdout.readline(), self.process.stdout.readline()
+        return re.findall(r"http://[\d.:]+", first)[0], int(re.findall(r"engine process (\d+)", first)[0]), curl
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
 @dataclass

@@ -306,3 +306,36 @@ def test_broken_connections_leave_it_answering(server: RunningServer) -> None:
         connection.shutdown(socket.SHUT_WR)
         connection.close()
     assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        (b"Content-Length: 13\r\nTransfer-Encoding: chunked", b"d\r\n" + b'{"prompt":""}' + b"\r\n0\r\n\r\n"),
+        (b"Transfer-Encoding: chunked\r\nContent-Length: 4", b"d\r\n" + b'{"prompt":""}' + b"\r\n0\r\n\r\n"),
+        (b"Content-Length: 13\r\nContent-Length: 2", b'{"prompt":""}'),
+        (b"Content-Length: 13, 2", b'{"prompt":""}'),
+    ],
+)
+def test_a_body_with_two_lengths_is_refused_and_the_connection_closed(
+    server: RunningServer, head: bytes, body: bytes
+) -> None:
+    """What follows would otherwise be read as another request by one of two servers, and not by the other."""
+    smuggled = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    post = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n\r\n" + body + smuggled
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        connection.sendall(post)
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_websocket_is_never_opened(server: RunningServer) -> None:
+    upgrade = {
+        "connection": "upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-key": "x3JJHMbDL1EzLkh9GBhXDw==",
+        "sec-websocket-version": "13",
+    }
+    answer = server.get("/v1/completions", **upgrade)
+    assert answer.status_code == 405

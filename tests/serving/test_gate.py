@@ -1,6 +1,7 @@
 """Hosts, keys, bodies."""
 
 import asyncio
+import hashlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,15 @@ def test_keys_are_the_lines_of_a_file(tmp_path: Path) -> None:
         read_keys(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("key", ["schlüssel", "ключ", "a\tb", "a\x7f"])
+def test_a_key_that_no_client_can_send_is_refused_by_its_line(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# mine\nfirst\n{key}\n", encoding="utf-8")
+    with pytest.raises(LoopformerError, match=r"Line 3 of .*keys is no API key") as refused:
+        read_keys(file)
+    assert key not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     "origin", ["", "page.example", "https://page.example/", "https://", "https://Page.example"]
 )
@@ -60,7 +70,10 @@ def test_what_no_browser_sends_is_no_origin(origin: str) -> None:
         ServerSettings(worker, cors=(origin,))
 
 
-def ask(pieces: list[bytes], headers: dict[str, str] | None = None, **options: Any) -> tuple[int, bytes]:
+Headers = list[tuple[str, str]]
+
+
+def ask(pieces: list[bytes], headers: Headers | None = None, **options: Any) -> tuple[int, bytes]:
     """The status and body of what a gate answers before an app that gives back what it gets."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,7 +94,7 @@ def ask(pieces: list[bytes], headers: dict[str, str] | None = None, **options: A
         async def send(message: Any) -> None:
             sent.append(message)
 
-        raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        raw = [(name.encode(), value.encode()) for name, value in headers or []]
         refused: list[int] = []
         refusals: Any = lambda status: SimpleNamespace(inc=lambda: refused.append(status))  # noqa: E731
         gate = Gate(app, refusals, **options)
@@ -97,8 +110,8 @@ def test_a_body_comes_whole() -> None:
     assert ask([b"one ", b"two"]) == (200, b"one two")
 
 
-@pytest.mark.parametrize("headers", [{}, {"content-length": "99"}, {"content-length": "9" * 4000}])
-def test_a_large_body_is_refused_with_and_without_a_length(headers: dict[str, str]) -> None:
+@pytest.mark.parametrize("headers", [[], [("content-length", "99")], [("content-length", "9" * 4000)]])
+def test_a_large_body_is_refused_with_and_without_a_length(headers: Headers) -> None:
     status, body = ask([b"12345", b"67890"], headers, max_body=8)
     assert status == 413
     assert b"more than 8 bytes" in body
@@ -124,3 +137,44 @@ def test_a_client_that_does_not_read_is_let_go() -> None:
         await gate({"type": "http", "path": "/", "headers": []}, receive, send)
 
     asyncio.run(talk())
+
+
+@pytest.mark.parametrize(
+    ("headers", "sentence"),
+    [
+        (
+            [("content-length", "3"), ("transfer-encoding", "chunked")],
+            "Content-Length or Transfer-Encoding, not both",
+        ),
+        (
+            [("transfer-encoding", "chunked"), ("content-length", "3")],
+            "Content-Length or Transfer-Encoding, not both",
+        ),
+        ([("content-length", "3"), ("content-length", "4")], "one Content-Length header"),
+        ([("transfer-encoding", "chunked"), ("transfer-encoding", "chunked")], "one Transfer-Encoding header"),
+        ([("authorization", "Bearer a"), ("authorization", "Bearer a")], "one Authorization header"),
+        ([("authorization", "Bearer b"), ("authorization", "Bearer a")], "one Authorization header"),
+        ([("host", "a"), ("host", "b")], "one Host header"),
+    ],
+)
+def test_what_a_proxy_may_read_differently_is_refused(headers: Headers, sentence: str) -> None:
+    status, body = ask([b"one"], headers, keys=(hashlib.sha256(b"a").digest(),))
+    assert status == 400
+    assert sentence in body.decode()
+
+
+def test_a_websocket_is_refused() -> None:
+    sent: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("it got past the gate")
+
+    async def receive() -> Message:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    gate = Gate(app, lambda status: Counter("refusals_of_websockets", "None come."))
+    asyncio.run(gate({"type": "websocket", "path": "/", "headers": []}, receive, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]

@@ -10,7 +10,16 @@ from pydantic import ValidationError
 from loopformer import LM, LoopformerError, Trajectory
 from loopformer.errors import RunFailed
 from loopformer.inference.chat import ChatTemplate
-from loopformer.serving.protocol import CLIENT_GONE, ApiError, ChatBody, CompletionBody, Served, TokenizeBody
+from loopformer.serving.protocol import (
+    CLIENT_GONE,
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LensBody,
+    Served,
+    TokenizeBody,
+)
 
 MESSAGES = [{"role": "user", "content": "its time"}]
 
@@ -190,3 +199,26 @@ def test_what_ends_a_chat_ends_its_answer(served: Served) -> None:
 def test_errors_have_a_status_and_no_internals(error: BaseException, status: int, message: str) -> None:
     api_error = ApiError.of(error)
     assert (api_error.status, str(api_error)) == (status, message)
+
+
+@pytest.mark.parametrize("fewer", ["the tokenizer", "the model", "neither"])
+def test_token_ids_end_before_the_vocabulary(served: Served, fewer: str) -> None:
+    """The model may have more ids than its tokenizer, as padding, or the tokenizer more than its model."""
+    vocab = served.tokenizer.vocab_size
+    sizes = {"the tokenizer": vocab + 8, "the model": vocab - 8, "neither": vocab}
+    served = replace(served, config=replace(served.config, vocab=sizes[fewer]))
+    first_wrong = min(sizes[fewer], vocab)
+    for ids in ([0], [first_wrong - 1], [0, first_wrong - 1]):
+        assert completion(prompt=ids).job(served).prompts == (tuple(ids),)
+        assert completion(prompt=[ids, ids]).job(served).prompts == (tuple(ids), tuple(ids))
+        assert LensBody.model_validate({"prompt": ids}).ids(served) == ids
+        assert DetokenizeBody.model_validate({"tokens": ids}).text(served) == served.tokenizer.decode(ids)
+    for ids in ([first_wrong], [0, first_wrong]):
+        for refuse in (
+            lambda ids=ids: completion(prompt=ids).job(served),
+            lambda ids=ids: completion(prompt=[[0], ids]).job(served),
+            lambda ids=ids: LensBody.model_validate({"prompt": ids}).ids(served),
+            lambda ids=ids: DetokenizeBody.model_validate({"tokens": ids}).text(served),
+        ):
+            with pytest.raises(ApiError, match=f"Token ids must lie in 0…{first_wrong - 1}"):
+                refuse()

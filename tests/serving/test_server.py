@@ -23,29 +23,11 @@ from loopformer.serving.app import PAGE_FILES
 from loopformer.serving.messages import WorkerSettings
 from loopformer.serving.server import ServerSettings, bind, serve
 
-from .servers import LONG, MAX_WAIT, RunningServer, add_checkpoint, running_server, wait_until
+from .servers import LONG, MAX_WAIT, RunningServer, UserServer, add_checkpoint, running_server, wait_until
 
 STEP_SECONDS = 3.0  # after which a silent engine counts as hung; a busy machine holds a process up for one or two
 PAGE = "http://page.example"
 SHORT: dict[str, Any] = {"prompt": "its time", "max_tokens": 4, "temperature": 0}
-
-
-class UserServer:
-    """`loopformer serve` as a user starts it."""
-
-    def __init__(self, folder: str, *options: str) -> None:
-        command = [sys.executable, "-m", "loopformer", "serve", folder, "--port", "0", "--device", "cpu", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def greeting(self) -> tuple[str, int, str]:
-        """Its address, its engine's process, and the line to try it with."""
-        assert self.process.stdout is not None
-        first, curl = self.process.stdout.readline(), self.process.stdout.readline()
-        return re.findall(r"http://[\d.:]+", first)[0], int(re.findall(r"engine process (\d+)", first)[0]), curl
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 class Launched(NamedTuple):

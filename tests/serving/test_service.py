@@ -1,5 +1,7 @@
 """Which requests come in, and at which budget."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,3 +112,72 @@ def test_without_degrade_everybody_gets_what_they_ask_for() -> None:
 @given(st.integers(0, 500), st.integers(1, 64), st.floats(0, 1e4))
 def test_a_wait_is_a_second_or_more_and_a_minute_or_less(waiting: int, rows: int, seconds: float) -> None:
     assert 1 <= seconds_to_wait(waiting, rows, seconds) <= 60
+
+
+@pytest.mark.parametrize(
+    ("texts", "size", "load"),
+    [
+        (2, 50, 0.0),  # the slots are taken, and their memory
+        (2, 75, 0.125),  # half as many bytes again, of the four times as many that the queue may hold
+        (2, 150, 0.5),
+        (4, 25, 0.25),  # two of the eight places in the queue
+        (4, 40, 0.25),  # the greater of 0.25 by texts and 0.15 by bytes
+        (4, 75, 0.5),
+        (10, 50, 1.0),
+    ],
+)
+def test_the_load_is_the_share_of_the_queue_in_use(texts: int, size: int, load: float) -> None:
+    admission, full = Admission(rows=2, queue=8, memory=100), Trajectory.uniform(4)
+    for _ in range(texts):
+        admission.enter(1, lambda _: size, full)
+    assert admission.load == pytest.approx(load)
+
+
+def test_the_queue_holds_bytes_in_proportion_to_its_texts() -> None:
+    """Two rows fill the memory of 100 bytes, so two rows and eight in the queue may hold 500."""
+    admission, full = Admission(rows=2, queue=8, memory=100), Trajectory.uniform(4)
+    admission.enter(1, lambda _: 460, full)
+    with pytest.raises(ApiError, match="busy"):
+        admission.enter(1, lambda _: 41, full)
+    admission.enter(1, lambda _: 40, full)
+    assert admission.load == 1
+
+
+def test_bytes_alone_lower_the_budget() -> None:
+    admission, full = Admission(rows=2, queue=8, memory=100, degrade=True), Trajectory.uniform(4)
+    budgets = [admission.enter(1, lambda _: 50, full).trajectory.budget for _ in range(3)]
+    assert budgets == [4, 4, 4]
+    admission.enter(1, lambda _: 50, full)  # 200 bytes: the queue is a quarter full
+    assert admission.enter(1, lambda _: 50, full).trajectory.budget == 3
+
+
+@pytest.mark.parametrize(
+    ("waiting", "rows", "seconds", "wait"),
+    [
+        (0, 1, 0.5, 1),  # never less than a second
+        (0, 1, 10.0, 10),  # one runs: it has to leave
+        (0, 4, 10.0, 3),  # one of four has to leave: 2.5 s
+        (1, 4, 10.0, 2),
+        (8, 4, 12.0, 4),  # four of twelve have to leave
+        (64, 16, 20.0, 8),
+        (64, 16, 200.0, 60),  # never more than a minute
+    ],
+)
+def test_the_wait_is_for_half_the_queue(waiting: int, rows: int, seconds: float, wait: int) -> None:
+    assert seconds_to_wait(waiting, rows, seconds) == wait
+
+
+def test_the_wait_follows_a_moving_average() -> None:
+    """The first duration counts in full, each later one a quarter."""
+    admission, full = Admission(rows=1, queue=1, memory=100), Trajectory.uniform(4)
+    running, leaving = (admission.enter(1, lambda _: 1, full) for _ in range(2))
+    waits = []
+    for seconds in (40.0, 40.0, 8.0, 8.0, 0.0, 72.0, 72.0):
+        admission.leave(leaving, seconds)
+        leaving = admission.enter(1, lambda _: 1, full)
+        with pytest.raises(ApiError, match=r"try again in \d+ s") as refused:
+            admission.enter(1, lambda _: 1, full)
+        waits.append(int(refused.value.headers["retry-after"]))
+    averages = [40, 40, 32, 26, 19.5, 32.625, 42.46875]
+    assert waits == [math.ceil(average / 2) for average in averages]  # one of the two has to leave
+    admission.leave(running, 0.0)

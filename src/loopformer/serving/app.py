@@ -32,6 +32,7 @@ from loopformer.serving.answers import (
 )
 from loopformer.serving.protocol import (
     CLIENT_GONE,
+    MAX_PROMPTS,
     AnswerBody,
     ApiError,
     ChatBody,
@@ -45,7 +46,10 @@ from loopformer.serving.service import Service
 
 MIN_THREADED_BODY = 4096  # bytes; larger bodies are tokenized in a thread, so that the event loop is not blocked
 FIELD_FORMS = {  # for fields of several types: pydantic's error would mention only one of them
-    "prompt": "It is a text, a list of texts, a list of token ids, or a list of such lists; ids are 0 or more.",
+    "prompt": (
+        "It is a text, a list of texts, a list of token ids, or a list of such lists; "
+        f"ids are 0 or more, and texts or lists at most {MAX_PROMPTS}."
+    ),
     "stop": "It is a text, or a list of at most 16, each of 1 to 256 characters.",
     "messages": "Each has a role (system, user or assistant) and a content: a text, or a list of text parts.",
 }

@@ -74,10 +74,13 @@ _MESSAGE_UNSUPPORTED: NeutralValues = {
 _SCHEDULE_FAMILY = re.compile(r"\s*[a-z-]+\s*:\s*(\d+)\s*")
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
 MAX_ALTERNATIVES = 20
+MAX_PROMPTS = 128  # of a completion
 DEFAULT_MAX_TOKENS = 16  # of a completion
 CLIENT_GONE = 499  # nginx's status for a client that disconnected
 
+# Without `fail_fast` pydantic collects an error for every wrong item, each of which takes a kilobyte.
 Id = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[Id], Field(fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -207,7 +210,7 @@ class GenerationBody(DepthBody):
     """What completions and chat completions share."""
 
     n: int = Field(1, ge=1, le=128)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] = []
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool = False
     stream_options: StreamOptionsBody = StreamOptionsBody()
@@ -256,7 +259,12 @@ class CompletionBody(GenerationBody):
 
     unsupported: ClassVar[NeutralValues] = _COMPLETION_UNSUPPORTED
 
-    prompt: str | list[str] | list[Id] | list[list[Id]]
+    prompt: (
+        str
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    )
     max_tokens: int | None = Field(None, ge=0, description=f"{DEFAULT_MAX_TOKENS} without it.")
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
@@ -269,7 +277,7 @@ class CompletionBody(GenerationBody):
         max_tokens = default if self.max_tokens is None else self.max_tokens
         need(max_tokens >= 1 or self.echo, "max_tokens", "'max_tokens' is 1 or more, or 0 with 'echo'.")
         prompts = self._prompts(served.tokenizer)
-        need(0 < len(prompts) <= 128, "prompt", "'prompt' is a text or a list of 1 to 128 of them.")
+        need(len(prompts) > 0, "prompt", f"'prompt' is a text or a list of 1 to {MAX_PROMPTS} of them.")
         return replace(self._job(served, prompts, "prompt", max_tokens, self.logprobs), echo=self.echo)
 
     def _prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
@@ -290,7 +298,7 @@ class MessageBody(Body):
     unsupported: ClassVar[NeutralValues] = _MESSAGE_UNSUPPORTED
 
     role: Literal["system", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     def to_message(self) -> Message:
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -302,7 +310,7 @@ class ChatBody(GenerationBody):
 
     unsupported: ClassVar[NeutralValues] = _CHAT_UNSUPPORTED
 
-    messages: list[MessageBody] = Field(min_length=1, max_length=4096)
+    messages: list[MessageBody] = Field(min_length=1, max_length=4096, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -332,7 +340,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[MessageBody] | None = Field(None, min_length=1, max_length=4096)
+    messages: list[MessageBody] | None = Field(None, min_length=1, max_length=4096, fail_fast=True)
 
     def ids(self, served: Served) -> list[int]:
         served.check_name(self.model)
@@ -346,7 +354,7 @@ class DetokenizeBody(Body):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: list[Id]
+    tokens: TokenIds
 
     def text(self, served: Served) -> str:
         served.check_name(self.model)
@@ -357,7 +365,7 @@ class DetokenizeBody(Body):
 class LensBody(DepthBody):
     """POST /lens: the most likely next tokens of a prompt after each loop."""
 
-    prompt: str | list[Id]
+    prompt: str | TokenIds
     top: int = Field(5, ge=1, le=100)
 
     def ids(self, served: Served) -> list[int]:

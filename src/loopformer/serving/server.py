@@ -5,15 +5,17 @@
 The socket is bound first, then the model is loaded, then the address is printed. SIGTERM drains: running requests
 finish, new ones get 503, and what is left after `drain_seconds` is dropped. A second signal stops at once.
 
-Every request passes a gate before the app. The gate checks the host and the key, and limits the size and the time
-of the body. A web page can have its own name resolve to 127.0.0.1 (DNS rebinding), but a browser still sends that
-name as `Host`, so a server on loopback accepts only loopback's names. A client that does not read is dropped.
+Every request passes a gate before the app. The gate checks the host and the key, and limits the size of the body,
+its time and its number of values. A web page can have its own name resolve to 127.0.0.1 (DNS rebinding), but a
+browser still sends that name as `Host`, so a server on loopback accepts only loopback's names. A client that does
+not read is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import hmac
 import json
@@ -21,9 +23,11 @@ import logging
 import re
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
@@ -47,12 +51,22 @@ from loopformer.serving.messages import EngineReady, WorkerSettings, log_as_json
 from loopformer.serving.protocol import ApiError, Served
 from loopformer.serving.service import Admission, Service
 
+if sys.platform != "win32":
+    import resource
+
 logger = logging.getLogger(__name__)
 HEAD_SECONDS = 10  # for a client to send the head of a request
 IDLE_SECONDS = 15  # keep-alive; Python's clients close idle connections after 5 s, so they never reuse a closed one
+MAX_ACCEPTS = 16  # connections that asyncio accepts before the first of them can be closed
+BACKLOG = 2048  # connections that wait in the kernel to be accepted
+RESERVED_FILES = 128  # descriptors that are left for the engine, the model's files and connections that just came
 CLOSE_SECONDS = 2  # for connections to close after the last request
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 MAX_DRAIN_FACTOR = 8  # drain at most this many times `max_body` of an oversized upload
+SMALL_BODY = 1 << 16  # bytes; up to this size a body is parsed whatever it contains
+_NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{:,'))  # bytes that say nothing about the number of values
+NESTED_WEIGHT = 4  # of a list, an object or a key, whose Python objects are that many times as large as a number
+BYTES_PER_WEIGHT = 6  # of `max_body`: room for 128 prompts of 1,024 ids in 1 MiB
 # Paths without a key: health probes have none, and the page itself asks the user for it.
 OPEN_PATHS = frozenset({"/health", "/ready", *PAGE_FILES})
 
@@ -93,6 +107,7 @@ class ServerSettings:
 def run_server(settings: ServerSettings, say: Callable[[str], object]) -> None:
     """Serve until a signal stops it."""
     log_as_json()
+    gc.freeze()  # otherwise a full collection visits every module, which holds the event loop for half a second
     with bind(settings.host, settings.port) as listener:
         asyncio.run(serve(settings, listener, say))
 
@@ -148,32 +163,94 @@ async def started_app(
         await engine.stop()
 
 
-class HeadTimeoutProtocol(H11Protocol):
-    """uvicorn's HTTP protocol, which closes a connection that has not sent the head of a request in time."""
+def max_connections() -> int:
+    """How many connections leave enough file descriptors for everything else."""
+    if sys.platform == "win32":
+        return sys.maxsize
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else max(1, limit - RESERVED_FILES)
+
+
+class IdleConnections(dict["LimitedProtocol", None]):
+    """The connections of a server that are not in the middle of a request, the longest idle first."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit, self.was_full = limit, False
+
+
+class LimitedProtocol(H11Protocol):
+    """uvicorn's HTTP protocol with two limits.
+
+    A connection that does not send the head of a request in time is closed. At the maximum number of connections a
+    new one replaces the one that has been idle longest, or gets a 503 if none is idle.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, idle: IdleConnections, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._idle = idle
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._update_timer()
+        if len(self.connections) > self._idle.limit:
+            self._make_room()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._update_timer()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # Otherwise a pipelined request has begun, or the connection closes once its answer is sent.
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._idle[self] = None
+
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
+        self._forget()
         super().connection_lost(exc)
 
     def _update_timer(self) -> None:
         """Start the timer at connection and after each answer. Stop it when the head of a request is complete."""
         if self.cycle is not None and not self.cycle.response_complete:
-            if self._head_timer is not None:
-                self._head_timer.cancel()
-                self._head_timer = None
+            self._forget()
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+            self._idle[self] = None
+
+    def _forget(self) -> None:
+        """Stop the timer. The connection is no longer idle."""
+        self._idle.pop(self, None)
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _make_room(self) -> None:
+        """Close the connection that has been idle longest, or this one, with an answer, if no other is idle."""
+        if not self._idle.was_full:
+            self._idle.was_full = True
+            sentence = (
+                "All %d connections are in use. New ones replace idle ones; a higher `ulimit -n` allows more."
+            )
+            logger.warning(sentence, self._idle.limit)
+        oldest = next(iter(self._idle))
+        if oldest is self:
+            self.transport.write(_full_answer())
+            self.transport.close()
+        else:
+            oldest.transport.abort()
+        # `connection_lost` comes later, and until then this connection would be closed for others.
+        del self._idle[oldest]
+        self.connections.discard(oldest)
+
+
+def _full_answer() -> bytes:
+    error = ApiError("All connections are in use; try again in a second.", 503, "server_full")
+    body = error.answer().to_json().encode()
+    head = "HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1"
+    return f"{head}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 class DrainingServer(uvicorn.Server):
@@ -184,7 +261,9 @@ class DrainingServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=HeadTimeoutProtocol,
+            http=partial(LimitedProtocol, IdleConnections(max_connections())),  # type: ignore[arg-type]
+            ws="none",
+            backlog=MAX_ACCEPTS,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -195,6 +274,11 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._service, self._drain_seconds, self._stop = service, drain_seconds, stop or asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio has set it to MAX_ACCEPTS
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._service.is_draining:
@@ -276,6 +360,10 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
             f"The file of API keys {path} cannot be read; give a text file with one key per line."
         ) from error
     keys = [line for line in lines if line and not line.startswith("#")]
+    for key in keys:
+        number = lines.index(key) + 1  # the key itself must not be shown
+        sentence = f"Line {number} of {path} is no API key; clients can only send printable ASCII characters."
+        require(key.isascii() and key.isprintable(), sentence)
     if not keys:
         raise LoopformerError(f"{path} holds no API key; write one per line.")
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
@@ -297,6 +385,23 @@ def is_host(header: str, hosts: frozenset[str]) -> bool:
     return name in hosts
 
 
+def is_too_complex(body: bytes | bytearray, max_weight: int) -> bool:
+    """Whether a JSON body has so many values that parsing it would take much time and memory.
+
+    A comma or a string weighs 1, whatever the string contains, and a bracket, a brace or a colon NESTED_WEIGHT.
+    """
+    # Escapes first: without them, quotes only begin and end strings.
+    skeleton = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_STRUCTURE)
+    weight = quotes = 0
+    for start in range(0, len(skeleton), SMALL_BODY):  # in pieces, because a list of all strings takes much memory
+        parts = skeleton[start : start + SMALL_BODY].split(b'"')
+        structure = b"".join(parts[quotes % 2 :: 2])
+        quotes += len(parts) - 1
+        commas = structure.count(b",")
+        weight += commas + NESTED_WEIGHT * (len(structure) - commas)
+    return weight + quotes // 2 > max_weight
+
+
 class Gate:
     """ASGI middleware that checks host and key, and passes on requests with their complete bodies."""
 
@@ -315,11 +420,15 @@ class Gate:
         self._body_seconds, self._send_seconds, self._refusals = body_seconds, send_seconds, refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+            self._check_framing([name for name, _ in scope["headers"]])
             self._check(scope["path"], headers)
             body = await self._read_body(headers, receive)
         except ApiError as error:
@@ -342,6 +451,15 @@ class Gate:
 
         with contextlib.suppress(ConnectionError):
             await self._app(scope, replay, send_in_time)
+
+    @staticmethod
+    def _check_framing(names: Sequence[bytes]) -> None:
+        """Refuse what a proxy in front may read differently, so that nobody gets past the proxy's checks."""
+        for name in (b"authorization", b"content-length", b"host", b"transfer-encoding"):
+            if names.count(name) > 1:
+                raise ApiError(f"Send one {name.decode().title()} header, not several.", connection="close")
+        if b"content-length" in names and b"transfer-encoding" in names:
+            raise ApiError("Send Content-Length or Transfer-Encoding, not both.", connection="close")
 
     def _check(self, path: str, headers: dict[bytes, str]) -> None:
         if self._hosts is not None and not is_host(headers.get(b"host", ""), self._hosts):
@@ -376,4 +494,10 @@ class Gate:
         except TimeoutError:
             sentence = f"The body did not arrive within {seconds:g} s."
             raise ApiError(sentence, 408, "body_timeout", connection="close") from None
+        if size > SMALL_BODY:
+            if b"\0" in body:  # as in UTF-16, whose bytes `is_too_complex` would misread
+                raise ApiError("The body is not JSON in UTF-8.")
+            if is_too_complex(body, max_body // BYTES_PER_WEIGHT):
+                sentence = "The body has too many values; send shorter lists, or raise the server's --max-body."
+                raise ApiError(sentence, code="body_too_complex")
         return bytes(body)
