@@ -181,3 +181,20 @@ def test_the_wait_follows_a_moving_average() -> None:
     averages = [40, 40, 32, 26, 19.5, 32.625, 42.46875]
     assert waits == [math.ceil(average / 2) for average in averages]  # one of the two has to leave
     admission.leave(running, 0.0)
+
+
+def test_a_client_may_hold_three_times_what_it_leaves_free() -> None:
+    admission, full = Admission(rows=4, queue=12, memory=10**6), Trajectory.uniform(4)
+    with pytest.raises(LoopformerError, match="13 texts at once are more than the 12 that this server accepts"):
+        admission.enter(13, lambda _: 1, full, client="many")
+    held = [admission.enter(1, lambda _: 1, full, client="many") for _ in range(12)]
+    with pytest.raises(ApiError, match="You have 12 texts in flight, which is your share") as refused:
+        admission.enter(1, lambda _: 1, full, client="many")
+    assert (refused.value.status, refused.value.code) == (429, "client_busy")
+    others = [admission.enter(1, lambda _: 1, full, client=f"other {number}") for number in range(4)]
+    with pytest.raises(ApiError, match="The server is busy"):  # only now nobody comes in
+        admission.enter(1, lambda _: 1, full, client="one more")
+    assert admission.by_client["many"] == 12
+    for admitted in (*held, *others):
+        admission.leave(admitted, 1.0)
+    assert not admission.by_client

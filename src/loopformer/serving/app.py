@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -113,11 +114,17 @@ async def _generate(
         job = body.job(service.served)
     else:
         job = await asyncio.to_thread(body.job, service.served)
+    job = replace(job, client=_client_of(http))
     if not body.stream:
         return await _cancel_on_disconnect(http, _complete(service, http.url.path, job, writer_type))
     events = _events(service, http.url.path, job, writer_type, body.stream_options.include_usage)
     # Wait for the first token before the response starts: an earlier error can still set the HTTP status.
     return EventStream(await _cancel_on_disconnect(http, anext(events)), events)
+
+
+def _client_of(http: Request) -> str:
+    """Who sends a request, as the gate of the server says (server.py)."""
+    return str(getattr(http.state, "client", ""))
 
 
 async def _complete(service: Service, path: str, job: Job, writer_type: type[AnswerWriter]) -> Response:
@@ -249,7 +256,9 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/lens")
     async def lens(body: LensBody, http: Request) -> LensAnswer:
         trajectory, ids = body.requested(served), tuple(await asyncio.to_thread(body.ids, served))
-        rows = await _cancel_on_disconnect(http, service.lens(http.url.path, ids, trajectory, body.top))
+        rows = await _cancel_on_disconnect(
+            http, service.lens(http.url.path, ids, trajectory, body.top, _client_of(http))
+        )
         return lens_answer(served, trajectory, rows)
 
     @app.head("/health", include_in_schema=False)

@@ -52,6 +52,7 @@ class EngineLoad(NamedTuple):
 
     running: int = 0
     waiting: int = 0
+    max_client_running: int = 0  # slots of the client that has most
     memory_usage: float = 0.0
     prompt_tokens: int = 0
     shared_tokens: int = 0

@@ -439,6 +439,7 @@ class Job:
     priority: int
     alternatives: int | None  # most likely tokens to list per position; None: no log-probabilities
     echo: bool = False
+    client: str = ""  # who shares rows and queue with others: an API key's hash, or an address
 
     @property
     def count(self) -> int:
@@ -465,6 +466,7 @@ class Job:
                 self.stops,
                 self.alternatives or 0,
                 self.priority,
+                self.client,
             )
             for prompt in self.prompts
             for seed in seeds

@@ -430,6 +430,10 @@ class Gate:
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
             self._check_framing([name for name, _ in scope["headers"]])
             self._check(scope["path"], headers)
+            # Clients share rows and queue by their keys. Without keys anybody could send many, so addresses count.
+            address = (scope.get("client") or ("",))[0]
+            key = hashlib.sha256(headers.get(b"authorization", "").encode()).hexdigest()[:16]
+            scope["state"] = {**scope.get("state", {}), "client": key if self._keys else address}
             body = await self._read_body(headers, receive)
         except ApiError as error:
             self._refusals(error.status).inc()

@@ -5,7 +5,8 @@
         async for events in generation.events(): ...   # what was added to its texts
 
 At most `rows` requests run and at most `queue` requests wait. Both are in flight. Their keys and values are limited
-in proportion: memory * (rows + queue) / rows bytes.
+in proportion: memory * (rows + queue) / rows bytes. One client may hold at most three quarters of both, and less
+when others are there: MAX_SHARE times as many texts as it leaves free. So nobody fills the server alone.
 
 With `degrade` a fuller queue grants smaller budgets. The load is how full the queue is. A level is entered at a
 higher load than it is left at (hysteresis), so that budgets do not flicker. A running request keeps its budget, as
@@ -22,6 +23,7 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -29,7 +31,8 @@ from fractions import Fraction
 from functools import partial
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import Counter as CountMetric
 
 from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.inference.request import Event, Result
@@ -41,13 +44,14 @@ from loopformer.serving.protocol import CLIENT_GONE, ApiError, Job, Served
 from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
-M = TypeVar("M", Counter, Gauge, Histogram)
+M = TypeVar("M", CountMetric, Gauge, Histogram)
 
 SHARES = (Fraction(1), Fraction(3, 4), Fraction(1, 2), Fraction(1, 4))  # of the requested budget, by level
 ENTER_LOADS = (0.25, 0.5, 0.75)  # at this load or more, enter level 1, 2 or 3
 LEAVE_LOADS = (0.1, 0.3, 0.55)  # below this load, leave it
 MAX_RETRY_AFTER = 60  # seconds
 FIRST_REQUEST_SECONDS = 5.0  # assumed until the first request has ended
+MAX_SHARE = 3  # texts of one client in flight, for each that could still come in
 
 # Histogram buckets in seconds: time to first token, time per output token, end to end.
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
@@ -92,6 +96,7 @@ class Admitted:
     count: int
     bytes: int
     trajectory: Trajectory  # granted, not requested
+    client: str = ""
 
 
 class Admission:
@@ -101,6 +106,7 @@ class Admission:
         require(queue >= 1, f"The queue must hold 1 request or more, got {queue}.")
         self.rows, self.queue, self.degrade = rows, queue, degrade
         self.in_flight = self.level = 0
+        self.by_client: Counter[str] = Counter()  # texts in flight
         self._memory, self._bytes = memory, 0
         self._seconds: float | None = None  # the moving average of a request's duration
 
@@ -112,31 +118,45 @@ class Admission:
         return max(0.0, by_count, by_bytes)
 
     def enter(
-        self, count: int, bytes_of: Callable[[Trajectory], int], requested: Trajectory, min_budget: int = 1
+        self,
+        count: int,
+        bytes_of: Callable[[Trajectory], int],
+        requested: Trajectory,
+        min_budget: int = 1,
+        client: str = "",
     ) -> Admitted:
-        """Admit all texts or none. `bytes_of` gives the bytes of their keys and values along a trajectory."""
-        require(
-            count <= self.rows + self.queue,
-            f"{count} texts at once are more than the {self.rows + self.queue} that this server accepts.",
-        )
+        """Admit all texts or none. `bytes_of` gives the bytes of their keys and values along a trajectory. A client
+        without a name gets no share, only what is free."""
+        room = self.rows + self.queue
+        most = (MAX_SHARE * room + 1) // (MAX_SHARE + 1) if client else room
+        require(count <= most, f"{count} texts at once are more than the {most} that this server accepts.")
         self._update_level()
         trajectory = grant_trajectory(requested, min_budget, self.level)
         size = bytes_of(trajectory)
-        max_bytes = self._memory * (self.rows + self.queue) / self.rows
-        is_full = self.in_flight + count > self.rows + self.queue or self._bytes + size > max_bytes
+        left = room - self.in_flight - count
+        is_full = left < 0 or self._bytes + size > self._memory * room / self.rows
+        # The first text of a client always comes in where there is room.
+        has_too_many = bool(client) and self.by_client[client] + count - 1 > MAX_SHARE * left
         # While nothing runs, admit even a request that can never fit: the error of the engine explains why.
-        if is_full and self.in_flight > 0:
+        if (is_full or has_too_many) and self.in_flight > 0:
             seconds = FIRST_REQUEST_SECONDS if self._seconds is None else self._seconds
             wait = seconds_to_wait(max(0, self.in_flight - self.rows), self.rows, seconds)
-            sentence = f"The server is busy; try again in {wait} s."
-            raise ApiError(sentence, 429, "server_busy", **{"retry-after": str(wait)})
+            code, reason = "server_busy", "The server is busy"
+            if not is_full:
+                code, reason = (
+                    "client_busy",
+                    f"You have {self.by_client[client]} texts in flight, which is your share",
+                )
+            raise ApiError(f"{reason}; try again in {wait} s.", 429, code, **{"retry-after": str(wait)})
         self.in_flight += count
+        self.by_client[client] += count
         self._bytes += size
-        return Admitted(count, size, trajectory)
+        return Admitted(count, size, trajectory, client)
 
     def leave(self, admitted: Admitted, seconds: float) -> None:
         """Release texts that were in flight for `seconds`."""
         self.in_flight -= admitted.count
+        self.by_client -= Counter({admitted.client: admitted.count})  # and without clients that have none
         self._bytes -= admitted.bytes
         self._seconds = seconds if self._seconds is None else self._seconds + (seconds - self._seconds) / 4
         self._update_level()
@@ -257,7 +277,10 @@ class Service:
     async def generate(self, job: Job, path: str, stream: bool) -> AsyncIterator[Generation]:
         """A running generation. Leaving the context frees its slots."""
         bytes_of = partial(job.kv_bytes, self.served)
-        with self._admit(path, job.count, bytes_of, job.trajectory, job.min_budget) as (granted, log_fields):
+        with self._admit(path, job.count, bytes_of, job.trajectory, job.min_budget, job.client) as (
+            granted,
+            log_fields,
+        ):
             if granted != job.trajectory:
                 self.metrics.degraded(job.trajectory.budget, granted.budget).inc()
             generation = Generation(self, job, granted)
@@ -279,9 +302,11 @@ class Service:
                     decode = self.served.tokenizer.decode
                     log_fields["prompts"] = [decode(prompt, special=True) for prompt in job.prompts]
 
-    async def lens(self, path: str, ids: tuple[int, ...], trajectory: Trajectory, top: int) -> list[Alternatives]:
+    async def lens(
+        self, path: str, ids: tuple[int, ...], trajectory: Trajectory, top: int, client: str
+    ) -> list[Alternatives]:
         """The most likely next tokens after each loop."""
-        with self._admit(path, 1, lambda _: 0, trajectory, trajectory.budget) as (_, log_fields):
+        with self._admit(path, 1, lambda _: 0, trajectory, trajectory.budget, client) as (_, log_fields):
             log_fields |= {"trajectory": str(trajectory), "prompt_tokens": len(ids)}
             call = self.engine.score(ids, trajectory, top, by_loop=True)
             rows: list[Alternatives] = await self.scores(call, time.monotonic())
@@ -289,12 +314,19 @@ class Service:
 
     @contextmanager
     def _admit(
-        self, path: str, count: int, bytes_of: Callable[[Trajectory], int], requested: Trajectory, min_budget: int
+        self,
+        path: str,
+        count: int,
+        bytes_of: Callable[[Trajectory], int],
+        requested: Trajectory,
+        min_budget: int,
+        client: str,
     ) -> Iterator[tuple[Trajectory, dict[str, Any]]]:
         """Admit a request, and log it at the end. Yields the granted trajectory and a dict of fields to log."""
         if self.is_draining:
             raise shutdown_error()
-        admitted, began = self.admission.enter(count, bytes_of, requested, min_budget), time.monotonic()
+        began = time.monotonic()
+        admitted = self.admission.enter(count, bytes_of, requested, min_budget, client)
         status = 200
         fields: dict[str, Any] = {}
         try:
@@ -347,18 +379,25 @@ class ServerMetrics:
         )()
         level = new(Gauge, "degradation_level", "0 grants the requested budget; 1, 2 and 3 grant less.")()
         level.set_function(lambda: admission.level)
+        clients = new(Gauge, "num_clients", "Clients with texts in flight: API keys, or addresses.")()
+        clients.set_function(lambda: len(admission.by_client))
+        largest = new(Gauge, "max_client_requests_in_flight", "Texts in flight of the client that has most.")()
+        largest.set_function(lambda: max(admission.by_client.values(), default=0))
+        self.largest_client = new(Gauge, "max_client_requests_running", "Slots of the client that has most.")()
         up = new(Gauge, "engine_up", "1 while the engine's process runs.")()
         up.set_function(lambda: engine.state == "ready")
-        self.prompt_tokens = new(Counter, "prompt_tokens", "Tokens of prompts.", "budget")
-        self.generation_tokens = new(Counter, "generation_tokens", "New tokens.", "budget")
-        self.prefix_queries = new(Counter, "prefix_cache_queries", "Tokens of prompts that were looked up.")()
-        self.prefix_hits = new(Counter, "prefix_cache_hits", "Tokens of prompts that were found in the cache.")()
+        self.prompt_tokens = new(CountMetric, "prompt_tokens", "Tokens of prompts.", "budget")
+        self.generation_tokens = new(CountMetric, "generation_tokens", "New tokens.", "budget")
+        self.prefix_queries = new(CountMetric, "prefix_cache_queries", "Tokens of prompts that were looked up.")()
+        self.prefix_hits = new(
+            CountMetric, "prefix_cache_hits", "Tokens of prompts that were found in the cache."
+        )()
         ended = "Texts by how they ended: stop, length or abort."
-        self.success = new(Counter, "request_success", ended, "budget", "finished_reason")
-        self.refused = new(Counter, "requests_refused", "Requests that were refused, by status.", "status")
+        self.success = new(CountMetric, "request_success", ended, "budget", "finished_reason")
+        self.refused = new(CountMetric, "requests_refused", "Requests that were refused, by status.", "status")
         less = "Requests that were granted less than requested."
-        self.degraded = new(Counter, "requests_degraded", less, "asked", "budget")
-        self.restarts = new(Counter, "engine_restarts", "Engine processes that died or hung.")()
+        self.degraded = new(CountMetric, "requests_degraded", less, "asked", "budget")
+        self.restarts = new(CountMetric, "engine_restarts", "Engine processes that died or hung.")()
 
         def histogram(name: str, help: str, buckets: Sequence[float]) -> Callable[..., Histogram]:
             return new(Histogram, name, help, "budget", buckets=buckets)
@@ -375,4 +414,5 @@ class ServerMetrics:
         self.prefix_queries.inc(load.shared_tokens + load.prompt_tokens)
         self.running.set(load.running)
         self.waiting.set(load.waiting)
+        self.largest_client.set(load.max_client_running)
         self.memory_usage.set(load.memory_usage)

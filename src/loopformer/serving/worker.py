@@ -24,6 +24,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -220,9 +221,11 @@ class _Worker:
 
     def _send(self) -> None:
         engine, counts, before = self._engine, self._engine.counts, self._counts
+        clients = Counter(sequence.request.client for sequence in engine.scheduler.running)
         load = EngineLoad(
             engine.running,
             len(self._score_queue) + engine.waiting,
+            max(clients.values(), default=0),
             engine.used_bytes / engine.memory_bytes,
             counts.prompt_tokens - before.prompt_tokens,
             counts.shared_tokens - before.shared_tokens,
