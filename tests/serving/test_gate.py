@@ -52,7 +52,7 @@ def test_keys_are_the_lines_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["schlüssel", "ключ", "a\tb", "a\x7f"])
-def test_a_key_that_no_client_can_send_is_refused_by_its_line(tmp_path: Path, key: str) -> None:
+def test_a_key_that_clients_send_differently_is_refused_by_its_line(tmp_path: Path, key: str) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# mine\nfirst\n{key}\n", encoding="utf-8")
     with pytest.raises(LoopformerError, match=r"Line 3 of .*keys is no API key") as refused:

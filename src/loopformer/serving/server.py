@@ -362,7 +362,9 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
     keys = [line for line in lines if line and not line.startswith("#")]
     for key in keys:
         number = lines.index(key) + 1  # the key itself must not be shown
-        sentence = f"Line {number} of {path} is no API key; clients can only send printable ASCII characters."
+        sentence = (
+            f"Line {number} of {path} is no API key; use printable ASCII, as clients encode the rest differently."
+        )
         require(key.isascii() and key.isprintable(), sentence)
     if not keys:
         raise LoopformerError(f"{path} holds no API key; write one per line.")
