@@ -18,6 +18,7 @@ message costs the engine a third of a millisecond, so with 64 requests it sends 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -62,6 +63,7 @@ MAX_FAILED_STEPS = 5  # in a row; then the process ends and another one is start
 MAX_OUTPUTS = 4000  # per second, of all streams together
 MAX_MESSAGES = 16_000  # per second, divided by the number of running requests
 UNSTREAMED_SECONDS = 0.25  # between the events of an answer that is not streamed
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 MAX_QUEUE = 1 << 20  # far more than the server admits
 
 
@@ -73,6 +75,7 @@ def run_worker(settings: WorkerSettings, connection: Connection) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to the whole group; the parent drains
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    _return_large_blocks()
     log_as_json()
     try:
         lm, source = load_served(settings)
@@ -114,6 +117,13 @@ def load_served(settings: WorkerSettings) -> tuple[LM, str]:
     lm.tokenizer = ChatTemplate.find(lm.need_tokenizer(), resolve_model_path(model), run_folder_of(model)).tokenizer
     move_to_device(lm, settings.device, None if settings.dtype is None else dtype_of(settings.dtype), settings.fast)
     return lm, source
+
+
+def _return_large_blocks() -> None:
+    """Let glibc give large freed blocks back to the system. It would raise the size of those by itself, and the heap
+    of a process that allocates tensors of many sizes would fragment and grow."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def _end_with_parent() -> None:
