@@ -72,11 +72,11 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        return sum(sequence.status is Status.WAITING for sequence in self.scheduler.sequences)
+        return len(self.scheduler.with_status(Status.WAITING))
 
     @property
     def running(self) -> int:
-        return len(self.scheduler.running)
+        return len(self.scheduler.with_status(Status.RUNNING))
 
     @property
     def room(self) -> int:
@@ -165,7 +165,7 @@ class Engine:
                     if sequence.ticket in self._delivered
                 }
                 self._release()
-                if running := self.scheduler.running:
+                if running := self.scheduler.with_status(Status.RUNNING):
                     self._append(running, self.runner.decode(running))
                 self._prefill_waiting()
         finally:
@@ -175,7 +175,7 @@ class Engine:
     def _release(self) -> None:
         """Take back what the runner holds for sequences that have gone, or that an interrupted step left."""
         scheduler = self.scheduler
-        self.runner.release_except(scheduler.running, scheduler.waiting)
+        self.runner.release_except(scheduler.with_status(Status.RUNNING), scheduler.with_status(Status.WAITING))
 
     def _prefill_waiting(self) -> None:
         """Run the prompts of waiting requests, as many as there are slots for, and few enough at a time."""

@@ -49,6 +49,11 @@ class Runner(Protocol):
         """Refuse what can never be run here, in one sentence."""
         ...
 
+    @property
+    def free_rows(self) -> int:
+        """How many more sequences could get a slot."""
+        ...
+
     def fits(self, sequences: Sequence[Seq]) -> bool:
         """Whether there is room for these, besides those that run."""
         ...
@@ -260,8 +265,12 @@ class PlainRunner(PromptRunner):
     def check(self, request: Request) -> None:
         """Nothing is refused."""
 
+    @property
+    def free_rows(self) -> int:
+        return self.slots.free
+
     def fits(self, sequences: Sequence[Seq]) -> bool:
-        return len(sequences) <= self.slots.free
+        return len(sequences) <= self.free_rows
 
     @property
     def used_bytes(self) -> int:

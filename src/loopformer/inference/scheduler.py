@@ -2,7 +2,8 @@
 
 scheduler = Scheduler(queue=64)
 scheduler.add(sequence)                          # Busy when the queue is full
-scheduler.running, scheduler.waiting             # waiting sequences in the order in which they are served
+scheduler.with_status(Status.RUNNING)            # in the order of arrival
+scheduler.order_waiting()                        # in the order in which they are served
 groups = scheduler.plan_prefills(runner, tokens=512)
 
 Every running sequence gets a token at every step. Waiting ones are served by `_due`, the time at which a sequence
@@ -46,7 +47,7 @@ class Scheduler:
     def add(self, sequence: Seq) -> None:
         """Let a sequence wait."""
         with self._lock:
-            if sum(other.status is Status.WAITING for other in self.sequences) >= self.queue:
+            if len(self.with_status(Status.WAITING)) >= self.queue:
                 raise Busy(f"The queue is full ({self.queue} requests are waiting); try again later.")
             self.sequences = (*self.sequences, sequence)
 
@@ -61,15 +62,14 @@ class Scheduler:
         with self._lock:
             self.sequences = tuple([sequence for sequence in self.sequences if not is_done(sequence)])
 
-    @property
-    def running(self) -> list[Seq]:
-        return [sequence for sequence in self.sequences if sequence.status is Status.RUNNING]
+    def with_status(self, status: Status) -> list[Seq]:
+        """In the order of arrival."""
+        return [sequence for sequence in self.sequences if sequence.status is status]
 
-    @property
-    def waiting(self) -> list[Seq]:
-        """In the order in which they are served."""
-        before = Counter(sequence.request.client for sequence in self.running)
-        waiting = [sequence for sequence in self.sequences if sequence.status is Status.WAITING]
+    def order_waiting(self) -> list[Seq]:
+        """The waiting sequences in the order in which they are served."""
+        before = Counter(sequence.request.client for sequence in self.with_status(Status.RUNNING))
+        waiting = self.with_status(Status.WAITING)
         due: dict[int, float] = {}
         for sequence in sorted(waiting, key=lambda sequence: self._due(sequence, 0)):
             client = sequence.request.client
@@ -91,11 +91,12 @@ class Scheduler:
         if groups := runner.arrived(wait=False):
             return groups
         under_way, most = runner.in_flight(), runner.max_in_flight
-        if most is not None and len(under_way) >= most:
+        # Checked first, as it is cheap and true at most steps of a busy engine.
+        if not runner.free_rows or (most is not None and len(under_way) >= most):
             return []
         chosen: list[tuple[int, int, Seq]] = []  # tokens to run, tokens that are cached
         in_flight = {sequence.ticket for sequence in under_way}
-        for sequence in self.waiting:
+        for sequence in self.order_waiting():
             if sequence.ticket in in_flight:
                 continue
             if not runner.fits([*(other for _, _, other in chosen), sequence]):

@@ -120,8 +120,10 @@ def load_served(settings: WorkerSettings) -> tuple[LM, str]:
 
 
 def _return_large_blocks() -> None:
-    """Let glibc give large freed blocks back to the system. It would raise the size of those by itself, and the heap
-    of a process that allocates tensors of many sizes would fragment and grow."""
+    """Let glibc give large freed blocks back to the system.
+
+    By itself it raises the size of those blocks with use. The heap of a process that allocates tensors of many
+    sizes then fragments and grows. """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
@@ -231,7 +233,7 @@ class _Worker:
 
     def _send(self) -> None:
         engine, counts, before = self._engine, self._engine.counts, self._counts
-        clients = Counter(sequence.request.client for sequence in engine.scheduler.running)
+        clients = Counter(sequence.request.client for sequence in engine.scheduler.with_status(Status.RUNNING))
         load = EngineLoad(
             engine.running,
             len(self._score_queue) + engine.waiting,

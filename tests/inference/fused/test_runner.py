@@ -14,6 +14,7 @@ from loopformer.device import synchronise
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Request, Result, Sampling
 from loopformer.inference.runner import PlainRunner
+from loopformer.inference.sequence import Status
 from loopformer.model.conditioning import Condition
 
 from ..models import spread
@@ -170,7 +171,7 @@ def test_a_request_cancelled_while_its_prompt_is_under_way_takes_nothing_with_it
     engine = Engine(model, Letters(), runner)
     for length in (2, 30):
         gone = engine.submit(Request((1,) * length, Trajectory.uniform(3), max_tokens=5))
-        runner.prefill(engine.scheduler.waiting)  # it is under way
+        runner.prefill(engine.scheduler.order_waiting())  # it is under way
         engine.cancel(gone)
     same(finished(engine, asked(model)), expected)
     assert runner._device is not None
@@ -416,7 +417,7 @@ def test_rows_that_run_go_on_with_other_weights_and_keep_their_places(model: Loo
     tickets = [engine.submit(request) for request in requests[:2]]
     for _ in range(2):
         engine.step()
-    begun = {row.ticket: row.ids for row in engine.scheduler.running}
+    begun = {row.ticket: row.ids for row in engine.scheduler.with_status(Status.RUNNING)}
     assert len(begun) == 2
     with torch.no_grad():
         for parameter in changed.stack.parameters():

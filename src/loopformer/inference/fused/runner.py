@@ -155,11 +155,13 @@ class FusedRunner(PromptRunner):
     def memory_bytes(self) -> int:
         return self._batch.nbytes
 
-    def fits(self, sequences: Sequence[Seq]) -> bool:
+    @property
+    def free_rows(self) -> int:
         rows = len(self._device.rows) if self._device is not None else 0
-        if rows + len(self.in_flight()) + len(sequences) > self._batch.slots:
-            return False
-        return sum(map(self._pages_to_take, sequences)) <= self.pool.available
+        return self._batch.slots - rows - len(self.in_flight())
+
+    def fits(self, sequences: Sequence[Seq]) -> bool:
+        return len(sequences) <= self.free_rows and sum(map(self._pages_to_take, sequences)) <= self.pool.available
 
     def _pages_to_take(self, sequence: Seq) -> int:
         if self.pool.holding(sequence.ticket):  # since its first pieces were run
