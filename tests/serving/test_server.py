@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """One slot, a queue of four, a key, engines that soon count as hung, and budgets that give way."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text("sesame\n")
+    keys.write_text("sesame\nsimsalabim\n")
     worker = WorkerSettings(str(run), rows=1, device="cpu", step_seconds=STEP_SECONDS)
     settings = ServerSettings(worker, queue=4, api_keys=keys, degrade=True)
     with running_server(settings, key="sesame") as running:
@@ -87,13 +87,17 @@ def test_a_full_queue_refuses_degrades_and_recovers(small: RunningServer, lm: LM
     with ThreadPoolExecutor(8) as pool:
         with small.busy():
             least = {"budget": 4, "min_budget": 2}
-            waiting = [pool.submit(small.post, "/v1/completions", **SHORT, **least) for _ in range(4)]
+            share = [pool.submit(small.post, "/v1/completions", **SHORT, **least) for _ in range(3)]
+            small.wait_for("num_requests_waiting", 3)
+            assert small.post("/v1/completions", **SHORT).json()["error"]["code"] == "client_busy"
+            other = pool.submit(small.post, "/v1/completions", key="simsalabim", **SHORT, **least)
             small.wait_for("num_requests_waiting", 4)
-            answer = small.post("/v1/completions", **SHORT)
+            answer = small.post("/v1/completions", key="simsalabim", **SHORT)
             assert answer.status_code == 429
+            assert answer.json()["error"]["code"] == "server_busy"
             assert 1 <= int(answer.headers["retry-after"]) <= 60
             assert answer.json()["error"]["type"] == "rate_limit_error"
-        answers = [each.result().json() for each in waiting]
+        answers = [each.result().json() for each in (*share, other)]
     budgets = [answer["loopformer"]["budget"] for answer in answers]
     assert min(budgets) == 2
     assert max(budgets) == 4
@@ -129,7 +133,7 @@ def test_lower_priorities_come_first(small: RunningServer, caplog: pytest.LogCap
 
 def test_a_request_may_not_take_forever(small: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor() as pool, small.busy(n=4) as lines:
-        waiting = pool.submit(small.post, "/v1/completions", **LONG)
+        waiting = pool.submit(small.post, "/v1/completions", key="simsalabim", **LONG)
         small.wait_for("num_requests_waiting", 4)
         monkeypatch.setattr(small.service, "timeout", 0.01)
         *_, last = filter(None, lines)
