@@ -77,9 +77,9 @@ class RunningServer:
     client: httpx.Client
     service: Service | None = None  # where it runs in this process
 
-    def post(self, path: str, *, key: str | None = None, **body: Any) -> httpx.Response:
-        """With the key of another client, if there is one."""
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        """`key` is the API key of another client."""
+        headers = {"authorization": f"Bearer {body.pop('key')}"} if "key" in body else {}
         return self.client.post(path, json=body, headers=headers)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
