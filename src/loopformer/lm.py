@@ -137,7 +137,7 @@ class LM:
 
         def run() -> Iterator[Event]:
             with self._runner(len(requests), fused) as runner:
-                yield from generate(self.model, self.need_tokenizer(), requests, runner)
+                yield from generate(self.model, self.need_tokenizer(), list(requests), runner)
 
         return run()
 
@@ -189,12 +189,12 @@ class LM:
         require(is_whole(rows) and rows >= 1, f"An engine needs 1 row or more, got {rows}.")
         if not self._is_fused(fast):
             plain = PlainRunner(self.model, rows, memory)
-            return Engine(self.model, self.need_tokenizer(), plain, plain.rows, queue)
+            return Engine(self.model, self.need_tokenizer(), plain, queue)
         from loopformer.inference.fused.launch import DecodeBatch  # needs Triton
         from loopformer.inference.fused.runner import FusedRunner
 
         runner = FusedRunner(DecodeBatch(self.model, rows, memory))
-        return Engine(self.model, self.need_tokenizer(), runner, rows, queue)
+        return Engine(self.model, self.need_tokenizer(), runner, queue)
 
     def requests(
         self,

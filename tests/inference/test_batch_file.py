@@ -245,14 +245,14 @@ def test_a_prompt_that_fails_alone_is_answered_by_its_error(
     lm: LM, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = lm.engine(rows=3, queue=2)
-    prefill = engine.runner.prefill
+    start_prefill = engine.runner.start_prefill
 
-    def fail(rows: Any) -> Any:
+    def fail(rows: Any) -> None:
         if any(row.request.max_tokens in (1, 12) for row in rows):
             raise RuntimeError("no luck")
-        return prefill(rows)
+        start_prefill(rows)
 
-    monkeypatch.setattr(engine.runner, "prefill", fail)
+    monkeypatch.setattr(engine.runner, "start_prefill", fail)
     assert run(lm, source, tmp_path / "out", engine=engine).errors == 3
     answers = read(tmp_path / "out")
     assert [answers[0], answers[-1]] == [{"id": "first", "error": "no luck"}, {"id": 7, "error": "no luck"}]

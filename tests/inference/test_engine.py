@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from options import OPTIONS, Option
 
 from loopformer import LM, LoopformerError, Trajectory
-from loopformer.inference import engine as engine_module
 from loopformer.inference import runner as runner_module
+from loopformer.inference import scheduler as scheduler_module
 from loopformer.inference.engine import Engine
 from loopformer.inference.kv_cache import slot_bytes
 from loopformer.inference.request import Request, Result
@@ -176,7 +176,7 @@ def test_a_waiting_request_can_be_cancelled(lm: LM) -> None:
 
 
 def test_rows_are_used_again_and_no_memory_is_added(lm: LM) -> None:
-    runner = PlainRunner(lm.model, slots=3)
+    runner = PlainRunner(lm.model, rows=3)
     engine = Engine(lm.model, lm.need_tokenizer(), runner)
     draw = random.Random(0)
     taken = []
@@ -191,7 +191,7 @@ def test_rows_are_used_again_and_no_memory_is_added(lm: LM) -> None:
 
 
 def test_loops_and_tokens_that_nobody_uses_take_no_memory(lm: LM) -> None:
-    runner = PlainRunner(lm.model, slots=2)
+    runner = PlainRunner(lm.model, rows=2)
     engine = Engine(lm.model, lm.need_tokenizer(), runner)
     sizes = []
     for budget, length in ((1, 10), (1, 12), (3, 9), (2, 4), (1, 99)):
@@ -317,7 +317,7 @@ def test_a_prompt_that_was_run_in_part_can_be_cancelled_or_fail(lm: LM, monkeypa
     (long,) = lm.requests(["every pass is told its time and its step, every pass"], max_tokens=3)
     expected = alone(lm, long)
     monkeypatch.setattr(PlainRunner, "prefill_chunk", 4)
-    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
+    monkeypatch.setattr(scheduler_module, "IDLE_PREFILL_TOKENS", 4)
     engine = lm.engine(rows=1)
     gone, kept = engine.submit(long), engine.submit(long)
     engine.step()
@@ -335,7 +335,7 @@ def test_a_prompt_that_was_run_in_part_can_be_cancelled_or_fail(lm: LM, monkeypa
 
 def test_a_piece_that_works_forgives(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainRunner, "prefill_chunk", 4)
-    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
+    monkeypatch.setattr(scheduler_module, "IDLE_PREFILL_TOKENS", 4)
     text = "every pass is told its time and its step, every pass"
     (long,) = lm.requests([text], max_tokens=2)
     engine = lm.engine()
@@ -354,7 +354,7 @@ def test_a_piece_that_works_forgives(lm: LM, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_cancelled_prompt_leaves_no_keys_behind(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainRunner, "prefill_chunk", 4)
-    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
+    monkeypatch.setattr(scheduler_module, "IDLE_PREFILL_TOKENS", 4)
     engine = lm.engine()
     ticket = engine.submit(lm.requests(["every pass is told its time and its step, every pass"])[0])
     engine.step()

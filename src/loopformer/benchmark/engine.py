@@ -131,7 +131,7 @@ def _measure_loads(
         max_tokens = min(rng.randrange(tokens // 2, 2 * tokens), config.context - length)
         return Request(ids, Trajectory.uniform(rng.choice(budgets)), max_tokens=max_tokens, stops=STOPS)
 
-    warm_up(engine, budgets)
+    warm_up(engine, list(budgets))
     full = _run_arrivals(engine, draw_request, None, seconds)
     rate = full["ended"] / seconds
     yield {"load": "full queue", "requests_per_second": rate, **full}

@@ -88,7 +88,7 @@ def chat(
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     settings = Request((0,), first_trajectory, sampling, max_tokens, template.stops)  # the prompt (0,) is replaced
     engine = lm.engine(rows=1, queue=1, fast=fused if fast is None else fast)
-    engine.runner.check(settings)
+    engine.check(settings)
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     conversation = Conversation(engine, template, settings, messages)
     config = lm.model.config

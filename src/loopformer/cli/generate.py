@@ -185,7 +185,7 @@ def _answer_file(
     engine = lm.engine(rows, queue=rows, fast=fast)
     # A wrong option is wrong for every line, so check the options before the first line is answered.
     (example,) = lm.requests(["a"], **defaults)
-    engine.runner.check(example)
+    engine.check(example)
     settings = {**defaults, "weights": weights, "tokenizer": lm.need_tokenizer().hash}
     settings |= {"trajectory": str(example.trajectory), "device": lm.model.device.type}
     settings |= {"dtype": lm.model.dtype_name, "fast": fast}

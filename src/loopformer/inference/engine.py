@@ -1,26 +1,26 @@
 """The one decode loop: requests of any budget come and go at every token, and no fault harms them.
 
-engine = Engine(model, tokenizer, PlainRunner(model, 16), rows=16, queue=64)     # or lm.engine(16)
+engine = Engine(model, tokenizer, PlainRunner(model, rows=16), queue=64)         # or lm.engine(16)
 ticket = engine.submit(Request(prompt, Trajectory.uniform(2)))   # Busy when the queue is full
 for event in engine.run(): ...                                   # event.ticket, event.piece; or engine.step()
 engine.cancel(ticket)
 
-At each step every running sequence gets its next token (decode). Then waiting ones, chosen by the scheduler, take
-free slots and run their prompts (prefill). Tokens become text, and a sequence that has ended gives its slot back.
-`lm.generate`, `lm.stream` and servers all run through here. What computes is a runner: runner.py or
-fused/runner.py.
+A step decodes first: every running sequence gets its next token. Then it prefills: the scheduler chooses waiting
+sequences, the runner runs their prompts, and each gets a slot with its first token. Tokens become text, and a
+sequence that has ended gives its slot back. `lm.generate`, `lm.stream` and servers all run through here. A runner
+computes (runner.py, or fused/runner.py on a GPU). On the plain fp32 path a request's text is what it would be
+alone.
 
-No fault loses or repeats text. A sequence takes its tokens in one assignment, and whatever a runner holds for
-others than the sequences that the scheduler knows is released at the start of the next step. So after an error or
-Ctrl-C the next step goes on from what the sequences say. An event is what a sequence has more than was delivered of
-it. A sequence whose own work fails twice in a row ends with a result that says so. On the plain fp32 path a
-request's text is what it would be alone. `submit` and `cancel` may be called from any thread, `step` and `run` from
-one at a time."""
+No fault loses or repeats text. A sequence takes its tokens in one assignment. An event contains what was added to a
+sequence since its last event. At the start of a step the runner frees whatever belongs to no sequence. So after an
+error or Ctrl-C the next step goes on from what the sequences say. A sequence whose own work fails twice in a row
+ends with a result that says so. `submit` and `cancel` may be called from any thread, `step` and `run` from one at a
+time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, cycle
@@ -34,12 +34,9 @@ from loopformer.inference.detokenizer import Detokenizer
 from loopformer.inference.request import Choice, Event, Request
 from loopformer.inference.runner import Runner
 from loopformer.inference.scheduler import Scheduler
-from loopformer.inference.sequence import Progress, Status
-from loopformer.inference.sequence import Sequence as Seq
+from loopformer.inference.sequence import Progress, Sequence, Status
 from loopformer.model.looped import LoopedLM
 from loopformer.trajectory import Trajectory
-
-PROMPT_TOKENS = 2048  # of new requests in a step while no row runs; otherwise `prefill_chunk`, to delay no row
 
 
 @dataclass
@@ -47,36 +44,34 @@ class EngineCounts:
     """The work of an engine so far."""
 
     prompt_tokens: int = 0  # that were run
-    shared_tokens: int = 0  # whose keys came from another prompt
+    shared_tokens: int = 0  # whose KV came from cached blocks
     new_tokens: int = 0
 
 
 class Engine:
-    """Runs at most `rows` requests at once, and lets at most `queue` more wait."""
+    """Runs as many requests at once as its runner has rows, and lets at most `queue` more wait."""
 
-    def __init__(
-        self,
-        model: LoopedLM,
-        tokenizer: Detokenizer,
-        runner: Runner,
-        rows: int = 16,
-        queue: int = 64,
-    ) -> None:
-        self.model, self.runner, self.rows = model, runner, rows
+    def __init__(self, model: LoopedLM, tokenizer: Detokenizer, runner: Runner, queue: int = 64) -> None:
+        self.model, self.runner = model, runner
         self.scheduler = Scheduler(queue)
         self._tokenizer = tokenizer
         self._new_tokens = 0
         self._tickets = count()
-        self._delivered: dict[int, Progress] = {}  # of each sequence by its ticket, as far as events told it
+        self._delivered: dict[int, Progress] = {}  # the progress of each sequence at its last event, by ticket
         self._work = Lock()  # held to run a step
 
     @property
+    def rows(self) -> int:
+        """How many requests can run at once."""
+        return self.runner.rows
+
+    @property
     def waiting(self) -> int:
-        return len(self.scheduler.with_status(Status.WAITING))
+        return len(self.scheduler.waiting)
 
     @property
     def running(self) -> int:
-        return len(self.scheduler.with_status(Status.RUNNING))
+        return len(self.scheduler.running)
 
     @property
     def room(self) -> int:
@@ -90,23 +85,25 @@ class Engine:
 
     @property
     def used_bytes(self) -> int:
-        """Keys and values of the requests that run."""
+        """The KV of the requests that run."""
         return self.runner.used_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """Keys and values that there is room for."""
+        """The KV that there is room for."""
         return self.runner.memory_bytes
 
     @property
     def counts(self) -> EngineCounts:
         return EngineCounts(self.runner.prompt_tokens, self.runner.shared_tokens, self._new_tokens)
 
+    def check(self, request: Request) -> None:
+        """Raise one sentence if `submit` would refuse this request, whatever the queue."""
+        self._make_sequence(request)
+
     def submit(self, request: Request) -> int:
         """Put a request in the queue and return its ticket. A wrong request is refused here, not in a step."""
-        self.model.resolve(request.trajectory)
-        self.runner.check(request)
-        sequence = Seq(next(self._tickets), request, self._tokenizer, self.model.config)
+        sequence = self._make_sequence(request)
         self.scheduler.add(sequence)
         return sequence.ticket
 
@@ -125,16 +122,15 @@ class Engine:
                 before = self._delivered.get(sequence.ticket, sequence.initial)
                 if progress is not before:
                     event = sequence.event_since(before)
-                    self._delivered[sequence.ticket] = (
-                        progress  # and no call before the yield, where Ctrl-C might come
-                    )
+                    # Nothing between these two lines: Ctrl-C there would lose the event.
+                    self._delivered[sequence.ticket] = progress
                     yield event
             if self.idle:
                 return
             self._step()
 
-    def step(self, is_due: Callable[[Seq], bool] = lambda sequence: True) -> list[Event]:
-        """One token for every request that runs, and the first one for those that come in.
+    def step(self, is_due: Callable[[Sequence], bool] = lambda sequence: True) -> list[Event]:
+        """Run one step and return its events: a token of every request that runs, or several on a GPU.
 
         Sequences that are not due get no event now. Their next event brings everything since their last one.
         """
@@ -147,10 +143,17 @@ class Engine:
             if progress is not before and is_due(sequence):
                 events.append(sequence.event_since(before))
                 delivered[sequence.ticket] = progress
-        self._delivered |= delivered  # and no call before the return, where Ctrl-C might come
+        # Nothing between these two lines: Ctrl-C there would lose the events. An operator is no call.
+        self._delivered |= delivered
         return events
 
-    def _is_done(self, sequence: Seq) -> bool:
+    def _make_sequence(self, request: Request) -> Sequence:
+        self.model.resolve(request.trajectory)
+        sequence = Sequence(next(self._tickets), request, self._tokenizer, self.model.config)
+        self.runner.check(sequence)
+        return sequence
+
+    def _is_done(self, sequence: Sequence) -> bool:
         before = self._delivered.get(sequence.ticket, sequence.initial)
         return sequence.status is Status.FINISHED and sequence.progress is before
 
@@ -158,65 +161,68 @@ class Engine:
         gradients = torch.is_grad_enabled()
         try:
             with self._work, device_context(self.model.device):
-                self.scheduler.remove(self._is_done)
-                self._delivered = {
-                    sequence.ticket: self._delivered[sequence.ticket]
-                    for sequence in self.scheduler.sequences
-                    if sequence.ticket in self._delivered
-                }
-                self._release()
-                if running := self.scheduler.with_status(Status.RUNNING):
+                self._remove_done()
+                self._free()  # first: an interrupted step may have left slots that no sequence owns
+                if running := self.scheduler.running:
                     self._append(running, self.runner.decode(running))
-                self._prefill_waiting()
+                self._prefill()  # after decoding, which must not wait for prompts
         finally:
             # Ctrl-C inside torch.no_grad's own code would leave it on for the whole process. This is one call of C.
             torch._C._set_grad_enabled(gradients)
 
-    def _release(self) -> None:
-        """Take back what the runner holds for sequences that have gone, or that an interrupted step left."""
-        scheduler = self.scheduler
-        self.runner.release_except(scheduler.with_status(Status.RUNNING), scheduler.with_status(Status.WAITING))
+    def _remove_done(self) -> None:
+        self.scheduler.remove(self._is_done)
+        tickets = {sequence.ticket for sequence in self.scheduler.sequences}
+        self._delivered = {ticket: progress for ticket, progress in self._delivered.items() if ticket in tickets}
 
-    def _prefill_waiting(self) -> None:
-        """Run the prompts of waiting requests, as many as there are slots for, and few enough at a time."""
-        runner = self.runner
-        most = runner.prompt_tokens + (runner.prefill_chunk if self.running else PROMPT_TOKENS)
-        while (tokens := most - runner.prompt_tokens) > 0:
-            groups = self.scheduler.plan_prefills(runner, tokens)
-            if not groups and not self.running:
-                groups = runner.arrived(wait=True)
+    def _free(self) -> None:
+        """Free what the runner holds for sequences that do not run or wait any more."""
+        self.runner.free_except(self.scheduler.running, self.scheduler.waiting)
+
+    def _prefill(self) -> None:
+        """Run the prompts of waiting sequences, as many as there are slots for and the step's budget allows."""
+        runner, scheduler = self.runner, self.scheduler
+        end = runner.prompt_tokens + scheduler.prefill_budget(runner)
+        self._finish_prefills(wait=False)
+        while (tokens := end - runner.prompt_tokens) > 0:
+            groups = scheduler.plan_prefills(runner, tokens)
+            for group in groups:
+                self._start_prefill(group)
+            # Planned again after these have finished, as prompts may wait for their prefix.
+            self._finish_prefills(wait=not scheduler.running)
             if not groups:
                 return
-            for group in groups:
-                self._prefill(group)
 
-    def _prefill(self, group: Sequence[Seq]) -> None:
-        """Run prompts, or take the first tokens of prompts that were under way."""
-        failure: Exception | None = None
+    def _start_prefill(self, group: list[Sequence]) -> None:
         for sequence in group:
             sequence.started_at = sequence.started_at or time.monotonic()
         try:
-            outcomes = self.runner.prefill(group)
+            self.runner.start_prefill(group)
+            return
         except Exception as error:
             failure = error.with_traceback(None)  # its frames hold the tensors of the failed run
-        if failure is None:
-            first_tokens: list[list[Choice]] = []
-            for sequence, outcome in zip(group, outcomes, strict=True):
-                if isinstance(outcome, Choice):
-                    first_tokens.append([outcome])
-                else:
-                    first_tokens.append([])
-                    sequence.advance_prefill(outcome)
-            self._append(group, first_tokens)
-            return
-        self._release()  # some of the group may have slots
+        self._handle_prefill_failure(group, failure)
+
+    def _finish_prefills(self, wait: bool) -> None:
+        for group in self.runner.finished_prefills(wait):
+            try:
+                choices = self.runner.finish_prefill(group)
+            except Exception as error:
+                failure = error.with_traceback(None)
+            else:
+                self._append(group, [[choice] for choice in choices])
+                continue
+            self._handle_prefill_failure(group, failure)
+
+    def _handle_prefill_failure(self, group: list[Sequence], failure: Exception) -> None:
+        self._free()  # some of the group may have slots
         if len(group) == 1:
             self._handle_failure(group[0], failure)
             return
-        for sequence in group:  # each alone, so that only the one at fault fails
-            self._prefill([sequence])
+        for sequence in group:  # one at a time, so that only the one at fault fails
+            self._start_prefill([sequence])
 
-    def _append(self, sequences: Sequence[Seq], choices: Sequence[Sequence[Choice]]) -> None:
+    def _append(self, sequences: list[Sequence], choices: list[list[Choice]]) -> None:
         """Turn tokens into text."""
         for sequence, new in zip(sequences, choices, strict=True):
             if not new:
@@ -228,9 +234,9 @@ class Engine:
                 self._handle_failure(sequence, error)
             self._new_tokens += len(sequence.ids) - before
         if any(sequence.status is Status.FINISHED for sequence in sequences):
-            self._release()  # at once, so that waiting requests may come in within this step
+            self._free()  # at once, so that waiting sequences get these slots within this step
 
-    def _handle_failure(self, sequence: Seq, error: Exception) -> None:
+    def _handle_failure(self, sequence: Sequence, error: Exception) -> None:
         """Raise the error of a sequence the first time, so that the next step tries again. The second time in a row
         ends the sequence with it."""
         if not sequence.has_failed:
@@ -239,12 +245,10 @@ class Engine:
         sequence.fail(str(error) or type(error).__name__)
 
 
-def generate(
-    model: LoopedLM, tokenizer: Detokenizer, requests: Sequence[Request], runner: Runner
-) -> Iterator[Event]:
+def generate(model: LoopedLM, tokenizer: Detokenizer, requests: list[Request], runner: Runner) -> Iterator[Event]:
     """Run requests together to their ends. Their tickets count from 0. A request that fails raises `RunFailed`."""
     count = max(1, len(requests))
-    engine = Engine(model, tokenizer, runner, count, count)
+    engine = Engine(model, tokenizer, runner, count)
     for request in requests:
         engine.submit(request)
     for event in engine.run():
@@ -253,15 +257,15 @@ def generate(
         yield event
 
 
-def warm_up(engine: Engine, budgets: Sequence[int]) -> None:
+def warm_up(engine: Engine, budgets: list[int]) -> None:
     """Run prompts of every length at these budgets, and every number of rows, as one row after the other ends.
 
     A GPU compiles kernels and records graphs at first use; without this the first requests would wait for it.
     """
     config = engine.model.config
-    longest = max(1, config.context - 1)  # where the context is longer than a piece, in pieces
+    longest = max(1, config.context - 1)  # in chunks where the context is longer than one
     sizes = sorted({longest, *(min(2**power, longest) for power in range(5, 10))})
-    firsts = cycle(range(config.vocab))  # no two prompts begin alike
+    firsts = cycle(range(config.vocab))  # different first tokens, so that no prompt finds a cached prefix
 
     def submit(budget: int, size: int, most: int) -> None:
         prompt = (next(firsts), *[0] * (size - 1))

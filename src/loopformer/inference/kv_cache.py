@@ -1,20 +1,21 @@
-"""Memory for keys and values: pages that sequences hold, prompts that they share, and slots of the plain runner.
+"""Memory for keys and values (KV): who holds which pages, which prompts share them, and the slots of the plain
+runner.
 
-pool = PagePool(pages=1000, page_tokens=64)
-origin = pool.origin(fingerprint(model), trajectory, dtype)
-shared = pool.match(origin, prompt)              # blocks of this prompt that are cached already
-blocks = pool.allocate(ticket, budget, count, shared)   # these and new ones, `count` in all
-pool.publish(ticket, origin, prompt)             # after the keys were written: other prompts may share them
-pool.release_except(tickets)                     # all but these have gone; cached blocks stay
+blocks = BlockManager(pages=1000, page_tokens=64)
+root = blocks.prefix_root(fingerprint(model), trajectory, dtype)
+prefix = blocks.match_prefix(root, prompt)           # blocks of this prompt that are cached already
+held = blocks.allocate(ticket, budget, count, prefix)   # these and new ones, `count` in all
+blocks.cache_prompt(ticket, root, prompt)            # after its KV was written: other prompts may share it
+blocks.free_except(tickets)                          # all other sequences have finished; cached blocks stay
 
-A page has room for the keys and values of PAGE tokens in one loop. A block is the M pages of the same tokens along
-a trajectory of M loops. Full blocks of prompts are cached under a key: the block before, and the tokens. The first
-block of a prompt follows an origin, which stands for the weights, the trajectory and the dtype. So two prompts
-share a block only if all of these are equal, and all tokens before it. Python's dict compares the tokens on a hit.
+A page holds the KV of `page_tokens` tokens in one loop. A block is the M pages of the same tokens along a
+trajectory of M loops. Full blocks of prompts are cached. The cache key of a block is the block before it and its
+own tokens. The key of a prompt's first block begins with a root, which stands for the weights, the trajectory and
+the dtype. So two prompts share a block only if all of these are equal and all tokens before it are. The lookup
+compares the tokens themselves.
 
-The truth is who holds which blocks and which blocks are cached. What is free follows from that. It is counted along
-as long as nothing goes wrong, and counted anew after an error or Ctrl-C in the middle of a change.
-"""
+Holders and cache are the source of truth. The free pages are derived from them, and derived anew (`_recount`) after
+an error or Ctrl-C in the middle of a change."""
 
 from __future__ import annotations
 
@@ -29,16 +30,15 @@ from loopformer.model.cache import KVCache, LoopPlan, SequenceKV
 from loopformer.model.conditioning import Condition
 from loopformer.model.looped import LoopedLM
 
-MAX_ORIGINS = 256  # trajectories whose prompts are cached at a time
+MAX_ROOTS = 256  # trajectories whose prompts are cached at a time
 UNCOUNTED = 2  # most tokens that a slot may hold beyond its noted length: two steps that were not counted yet
-NOBODY = -1  # the ticket of a slot that is still to be cleared
-
+MOVED = -1  # the ticket of a slot whose row was copied to another one, until it is cleared
 
 Fingerprint = tuple[tuple[int, object, int], ...]
 
 
 def fingerprint(model: LoopedLM) -> Fingerprint:
-    """Where each weight lies and how often it was written; it differs once weights have changed."""
+    """The address of each weight and how often it was written. It differs once weights have changed."""
     return tuple(
         [
             (weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version)
@@ -48,207 +48,219 @@ def fingerprint(model: LoopedLM) -> Fingerprint:
 
 
 def page_bytes(model: LoopedLM, page_tokens: int) -> int:
-    """Keys and values of so many tokens in one loop."""
+    """The KV of so many tokens in one loop."""
     config = model.config
     return config.blocks * 2 * page_tokens * config.width * model.tokens.weight.element_size()
 
 
 def slot_bytes(model: LoopedLM) -> int:
-    """Keys and values of a whole context in every loop."""
+    """The KV of a whole context in every loop."""
     return model.config.context * model.cost.kv_bytes(value_bytes=model.tokens.weight.element_size())
 
 
 class KVBlock:
     """The pages of the same tokens, one for each loop. Blocks are compared by identity."""
 
-    __slots__ = ("key", "keys", "pages")
+    __slots__ = ("cache_key", "kv", "pages")
 
     def __init__(self, pages: tuple[int, ...]) -> None:
         self.pages = pages
-        self.key: tuple[KVBlock, tuple[int, ...]] | None = (
-            None  # the block before and the tokens, once it is cached
+        self.cache_key: tuple[KVBlock, tuple[int, ...]] | None = (
+            None  # the block before and the tokens, once cached
         )
-        self.keys: Tensor | None = None  # [M, k, 2, H, PAGE, D/H] of the plain runner, which has no tensor of pages
+        self.kv: Tensor | None = None  # [M, k, 2, H, PAGE, D/H]; None on a GPU, where a tensor has all pages
 
 
-class PagePool:
-    """Counts pages: which block has which, which sequence holds which blocks, and which blocks are cached."""
+class BlockManager:
+    """Which pages are free, which blocks each sequence holds, and which blocks are cached for other prompts.
+
+    A cached block that nobody holds is idle. Idle blocks count as available: they are evicted when pages are
+    needed."""
 
     def __init__(self, pages: int, page_tokens: int) -> None:
         self.pages, self.page_tokens = pages, page_tokens
         self._held: dict[int, tuple[KVBlock, ...]] = {}  # by ticket
-        self._cached: OrderedDict[tuple[KVBlock, tuple[int, ...]], KVBlock] = (
-            OrderedDict()
-        )  # the last used at the end
-        self._origins: OrderedDict[Hashable, KVBlock] = OrderedDict()
-        # These follow from the above; see `_recount`.
+        self._cached: OrderedDict[tuple[KVBlock, tuple[int, ...]], KVBlock] = OrderedDict()  # last used at the end
+        self._roots: OrderedDict[Hashable, KVBlock] = OrderedDict()
+        # Derived from the above; see `_recount`.
         self._free: list[int] = list(range(pages))
         self._holders: Counter[KVBlock] = Counter()
-        self._idle = 0  # pages of cached blocks that nobody holds
+        self._idle_pages = 0
         self._is_counted = True
 
     @property
-    def available(self) -> int:
-        """Pages that are free, or would be if cached blocks that nobody holds were dropped."""
+    def available_pages(self) -> int:
+        """Pages that are free or idle."""
         self._recount()
-        return len(self._free) + self._idle
+        return len(self._free) + self._idle_pages
 
-    def pages_to_take(self, budget: int, tokens: int, shared: Sequence[KVBlock]) -> int:
-        """How much `available` falls when a sequence of so many tokens comes in with these shared blocks."""
+    def pages_needed(self, budget: int, tokens: int, prefix: Sequence[KVBlock]) -> int:
+        """How many available pages a new sequence of so many tokens takes. A block of its prefix takes some, too,
+        if it is idle so far."""
         self._recount()
-        held = sum(block in self._holders for block in shared)
+        held = sum(block in self._holders for block in prefix)
         return budget * (-(-tokens // self.page_tokens) - held)
 
     # Sequences.
 
-    def holding(self, ticket: int) -> tuple[KVBlock, ...]:
+    def held_blocks(self, ticket: int) -> tuple[KVBlock, ...]:
         """The blocks of a sequence, in the order of its tokens."""
         return self._held.get(ticket, ())
 
-    def allocate(self, ticket: int, budget: int, count: int, shared: Sequence[KVBlock] = ()) -> tuple[KVBlock, ...]:
-        """Give a sequence new blocks until it has `count`. A sequence that has none gets the shared ones first."""
+    def allocate(self, ticket: int, budget: int, count: int, prefix: Sequence[KVBlock] = ()) -> tuple[KVBlock, ...]:
+        """Give a sequence new blocks until it has `count`. If it has none yet, it shares those of the prefix."""
         self._recount()
-        blocks = self.holding(ticket)
+        blocks = self.held_blocks(ticket)
         self._is_counted = False
         if not blocks:
-            for block in shared:  # before pages are taken, so that these are not dropped to make room
-                self._idle -= 0 if block in self._holders else len(block.pages)
+            # Held before pages are taken, because idle blocks may be evicted then.
+            for block in prefix:
+                self._idle_pages -= 0 if block in self._holders else len(block.pages)
                 self._holders[block] += 1
-            blocks = tuple(shared)
-        pages = self._take_pages(budget * (count - len(blocks)))
+            blocks = tuple(prefix)
+        pages = self._pop_pages(budget * (count - len(blocks)))
         new = [KVBlock(tuple(pages[start : start + budget])) for start in range(0, len(pages), budget)]
         self._holders.update(new)
         self._held[ticket] = (*blocks, *new)
         self._is_counted = True
         return self._held[ticket]
 
-    def release(self, ticket: int) -> None:
-        """Take back the blocks of a sequence. Cached blocks stay cached."""
+    def reserve(self, ticket: int, pages: int) -> None:
+        """Let a holder have at least so many pages, for memory that is not divided into blocks."""
+        held = self.held_blocks(ticket)
+        missing = pages - sum(len(block.pages) for block in held)
+        if missing > 0:
+            self.allocate(ticket, missing, len(held) + 1)
+
+    def free(self, ticket: int) -> None:
+        """Take back the blocks of a sequence. Cached ones become idle if nobody else holds them."""
         self._recount()
         self._is_counted = False
         for block in self._held.pop(ticket):
             self._holders[block] -= 1
             if self._holders[block] == 0:
                 del self._holders[block]
-                if block.key is None:
+                if block.cache_key is None:
                     self._free += block.pages
                 else:
-                    self._idle += len(block.pages)
+                    self._idle_pages += len(block.pages)
         self._is_counted = True
 
-    def release_except(self, tickets: Collection[int]) -> None:
+    def free_except(self, tickets: Collection[int]) -> None:
         """Take back the blocks of all other sequences."""
         for ticket in [ticket for ticket in self._held if ticket not in tickets]:
-            self.release(ticket)
+            self.free(ticket)
 
-    # Prompts that share.
+    # Prompts that share a prefix.
 
-    def origin(self, *identity: Hashable) -> KVBlock:
-        """What the first blocks of prompts follow that have the same weights, trajectory and dtype."""
-        if identity not in self._origins:
-            self._origins[identity] = KVBlock(())
-            while len(self._origins) > MAX_ORIGINS:
-                self._origins.popitem(last=False)  # its blocks are never found again, and are dropped in time
-        self._origins.move_to_end(identity)
-        return self._origins[identity]
+    def prefix_root(self, *identity: Hashable) -> KVBlock:
+        """The root of all prefixes that have the same weights, trajectory and dtype."""
+        if identity not in self._roots:
+            self._roots[identity] = KVBlock(())
+            while len(self._roots) > MAX_ROOTS:
+                self._roots.popitem(last=False)  # its blocks are never found again, and are evicted in time
+        self._roots.move_to_end(identity)
+        return self._roots[identity]
 
-    def match(self, origin: KVBlock, prompt: Sequence[int]) -> tuple[KVBlock, ...]:
-        """The longest chain of cached blocks that the prompt begins with. Its last token is never among them, as
-        the next token is chosen from that one's output."""
-        size, blocks = self.page_tokens, list[KVBlock]()
+    def match_prefix(self, root: KVBlock, prompt: Sequence[int]) -> tuple[KVBlock, ...]:
+        """The longest chain of cached blocks that the prompt begins with.
+
+        The last token is never part of it: it must be run, because the next token is chosen from its output.
+        """
+        size, chain = self.page_tokens, list[KVBlock]()
         for start in range(0, len(prompt) - size, size):
-            block = self._cached.get((blocks[-1] if blocks else origin, tuple(prompt[start : start + size])))
+            block = self._cached.get((chain[-1] if chain else root, tuple(prompt[start : start + size])))
             if block is None:
                 break
-            blocks.append(block)
-        self._use(blocks)
-        return tuple(blocks)
+            chain.append(block)
+        self._touch(chain)
+        return tuple(chain)
 
-    def publish(self, ticket: int, origin: KVBlock, prompt: Sequence[int]) -> None:
-        """Cache the full blocks of a prompt, whose keys must have been written or queued to be."""
-        size, before, chain = self.page_tokens, origin, list[KVBlock]()
+    def cache_prompt(self, ticket: int, root: KVBlock, prompt: Sequence[int]) -> None:
+        """Cache the full blocks of a prompt. Call it after their KV was written, or queued on the decode stream."""
+        size, before, chain = self.page_tokens, root, list[KVBlock]()
         self._recount()
         self._is_counted = False
-        for index, block in enumerate(self.holding(ticket)[: len(prompt) // size]):
-            key = before, tuple(prompt[index * size : (index + 1) * size])
-            cached = self._cached.get(key)
+        for index, block in enumerate(self.held_blocks(ticket)[: len(prompt) // size]):
+            cache_key = before, tuple(prompt[index * size : (index + 1) * size])
+            cached = self._cached.get(cache_key)
             if cached is None:
-                block.key, cached = key, block
-                self._cached[key] = block
-            before = cached
+                if block.cache_key is not None:
+                    break  # it is cached under a key that is not found any more, and a block has one key
+                block.cache_key, cached = cache_key, block
+                self._cached[cache_key] = block
+            before = cached  # equal prompts that were run at the same time keep blocks of their own
             chain.append(cached)
-        self._use(chain)
+        self._touch(chain)
         self._is_counted = True
 
-    def forget_prompts(self) -> None:
-        """Cache nothing any more. Sequences keep the blocks that they hold."""
+    def clear_cache(self) -> None:
+        """Forget all prompts. Sequences keep the blocks that they hold."""
         self._is_counted = False
         self._cached = OrderedDict()
         self._recount()
 
-    def _use(self, chain: Sequence[KVBlock]) -> None:
-        """Make the beginning of a chain the block that was used last. So chains are dropped from their ends:
-        without its beginning the rest of a chain could not be found."""
+    def _touch(self, chain: Sequence[KVBlock]) -> None:
+        """Mark a chain as last used, from its end. So the end is evicted first: a block is found through those
+        before."""
         for block in reversed(chain):
-            assert block.key is not None
-            self._cached.move_to_end(block.key)
+            assert block.cache_key is not None
+            self._cached.move_to_end(block.cache_key)
 
     # Counting.
 
-    def _take_pages(self, count: int) -> list[int]:
-        """Free pages, for which cached blocks that nobody holds are dropped, those used longest ago first."""
+    def _pop_pages(self, count: int) -> list[int]:
+        """Free pages. Idle blocks are evicted for them, those used longest ago first."""
         while len(self._free) < count:
             block = next((block for block in self._cached.values() if block not in self._holders), None)
-            if block is None or block.key is None:
+            if block is None or block.cache_key is None:
                 raise RunFailed("The memory for keys and values is full.")
-            del self._cached[block.key]
-            block.key = block.keys = None
-            self._idle -= len(block.pages)
+            del self._cached[block.cache_key]
+            block.cache_key = block.kv = None
+            self._idle_pages -= len(block.pages)
             self._free += block.pages
-        kept = len(self._free) - count
-        pages, self._free = self._free[kept:], self._free[:kept]
+        rest = len(self._free) - count
+        pages, self._free = self._free[rest:], self._free[:rest]
         return pages
 
     def _recount(self) -> None:
-        """Count anew what is free, if a change was interrupted."""
+        """Derive what is free from holders and cache, if a change was interrupted."""
         if self._is_counted:
             return
-        for key, block in self._cached.items():
-            block.key = key
-        for blocks in self._held.values():
-            for block in blocks:
-                if block.key is not None and self._cached.get(block.key) is not block:
-                    block.key = None  # its publication was interrupted
+        for cache_key, block in self._cached.items():
+            block.cache_key = cache_key
         self._holders = Counter(block for blocks in self._held.values() for block in blocks)
+        for block in self._holders:
+            if block.cache_key is not None and self._cached.get(block.cache_key) is not block:
+                block.cache_key = None
         used = {page for block in (*self._holders, *self._cached.values()) for page in block.pages}
         self._free = [page for page in range(self.pages) if page not in used]
-        self._idle = sum(len(block.pages) for block in self._cached.values() if block not in self._holders)
+        self._idle_pages = sum(len(block.pages) for block in self._cached.values() if block not in self._holders)
         self._is_counted = True
 
 
-class BatchSlot(NamedTuple):
-    """The owner of a slot, and how many loops it has keys for."""
+class Slot(NamedTuple):
+    """The owner of a slot at the start of a step, its budget, and how many of its tokens are cached."""
 
     ticket: int
     budget: int
-    length: int  # tokens that had keys before the present step
+    length: int
 
 
 class SlotPool(KVCache):
-    """The KV cache of the plain runner, one tensor per loop, whose rows come and go.
+    """The KV cache of the plain runner: one tensor per loop, with a slot for each row.
 
     A loop takes memory when it is first used, and slots grow when a sequence needs longer ones. Slots lie longest
-    trajectory first, so that the rows still in the loop are always the first ones. `layout` names the owner of each
-    slot. A row moves by copying it into a free slot and then replacing the layout, so the layout is true at every
-    moment. Gaps between rows are closed before the next step.
-    """
+    trajectory first, so the rows that are still in a loop are always its first ones. Before the next step, gaps
+    between rows are closed. `layout` names the owner of each slot. A row moves by copying it first and replacing
+    the layout after, so an interrupted move leaves the old layout valid."""
 
     def __init__(self, model: LoopedLM, slots: int) -> None:
         super().__init__(model.config, [], LoopPlan([], [], []), capacity=1, weight=model.tokens.weight)
         self._slots, self._context = slots, model.config.context
         self._order = list(range(slots))
         self._conditions: list[Condition] = []  # of each loop, for every slot
-        self.layout: tuple[BatchSlot | None, ...] = (None,) * slots
+        self.layout: tuple[Slot | None, ...] = (None,) * slots
 
     @property
     def free(self) -> int:
@@ -265,8 +277,8 @@ class SlotPool(KVCache):
         return loops * self._blocks * 2 * self._slots * heads * tokens * width * self._weight.element_size()
 
     def size_for(self, budget: int, tokens: int) -> tuple[int, int]:
-        """Loops and tokens of the slots once they have room for a sequence. Slots grow by half at least, as growing
-        copies them."""
+        """Loops and tokens of the slots once a sequence fits. They grow by half at least, because growing copies
+        them."""
         if tokens > self.capacity:
             tokens = min(self._context, max(tokens, self.capacity * 3 // 2))
         return max(len(self.loops), budget), max(self.capacity, tokens)
@@ -287,7 +299,7 @@ class SlotPool(KVCache):
             self.loops = [*self.loops, self._empty_loop(self._slots)]
 
     def free_except(self, lengths: dict[int, int]) -> None:
-        """Free the slots of all but these tickets, which have so many tokens each, and close the gaps."""
+        """Free the slots of all but these tickets, note their cached tokens, and close the gaps."""
         for index, slot in enumerate(self.layout):
             if slot is not None and slot.ticket not in lengths:
                 self._clear(index)
@@ -303,20 +315,20 @@ class SlotPool(KVCache):
             budget = next(self._budget(index) for index in used if index > gap)
             self._move(max(index for index in used if self._budget(index) == budget), gap)
 
-    def admit(self, ticket: int, table: Condition, keys: SequenceKV, length: int) -> None:
-        """Give a slot to a row that has run `length` tokens; `table` conditions its M loops."""
-        budget = keys.trajectory.budget
+    def admit(self, ticket: int, table: Condition, kv: SequenceKV, length: int) -> None:
+        """Give a slot to a row with the KV of `length` tokens. `table` has the conditions of its M loops."""
+        budget = kv.trajectory.budget
         index = self._slots - self.free
         shorter = sorted({slot.budget for slot in self.layout if slot is not None and slot.budget < budget})
         for other in shorter:  # the shortest trajectories make room
             first = next(at for at, slot in enumerate(self.layout) if slot is not None and slot.budget == other)
             self._move(first, index)
             index = first
-        self._fill(index, keys, length)
+        self._fill(index, kv, length)
         for loop_number, condition in enumerate(self._conditions[:budget]):
             for part, of_row in zip(condition.tensors, table.tensors, strict=True):
                 part[index] = of_row[loop_number]
-        self._publish({index: BatchSlot(ticket, budget, length)})
+        self._set_slots({index: Slot(ticket, budget, length)})
 
     def arrange_rows(self, lengths: dict[int, int]) -> list[int]:
         """Set up the cache to extend rows that have so many tokens each; the tickets in the order of slots."""
@@ -344,7 +356,7 @@ class SlotPool(KVCache):
             loop[:, :, target, :, :end] = loop[:, :, source, :, :end]
             for part in condition.tensors:
                 part[target] = part[source]
-        self._publish({target: slot, source: slot._replace(ticket=NOBODY)})
+        self._set_slots({target: slot, source: slot._replace(ticket=MOVED)})
         self._clear(source)
 
     def _clear(self, index: int) -> None:
@@ -353,9 +365,9 @@ class SlotPool(KVCache):
         assert slot is not None
         for loop in self.loops[: slot.budget]:
             loop[:, :, index, :, : slot.length + UNCOUNTED] = 0
-        self._publish({index: None})
+        self._set_slots({index: None})
 
-    def _publish(self, changes: dict[int, BatchSlot | None]) -> None:
+    def _set_slots(self, changes: dict[int, Slot | None]) -> None:
         layout = list(self.layout)
         for index, slot in changes.items():
             layout[index] = slot

@@ -1,4 +1,4 @@
-"""What users hold of a generation: the request that they submit, the events that stream back, and the result.
+"""The public types of generation: requests and their settings, events and results.
 
 request = Request(prompt_ids, Trajectory.uniform(4), Sampling(temperature=0.8, seed=3), max_tokens=64)
 ticket = engine.submit(request)
@@ -25,7 +25,7 @@ REASONS = {
     "error": "it failed",
 }
 MAX_STOPS, MAX_STOP_CHARS = 256, 4096  # of a request; its text is searched for each of them at every step
-MAX_PRIORITY = 10  # in both directions: a second of waiting counts as much as one level
+MAX_PRIORITY = 10  # priorities lie in ±10; a level is worth a second of waiting
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Sampling:
     temperature: float = 0.0  # 0 is greedy
     top_k: int | None = None  # only the k most likely tokens
     top_p: float = 1.0  # only the most likely tokens that make up this probability
-    min_p: float = 0.0  # only tokens at log_min_p this fraction as likely as the most likely one
+    min_p: float = 0.0  # only tokens at least this fraction as likely as the most likely one
     repetition_penalty: float = 1.0  # above 1: tokens that already occur in the text become less likely
     seed: int | None = None  # None: a different text each time
 
@@ -113,6 +113,11 @@ class Choice(NamedTuple):
     alternatives: Alternatives = ()
 
 
+def kv_capacity(prompt_tokens: int, max_tokens: int, context: int) -> int:
+    """The positions of the KV cache that a request reserves. A limit on its memory belongs here."""
+    return min(context, prompt_tokens + max_tokens)
+
+
 @dataclass(frozen=True)
 class Result:
     """The outcome of a request. `logprobs[i]` is the model's log-probability of `ids[i]`, before sampling."""
@@ -135,9 +140,9 @@ class Event(NamedTuple):
     choices: tuple[Choice, ...] = ()
     started_at: float | None = None  # when the prompt was first run, by `time.monotonic`, which all processes share
 
-    def then(self, later: Event) -> Event:
+    def merge(self, later: Event) -> Event:
         """This event and a later one of the same request, as one."""
-        started_at = self.started_at or later.started_at
+        started_at = later.started_at if self.started_at is None else self.started_at
         return Event(
             self.ticket, self.piece + later.piece, later.result, (*self.choices, *later.choices), started_at
         )

@@ -1,19 +1,20 @@
-"""What runs sequences on a device: the protocol that the engine knows, and the runner for any device.
+"""Runners execute prefill and decode: the protocol that the engine and the scheduler know, and a runner for any
+device.
 
-runner = PlainRunner(model, slots=16)              # a `Runner`; fused/runner.py has the one for GPUs
-choices = runner.prefill(sequences)                # run prompts: the first token of each
+runner = PlainRunner(model, rows=16)               # fused/runner.py has the runner for GPUs
+runner.start_prefill(sequences)                    # run prompts, or one chunk of a long prompt
+choices = runner.finish_prefill(sequences)         # the first token of each, which has a slot from now on
 choices = runner.decode(sequences)                 # one more token each
-runner.release_except(running, waiting)            # the slots and blocks of all other sequences are free again
+runner.free_except(running, waiting)               # the slots and blocks of all other sequences are free again
 
-A runner does as it is told: the scheduler decides which sequences it is given. A step that fails half-way leaves
-the KV cache valid for every sequence. It writes only beyond the tokens that count, and a row is copied into its new
-slot before the layout, one tuple, names it there."""
+The scheduler chooses the sequences. A failed step writes only past `cached_length` of a sequence, so the KV cache
+stays valid for all of them."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,10 +22,10 @@ from torch import Tensor
 
 from loopformer.device import to_device_async
 from loopformer.errors import require
-from loopformer.inference.kv_cache import KVBlock, PagePool, SlotPool, fingerprint, page_bytes, slot_bytes
-from loopformer.inference.request import Choice, Request
+from loopformer.inference.kv_cache import BlockManager, KVBlock, SlotPool, fingerprint, page_bytes, slot_bytes
+from loopformer.inference.request import Choice
 from loopformer.inference.sampling import sample
-from loopformer.inference.sequence import Sequence as Seq
+from loopformer.inference.sequence import Sequence
 from loopformer.model.cache import KVCache, SequenceKV
 from loopformer.model.conditioning import Condition
 from loopformer.model.looped import LoopedLM
@@ -32,169 +33,156 @@ from loopformer.trajectory import Trajectory
 
 PREFILL_CHUNK = 512  # tokens of a long prompt that are run at a time
 PAGE = 16  # tokens of a page of the plain runner
-CACHE_SLOTS = 4  # slots' worth of memory for shared prompts, by default
+CACHE_SLOTS = 4  # slots' worth of memory for cached prompts, by default
 MAX_TABLES = 32  # condition tables of the trajectories that were used last
-SLOTS = -1  # the ticket under which the slots of the plain runner hold their memory
+SLOTS = -1  # the ticket under which the slots of the plain runner hold their pages
 
 
 class Runner(Protocol):
     """What the engine and the scheduler know of a runner."""
 
-    prefill_chunk: int  # tokens of prompts that may be run at a time beside rows that run
-    max_in_flight: int | None  # prompts that may be under way on the device at a time
-    prompt_tokens: int  # that were run
-    shared_tokens: int  # that were not, because another prompt had run them
-
-    def check(self, request: Request) -> None:
-        """Refuse what can never be run here, in one sentence."""
-        ...
+    rows: int  # sequences that can run at once
+    prefill_chunk: int  # prompt tokens per step while sequences decode
+    max_in_flight: int | None  # prompts whose prefill may be in flight at a time
+    prompt_tokens: int  # run so far
+    shared_tokens: int  # prompt tokens so far that came from cached blocks
 
     @property
     def free_rows(self) -> int:
         """How many more sequences could get a slot."""
         ...
 
-    def fits(self, sequences: Sequence[Seq]) -> bool:
-        """Whether there is room for these, besides those that run."""
-        ...
-
-    def cached_tokens(self, sequence: Seq) -> int:
-        """How many tokens of its prompt need not be run: another prompt has run them, or an earlier prefill."""
-        ...
-
-    def in_flight(self) -> Sequence[Seq]:
-        """Sequences whose prompts are under way on the device."""
-        ...
-
-    def arrived(self, wait: bool) -> list[list[Seq]]:
-        """Groups of prompts that are through: `prefill` returns their first tokens without delay. With `wait`,
-        those that will be through first, even if they are not yet."""
-        ...
-
-    def prefill(self, sequences: Sequence[Seq]) -> list[Choice | int]:
-        """Run the prompts of a group: the first token of each, which then has a slot. A number means that the
-        sequence still waits and is prefilled again: how many tokens of a long prompt were run, or 0 while the
-        device runs."""
-        ...
-
-    def decode(self, sequences: Sequence[Seq]) -> list[list[Choice]]:
-        """The next tokens of sequences that have slots: one each, or none now and several later where the device
-        runs ahead of the host."""
-        ...
-
-    def release_except(self, running: Sequence[Seq], waiting: Sequence[Seq]) -> None:
-        """Free the slots of all but the running sequences, and what was prefilled of all but the waiting ones."""
+    @property
+    def share_tokens(self) -> int:
+        """Prompts share prefixes of a multiple of so many tokens; 0: they share nothing."""
         ...
 
     @property
     def used_bytes(self) -> int:
-        """Keys and values of sequences that run."""
+        """The KV of sequences that run."""
         ...
 
     @property
     def memory_bytes(self) -> int:
-        """Room for keys and values."""
+        """The KV that there is room for."""
         ...
 
-    @property
-    def share_tokens(self) -> int:
-        """Prompts share beginnings that are a multiple of so many tokens; 0: they share nothing."""
+    def check(self, sequence: Sequence) -> None:
+        """Raise one sentence if this sequence can never run here."""
+        ...
+
+    def fits(self, sequences: list[Sequence]) -> bool:
+        """Whether there is room for these, besides those that run or are in flight."""
+        ...
+
+    def cached_tokens(self, sequence: Sequence) -> int:
+        """How many tokens of its prompt need not be run: they are in cached blocks, or an earlier chunk has run
+        them."""
+        ...
+
+    def start_prefill(self, sequences: list[Sequence]) -> None:
+        """Run the prompts of these sequences together, or the next chunk of a single long prompt.
+
+        The prefill of a prompt is in flight from its last chunk on. On a GPU it runs beside the host.
+        """
+        ...
+
+    def in_flight(self) -> list[Sequence]:
+        """The sequences whose prefill is in flight."""
+        ...
+
+    def finished_prefills(self, wait: bool) -> list[list[Sequence]]:
+        """Groups of waiting sequences whose prefill has finished. With `wait`, the oldest group in flight, even if
+        it has not finished: `finish_prefill` then waits for the device."""
+        ...
+
+    def finish_prefill(self, sequences: list[Sequence]) -> list[Choice]:
+        """The first token of each sequence of such a group. They have slots from now on."""
+        ...
+
+    def decode(self, sequences: list[Sequence]) -> list[list[Choice]]:
+        """The next tokens of sequences that have slots: one each. A GPU runs ahead of the host, so there it may be
+        none now and several later."""
+        ...
+
+    def free_except(self, running: list[Sequence], waiting: list[Sequence]) -> None:
+        """Free the slots of all but the running sequences, and the prefills of all but the waiting ones."""
         ...
 
 
-def padded(model: LoopedLM, rows: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
+def pad_prompts(model: LoopedLM, prompts: list[list[int]]) -> tuple[Tensor, list[int]]:
     """ids [B, longest] on the model's device, padded at the end, and how many tokens of each row count."""
-    counts = [len(row) for row in rows]
-    filled = [[*row, *[0] * (max(counts) - len(row))] for row in rows]
+    counts = [len(prompt) for prompt in prompts]
+    filled = [[*prompt, *[0] * (max(counts) - len(prompt))] for prompt in prompts]
     return to_device_async(filled, model.device), counts
 
 
-def ends(hidden: Tensor, counts: Sequence[int]) -> Tensor:
-    """Of padded rows [B, T, …] the last one that counts, each [B, …]."""
+def last_hidden(hidden: Tensor, counts: list[int]) -> Tensor:
+    """The last state that counts of each padded row: [B, T, D] → [B, D]."""
     rows = torch.arange(len(counts), device=hidden.device)
     return hidden[rows, to_device_async([count - 1 for count in counts], hidden.device)]
 
 
-def prefill(
-    model: LoopedLM, prompts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory]
-) -> tuple[KVCache, Tensor]:
+def prefill(model: LoopedLM, prompts: list[list[int]], trajectories: list[Trajectory]) -> tuple[KVCache, Tensor]:
     """Run prompts of any lengths: their KV cache, and the hidden state [B, D] of each one's last token."""
-    ids, counts = padded(model, prompts)
-    cache = model.cache(list(trajectories), len(prompts))
-    return cache, ends(model.extend(ids, cache, counts), counts)
+    ids, counts = pad_prompts(model, prompts)
+    cache = model.cache(trajectories, len(prompts))
+    return cache, last_hidden(model.extend(ids, cache, counts), counts)
 
 
 class PrefillOutput(NamedTuple):
-    """Prompts that were run together: what their next tokens are chosen from, and the keys they leave."""
+    """Prompts that were run together: the KV that they leave, and the logits [B, V] of their next tokens."""
 
-    sequences: tuple[Seq, ...]
+    sequences: list[Sequence]
     cache: KVCache
-    logits: Tensor  # [B, V]
+    logits: Tensor
 
 
 class PromptRunner(ABC):
-    """The half of a runner that runs prompts: what they share with others, and long ones in pieces.
-
-    A subclass has the memory of rows. It reads the keys of cached blocks (`_read_blocks`) and gives a prompt that
-    was run its slot (`_admit`)."""
+    """The half of a runner that runs prompts: prefixes that they share with others, and long prompts in chunks."""
 
     prefill_chunk = PREFILL_CHUNK
-    max_in_flight: int | None = None
 
-    def __init__(self, model: LoopedLM, pool: PagePool, share_prompts: bool) -> None:
-        self.model, self.pool, self._share_prompts = model, pool, share_prompts
+    def __init__(self, model: LoopedLM, blocks: BlockManager, share_prompts: bool) -> None:
+        self.model, self.blocks, self._share_prompts = model, blocks, share_prompts
         self.prompt_tokens = self.shared_tokens = 0
-        self._partial: dict[int, KVCache] = {}  # of prompts of which some pieces were run, by ticket
+        self._partial: dict[int, KVCache] = {}  # of prompts of which some chunks were run, by ticket
         self._tables: dict[Trajectory, Condition] = {}
+        self._made_for = fingerprint(model)  # the weights that the above were computed with
+
+    @abstractmethod
+    def _read_blocks(self, sequence: Sequence, prefix: tuple[KVBlock, ...]) -> SequenceKV:
+        """The KV in the cached blocks that the prompt of this sequence begins with."""
+
+    @abstractmethod
+    def _admit(self, sequence: Sequence, kv: SequenceKV) -> None:
+        """Give a sequence, whose prompt was run, its slot, and cache its prompt."""
 
     @property
     def share_tokens(self) -> int:
-        return self.pool.page_tokens if self._share_prompts else 0
+        return self.blocks.page_tokens if self._share_prompts else 0
 
-    @abstractmethod
-    def _read_blocks(self, sequence: Seq, blocks: Sequence[KVBlock]) -> SequenceKV:
-        """The keys of cached blocks, which the prompt of this sequence begins with."""
-
-    @abstractmethod
-    def _admit(self, sequence: Seq, keys: SequenceKV) -> None:
-        """Give a sequence, whose prompt was run, its slot, and let other prompts share its keys."""
-
-    def in_flight(self) -> Sequence[Seq]:
-        return ()
-
-    def arrived(self, wait: bool) -> list[list[Seq]]:
-        return []
-
-    def cached_tokens(self, sequence: Seq) -> int:
+    def cached_tokens(self, sequence: Sequence) -> int:
         if sequence.ticket in self._partial:
             return self._partial[sequence.ticket].lengths[0]
-        return len(self._match(sequence)) * self.pool.page_tokens
+        return len(self._match_prefix(sequence)) * self.blocks.page_tokens
 
-    @torch.no_grad()
-    def prefill(self, sequences: Sequence[Seq]) -> list[Choice | int]:
-        output = self._run_prompts(sequences)
-        if isinstance(output, int):
-            return [output]
-        choices = sample(output.logits, [sequence.draw() for sequence in sequences])
-        self._admit_all(output, choices)
-        return [*choices]
-
-    def _run_prompts(self, sequences: Sequence[Seq]) -> PrefillOutput | int:
-        """Run prompts, or one more piece of a long one: then the number of its tokens that were run by now."""
+    def _run_prompts(self, sequences: list[Sequence]) -> PrefillOutput | None:
+        """Run prompts, or the next chunk of a long one; None if that was not its last chunk."""
         starts = [self.cached_tokens(sequence) for sequence in sequences]
-        new = [sequence.request.prompt[start:] for sequence, start in zip(sequences, starts, strict=True)]
-        is_piece = len(sequences) == 1 and len(new[0]) > self.prefill_chunk
-        ids, counts = padded(self.model, [new[0][: self.prefill_chunk]] if is_piece else new)
-        # The last piece has a cache of its own: when its logits fail, the earlier pieces stay as they are.
-        cache = self._partial.get(sequences[0].ticket) if is_piece else None
+        new = [[*sequence.request.prompt[start:]] for sequence, start in zip(sequences, starts, strict=True)]
+        is_chunk = len(sequences) == 1 and len(new[0]) > self.prefill_chunk
+        ids, counts = pad_prompts(self.model, [new[0][: self.prefill_chunk]] if is_chunk else new)
+        # The last chunk has a cache of its own: if its logits fail, the earlier chunks stay as they are.
+        cache = self._partial.get(sequences[0].ticket) if is_chunk else None
         if cache is None:
             trajectories = [sequence.trajectory for sequence in sequences]
             cache = self.model.cache(trajectories, len(new), max(starts) + max(map(len, new)), self._table)
             for row, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
                 if start:
                     cache.write(row, self._read_start(sequence), start)
-        hidden = self._extend(ids, cache, counts)  # [B, T, D]
-        logits = None if is_piece else self._logits(ends(hidden, counts))
+        hidden = self._extend(ids, cache, counts)  # [B, T, D]; the next prompt may overwrite it
+        logits = None if is_chunk else self._logits(last_hidden(hidden, counts))
         self.prompt_tokens += sum(counts)
         begun = self._partial
         self.shared_tokens += sum(
@@ -202,32 +190,35 @@ class PromptRunner(ABC):
         )
         if logits is None:
             self._partial = {**begun, sequences[0].ticket: cache}
-            return cache.lengths[0]
+            sequences[0].advance_prefill(cache.lengths[0])
+            return None
         tickets = {sequence.ticket for sequence in sequences}
         self._partial = {ticket: partial for ticket, partial in begun.items() if ticket not in tickets}
-        return PrefillOutput(tuple(sequences), cache, logits)
+        return PrefillOutput(sequences, cache, logits)
 
-    def _admit_all(self, output: PrefillOutput, choices: Sequence[Choice | None]) -> None:
+    def _admit_all(self, output: PrefillOutput, choices: Iterable[Choice | None]) -> None:
         """Give slots to sequences whose prompts were run. The choice is None where one was cancelled meanwhile."""
         for row, (sequence, choice) in enumerate(zip(output.sequences, choices, strict=True)):
-            if choice is None or math.isnan(choice.logprob):
-                continue  # it has ended; keys that are NaN must not reach the cache of others
-            self._admit(sequence, output.cache.read(row))
+            # A NaN ends the sequence. Its KV is NaN as well, and must not reach the cache that others read.
+            if choice is not None and not math.isnan(choice.logprob):
+                self._admit(sequence, output.cache.read(row))
 
-    def _match(self, sequence: Seq) -> tuple[KVBlock, ...]:
+    def _match_prefix(self, sequence: Sequence) -> tuple[KVBlock, ...]:
         """The cached blocks that its prompt begins with."""
-        return self.pool.match(self._origin(sequence), sequence.request.prompt) if self._share_prompts else ()
+        if not self._share_prompts:
+            return ()
+        return self.blocks.match_prefix(self._prefix_root(sequence), sequence.request.prompt)
 
-    def _origin(self, sequence: Seq) -> KVBlock:
-        return self.pool.origin(fingerprint(self.model), sequence.trajectory, self.model.dtype_name)
+    def _prefix_root(self, sequence: Sequence) -> KVBlock:
+        return self.blocks.prefix_root(fingerprint(self.model), sequence.trajectory, self.model.dtype_name)
 
-    def _read_start(self, sequence: Seq) -> SequenceKV:
-        """The keys of what need not be run of a prompt, as many as `cached_tokens`."""
+    def _read_start(self, sequence: Sequence) -> SequenceKV:
+        """The KV of the part of a prompt that need not be run, as many tokens as `cached_tokens`."""
         if sequence.ticket in self._partial:
             return self._partial[sequence.ticket].read(0)
-        return self._read_blocks(sequence, self._match(sequence))
+        return self._read_blocks(sequence, self._match_prefix(sequence))
 
-    def _extend(self, ids: Tensor, cache: KVCache, counts: Sequence[int]) -> Tensor:
+    def _extend(self, ids: Tensor, cache: KVCache, counts: list[int]) -> Tensor:
         """Run tokens of prompts on top of their cache, as `model.extend` does."""
         return self.model.extend(ids, cache, counts, check=False)
 
@@ -235,54 +226,75 @@ class PromptRunner(ABC):
         return self.model.head(hidden)[:, : self.model.config.vocab]
 
     def _table(self, trajectory: Trajectory) -> Condition:
-        """The conditions of a trajectory's loops; those used last are cached."""
+        """The conditions of a trajectory's loops. Those used last are kept."""
         if trajectory not in self._tables:
             recent = list(self._tables.items())[1 - MAX_TABLES :]
             self._tables = {**dict(recent), trajectory: self.model.condition(trajectory)}
         return self._tables[trajectory]
 
-    def _forget_partial(self, tickets: Collection[int]) -> None:
-        """Drop the pieces of all prompts but these."""
+    def _drop_partial_except(self, tickets: Collection[int]) -> None:
         self._partial = {ticket: cache for ticket, cache in self._partial.items() if ticket in tickets}
 
 
 class PlainRunner(PromptRunner):
-    """Continuous batching in PyTorch on any device."""
+    """Continuous batching in PyTorch on any device.
 
-    def __init__(self, model: LoopedLM, slots: int, memory: int | None = None, share_prompts: bool = True) -> None:
-        """`memory`: bytes of keys and values. A slot needs room for a whole context at most. What the slots do not
-        need, prompts that are shared may take."""
+    Rows that run have slots (`SlotPool`). Cached prompts have blocks: copies of their KV, from which later prompts
+    are started. Slots and blocks share one limit of memory, so blocks are evicted when the slots grow."""
+
+    max_in_flight: int | None = None
+
+    def __init__(self, model: LoopedLM, rows: int, memory: int | None = None, share_prompts: bool = True) -> None:
+        """`memory`: bytes of KV. There are fewer rows if it holds fewer whole contexts."""
         each = slot_bytes(model)
         if memory is None:
-            memory = each * (slots + (CACHE_SLOTS if share_prompts else 0))
-        self.rows = min(slots, memory // each)
+            memory = each * (rows + (CACHE_SLOTS if share_prompts else 0))
+        self.rows, self.memory_bytes, self._page_bytes = min(rows, memory // each), memory, page_bytes(model, PAGE)
         require(self.rows >= 1, f"memory={memory:,} is below the {each:,} bytes of one row's keys.")
-        self._page_bytes = page_bytes(model, PAGE)
-        super().__init__(model, PagePool(memory // self._page_bytes, PAGE), share_prompts)
+        super().__init__(model, BlockManager(memory // self._page_bytes, PAGE), share_prompts)
         self.slots = SlotPool(model, self.rows)
-        self._memory = memory
-
-    def check(self, request: Request) -> None:
-        """Nothing is refused."""
+        self._finished: tuple[PrefillOutput, ...] = ()  # prefills whose sequences have no slots yet
 
     @property
     def free_rows(self) -> int:
-        return self.slots.free
-
-    def fits(self, sequences: Sequence[Seq]) -> bool:
-        return len(sequences) <= self.free_rows
+        return self.slots.free - len(self.in_flight())
 
     @property
     def used_bytes(self) -> int:
         budgets = [slot.budget for slot in self.slots.layout if slot is not None]
         return sum(budgets) * self.slots.bytes_per_loop
 
-    @property
-    def memory_bytes(self) -> int:
-        return self._memory
+    def check(self, sequence: Sequence) -> None:
+        """Every slot may grow to the whole context, so nothing is refused."""
+
+    def fits(self, sequences: list[Sequence]) -> bool:
+        return len(sequences) <= self.free_rows
 
     @torch.no_grad()
-    def decode(self, sequences: Sequence[Seq]) -> list[list[Choice]]:
+    def start_prefill(self, sequences: list[Sequence]) -> None:
+        if (weights := fingerprint(self.model)) != self._made_for:
+            # The weights last: after an interruption before that this begins again.
+            self._partial, self._tables, self._made_for = {}, {}, weights
+        output = self._run_prompts(sequences)
+        if output is not None:
+            self._finished = (*self._finished, output)
+
+    def in_flight(self) -> list[Sequence]:
+        return [sequence for output in self._finished for sequence in output.sequences]
+
+    def finished_prefills(self, wait: bool) -> list[list[Sequence]]:
+        return [output.sequences for output in self._finished]
+
+    @torch.no_grad()
+    def finish_prefill(self, sequences: list[Sequence]) -> list[Choice]:
+        output = next(output for output in self._finished if output.sequences is sequences)
+        self._finished = tuple([other for other in self._finished if other is not output])
+        choices = sample(output.logits, [sequence.draw() for sequence in sequences])
+        self._admit_all(output, choices)
+        return choices
+
+    @torch.no_grad()
+    def decode(self, sequences: list[Sequence]) -> list[list[Choice]]:
         by_ticket = {sequence.ticket: sequence for sequence in sequences}
         tickets = self.slots.arrange_rows({sequence.ticket: sequence.cached_length for sequence in sequences})
         rows = [by_ticket[ticket] for ticket in tickets]
@@ -291,41 +303,41 @@ class PlainRunner(PromptRunner):
         chosen = dict(zip(tickets, sample(self._logits(hidden), [row.draw() for row in rows]), strict=True))
         return [[chosen[sequence.ticket]] for sequence in sequences]
 
-    def release_except(self, running: Sequence[Seq], waiting: Sequence[Seq]) -> None:
+    def free_except(self, running: list[Sequence], waiting: list[Sequence]) -> None:
+        tickets = {sequence.ticket for sequence in waiting}
         self.slots.free_except({sequence.ticket: sequence.cached_length for sequence in running})
-        self.pool.release_except({SLOTS})  # what an interrupted `_cache_blocks` left
-        self._forget_partial({sequence.ticket for sequence in waiting})
+        self.blocks.free_except({SLOTS})  # blocks that an interrupted `_cache_prompt` left
+        self._drop_partial_except(tickets)
+        self._finished = tuple(
+            [output for output in self._finished if any(one.ticket in tickets for one in output.sequences)]
+        )
 
-    def _admit(self, sequence: Seq, keys: SequenceKV) -> None:
-        prompt, table = sequence.request.prompt, self._table(sequence.trajectory)
-        self._grow_slots(sequence, table)
-        self.slots.admit(sequence.ticket, table, keys, len(prompt))
-        if self._share_prompts:
-            self._cache_blocks(sequence, keys)
-
-    def _grow_slots(self, sequence: Seq, table: Condition) -> None:
-        """Make the slots large enough. Their pages are counted first, so that cached blocks make room for them."""
-        loops, tokens = self.slots.size_for(sequence.trajectory.budget, sequence.max_length)
-        pages = self.slots.bytes_for(loops, tokens) // self._page_bytes
-        held = self.pool.holding(SLOTS)
-        if missing := pages - sum(len(block.pages) for block in held):
-            self.pool.allocate(SLOTS, missing, len(held) + 1)  # as one more block, of any number of pages
+    def _admit(self, sequence: Sequence, kv: SequenceKV) -> None:
+        table = self._table(sequence.trajectory)
+        loops, tokens = self.slots.size_for(sequence.trajectory.budget, sequence.kv_capacity)
+        # The pages first: cached blocks are evicted for them before the slots take the memory. Rounded up, slots of
+        # full size may come to one page more than there are.
+        pages = -(-self.slots.bytes_for(loops, tokens) // self._page_bytes)
+        self.blocks.reserve(SLOTS, min(pages, self.blocks.pages))
         self.slots.grow(loops, tokens, table)
+        self.slots.admit(sequence.ticket, table, kv, len(sequence.request.prompt))
+        if self._share_prompts:
+            self._cache_prompt(sequence, kv)
 
-    def _cache_blocks(self, sequence: Seq, keys: SequenceKV) -> None:
-        """Copy the keys of a prompt into blocks that other prompts may share, if there is room."""
-        prompt, budget, size = sequence.request.prompt, sequence.trajectory.budget, self.pool.page_tokens
-        shared, count = self._match(sequence), len(prompt) // size
-        if count == len(shared) or self.pool.pages_to_take(budget, count * size, shared) > self.pool.available:
+    def _cache_prompt(self, sequence: Sequence, kv: SequenceKV) -> None:
+        """Copy the KV of a prompt into blocks that later prompts may share, if there is room."""
+        prompt, budget, size = sequence.request.prompt, sequence.trajectory.budget, self.blocks.page_tokens
+        prefix, count = self._match_prefix(sequence), len(prompt) // size
+        needed = self.blocks.pages_needed(budget, count * size, prefix)
+        if count == len(prefix) or needed > self.blocks.available_pages:
             return
-        blocks = self.pool.allocate(sequence.ticket, budget, count, shared)
-        for number in range(len(shared), count):
+        blocks = self.blocks.allocate(sequence.ticket, budget, count, prefix)
+        for number in range(len(prefix), count):
             part = slice(number * size, (number + 1) * size)
-            blocks[number].keys = torch.stack([loop[:, :, :, part] for loop in keys.loops])  # [M, k, 2, H, PAGE, W]
-        self.pool.publish(sequence.ticket, self._origin(sequence), prompt)
-        # The slot has keys of its own, so nobody reads these blocks but prompts that come later.
-        self.pool.release(sequence.ticket)
+            blocks[number].kv = torch.stack([loop[:, :, :, part] for loop in kv.loops])  # [M, k, 2, H, PAGE, W]
+        self.blocks.cache_prompt(sequence.ticket, self._prefix_root(sequence), prompt)
+        self.blocks.free(sequence.ticket)  # the sequence reads its slot, so nobody holds these blocks
 
-    def _read_blocks(self, sequence: Seq, blocks: Sequence[KVBlock]) -> SequenceKV:
-        stored = torch.cat([block.keys for block in blocks if block.keys is not None], dim=-2)
+    def _read_blocks(self, sequence: Sequence, prefix: tuple[KVBlock, ...]) -> SequenceKV:
+        stored = torch.cat([block.kv for block in prefix if block.kv is not None], dim=-2)
         return SequenceKV(sequence.trajectory, list(stored))

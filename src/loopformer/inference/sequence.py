@@ -4,10 +4,10 @@ sequence = Sequence(ticket, request, tokenizer, model.config)
 sequence.append([Choice(token, logprob)])           # waiting → running → finished
 event = sequence.event_since(sequence.initial)      # the text and tokens since an earlier moment
 
-A sequence changes in one place: a method computes the next `Progress`, which is immutable, and assigns it in its
-last line. So an error or Ctrl-C at any moment leaves a sequence as it was before the call or as it is after it.
+Tokens and text change by one assignment: `append`, `fail` and `cancel` compute the next state first and assign it
+last. So after an error or Ctrl-C at any moment a sequence is as it was before the call or as it is after it.
 
-New rules for when a text ends belong into `_find_end` (tokens) or into detokenizer.py (text).
+A new rule for when a text ends belongs in `_find_end` (by tokens) or in `TextStream._cut_at_stop` (by text).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Sequence as Items
 from copy import copy
 from enum import Enum
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from typing import NamedTuple
 from loopformer.config.model import ModelConfig
 from loopformer.errors import LoopformerError
 from loopformer.inference.detokenizer import Detokenizer, TextStream
-from loopformer.inference.request import Choice, Event, Reason, Request, Result
+from loopformer.inference.request import Choice, Event, Reason, Request, Result, kv_capacity
 from loopformer.inference.sampling import Draw
 from loopformer.trajectory import Trajectory
 
@@ -67,7 +66,7 @@ class Sequence:
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else int(seed)
         self.has_failed = False  # whether its work failed at the last try
-        self._prefilled = 0  # the most tokens of its prompt that were run in pieces
+        self._prefilled = 0  # the most tokens of its prompt that were run in chunks
         self._end_token = tokenizer.eot
         self.initial = Progress(TextStream(tokenizer, request.stops, after=request.prompt))
         self._progress = self.initial
@@ -107,9 +106,9 @@ class Sequence:
         return self.length - bool(self._progress.ids)
 
     @property
-    def max_length(self) -> int:
-        """The most tokens that it can come to, prompt included."""
-        return min(self.context, len(self.request.prompt) + self.request.max_tokens)
+    def kv_capacity(self) -> int:
+        """Positions to reserve in the KV cache."""
+        return kv_capacity(len(self.request.prompt), self.request.max_tokens, self.context)
 
     @property
     def max_new_tokens(self) -> int:
@@ -123,12 +122,12 @@ class Sequence:
         return Draw(sampling, self.seed, self.length, history, self.request.alternatives)
 
     def advance_prefill(self, tokens: int) -> None:
-        """Note how many tokens of its prompt were run by now. A failure is forgiven once more are run than ever
-        before. If the same pieces were enough, a sequence that always fails at its last piece would never end."""
+        """Note how many tokens of its prompt were run in chunks. Only progress beyond the furthest chunk so far
+        forgives a failure: otherwise a sequence that always fails at its last chunk would be tried for ever."""
         if tokens > self._prefilled:
             self._prefilled, self.has_failed = tokens, False
 
-    def append(self, choices: Items[Choice]) -> None:
+    def append(self, choices: list[Choice]) -> None:
         """Append tokens up to the end of the text. The tokens after it are dropped."""
         progress = self._progress
         new, reason = self._find_end(choices)
@@ -173,7 +172,7 @@ class Sequence:
         piece = now.text.text[before.text.shown : now.text.shown]
         return Event(self.ticket, piece, now.result, now.choices[len(before.choices) :], self.started_at)
 
-    def _find_end(self, choices: Items[Choice]) -> tuple[Items[Choice], Reason | None]:
+    def _find_end(self, choices: list[Choice]) -> tuple[list[Choice], Reason | None]:
         """The choices up to the end token, a NaN or a length limit, with the reason if there is one."""
         limit = self.max_new_tokens - len(self.ids)
         for number, choice in enumerate(choices[:limit]):
@@ -197,7 +196,7 @@ class Sequence:
         )
 
 
-def _shown_tokens(choices: Items[Choice], reason: Reason | None) -> list[int]:
+def _shown_tokens(choices: list[Choice], reason: Reason | None) -> list[int]:
     """The tokens that have text: all but the end token."""
     tokens = [choice.token for choice in choices]
     return tokens[:-1] if reason == "end" else tokens

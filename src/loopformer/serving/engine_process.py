@@ -68,7 +68,7 @@ class Call:
         if isinstance(output, Failure):
             self._failure = self._failure or output
         elif isinstance(output, Event) and isinstance(unread, Event):
-            self._outputs[index] = unread.then(output)  # a slow reader gets fewer, longer pieces
+            self._outputs[index] = unread.merge(output)  # a slow reader gets fewer, longer pieces
         else:
             self._outputs[index] = output._replace(ticket=index)
         self._has_outputs.set()

@@ -194,7 +194,7 @@ class Generation:
                         output = output._replace(result=None)
                     if output.choices or output.result is not None:
                         self._record_metrics(output)
-                    self.texts[output.ticket] = self.texts[output.ticket].then(output)
+                    self.texts[output.ticket] = self.texts[output.ticket].merge(output)
                     events.append(output)
             if events:
                 yield events

@@ -123,7 +123,7 @@ def _return_large_blocks() -> None:
     """Let glibc give large freed blocks back to the system.
 
     By itself it raises the size of those blocks with use. The heap of a process that allocates tensors of many
-    sizes then fragments and grows. """
+    sizes then fragments and grows."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
@@ -233,7 +233,7 @@ class _Worker:
 
     def _send(self) -> None:
         engine, counts, before = self._engine, self._engine.counts, self._counts
-        clients = Counter(sequence.request.client for sequence in engine.scheduler.with_status(Status.RUNNING))
+        clients = Counter(sequence.request.client for sequence in engine.scheduler.running)
         load = EngineLoad(
             engine.running,
             len(self._score_queue) + engine.waiting,

@@ -14,7 +14,6 @@ from loopformer.device import synchronise
 from loopformer.inference.engine import Engine
 from loopformer.inference.request import Request, Result, Sampling
 from loopformer.inference.runner import PlainRunner
-from loopformer.inference.sequence import Status
 from loopformer.model.conditioning import Condition
 
 from ..models import spread
@@ -171,12 +170,12 @@ def test_a_request_cancelled_while_its_prompt_is_under_way_takes_nothing_with_it
     engine = Engine(model, Letters(), runner)
     for length in (2, 30):
         gone = engine.submit(Request((1,) * length, Trajectory.uniform(3), max_tokens=5))
-        runner.prefill(engine.scheduler.order_waiting())  # it is under way
+        runner.start_prefill(engine.scheduler.waiting)
         engine.cancel(gone)
     same(finished(engine, asked(model)), expected)
     assert runner._device is not None
     assert not runner._device.rows
-    assert runner.pool.available == runner._batch.page_count
+    assert runner.blocks.available_pages == runner._batch.page_count
 
 
 @pytest.mark.usefixtures("late")
@@ -297,7 +296,7 @@ def test_a_cancelled_row_leaves_its_slot_and_pages(model: LoopedLM, expected: li
     same(finished(engine, asked(model)), expected)
     assert runner._device is not None
     assert not runner._device.rows
-    assert runner.pool.available == runner._batch.page_count
+    assert runner.blocks.available_pages == runner._batch.page_count
 
 
 def test_what_can_never_run_is_refused(model: LoopedLM) -> None:
@@ -417,7 +416,7 @@ def test_rows_that_run_go_on_with_other_weights_and_keep_their_places(model: Loo
     tickets = [engine.submit(request) for request in requests[:2]]
     for _ in range(2):
         engine.step()
-    begun = {row.ticket: row.ids for row in engine.scheduler.with_status(Status.RUNNING)}
+    begun = {row.ticket: row.ids for row in engine.scheduler.running}
     assert len(begun) == 2
     with torch.no_grad():
         for parameter in changed.stack.parameters():
