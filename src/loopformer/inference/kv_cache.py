@@ -173,6 +173,8 @@ class PagePool:
             key = before, tuple(prompt[index * size : (index + 1) * size])
             cached = self._cached.get(key)
             if cached is None:
+                if block.key is not None:
+                    break  # it is cached under a key that is not found any more, and a block has one key
                 block.key, cached = key, block
                 self._cached[key] = block
             before = cached
