@@ -1,4 +1,4 @@
-"""The plain runner in an engine: what it keeps of prompts, in how much memory, and what it says of likely tokens."""
+"""The plain runner in an engine: what it keeps of prompts, its memory, and the likely tokens that it reports."""
 
 import random
 from collections.abc import Iterator

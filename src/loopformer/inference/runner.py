@@ -306,7 +306,8 @@ class PlainRunner(PromptRunner):
     def _grow_slots(self, sequence: Seq, table: Condition) -> None:
         """Make the slots large enough. Their pages are counted first, so that cached blocks make room for them."""
         loops, tokens = self.slots.size_for(sequence.trajectory.budget, sequence.max_length)
-        pages = min(-(-self.slots.bytes_for(loops, tokens) // self._page_bytes), self.pool.pages)  # the last in part
+        # The last page may be needed in part. Rounded up, slots of full size may come to one more than there are.
+        pages = min(-(-self.slots.bytes_for(loops, tokens) // self._page_bytes), self.pool.pages)
         held = self.pool.holding(SLOTS)
         if missing := pages - sum(len(block.pages) for block in held):
             self.pool.allocate(SLOTS, missing, len(held) + 1)  # as one more block, of any number of pages
