@@ -268,8 +268,8 @@ def fault_at(number: int) -> Iterator[list[int]]:
         nonlocal lines
         if frame.f_code.co_filename != kv_cache.__file__ or frame.f_code.co_name == "<genexpr>":
             return None
-        lines += 1
-        if lines == number and event in ("call", "line"):
+        lines += event in ("call", "line")
+        if lines == number and not struck:
             struck.append(frame.f_lineno)
             raise Injected
         return trace
@@ -290,7 +290,7 @@ def used_pool() -> CountedPool:
         ("allocate", 1, IDENTITIES[1], (0, 0, 1, 1, 1), 0, True),
         ("allocate", 2, IDENTITIES[1], (0, 0, 0, 0, 0, 0), 0, True),
         ("allocate", 3, IDENTITIES[0], (1, 1, 0, 0), 0, True),
-        ("allocate", 4, IDENTITIES[1], (0, 0, 1, 1, 0), 0, False),
+        ("allocate", 4, IDENTITIES[1], (0, 1, 1, 1, 0), 0, False),
         ("release", 2),
         ("release", 3),
     ]:
@@ -304,7 +304,7 @@ ACTS: dict[str, Callable[[PagePool], object]] = {
     "allocate": lambda pool: pool.allocate(5, 2, 3, pool.match(pool.origin(*IDENTITIES[1]), (0, 0, 0, 0, 0))),
     "allocate and drop": lambda pool: pool.allocate(5, 2, pool.available // 2, ()),
     "allocate too much": lambda pool: pool.allocate(5, 2, PAGES, ()),
-    "publish": lambda pool: pool.publish(4, pool.origin(*IDENTITIES[0]), (0, 1, 1, 1, 0)),
+    "publish": lambda pool: pool.publish(4, pool.origin(*IDENTITIES[1]), (0, 1, 1, 1, 0)),
     "release": lambda pool: pool.release(0),
     "release_except": lambda pool: pool.release_except({1}),
     "forget_prompts": lambda pool: pool.forget_prompts(),

@@ -1,5 +1,6 @@
 """The plain runner in an engine: what it keeps of prompts, its memory, and the likely tokens that it reports."""
 
+import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -261,3 +262,18 @@ def test_alternatives_are_the_models_own_and_change_no_text(
             tokens = [token for token, _ in choice.alternatives]
             assert len(set(tokens)) == len(tokens) == count
             assert expected[tokens].tolist() == pytest.approx(likely.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_texts_follow_weights_that_were_changed_in_place(model: LoopedLM, share_prompts: bool) -> None:
+    """The conditions of a trajectory's loops too, which are computed once."""
+    changed = copy.deepcopy(model)
+    engine = Engine(changed, Letters(), PlainRunner(changed, 2, share_prompts=share_prompts))
+    request = Request(tuple(range(9)), SCHEDULES[2], max_tokens=8)
+    for name in ("conditioner.time.up.weight", "stack.blocks.0.attention.qkv.weight"):
+        before = engine.submit(request)
+        assert finish(engine)[before].ids == alone(changed, request).ids
+        with torch.no_grad():
+            dict(changed.named_parameters())[name].mul_(-3)
+        after = engine.submit(request)
+        assert finish(engine)[after].ids == alone(changed, request).ids
