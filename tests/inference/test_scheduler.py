@@ -276,6 +276,21 @@ def test_prompts_of_unlike_length_are_run_apart() -> None:
     assert planned(scheduler_of(made), FakeRunner()) == [[1, 3], [5], [2, 0, 4]]
 
 
+@pytest.mark.parametrize(("tokens", "count"), [(15, 2), (16, 2), (17, 3)])
+def test_prompts_end_with_the_one_that_reaches_the_limit_of_tokens(tokens: int, count: int) -> None:
+    scheduler = scheduler_of([sequence(ticket, float(ticket), prompt=8) for ticket in range(5)])
+    assert planned(scheduler, FakeRunner(), tokens) == [list(range(count))]
+
+
+@pytest.mark.parametrize(("cached", "together"), [(70, True), (71, False)])
+def test_prompts_are_run_apart_if_together_they_exceed_the_context(cached: int, together: bool) -> None:
+    """A group has one cache, which holds the longest shared beginning and the longest rest."""
+    made = [sequence(0, prompt=30), sequence(1, prompt=cached + 28)]
+    runner = FakeRunner()
+    runner.cached = {1: cached}
+    assert planned(scheduler_of(made), runner) == ([[0, 1]] if together else [[0], [1]])
+
+
 @pytest.mark.parametrize("waits_for", ["the one under way", "the one before it"])
 def test_a_prompt_waits_for_another_that_it_can_share_with(waits_for: str) -> None:
     first, same, after = (
@@ -330,8 +345,9 @@ def test_prompts_that_are_through_come_first_and_not_too_many_are_under_way() ->
 # The queue.
 
 
-@given(st.integers(1, 5), st.lists(st.sampled_from(["add", "run", "cancel", "end", "remove"]), max_size=40))
-def test_the_queue_is_busy_at_its_limit_and_not_before(queue: int, steps: list[str]) -> None:
+@given(st.integers(1, 5), st.integers(0, 2**32))
+def test_the_queue_is_busy_at_its_limit_and_not_before(queue: int, seed: int) -> None:
+    steps = random.Random(seed).choices(["add", "run", "cancel", "end", "remove"], [6, 2, 1, 1, 1], k=60)
     scheduler, waiting, running = Scheduler(queue), list[Sequence](), list[Sequence]()
     for ticket, step in enumerate(steps):
         if step == "add":
