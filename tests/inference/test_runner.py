@@ -159,7 +159,7 @@ def test_a_row_that_stops_being_a_number_while_it_decodes_leaves_its_prompt_to_o
     assert engine.counts.shared_tokens == 12
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(0, 400))
 def test_shared_prompts_and_slots_stay_within_the_memory(
     model: LoopedLM, seed: int, rows: int, spare_tokens: int
@@ -277,3 +277,23 @@ def test_texts_follow_weights_that_were_changed_in_place(model: LoopedLM, share_
             dict(changed.named_parameters())[name].mul_(-3)
         after = engine.submit(request)
         assert finish(engine)[after].ids == alone(changed, request).ids
+
+
+def test_a_prompt_is_run_anew_if_weights_change_between_its_pieces(model: LoopedLM) -> None:
+    """Keys of the old weights must reach neither its own text nor prompts that come later."""
+    changed = copy.deepcopy(model)
+    engine = engine_of(changed)
+    engine.runner.prefill_chunk = 8
+    other = Request((1, 2), SCHEDULES[0], max_tokens=20)  # beside it, a step runs no more than a piece
+    request = Request(tuple(range(20)), SCHEDULES[2], max_tokens=8)
+    engine.submit(other)
+    engine.step()
+    first = engine.submit(request)
+    engine.step()
+    assert cached_tokens(engine, request) == 0  # it is under way, and nothing is shared yet
+    assert engine.counts.prompt_tokens == 2 + 8
+    with torch.no_grad():
+        dict(changed.named_parameters())["stack.blocks.0.attention.qkv.weight"].mul_(-3)
+    second = engine.submit(request)
+    results = finish(engine)
+    assert results[first].ids == results[second].ids == alone(changed, request).ids

@@ -21,15 +21,7 @@ from torch import Tensor
 
 from loopformer.device import to_device_async
 from loopformer.errors import require
-from loopformer.inference.kv_cache import (
-    Fingerprint,
-    KVBlock,
-    PagePool,
-    SlotPool,
-    fingerprint,
-    page_bytes,
-    slot_bytes,
-)
+from loopformer.inference.kv_cache import KVBlock, PagePool, SlotPool, fingerprint, page_bytes, slot_bytes
 from loopformer.inference.request import Request
 from loopformer.inference.sampling import Choice, sample
 from loopformer.inference.sequence import Sequence as Seq
@@ -148,7 +140,8 @@ class PromptRunner(ABC):
         self.model, self.pool, self._share_prompts = model, pool, share_prompts
         self.prompt_tokens = self.shared_tokens = 0
         self._partial: dict[int, KVCache] = {}  # of prompts of which some pieces were run, by ticket
-        self._tables: dict[tuple[Fingerprint, Trajectory], Condition] = {}
+        self._tables: dict[Trajectory, Condition] = {}
+        self._made_for = fingerprint(model)  # the weights that the above were computed with
 
     @property
     def share_tokens(self) -> int:
@@ -175,6 +168,9 @@ class PromptRunner(ABC):
 
     @torch.no_grad()
     def prefill(self, sequences: Sequence[Seq]) -> list[Choice | int]:
+        if (weights := fingerprint(self.model)) != self._made_for:
+            # The weights last: after an interruption before that this begins again.
+            self._partial, self._tables, self._made_for = {}, {}, weights
         output = self._run_prompts(sequences)
         if isinstance(output, int):
             return [output]
@@ -239,11 +235,10 @@ class PromptRunner(ABC):
 
     def _table(self, trajectory: Trajectory) -> Condition:
         """The conditions of a trajectory's loops; those used last are cached."""
-        key = fingerprint(self.model), trajectory  # a change of the weights changes the conditions
-        if key not in self._tables:
+        if trajectory not in self._tables:
             recent = list(self._tables.items())[1 - MAX_TABLES :]
-            self._tables = {**dict(recent), key: self.model.condition(trajectory)}
-        return self._tables[key]
+            self._tables = {**dict(recent), trajectory: self.model.condition(trajectory)}
+        return self._tables[trajectory]
 
     def _forget_partial(self, tickets: Collection[int]) -> None:
         """Drop the pieces of all prompts but these."""
