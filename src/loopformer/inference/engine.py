@@ -15,7 +15,8 @@ No fault loses or repeats text. A sequence takes its tokens in one assignment. A
 sequence since its last event. At the start of a step the runner frees whatever belongs to no sequence. So after an
 error or Ctrl-C the next step goes on from what the sequences say. A sequence whose own work fails twice in a row
 ends with a result that says so. `submit` and `cancel` may be called from any thread, `step` and `run` from one at a
-time."""
+time.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +59,7 @@ class Engine:
         self._new_tokens = 0
         self._tickets = count()
         self._delivered: dict[int, Progress] = {}  # the progress of each sequence at its last event, by ticket
+        self._placement = _placement(model)
         self._work = Lock()  # held to run a step
 
     @property
@@ -161,23 +163,30 @@ class Engine:
         gradients = torch.is_grad_enabled()
         try:
             with self._work, device_context(self.model.device):
-                self._remove_done()
-                self._free()  # first: an interrupted step may have left slots that no sequence owns
-                if running := self.scheduler.running:
+                if _placement(self.model) != self._placement:
+                    raise LoopformerError("The model was moved while this engine has it; make a new engine.")
+                running, waiting, finished = self.scheduler.split()
+                self._remove([sequence.ticket for sequence in finished if self._is_done(sequence)])
+                # First, as an interrupted step may have left slots that no sequence owns.
+                self.runner.free_except(running, waiting)
+                if running:
                     self._append(running, self.runner.decode(running))
                 self._prefill()  # after decoding, which must not wait for prompts
         finally:
             # Ctrl-C inside torch.no_grad's own code would leave it on for the whole process. This is one call of C.
             torch._C._set_grad_enabled(gradients)
 
-    def _remove_done(self) -> None:
-        self.scheduler.remove(self._is_done)
-        tickets = {sequence.ticket for sequence in self.scheduler.sequences}
-        self._delivered = {ticket: progress for ticket, progress in self._delivered.items() if ticket in tickets}
+    def _remove(self, tickets: list[int]) -> None:
+        if tickets:
+            self.scheduler.remove(set(tickets))
+            self._delivered = {
+                ticket: progress for ticket, progress in self._delivered.items() if ticket not in tickets
+            }
 
     def _free(self) -> None:
         """Free what the runner holds for sequences that do not run or wait any more."""
-        self.runner.free_except(self.scheduler.running, self.scheduler.waiting)
+        running, waiting, _ = self.scheduler.split()
+        self.runner.free_except(running, waiting)
 
     def _prefill(self) -> None:
         """Run the prompts of waiting sequences, as many as there are slots for and the step's budget allows."""
@@ -243,6 +252,11 @@ class Engine:
             sequence.has_failed = True
             raise error
         sequence.fail(str(error) or type(error).__name__)
+
+
+def _placement(model: LoopedLM) -> tuple[torch.device, torch.dtype]:
+    weight = model.tokens.weight
+    return weight.device, weight.dtype
 
 
 def generate(model: LoopedLM, tokenizer: Detokenizer, requests: list[Request], runner: Runner) -> Iterator[Event]:

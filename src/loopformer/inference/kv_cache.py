@@ -15,7 +15,8 @@ the dtype. So two prompts share a block only if all of these are equal and all t
 compares the tokens themselves.
 
 Holders and cache are the source of truth. The free pages are derived from them, and derived anew (`_recount`) after
-an error or Ctrl-C in the middle of a change."""
+an error or Ctrl-C in the middle of a change. All of this belongs to the thread that runs the engine's steps.
+"""
 
 from __future__ import annotations
 
@@ -90,14 +91,12 @@ class BlockManager:
 
     @property
     def available_pages(self) -> int:
-        """Pages that are free or idle."""
-        self._recount()
+        """Pages that are free or idle. After an interrupted change it is right from `free_except` on."""
         return len(self._free) + self._idle_pages
 
     def pages_needed(self, budget: int, tokens: int, prefix: Sequence[KVBlock]) -> int:
         """How many available pages a new sequence of so many tokens takes. A block of its prefix takes some, too,
         if it is idle so far."""
-        self._recount()
         held = sum(block in self._holders for block in prefix)
         return budget * (-(-tokens // self.page_tokens) - held)
 
@@ -147,7 +146,8 @@ class BlockManager:
         self._is_counted = True
 
     def free_except(self, tickets: Collection[int]) -> None:
-        """Take back the blocks of all other sequences."""
+        """Take back the blocks of all other sequences. It also mends the counts, at the start of each step."""
+        self._recount()
         for ticket in [ticket for ticket in self._held if ticket not in tickets]:
             self.free(ticket)
 
@@ -220,7 +220,8 @@ class BlockManager:
             self._idle_pages -= len(block.pages)
             self._free += block.pages
         rest = len(self._free) - count
-        pages, self._free = self._free[rest:], self._free[:rest]
+        pages = self._free[rest:]
+        del self._free[rest:]
         return pages
 
     def _recount(self) -> None:

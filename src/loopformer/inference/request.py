@@ -77,8 +77,8 @@ class Request:
     max_tokens: int = 128
     stops: tuple[str, ...] = ()
     alternatives: int = 0  # how many of the most likely tokens to report at each position
-    priority: int = 0  # lower is served earlier
-    client: str = ""  # requests of different clients get equal shares of the rows
+    priority: int = 0  # lower is served earlier, among the requests of the same client
+    client: str = ""  # clients take turns
 
     def __post_init__(self) -> None:
         if not self.prompt:

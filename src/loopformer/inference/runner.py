@@ -8,7 +8,8 @@ choices = runner.decode(sequences)                 # one more token each
 runner.free_except(running, waiting)               # the slots and blocks of all other sequences are free again
 
 The scheduler chooses the sequences. A failed step writes only past `cached_length` of a sequence, so the KV cache
-stays valid for all of them."""
+stays valid for all of them.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +72,13 @@ class Runner(Protocol):
         """Raise one sentence if this sequence can never run here."""
         ...
 
-    def fits(self, sequences: list[Sequence]) -> bool:
-        """Whether there is room for these, besides those that run or are in flight."""
+    @property
+    def available_pages(self) -> int:
+        """Pages of KV that more sequences could get."""
+        ...
+
+    def pages_needed(self, sequence: Sequence) -> int:
+        """How many of these a waiting sequence would take."""
         ...
 
     def cached_tokens(self, sequence: Sequence) -> int:
@@ -210,7 +216,7 @@ class PromptRunner(ABC):
         return self.blocks.match_prefix(self._prefix_root(sequence), sequence.request.prompt)
 
     def _prefix_root(self, sequence: Sequence) -> KVBlock:
-        return self.blocks.prefix_root(fingerprint(self.model), sequence.trajectory, self.model.dtype_name)
+        return self.blocks.prefix_root(self._made_for, sequence.trajectory, self.model.dtype_name)
 
     def _read_start(self, sequence: Sequence) -> SequenceKV:
         """The KV of the part of a prompt that need not be run, as many tokens as `cached_tokens`."""
@@ -267,8 +273,12 @@ class PlainRunner(PromptRunner):
     def check(self, sequence: Sequence) -> None:
         """Every slot may grow to the whole context, so nothing is refused."""
 
-    def fits(self, sequences: list[Sequence]) -> bool:
-        return len(sequences) <= self.free_rows
+    @property
+    def available_pages(self) -> int:
+        return 0
+
+    def pages_needed(self, sequence: Sequence) -> int:
+        return 0  # the memory of a whole slot is reserved for every row
 
     @torch.no_grad()
     def start_prefill(self, sequences: list[Sequence]) -> None:

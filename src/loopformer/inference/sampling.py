@@ -45,6 +45,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Choice]:
 def as_choices(chosen: Tensor) -> list[Choice]:
     """The rows of a tensor [B, 2 + 2N] that `choose` returned. Waits for its device."""
     count = chosen.shape[1] // 2 - 1
+    if not count:
+        return [Choice(int(token), logprob) for token, logprob in chosen.tolist()]
     choices = []
     for token, logprob, *others in chosen.tolist():
         alternatives = tuple(zip(map(int, others[:count]), others[count:], strict=True))

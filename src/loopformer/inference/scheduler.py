@@ -5,18 +5,17 @@ scheduler.add(sequence)                          # Busy when the queue is full
 scheduler.running, scheduler.waiting             # in the order of arrival
 groups = scheduler.plan_prefills(runner, scheduler.prefill_budget(runner))
 
-Every running sequence gets a token at every step; there is no preemption. Waiting sequences are ordered by a
-virtual deadline (`_deadline`): their arrival, a second later per level of priority, and five seconds later per
-sequence that the same client has running or waiting before. So clients get equal shares. Arrival wins in the end,
-so nobody starves.
+Every running sequence gets a token at every step; there is no preemption. Clients take turns: a waiting sequence
+has the turn after the last one of its client, but no earlier turn than the one that is served now. So a client that
+sends many delays its own sequences only, and a newcomer is served next. A client's turns go to its own sequences by
+priority and arrival: a level of priority is worth a second of waiting. So nobody starves.
 
 While sequences decode, a step runs only one chunk of prompts, so that none of them waits long for its next token.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
 from threading import Lock
 from typing import NamedTuple
 
@@ -27,8 +26,7 @@ from loopformer.inference.sequence import Sequence, Status
 from loopformer.scoring import common_prefix
 
 IDLE_PREFILL_TOKENS = 2048  # prompt tokens per step when nothing decodes; otherwise the runner's `prefill_chunk`
-PRIORITY_SECONDS = 1.0  # delay per level of priority
-FAIRNESS_SECONDS = 5.0  # delay per earlier sequence of the same client
+PRIORITY_SECONDS = 1.0  # of waiting that a level of priority is worth
 
 
 class Busy(LoopformerError):
@@ -50,7 +48,9 @@ class Scheduler:
         require(is_whole(queue) and queue >= 1, f"The queue must hold 1 request or more, got {queue}.")
         self.queue = queue  # how many sequences may wait
         self.sequences: tuple[Sequence, ...] = ()  # in the order of arrival; replaced, never changed in place
-        self._lock = Lock()  # held while `sequences` is replaced, which other threads do as well
+        self._turn = 0  # the latest that was served
+        self._next_turns: dict[str, int] = {}  # of each client that has sequences
+        self._lock = Lock()  # held while these are replaced, which other threads do as well
 
     @property
     def running(self) -> list[Sequence]:
@@ -60,11 +60,22 @@ class Scheduler:
     def waiting(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence.status is Status.WAITING]
 
+    def split(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
+        """The running, waiting and finished sequences, in one pass."""
+        running, waiting, finished = list[Sequence](), list[Sequence](), list[Sequence]()
+        of_status = {Status.RUNNING: running, Status.WAITING: waiting, Status.FINISHED: finished}
+        for sequence in self.sequences:
+            of_status[sequence.status].append(sequence)
+        return running, waiting, finished
+
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait."""
         with self._lock:
-            if len(self.waiting) >= self.queue:
+            if len(self.sequences) >= self.queue and len(self.waiting) >= self.queue:
                 raise Busy(f"The queue is full ({self.queue} requests are waiting); try again later.")
+            client = sequence.request.client
+            sequence.turn = max(self._turn, self._next_turns.get(client, 0))
+            self._next_turns[client] = sequence.turn + 1
             self.sequences = (*self.sequences, sequence)
 
     def cancel(self, ticket: int) -> None:
@@ -73,58 +84,65 @@ class Scheduler:
             if sequence.ticket == ticket:
                 sequence.cancel()
 
-    def remove(self, is_done: Callable[[Sequence], bool]) -> None:
+    def remove(self, tickets: set[int]) -> None:
         """Remove sequences of which nothing is left to do."""
         with self._lock:
-            self.sequences = tuple([sequence for sequence in self.sequences if not is_done(sequence)])
+            self.sequences = tuple([sequence for sequence in self.sequences if sequence.ticket not in tickets])
+            clients = {sequence.request.client for sequence in self.sequences}
+            self._next_turns = {client: turn for client, turn in self._next_turns.items() if client in clients}
 
     def prefill_budget(self, runner: Runner) -> int:
         """How many prompt tokens the next step may run."""
-        return runner.prefill_chunk if self.running else IDLE_PREFILL_TOKENS
+        is_decoding = any(sequence.status is Status.RUNNING for sequence in self.sequences)
+        return runner.prefill_chunk if is_decoding else IDLE_PREFILL_TOKENS
 
     def plan_prefills(self, runner: Runner, tokens: int) -> list[list[Sequence]]:
         """The groups of waiting sequences to prefill now. Stops after the prompt that uses up the budget of tokens.
 
         The prompts of a group are run together, so they have about the same length.
         """
-        in_flight, limit = runner.in_flight(), runner.max_in_flight
+        in_flight, limit, free_rows = runner.in_flight(), runner.max_in_flight, runner.free_rows
         # Checked first: at most steps of a busy engine no row is free.
-        if not runner.free_rows or (limit is not None and len(in_flight) >= limit):
+        if not free_rows or (limit is not None and len(in_flight) >= limit):
             return []
+        free_pages = runner.available_pages
         tickets = {sequence.ticket for sequence in in_flight}
         chosen: list[Candidate] = []
         for sequence in self.order_waiting():
             if sequence.ticket in tickets:
                 continue
-            others = [candidate.sequence for candidate in chosen]
-            if not runner.fits([*others, sequence]):
+            free_rows, free_pages = free_rows - 1, free_pages - runner.pages_needed(sequence)
+            if free_rows < 0 or free_pages < 0:
                 break  # no overtaking: otherwise a large request would starve
+            others = [candidate.sequence for candidate in chosen]
             cached = runner.cached_tokens(sequence)
             if any(_shareable_tokens(sequence, other, runner) > cached for other in (*in_flight, *others)):
                 break  # wait for the prefix rather than compute it twice
             candidate = Candidate(len(sequence.request.prompt) - cached, cached, sequence)
             chosen.append(candidate)
+            self._turn = max(self._turn, sequence.turn)
             tokens -= min(candidate.new_tokens, runner.prefill_chunk)
             if candidate.new_tokens > runner.prefill_chunk or tokens <= 0:
                 break
         return _group_by_length(chosen, runner.prefill_chunk)
 
     def order_waiting(self) -> list[Sequence]:
-        """The waiting sequences in the order in which they are served."""
-        before = Counter(sequence.request.client for sequence in self.running)
-        waiting, deadlines = self.waiting, dict[int, float]()
-        for sequence in sorted(waiting, key=lambda sequence: self._deadline(sequence, 0)):
-            client = sequence.request.client
-            deadlines[sequence.ticket] = self._deadline(sequence, before[client])
-            before[client] += 1
+        """The waiting sequences in the order in which they are served. Another policy belongs here."""
+        waiting = self.waiting
+        by_client = defaultdict[str, list[Sequence]](list)
+        for sequence in sorted(waiting, key=_own_deadline):
+            by_client[sequence.request.client].append(sequence)
+        for sequences in by_client.values():
+            turns = sorted([sequence.turn for sequence in sequences])
+            for sequence, turn in zip(sequences, turns, strict=True):
+                sequence.turn = turn
         # Prompts that were begun come first: they may hold pages that the others wait for.
-        return sorted(waiting, key=lambda one: (one.started_at is None, deadlines[one.ticket]))
+        return sorted(waiting, key=lambda one: (one.started_at is None, one.turn, _own_deadline(one)))
 
-    def _deadline(self, sequence: Sequence, before: int) -> float:
-        """The virtual deadline of a sequence with so many earlier ones of its client. Another policy belongs
-        here."""
-        delay = PRIORITY_SECONDS * sequence.request.priority + FAIRNESS_SECONDS * before
-        return sequence.arrived_at + delay
+
+def _own_deadline(sequence: Sequence) -> float:
+    """The order of a sequence among those of its client."""
+    return sequence.arrived_at + PRIORITY_SECONDS * sequence.request.priority
 
 
 def _shareable_tokens(sequence: Sequence, other: Sequence, runner: Runner) -> int:

@@ -43,6 +43,7 @@ class Progress(NamedTuple):
     text: TextStream
     choices: tuple[Choice, ...] = ()
     ids: tuple[int, ...] = ()  # of the choices
+    status: Status = Status.WAITING
     result: Result | None = None
 
 
@@ -62,6 +63,7 @@ class Sequence:
             )
         self.ticket, self.request, self.context = ticket, request, config.context
         self.arrived_at = time.monotonic()
+        self.turn = 0  # among those of all clients; see scheduler.py
         self.started_at: float | None = None  # when its prompt was first run
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else int(seed)
@@ -69,18 +71,12 @@ class Sequence:
         self._prefilled = 0  # the most tokens of its prompt that were run in chunks
         self._end_token = tokenizer.eot
         self.initial = Progress(TextStream(tokenizer, request.stops, after=request.prompt))
-        self._progress = self.initial
-        self._cancelled_at: Progress | None = None
-
-    @property
-    def progress(self) -> Progress:
-        return self._cancelled_at or self._progress
+        self.progress = self.initial  # replaced, never changed in place
+        self._is_cancelled = False
 
     @property
     def status(self) -> Status:
-        if self._cancelled_at is not None or self._progress.result is not None:
-            return Status.FINISHED
-        return Status.RUNNING if self._progress.ids else Status.WAITING
+        return Status.FINISHED if self._is_cancelled else self.progress.status
 
     @property
     def trajectory(self) -> Trajectory:
@@ -89,21 +85,21 @@ class Sequence:
     @property
     def ids(self) -> tuple[int, ...]:
         """The new tokens."""
-        return self._progress.ids
+        return self.progress.ids
 
     @property
     def history(self) -> tuple[int, ...]:
         """Prompt and new tokens."""
-        return (*self.request.prompt, *self._progress.ids)
+        return (*self.request.prompt, *self.progress.ids)
 
     @property
     def length(self) -> int:
-        return len(self.request.prompt) + len(self._progress.ids)
+        return len(self.request.prompt) + len(self.progress.ids)
 
     @property
     def cached_length(self) -> int:
         """How many tokens are in the KV cache: all but the last new one, which is the input of the next step."""
-        return self.length - bool(self._progress.ids)
+        return self.length - bool(self.progress.ids)
 
     @property
     def kv_capacity(self) -> int:
@@ -129,13 +125,15 @@ class Sequence:
 
     def append(self, choices: list[Choice]) -> None:
         """Append tokens up to the end of the text. The tokens after it are dropped."""
-        progress = self._progress
+        if self._is_cancelled:
+            return
+        before = self.progress
         new, reason = self._find_end(choices)
-        text = copy(progress.text)
+        text = copy(before.text)
         text.push(*_shown_tokens(new, reason))
         if text.stopped and len(new) > 1:
             # Push the tokens again, singly, to find the one that completed the stop string. Drop those after it.
-            text = copy(progress.text)
+            text = copy(before.text)
             for count, choice in enumerate(new, start=1):
                 text.push(choice.token)
                 if text.stopped:
@@ -145,32 +143,40 @@ class Sequence:
             reason = "stop"
         if reason is not None:
             text.finish()
-        new = [choice._replace(alternatives=choice.alternatives[: self.request.alternatives]) for choice in new]
         after = Progress(
-            text, (*progress.choices, *new), (*progress.ids, *[choice.token for choice in new]), progress.result
+            text,
+            (*before.choices, *map(self._trim_alternatives, new)),
+            (*before.ids, *[choice.token for choice in new]),
+            Status.RUNNING,
         )
         if reason is not None:
-            after = after._replace(result=self._make_result(after, reason, NOT_A_NUMBER))
+            result = self._make_result(after, reason, NOT_A_NUMBER)
+            after = after._replace(status=Status.FINISHED, result=result)
         self.has_failed = False
-        self._progress = after
+        self.progress = after
 
     def fail(self, sentence: str) -> None:
         """End with an error. The text so far is kept, including what was held back."""
-        text = copy(self._progress.text)
+        text = copy(self.progress.text)
         text.flush()
-        after = self._progress._replace(text=text)
-        self._progress = after._replace(result=self._make_result(after, "error", sentence))
+        after = self.progress._replace(text=text, status=Status.FINISHED)
+        self.progress = after._replace(result=self._make_result(after, "error", sentence))
 
     def cancel(self) -> None:
         """Finish without a result, unless there is one. Tokens that come later are ignored."""
-        if self.status is not Status.FINISHED:
-            self._cancelled_at = self._progress
+        self._is_cancelled = True
 
     def event_since(self, before: Progress) -> Event:
         """What was added since an earlier moment."""
         now = self.progress
         piece = now.text.text[before.text.shown : now.text.shown]
         return Event(self.ticket, piece, now.result, now.choices[len(before.choices) :], self.started_at)
+
+    def _trim_alternatives(self, choice: Choice) -> Choice:
+        """A row of a batch may come with as many alternatives as another row has requested."""
+        if not choice.alternatives:
+            return choice
+        return choice._replace(alternatives=choice.alternatives[: self.request.alternatives])
 
     def _find_end(self, choices: list[Choice]) -> tuple[list[Choice], Reason | None]:
         """The choices up to the end token, a NaN or a length limit, with the reason if there is one."""

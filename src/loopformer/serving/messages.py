@@ -2,7 +2,8 @@
 
 The server sends lists of Submit, ScoreRequest and Cancel. The engine's process sends EngineReady, or one sentence
 that says why the model cannot be loaded. After that it sends pairs of a list of outputs and an EngineLoad. An
-output is an Event of the engine, whose ticket is the server's number of the request, or Scores, or a Failure."""
+output is an Event of the engine, whose ticket is the server's number of the request, or Scores, or a Failure.
+"""
 
 from __future__ import annotations
 

@@ -214,7 +214,8 @@ class _Worker:
         self._next_score_at = 2 * time.monotonic() - began
 
     def _step(self) -> None:
-        for event in self._engine.step(self._is_due):
+        events, running = self._engine.step(self._is_due), self._engine.running
+        for event in events:
             reader = self._readers.get(event.ticket)
             if reader is None:  # cancelled
                 continue
@@ -223,7 +224,7 @@ class _Worker:
                 del self._readers[event.ticket]
                 if event.result.error is not None:
                     logger.error("A request failed: %s", event.result.error)
-            pause = self._engine.running / MAX_OUTPUTS if reader.stream else UNSTREAMED_SECONDS
+            pause = running / MAX_OUTPUTS if reader.stream else UNSTREAMED_SECONDS
             reader.next_at = time.monotonic() + pause
 
     def _is_due(self, sequence: Sequence) -> bool:

@@ -63,7 +63,7 @@ class DecodeBatch:
         self.prompt_stream = SideStream("prompts", like.device)
         self._copy_stream = SideStream("copies to the host", like.device)  # of the tokens of a row that runs alone
         self._weights = weights_by_rows(model)
-        self._made_for = fingerprint(model)
+        self.made_for = fingerprint(model)
         self.device = like.device
         assert model.final_norm.weight is not None
         self._final = model.final_norm.weight.detach()
@@ -103,7 +103,7 @@ class DecodeBatch:
     @property
     def is_current(self) -> bool:
         """Whether the model still has the weights that the graphs were recorded with."""
-        return fingerprint(self.model) == self._made_for
+        return fingerprint(self.model) == self.made_for
 
     def renewed(self) -> DecodeBatch:
         """This batch, or an empty one in its memory if the model's weights have changed."""
@@ -243,6 +243,11 @@ class DecodeBatch:
         self._choose(row.logits, row.lengths, alone=True)
         row.ids.copy_(self._choices[:1, 0])
         return self._choices[:1]
+
+    def last_logits(self, rows: int) -> Tensor:
+        """The logits [B, V] from which so many tokens were chosen last. Another launch overwrites them."""
+        logits = self._logits if self._alone is None else self._alone[1].logits
+        return logits[:rows, : self.model.config.vocab]
 
     def _enter_alone(self, slot: int, budget: int) -> SingleRow:
         """The graph of a slot that runs alone, after it has taken over the slot's state."""

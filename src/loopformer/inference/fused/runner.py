@@ -15,7 +15,8 @@ have arrived are given out at once, so a host that is slower than the device mak
 
 **After an exception** the runner compares each slot with its sequence, and runs the tokens again of those that
 differ. `_device` is None while it changes, so an interrupted change makes all of them differ. The pages of a
-sequence are known to the block manager alone (kv_cache.py)."""
+sequence are known to the block manager alone (kv_cache.py).
+"""
 
 from __future__ import annotations
 
@@ -32,11 +33,12 @@ from loopformer.errors import LoopformerError
 from loopformer.inference.fused.graphs import HostCopy
 from loopformer.inference.fused.launch import DecodeBatch
 from loopformer.inference.kv_cache import BlockManager, KVBlock, page_bytes
-from loopformer.inference.request import Choice
+from loopformer.inference.request import Choice, Request
 from loopformer.inference.runner import PrefillOutput, PromptRunner, prefill
 from loopformer.inference.sampling import Draw, as_choices, choose
 from loopformer.inference.sequence import Sequence, Status
 from loopformer.model.cache import KVCache, SequenceKV
+from loopformer.scoring import most_likely
 
 MAX_APART = 4  # prompts of a group that run one by one
 MAX_IN_FLIGHT = 4  # prompts; more would only wait for each other
@@ -160,19 +162,19 @@ class FusedRunner(PromptRunner):
         return self._batch.nbytes
 
     def check(self, sequence: Sequence) -> None:
+        # This may run in any thread, so it must not touch the counts of the block manager.
         budget, tokens = sequence.trajectory.budget, sequence.kv_capacity
-        if self.blocks.pages_needed(budget, tokens, ()) > self.blocks.pages:
+        if budget * -(-tokens // self.blocks.page_tokens) > self.blocks.pages:
             raise LoopformerError(
                 f"The request may come to {tokens} tokens in {budget} loops, more than the engine has memory for; "
                 "lower max_tokens or the budget."
             )
 
-    def fits(self, sequences: list[Sequence]) -> bool:
-        if len(sequences) > self.free_rows:
-            return False
-        return sum(map(self._pages_needed, sequences)) <= self.blocks.available_pages
+    @property
+    def available_pages(self) -> int:
+        return self.blocks.available_pages
 
-    def _pages_needed(self, sequence: Sequence) -> int:
+    def pages_needed(self, sequence: Sequence) -> int:
         if self.blocks.held_blocks(sequence.ticket):  # since its first chunk
             return 0
         prefix = self._match_prefix(sequence)
@@ -246,6 +248,7 @@ class FusedRunner(PromptRunner):
             return
         self._batch.leave()
         self._in_flight, self._partial, self._tables = (), {}, {}
+        self._made_for = batch.made_for
         if batch.page_count == self.blocks.pages:
             self.blocks.clear_cache()
         else:  # the dtype is another one
@@ -288,9 +291,14 @@ class FusedRunner(PromptRunner):
 
     @torch.no_grad()
     def decode(self, sequences: list[Sequence]) -> list[list[Choice]]:
+        out_of_sync = (self._device or DeviceState()).out_of_sync(sequences)
+        if out_of_sync:
+            # Before any of them is run: with new weights, or its blocks would be cached as if they were of these.
+            self._renew_batch()
+            out_of_sync = (self._device or DeviceState()).out_of_sync(sequences)
         # None until the last line: after an exception the next step runs the tokens of every sequence again.
         device, self._device = self._device or DeviceState(), None
-        device = self._run_again(device, device.out_of_sync(sequences))
+        device = self._run_again(device, out_of_sync)
         given = {sequence.ticket: device.undelivered(sequence) for sequence in sequences}
         rows = {sequence.ticket: device.rows[sequence.ticket] for sequence in sequences}
         pending = list(device.pending)
@@ -335,23 +343,30 @@ class FusedRunner(PromptRunner):
         is_alone = len(active) == 1 and loops == before[0].budget
         if not is_alone:
             self._batch.run(slots, loops)
-        if any(request.sampling.repetition_penalty != 1 or request.alternatives for request in requests):
-            # The logits are needed here, on the device: for the text's own tokens, or for the most likely ones.
+        if any(request.sampling.repetition_penalty != 1 for request in requests):
+            # Chosen outside of the graphs, because the penalty needs the text.
             logits = self._batch.token(slots[0], loops) if is_alone else self._batch.logits(ended)
-            draws = [_draw(active[number], before[number].new_tokens, given) for number in ended]
-            chosen = choose(logits, draws)
+            chosen = choose(logits, [_draw(active[number], before[number].new_tokens, given) for number in ended])
             self._batch.begin(ended_slots, chosen[:, 0])
             copy = HostCopy(chosen)
-        elif not is_alone:
-            copy = HostCopy(self._batch.next_tokens(ended, ended_slots))
-        elif requests[0].sampling.greedy:
+        elif is_alone and requests[0].sampling.greedy and not requests[0].alternatives:
             position = len(requests[0].prompt) + before[0].new_tokens - 1
             copy = self._batch.follow(slots[0], loops, position)
         else:
-            copy = HostCopy(self._batch.draw(slots[0], loops))
+            chosen = self._batch.draw(slots[0], loops) if is_alone else self._batch.next_tokens(ended, ended_slots)
+            copy = HostCopy(self._add_alternatives(chosen, requests))
         for sequence, row in zip(active, before, strict=True):
             rows[sequence.ticket] = row.after(loops)
         return PendingTokens(loops, tuple([active[number].ticket for number in ended]), copy)
+
+    def _add_alternatives(self, chosen: Tensor, requests: list[Request]) -> Tensor:
+        """Tokens and log-probabilities [B, 2] with the most likely tokens behind them, as `choose` returns them."""
+        count = max(request.alternatives for request in requests)
+        if not count:
+            return chosen
+        logprobs = self._batch.last_logits(len(requests)).float().log_softmax(-1)
+        tokens, values = most_likely(logprobs, count)
+        return torch.cat([chosen, tokens.float(), values], 1)
 
     def _start(self, sequences: list[Sequence], rows: dict[int, DeviceRow]) -> None:
         """Let new rows join those that run.

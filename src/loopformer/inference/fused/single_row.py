@@ -5,7 +5,8 @@ row.enter(token, length, pages, table, injection)               # take over a sl
 row.replay(greedy=True)                                         # run its token, and choose the most likely next one
 
 Many rows go through matmuls that share the weights between them (launch.py). With one row there is nothing to
-share, so a matmul is limited by how fast the weights are read."""
+share, so a matmul is limited by how fast the weights are read.
+"""
 
 from __future__ import annotations
 
