@@ -21,7 +21,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.engine import generate
 from loopformer.inference.fused import batch_pool
 from loopformer.inference.fused.batch_pool import (
-    MAX_FREE,
+    MAX_IDLE_BATCHES,
     BatchPool,
     unsupported_reason,
     weights_by_rows,
@@ -45,7 +45,7 @@ class FakeBatch:
     def __init__(self, model: LoopedLM, slots: int) -> None:
         self.slots = slots
 
-    def leave(self) -> None:
+    def wait_for_prompts(self) -> None:
         pass
 
 
@@ -58,11 +58,11 @@ def test_nothing_is_lent_twice_and_the_last_few_are_kept(
         assert one is not other
     with pool.batch(1) as again:
         assert again is one or again is other
-    sizes = [2**power for power in range(2 * MAX_FREE)]
+    sizes = [2**power for power in range(2 * MAX_IDLE_BATCHES)]
     for slots in sizes:
         with pool.batch(slots):
             pass
-    assert [batch.slots for batch in pool._free] == sizes[-MAX_FREE:]
+    assert [batch.slots for batch in pool._free] == sizes[-MAX_IDLE_BATCHES:]
     with pytest.raises(ValueError, match="on purpose"), pool.batch(4):
         raise ValueError("on purpose")
     assert pool._free[-1].slots == 4
@@ -187,7 +187,7 @@ def test_a_user_can_change_the_weights(lm: LM) -> None:
 
 
 @pytest.mark.parametrize("start", ["embedding", "normed"])
-def test_passes_start_from_what_the_model_starts_from(tiny: ModelConfig, start: str) -> None:
+def test_the_first_loop_starts_from_what_the_model_starts_from(tiny: ModelConfig, start: str) -> None:
     model = spread(replace(tiny, positions="rotary", inject="gated", start=start))  # type: ignore[arg-type]
     assert model.config.fused_unsupported is None
     ids = torch.arange(tiny.vocab)

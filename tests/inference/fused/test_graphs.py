@@ -98,7 +98,7 @@ def start_alone(batch: DecodeBatch, text: list[int], trajectory: Trajectory) -> 
     pages = range(2 * trajectory.budget)
     batch.fill(0, pages, cache.read(0), len(text), model.condition(trajectory))
     text.append(int(model.head(hidden[0, -1])[: model.config.vocab].argmax()))
-    batch.start({0: (text[-1], len(text) - 1)})
+    batch.start_tokens({0: (text[-1], len(text) - 1)})
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         monkeypatch.setattr(single_row, "OUTPUTS_PER_PROGRAM", dict.fromkeys(single_row.WARPS, 32))
         monkeypatch.setattr(single_row, "SPLITS", 4)
-        monkeypatch.setattr(single_row, "INNER_PIECE", 32)
+        monkeypatch.setattr(single_row, "MAX_BLOCK_K", 32)
 
 
 @pytest.mark.cuda
@@ -127,17 +127,17 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_token_of_a_row_alone_equals_the_plain_path(options: dict[str, Any], schedule: str) -> None:
     model = alone_of(**options)
     trajectory, budget = model.resolve(schedule), model.resolve(schedule).budget
-    batch = DecodeBatch(model, 1, 20 * page_bytes(model, launch.PAGE))
+    batch = DecodeBatch(model, 1, 20 * page_bytes(model, launch.GPU_PAGE_TOKENS))
     for length in (3, 40):  # filled anew
         text = [(7 * place) % 90 for place in range(length)]
         start_alone(batch, text, trajectory)
-        logits = batch.token(0, budget)[0]
+        logits = batch.single_row_logits(0, budget)[0]
         expected = plain_logits(model, text, trajectory)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-        batch.begin([0], logits.argmax(-1, keepdim=True))
+        batch.begin_tokens([0], logits.argmax(-1, keepdim=True))
         text.append(int(logits.argmax()))
         for _ in range(3 if INTERPRETED else 6):
-            token, logprob = batch.follow(0, budget, len(text) - 1).wait()[0].tolist()
+            token, logprob = batch.single_row_greedy(0, budget, len(text) - 1).wait()[0].tolist()
             expected = plain_logits(model, text, trajectory)
             assert expected[int(token)] > expected.max() - 1e-3
             assert logprob == pytest.approx(float(expected.log_softmax(-1)[int(token)]), abs=1e-4)
@@ -152,9 +152,9 @@ def test_weights_may_lie_by_columns() -> None:
     model = alone_of(positions="learned")
 
     def logits() -> torch.Tensor:
-        batch = DecodeBatch(model, 1, 20 * page_bytes(model, launch.PAGE))
+        batch = DecodeBatch(model, 1, 20 * page_bytes(model, launch.GPU_PAGE_TOKENS))
         start_alone(batch, [5, 9, 2], model.resolve("2"))
-        return batch.token(0, 2).clone()
+        return batch.single_row_logits(0, 2).clone()
 
     expected = logits()
     for weight in [model.tokens.weight, *(one.weight for one in model.modules() if isinstance(one, nn.Linear))]:

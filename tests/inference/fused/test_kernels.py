@@ -24,28 +24,28 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 VOCAB = 130
 
 
-def chosen(logits: Tensor, draws: list[Draw], alone: bool = False) -> list[Choice]:
+def chosen(logits: Tensor, draws: list[Draw], single_row: bool = False) -> list[Choice]:
     """By the kernel, from slots in another order than rows, with logits behind the vocabulary that are padding."""
     rows, vocab = logits.shape
-    order = [0] if alone else random.Random(rows).sample(range(rows + 2), rows)
-    rules = torch.full((rows + 2, 4), math.nan, dtype=torch.float64)
+    slot_of_row = [0] if single_row else random.Random(rows).sample(range(rows + 2), rows)
+    settings = torch.full((rows + 2, 4), math.nan, dtype=torch.float64)
     seeds, lengths = (torch.zeros(rows + 2, dtype=torch.int64) for _ in range(2))
-    for slot, draw in zip(order, draws, strict=True):
-        rules[slot] = torch.tensor(kernel_settings(draw.sampling, vocab), dtype=torch.float64)
-        seeds[slot], lengths[slot] = hashed_seed(draw.seed), draw.position - (not alone)
+    for slot, draw in zip(slot_of_row, draws, strict=True):
+        settings[slot] = torch.tensor(kernel_settings(draw.sampling, vocab), dtype=torch.float64)
+        seeds[slot], lengths[slot] = hashed_seed(draw.seed), draw.position - (not single_row)
     padded = torch.full((rows, vocab + 6), 99.0)
     padded[:, :vocab] = logits
-    slots, *tensors = (one.to(DEVICE) for one in (torch.tensor(order), lengths, rules, seeds))
+    slots, *tensors = (one.to(DEVICE) for one in (torch.tensor(slot_of_row), lengths, settings, seeds))
     choices = torch.full((rows, 2), -1.0, device=DEVICE)
     padded = padded.to(DEVICE)
     choice_kernel[(rows,)](
-        padded, slots, *tensors, choices, padded.stride(0), vocab, ALONE=alone, BLOCK_N=64, num_warps=1
+        padded, slots, *tensors, choices, padded.stride(0), vocab, SINGLE_ROW=single_row, BLOCK_N=64, num_warps=1
     )
     return [Choice(int(token), logprob) for token, logprob in choices.tolist()]
 
 
-def same(logits: Tensor, draws: list[Draw], alone: bool = False) -> None:
-    expected, found = sample(logits, draws), chosen(logits, draws, alone)
+def same(logits: Tensor, draws: list[Draw], single_row: bool = False) -> None:
+    expected, found = sample(logits, draws), chosen(logits, draws, single_row)
     assert [one.token for one in found] == [one.token for one in expected], draws
     assert [one.logprob for one in found] == pytest.approx([one.logprob for one in expected], abs=1e-5)
 
@@ -87,7 +87,9 @@ def test_a_vocabulary_may_begin_with_what_is_ruled_out() -> None:
 
 
 def test_a_row_alone_says_where_the_token_will_stand() -> None:
-    same(torch.arange(20.0)[None] / 9, [Draw(Sampling(temperature=1.0), seed=2**70 - 1, position=7)], alone=True)
+    same(
+        torch.arange(20.0)[None] / 9, [Draw(Sampling(temperature=1.0), seed=2**70 - 1, position=7)], single_row=True
+    )
 
 
 def test_what_is_not_a_number_shows_and_others_do_not_mind() -> None:

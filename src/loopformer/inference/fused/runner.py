@@ -34,7 +34,7 @@ from loopformer.inference.fused.launch import DecodeBatch
 from loopformer.inference.kv_cache import KVBlock, PagePool, page_bytes
 from loopformer.inference.request import Choice, Request
 from loopformer.inference.runner import PrefillOutput, PromptRunner, prefill
-from loopformer.inference.sampling import Draw, as_choices, choose
+from loopformer.inference.sampling import Draw, sample_async, to_choices
 from loopformer.inference.sequence import Sequence as Seq
 from loopformer.inference.sequence import Status
 from loopformer.model.cache import KVCache, SequenceKV
@@ -73,7 +73,7 @@ class PendingTokens(NamedTuple):
 
     loops: int
     tickets: tuple[int, ...]
-    copy: HostCopy  # [B, 2 + 2N], as `choose` returns them
+    copy: HostCopy  # [B, 2 + 2N], as `sample_async` returns them
 
     def without(self, tickets: set[int]) -> PendingTokens:
         """The same; what arrives for these rows is nobody's."""
@@ -81,7 +81,7 @@ class PendingTokens(NamedTuple):
 
     def choices(self) -> Iterator[tuple[int, Choice]]:
         """Ticket and choice of each, once they have arrived."""
-        return zip(self.tickets, as_choices(self.copy.wait()), strict=True)
+        return zip(self.tickets, to_choices(self.copy.wait()), strict=True)
 
 
 class PrefillInFlight(NamedTuple):
@@ -216,11 +216,11 @@ class FusedRunner(PromptRunner):
         for sequence in sequences:
             blocks = -(-sequence.max_length // self.pool.page_tokens)
             self.pool.allocate(sequence.ticket, sequence.trajectory.budget, blocks, self._match(sequence))
-        with self._batch.prompt_stream.after_decoding():
+        with self._batch.prompt_stream.after_decode():
             output = self._run_prompts(sequences)
             if isinstance(output, int):
                 return [output]
-            chosen = choose(output.logits, [sequence.draw() for sequence in sequences])
+            chosen = sample_async(output.logits, [sequence.draw() for sequence in sequences])
             first = PendingTokens(0, tuple([sequence.ticket for sequence in sequences]), HostCopy(chosen))
         self._in_flight = (*self._in_flight, PrefillInFlight(output, first))
         return [0] * len(sequences)
@@ -235,7 +235,7 @@ class FusedRunner(PromptRunner):
         )
         # The cache of the prompts is freed now, after decoding has been told to copy it. The next prompts must not
         # write to its memory before that is done.
-        self._batch.prompt_stream.hold_back()
+        self._batch.prompt_stream.wait_for_decode()
         return [choices[sequence.ticket] for sequence in sequences]
 
     def _renew_batch(self) -> None:
@@ -244,7 +244,7 @@ class FusedRunner(PromptRunner):
         batch = self._batch.renewed()
         if batch is self._batch:
             return
-        self._batch.leave()
+        self._batch.wait_for_prompts()
         self._in_flight, self._partial, self._tables = (), {}, {}
         if batch.page_count == self.pool.pages:
             self.pool.forget_prompts()
@@ -285,7 +285,7 @@ class FusedRunner(PromptRunner):
         device, self._device = self._device or DeviceState(), None
         out_of_sync = device.out_of_sync(sequences)
         if out_of_sync:
-            self._batch.prompt_stream.join()  # what prompts compute may be used here, too
+            self._batch.prompt_stream.decode_waits()  # what prompts compute may be used here, too
         for sequence in out_of_sync:  # run all its tokens but the last again
             cache, _ = prefill(self.model, [sequence.history[:-1]], [sequence.trajectory])
             cached, tokens = sequence.length - 1, len(sequence.ids)
@@ -325,17 +325,17 @@ class FusedRunner(PromptRunner):
         if not alone:
             self._batch.run(slots, loops)
         if any(request.sampling.repetition_penalty != 1 or request.alternatives for request in requests):
-            logits = self._batch.token(slots[0], loops) if alone else self._batch.logits(ended)
-            chosen = choose(logits, [_draw(active[number], before[number].tokens, given) for number in ended])
-            self._batch.begin(next_slots, chosen[:, 0])
+            logits = self._batch.single_row_logits(slots[0], loops) if alone else self._batch.logits(ended)
+            chosen = sample_async(logits, [_draw(active[number], before[number].tokens, given) for number in ended])
+            self._batch.begin_tokens(next_slots, chosen[:, 0])
             copy = HostCopy(chosen)
         elif not alone:
             copy = HostCopy(self._batch.next_tokens(ended, next_slots))
         elif not requests[0].sampling.greedy:
-            copy = HostCopy(self._batch.draw(slots[0], loops))
+            copy = HostCopy(self._batch.single_row_sampled(slots[0], loops))
         else:
             position = len(requests[0].prompt) + before[0].tokens - 1
-            copy = self._batch.follow(slots[0], loops, position)
+            copy = self._batch.single_row_greedy(slots[0], loops, position)
         for sequence, row in zip(active, before, strict=True):
             rows[sequence.ticket] = row.after(loops)
         return PendingTokens(loops, tuple([active[number].ticket for number in ended]), copy)
@@ -355,7 +355,7 @@ class FusedRunner(PromptRunner):
         if starting:
             last_tokens = [(sequence.ids[-1], sequence.cached_length) for sequence in starting]
             slots = [rows[sequence.ticket].slot for sequence in starting]
-            self._batch.start(dict(zip(slots, last_tokens, strict=True)))
+            self._batch.start_tokens(dict(zip(slots, last_tokens, strict=True)))
         for sequence in starting:
             rows[sequence.ticket] = rows[sequence.ticket]._replace(started=True)
 
