@@ -55,6 +55,21 @@ def test_imports_go_one_way(file: Path) -> None:
         assert part is None or ORDER.index(part) <= ORDER.index(own), f"{own} may not import {module}"
 
 
+def test_module_docstrings_name_files_that_exist() -> None:
+    """Relative to the module's folder or to one above it, up to the package's."""
+    missing = []
+    for file in PACKAGE.rglob("*.py"):
+        text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        folders = [folder for folder in file.parents if folder.is_relative_to(PACKAGE)]
+        names = re.findall(r"[\w./]*\w\.py\b", text)
+        missing += [
+            f"{file.relative_to(PACKAGE)}: {name}"
+            for name in names
+            if not any((folder / name).is_file() for folder in folders)
+        ]
+    assert missing == []
+
+
 def test_no_file_is_long() -> None:
     folders = [PACKAGE, ROOT / "tests", ROOT / "benchmarks", ROOT / "experiments"]
     files = [file for folder in folders for file in folder.rglob("*.py")]

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from loopformer import LM
 from loopformer.data.tokenizer import Tokenizer
-from loopformer.inference.detokenizer import BROKEN, TextStream
+from loopformer.inference.detokenizer import REPLACEMENT_CHARACTER, TextStream
 
 TEXT = "every pass is told its time and its step, naïve café ☕ 日本語, and so on"
 
@@ -66,7 +66,7 @@ def test_tokenizers_that_write_spaces_between_words_keep_them(make: Callable[[],
         pieces = [stream.push(token) for token in ids[prompt:]] + [stream.finish()]
         assert "".join(pieces) == stream.text
         before, whole = tokenizer.decode(ids[:prompt]), tokenizer.decode(ids)
-        assert whole in (before + stream.text, before.rstrip(BROKEN) + stream.text)
+        assert whole in (before + stream.text, before.rstrip(REPLACEMENT_CHARACTER) + stream.text)
 
 
 @given(ids=st.lists(st.integers(1, 299), min_size=1, max_size=12), data=st.data())
@@ -77,7 +77,10 @@ def test_any_tokens_continue_any_others(lm: LM, ids: list[int], data: st.DataObj
     pieces = [stream.push(token) for token in ids[prompt:]] + [stream.finish()]
     assert "".join(pieces) == stream.text
     before, whole = tokenizer.decode(ids[:prompt]), tokenizer.decode(ids)
-    assert any(whole == before[:end] + stream.text for end in range(len(before.rstrip(BROKEN)), len(before) + 1))
+    assert any(
+        whole == before[:end] + stream.text
+        for end in range(len(before.rstrip(REPLACEMENT_CHARACTER)), len(before) + 1)
+    )
 
 
 @given(

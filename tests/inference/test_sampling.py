@@ -1,4 +1,4 @@
-"""Choosing tokens: what the filters keep, what the noise draws, and that a batch changes nothing."""
+"""Sampling: what the filters keep, what the noise draws, and that a batch changes nothing."""
 
 import math
 from collections import Counter
@@ -18,7 +18,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
 
 
 def probabilities(logits: Tensor, sampling: Sampling, history: tuple[int, ...] = ()) -> Tensor:
-    """What one row is drawn from [V]."""
+    """The distribution [V] that a row is drawn from."""
     return log_probabilities(logits[None], [Draw(sampling, history=history)])[0].exp()
 
 
@@ -48,14 +48,14 @@ def test_draws_follow_the_distribution_over_seeds_and_over_positions(seeds: rang
     assert sum((seen[i] - 20_000 * p) ** 2 / (20_000 * p) for i, p in enumerate(exact)) < 18.5  # χ², 4 dof, 0.1 %
 
 
-def test_noise_is_gumbels_and_neighbours_are_strangers() -> None:
+def test_noise_is_gumbel_and_neighbours_are_independent() -> None:
     keys = [0, 1, 2, 2**63, 2**64 - 1]
     noise = gumbel_noise(keys, 40_000, torch.device("cpu"))
     assert noise.mean(-1).tolist() == pytest.approx([0.5772] * 5, abs=0.03)
     assert noise.std(-1).tolist() == pytest.approx([math.pi / math.sqrt(6)] * 5, abs=0.03)
     assert float((torch.corrcoef(noise) - torch.eye(5)).abs().max()) < 0.03
-    beside = torch.corrcoef(torch.stack([noise[0, :-1], noise[0, 1:]]))[0, 1]
-    assert abs(float(beside)) < 0.03
+    correlation = torch.corrcoef(torch.stack([noise[0, :-1], noise[0, 1:]]))[0, 1]
+    assert abs(float(correlation)) < 0.03
 
 
 @given(st.lists(st.floats(-8, 8), min_size=2, max_size=30), st.data())
@@ -73,8 +73,8 @@ def test_filters_keep_what_they_say(values: list[float], data: st.DataObject) ->
     assert float(plain[only_p > 0].sum() - smallest) < p + 1e-9
     only_m = probabilities(logits, Sampling(temperature=1, min_p=m))
     assert bool((plain[only_m > 0] >= m * plain.max() - 1e-12).all())
-    for one in (plain, only_k, only_p, only_m):
-        assert float(one.sum()) == pytest.approx(1)
+    for distribution in (plain, only_k, only_p, only_m):
+        assert float(distribution.sum()) == pytest.approx(1)
     assert only_p[drawn(logits, Sampling(temperature=1, top_p=p), data.draw(st.integers()))] > 0
 
 
@@ -147,7 +147,7 @@ SETTINGS = st.builds(
 
 
 @given(st.lists(st.tuples(SETTINGS, st.integers(), st.integers(0, 2000)), min_size=1, max_size=6))
-def test_a_row_is_drawn_alike_alone_and_in_company(rows: list[tuple[Sampling, int, int]]) -> None:
+def test_a_row_is_drawn_alike_alone_and_in_a_batch(rows: list[tuple[Sampling, int, int]]) -> None:
     logits = torch.randn(len(rows), 32, generator=torch.Generator().manual_seed(1)) * 3
     draws = [Draw(sampling, seed, position, (1, 5, 5, 9)) for sampling, seed, position in rows]
     together = sample(logits, draws)
@@ -157,14 +157,14 @@ def test_a_row_is_drawn_alike_alone_and_in_company(rows: list[tuple[Sampling, in
         assert together[row].logprob == pytest.approx(float(logits[row].log_softmax(-1)[alone.token]), abs=1e-5)
 
 
-def test_equal_logits_are_ranked_alike_in_company() -> None:
+def test_equal_logits_are_ranked_alike_in_a_batch() -> None:
     logits = torch.zeros(2, 500)
     greedy, drawn_beside = Draw(Sampling(top_p=0.5)), Draw(Sampling(temperature=1.0, top_p=0.5), seed=1)
     (alone,) = sample(logits[:1], [greedy])
     assert sample(logits, [greedy, drawn_beside])[0].token == alone.token
 
 
-def test_what_is_not_a_number_shows() -> None:
+def test_nan_shows_in_the_log_probability() -> None:
     logits = torch.stack([LOGITS, LOGITS.where(LOGITS != 1.0, math.nan)])
     for sampling in (Sampling(), Sampling(temperature=1.0, top_p=0.9)):
         good, bad = sample(logits, [Draw(sampling)] * 2)
@@ -173,7 +173,7 @@ def test_what_is_not_a_number_shows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"temperature": math.nan}, "temperature must be a finite number"),
         ({"temperature": 10**400}, "temperature must be a finite number"),
@@ -189,6 +189,6 @@ def test_what_is_not_a_number_shows() -> None:
         ({"repetition_penalty": 1e308}, r"repetition_penalty must lie in \[0\.01, 100\]"),
     ],
 )
-def test_wrong_settings_are_one_sentence(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(LoopformerError, match=said):
+def test_wrong_settings_are_one_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LoopformerError, match=message):
         Sampling(**options)

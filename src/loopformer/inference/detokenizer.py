@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-BROKEN = "\ufffd"  # U+FFFD, which an incomplete UTF-8 character decodes to
+REPLACEMENT_CHARACTER = "\ufffd"  # an incomplete UTF-8 character decodes to it
 
 
 class Detokenizer(Protocol):
@@ -73,10 +73,10 @@ class TextStream:
     def _append_new_text(self, at_end: bool) -> None:
         """Append what the last tokens add to the window's text, up to a character that is still incomplete."""
         decoded = self._tokenizer.decode(self._window)
-        complete = decoded if at_end else decoded.rstrip(BROKEN)
+        complete = decoded if at_end else decoded.rstrip(REPLACEMENT_CHARACTER)
         before = self._window_text
         if not complete.startswith(before):  # the prompt ended inside a character, which the new tokens complete
-            before = before.rstrip(BROKEN)
+            before = before.rstrip(REPLACEMENT_CHARACTER)
         self._text += complete[len(before) :]
         if complete != decoded:
             # A character is incomplete: the next tokens must be decoded with those of its first bytes.
@@ -84,7 +84,7 @@ class TextStream:
                 self._window_text = complete
         elif decoded != self._window_text:
             # Drop the older tokens, so that the window stays short. The new ones stay, because the next token's
-            # space may depend on them. Tokens that add no text are no context, so then the older ones stay as well.
+            # space may depend on them. If they added no text, the old ones stay: the space depends on those then.
             self._window = self._window[self._complete_count :]
             self._complete_count, self._window_text = len(self._window), self._tokenizer.decode(self._window)
         self._cut_at_stop()

@@ -25,7 +25,7 @@ _64_BITS = (1 << 64) - 1
 
 
 class Draw(NamedTuple):
-    """What decides a row's next token besides its logits."""
+    """All that a row's next token depends on besides its logits."""
 
     sampling: Sampling
     seed: int = 0
@@ -38,12 +38,13 @@ GREEDY = Draw(Sampling())
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Choice]:
-    """The next token of each row of logits [B, V]. Where logits are NaN, so is the log-probability."""
-    return as_choices(choose(logits, draws))
+    """The next token of each row of logits [B, V]. Waits for their device. Where logits are NaN, so is the
+    log-probability."""
+    return to_choices(sample_async(logits, draws))
 
 
-def as_choices(chosen: Tensor) -> list[Choice]:
-    """The rows of a tensor [B, 2 + 2N] that `choose` returned. Waits for its device."""
+def to_choices(chosen: Tensor) -> list[Choice]:
+    """The choices in a tensor [B, 2 + 2N] that `sample_async` returned. Waits for its device."""
     count = chosen.shape[1] // 2 - 1
     if not count:
         return [Choice(int(token), logprob) for token, logprob in chosen.tolist()]
@@ -54,8 +55,8 @@ def as_choices(chosen: Tensor) -> list[Choice]:
     return choices
 
 
-def choose(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """What `sample` returns, as one tensor [B, 2 + 2N] on the device of the logits, without a sync.
+def sample_async(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """What `sample` returns, as one tensor [B, 2 + 2N] on the device of the logits, without waiting for the device.
 
     Each row has the token and its log-probability, then the N most likely tokens and their log-probabilities, where
     N is the largest number of alternatives in `draws`. fp32 holds every token id exactly.

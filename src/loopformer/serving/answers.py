@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator
 
-from loopformer.inference.detokenizer import BROKEN
+from loopformer.inference.detokenizer import REPLACEMENT_CHARACTER
 from loopformer.inference.request import Choice, Event, Reason
 from loopformer.model.cost import Cost
 from loopformer.scoring import Alternatives
@@ -254,9 +254,9 @@ class CompletionWriter(AnswerWriter):
         for token in ids:
             incomplete.append(token)
             text, alone = (self._served.tokenizer.decode(tokens) for tokens in (incomplete, [token]))
-            continues = alone.startswith(BROKEN) or not text.endswith(alone)
+            continues = alone.startswith(REPLACEMENT_CHARACTER) or not text.endswith(alone)
             offsets.append(end if continues else end + len(text) - len(alone))
-            if not text.endswith(BROKEN):
+            if not text.endswith(REPLACEMENT_CHARACTER):
                 end += len(text)
                 incomplete = []
         self._offset_states[index] = end, incomplete

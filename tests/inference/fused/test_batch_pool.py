@@ -21,7 +21,7 @@ from loopformer.data.tokenizer import Tokenizer
 from loopformer.inference.engine import generate
 from loopformer.inference.fused import batch_pool
 from loopformer.inference.fused.batch_pool import (
-    MAX_FREE,
+    MAX_IDLE_BATCHES,
     BatchPool,
     unsupported_reason,
     weights_by_rows,
@@ -45,24 +45,24 @@ class FakeBatch:
     def __init__(self, model: LoopedLM, slots: int) -> None:
         self.slots = slots
 
-    def leave(self) -> None:
+    def wait_for_prompts(self) -> None:
         pass
 
 
-def test_nothing_is_lent_twice_and_the_last_few_are_kept(
+def test_no_batch_is_lent_twice_and_the_last_few_are_kept(
     tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "loopformer.inference.fused.launch", SimpleNamespace(DecodeBatch=FakeBatch))
     pool: Any = BatchPool(LoopedLM(tiny))
-    with pool.batch(1) as one, pool.batch(1) as other:
-        assert one is not other
+    with pool.batch(1) as first, pool.batch(1) as second:
+        assert first is not second
     with pool.batch(1) as again:
-        assert again is one or again is other
-    sizes = [2**power for power in range(2 * MAX_FREE)]
+        assert again is first or again is second
+    sizes = [2**power for power in range(2 * MAX_IDLE_BATCHES)]
     for slots in sizes:
         with pool.batch(slots):
             pass
-    assert [batch.slots for batch in pool._free] == sizes[-MAX_FREE:]
+    assert [batch.slots for batch in pool._free] == sizes[-MAX_IDLE_BATCHES:]
     with pytest.raises(ValueError, match="on purpose"), pool.batch(4):
         raise ValueError("on purpose")
     assert pool._free[-1].slots == 4
@@ -76,7 +76,7 @@ def test_nothing_is_lent_twice_and_the_last_few_are_kept(
         assert fresh is not stale
 
 
-def test_what_fast_cannot_do_is_said(lm: LM) -> None:
+def test_errors_say_what_fast_cannot_do(lm: LM) -> None:
     untyped: Any = lm
     mistakes: list[tuple[Any, str]] = [
         (lambda: untyped.generate("told", int8=True), "int8 was removed; leave it out, and on a GPU decode in bfl"),
@@ -90,8 +90,8 @@ def test_what_fast_cannot_do_is_said(lm: LM) -> None:
         ),
         (lambda: untyped.stream("told", draft=1), "draft was removed"),
     ]
-    for call, said in mistakes:
-        with pytest.raises(LoopformerError, match=said):
+    for call, message in mistakes:
+        with pytest.raises(LoopformerError, match=message):
             call()
 
 
@@ -134,18 +134,18 @@ def fused(pool: BatchPool, tokenizer: Tokenizer, requests: list[Request]) -> Ite
         yield from generate(pool.model, tokenizer, requests, FusedRunner(batch, share_prompts=False))
 
 
-def asked(count: int, tokens: int) -> list[Request]:
+def make_requests(count: int, tokens: int) -> list[Request]:
     return [Request((5 + number, 9), FULL, max_tokens=tokens) for number in range(count)]
 
 
 def results(events: Iterable[Event]) -> list[Result]:
-    found = {event.ticket: event.result for event in events if event.result is not None}
-    return [found[row] for row in sorted(found)]
+    by_ticket = {event.ticket: event.result for event in events if event.result is not None}
+    return [by_ticket[ticket] for ticket in sorted(by_ticket)]
 
 
 @pytest.mark.cuda
-def test_texts_at_once_do_not_meet(model: LoopedLM, tokenizer: Tokenizer) -> None:
-    requests = asked(2, 5)
+def test_runs_at_once_do_not_mix(model: LoopedLM, tokenizer: Tokenizer) -> None:
+    requests = make_requests(2, 5)
     expected = [result.ids for result in results(generate(model, tokenizer, requests, PlainRunner(model, 3)))]
     pool = BatchPool(model)
     for _ in range(2):  # with batches that were used before, too
@@ -160,12 +160,12 @@ def test_texts_at_once_do_not_meet(model: LoopedLM, tokenizer: Tokenizer) -> Non
 def test_batches_are_bounded_and_kept_where_there_is_room(
     model: LoopedLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests = asked(3, 3)
+    requests = make_requests(3, 3)
     expected = [result.ids for result in results(generate(model, tokenizer, requests, PlainRunner(model, 3)))]
     pool = BatchPool(model)
     monkeypatch.setattr(batch_pool, "MAX_SLOTS", 2)
     monkeypatch.setattr(batch_pool, "available_bytes", lambda device: 0)
-    assert [result.ids for result in results(fused(pool, tokenizer, requests))] == expected  # one waits
+    assert [result.ids for result in results(fused(pool, tokenizer, requests))] == expected  # the third waits
     assert pool._free == []
     monkeypatch.setattr(batch_pool, "available_bytes", lambda device: 1 << 40)
     with pool.batch(5) as batch:
@@ -187,7 +187,7 @@ def test_a_user_can_change_the_weights(lm: LM) -> None:
 
 
 @pytest.mark.parametrize("start", ["embedding", "normed"])
-def test_passes_start_from_what_the_model_starts_from(tiny: ModelConfig, start: str) -> None:
+def test_the_first_loop_starts_from_what_the_model_starts_from(tiny: ModelConfig, start: str) -> None:
     model = spread(replace(tiny, positions="rotary", inject="gated", start=start))  # type: ignore[arg-type]
     assert model.config.fused_unsupported is None
     ids = torch.arange(tiny.vocab)
@@ -197,11 +197,11 @@ def test_passes_start_from_what_the_model_starts_from(tiny: ModelConfig, start: 
     torch.testing.assert_close(weights.head, model.tokens.weight.detach())
 
 
-def test_where_positions_are_learned_no_table_has_the_start(tiny: ModelConfig) -> None:
+def test_learned_positions_do_not_support_a_normed_start(tiny: ModelConfig) -> None:
     assert replace(tiny, positions="learned", start="normed").fused_unsupported == "start"
 
 
-def test_other_weights_have_another_fingerprint(tiny: ModelConfig) -> None:
+def test_changed_weights_have_another_fingerprint(tiny: ModelConfig) -> None:
     model = spread(replace(tiny, positions="rotary", start="normed"))
     before = fingerprint(model)
     assert fingerprint(model) == before

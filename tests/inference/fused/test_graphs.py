@@ -1,4 +1,4 @@
-"""Prompts as graphs, and rows that run alone, give what the model gives."""
+"""Graphs of prompts and of single rows compute what the model computes."""
 
 import math
 import os
@@ -41,30 +41,30 @@ def graphs(request: pytest.FixtureRequest) -> PromptGraphs:
 
 
 @given(
-    pieces=st.lists(st.integers(1, 40), min_size=1, max_size=4), budget=st.sampled_from(["1", "2-1", "1-2", "3"])
+    chunks=st.lists(st.integers(1, 40), min_size=1, max_size=4), budget=st.sampled_from(["1", "2-1", "1-2", "3"])
 )
 @settings(max_examples=15, deadline=None)
-def test_pieces_of_any_length_equal_the_models_own(graphs: PromptGraphs, pieces: list[int], budget: str) -> None:
+def test_chunks_of_any_length_equal_the_model(graphs: PromptGraphs, chunks: list[int], budget: str) -> None:
     model = graphs.model
     if model.config.conditioning != "trajectory" and "-" in budget:
         budget = "2"
-    ours, theirs = (model.cache(model.resolve(budget), 1) for _ in range(2))
-    for number, count in enumerate(pieces):
-        if ours.lengths[0] + count > model.config.context:
+    by_graph, by_model = (model.cache(model.resolve(budget), 1) for _ in range(2))
+    for number, count in enumerate(chunks):
+        if by_graph.lengths[0] + count > model.config.context:
             with pytest.raises(LoopformerError, match="do not fit"):
-                graphs.extend(torch.ones(1, count, dtype=torch.long, device=DEVICE), ours)
+                graphs.extend(torch.ones(1, count, dtype=torch.long, device=DEVICE), by_graph)
             return
         ids = (torch.arange(count, device=DEVICE)[None] * 7 + number) % 30
-        found, expected = graphs.extend(ids, ours), model.extend(ids, theirs)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    assert ours.lengths == theirs.lengths == [sum(pieces)]
+        hidden, expected = graphs.extend(ids, by_graph), model.extend(ids, by_model)
+        torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+    assert by_graph.lengths == by_model.lengths == [sum(chunks)]
     for loop in range(model.resolve(budget).budget):
         for block in range(model.config.blocks):
-            for one, other in zip(ours.loops[loop][block], theirs.loops[loop][block], strict=True):
-                torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+            for ours, expected in zip(by_graph.loops[loop][block], by_model.loops[loop][block], strict=True):
+                torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_prompt_that_is_no_number_leaves_nothing_behind() -> None:
+def test_a_prompt_of_nan_does_not_reach_the_next_one() -> None:
     model: LoopedLM = spread(BASE, std=0.15).to(DEVICE)
     graphs = PromptGraphs(model)
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_a_prompt_that_is_no_number_leaves_nothing_behind() -> None:
     assert graphs.extend(ids[:, :2], model.cache(3, 1)).isfinite().all()
 
 
-def alone_of(**options: Any) -> LoopedLM:
+def single_row_model(**options: Any) -> LoopedLM:
     config = ModelConfig(
         blocks=2, loops=4, width=48, heads=3, ffn=80, context=80, vocab=90, padded_vocab=96, **options
     )
@@ -90,7 +90,7 @@ def plain_logits(model: LoopedLM, ids: list[int], trajectory: Trajectory) -> tor
 
 
 @torch.no_grad()
-def start_alone(batch: DecodeBatch, text: list[int], trajectory: Trajectory) -> None:
+def start_single_row(batch: DecodeBatch, text: list[int], trajectory: Trajectory) -> None:
     """Fill slot 0 with a text, and append its most likely next token, which runs next."""
     model = batch.model
     cache = model.cache(trajectory, 1, len(text))
@@ -98,7 +98,7 @@ def start_alone(batch: DecodeBatch, text: list[int], trajectory: Trajectory) -> 
     pages = range(2 * trajectory.budget)
     batch.fill(0, pages, cache.read(0), len(text), model.condition(trajectory))
     text.append(int(model.head(hidden[0, -1])[: model.config.vocab].argmax()))
-    batch.start({0: (text[-1], len(text) - 1)})
+    batch.start_tokens({0: (text[-1], len(text) - 1)})
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         monkeypatch.setattr(single_row, "OUTPUTS_PER_PROGRAM", dict.fromkeys(single_row.WARPS, 32))
         monkeypatch.setattr(single_row, "SPLITS", 4)
-        monkeypatch.setattr(single_row, "INNER_PIECE", 32)
+        monkeypatch.setattr(single_row, "MAX_BLOCK_K", 32)
 
 
 @pytest.mark.cuda
@@ -124,20 +124,20 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["learned", "injected", "unconditioned", "index"],
 )
-def test_a_token_of_a_row_alone_equals_the_plain_path(options: dict[str, Any], schedule: str) -> None:
-    model = alone_of(**options)
+def test_tokens_of_a_single_row_equal_the_plain_path(options: dict[str, Any], schedule: str) -> None:
+    model = single_row_model(**options)
     trajectory, budget = model.resolve(schedule), model.resolve(schedule).budget
-    batch = DecodeBatch(model, 1, 20 * page_bytes(model, launch.PAGE))
-    for length in (3, 40):  # filled anew
-        text = [(7 * place) % 90 for place in range(length)]
-        start_alone(batch, text, trajectory)
-        logits = batch.token(0, budget)[0]
+    batch = DecodeBatch(model, 1, 20 * page_bytes(model, launch.GPU_PAGE_TOKENS))
+    for length in (3, 40):  # the slot is filled twice
+        text = [(7 * position) % 90 for position in range(length)]
+        start_single_row(batch, text, trajectory)
+        logits = batch.single_row_logits(0, budget)[0]
         expected = plain_logits(model, text, trajectory)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-        batch.begin([0], logits.argmax(-1, keepdim=True))
+        batch.begin_tokens([0], logits.argmax(-1, keepdim=True))
         text.append(int(logits.argmax()))
         for _ in range(3 if INTERPRETED else 6):
-            token, logprob = batch.follow(0, budget, len(text) - 1).wait()[0].tolist()
+            token, logprob = batch.single_row_greedy(0, budget, len(text) - 1).wait()[0].tolist()
             expected = plain_logits(model, text, trajectory)
             assert expected[int(token)] > expected.max() - 1e-3
             assert logprob == pytest.approx(float(expected.log_softmax(-1)[int(token)]), abs=1e-4)
@@ -147,38 +147,41 @@ def test_a_token_of_a_row_alone_equals_the_plain_path(options: dict[str, Any], s
 @pytest.mark.cuda
 @KERNELS
 @pytest.mark.usefixtures("few_programs")
-def test_weights_may_lie_by_columns() -> None:
+def test_weights_may_be_stored_by_columns() -> None:
     """As `load` lays them out for a CPU, and as they stay when a model is moved by hand."""
-    model = alone_of(positions="learned")
+    model = single_row_model(positions="learned")
 
     def logits() -> torch.Tensor:
-        batch = DecodeBatch(model, 1, 20 * page_bytes(model, launch.PAGE))
-        start_alone(batch, [5, 9, 2], model.resolve("2"))
-        return batch.token(0, 2).clone()
+        batch = DecodeBatch(model, 1, 20 * page_bytes(model, launch.GPU_PAGE_TOKENS))
+        start_single_row(batch, [5, 9, 2], model.resolve("2"))
+        return batch.single_row_logits(0, 2).clone()
 
     expected = logits()
-    for weight in [model.tokens.weight, *(one.weight for one in model.modules() if isinstance(one, nn.Linear))]:
+    for weight in [
+        model.tokens.weight,
+        *(linear.weight for linear in model.modules() if isinstance(linear, nn.Linear)),
+    ]:
         weight.data = weight.data.t().contiguous().t()
     torch.testing.assert_close(logits(), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_fast_texts_are_the_plain_ones(lm: LM) -> None:
+def test_fast_texts_equal_plain_ones(lm: LM) -> None:
     quick = LM(lm.model, lm.tokenizer).to("cuda")
     try:
         prompts = ["every pass", "its", "time and step and time", "told", "naïve"]
         several: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}, {"max_tokens": 60}]
         for options in several:
-            asked: dict[str, Any] = {
+            call: dict[str, Any] = {
                 "max_tokens": 20,
                 "trajectory": ["2-1-1", "2-1-1", "4", "2-1-1", "4"],
                 **options,
             }
-            plain = quick.generate(prompts, fast=False, **asked)
-            fast = quick.generate(prompts, fast=True, **asked)
-            assert [one.text for one in fast] == [one.text for one in plain]
-            assert [one.reason for one in fast] == [one.reason for one in plain]
+            plain = quick.generate(prompts, fast=False, **call)
+            fast = quick.generate(prompts, fast=True, **call)
+            assert [result.text for result in fast] == [result.text for result in plain]
+            assert [result.reason for result in fast] == [result.reason for result in plain]
         assert "".join(quick.stream("told", fast=True)) == quick.generate("told", fast=False).text
     finally:
         quick.to("cpu")

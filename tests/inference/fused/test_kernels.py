@@ -24,34 +24,36 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 VOCAB = 130
 
 
-def chosen(logits: Tensor, draws: list[Draw], alone: bool = False) -> list[Choice]:
-    """By the kernel, from slots in another order than rows, with logits behind the vocabulary that are padding."""
+def chosen(logits: Tensor, draws: list[Draw], single_row: bool = False) -> list[Choice]:
+    """The choices of the kernel. Slots are in another order than rows, and padding follows the vocabulary."""
     rows, vocab = logits.shape
-    order = [0] if alone else random.Random(rows).sample(range(rows + 2), rows)
-    rules = torch.full((rows + 2, 4), math.nan, dtype=torch.float64)
+    slot_of_row = [0] if single_row else random.Random(rows).sample(range(rows + 2), rows)
+    settings = torch.full((rows + 2, 4), math.nan, dtype=torch.float64)
     seeds, lengths = (torch.zeros(rows + 2, dtype=torch.int64) for _ in range(2))
-    for slot, draw in zip(order, draws, strict=True):
-        rules[slot] = torch.tensor(kernel_settings(draw.sampling, vocab), dtype=torch.float64)
-        seeds[slot], lengths[slot] = hashed_seed(draw.seed), draw.position - (not alone)
+    for slot, draw in zip(slot_of_row, draws, strict=True):
+        settings[slot] = torch.tensor(kernel_settings(draw.sampling, vocab), dtype=torch.float64)
+        seeds[slot], lengths[slot] = hashed_seed(draw.seed), draw.position - (not single_row)
     padded = torch.full((rows, vocab + 6), 99.0)
     padded[:, :vocab] = logits
-    slots, *tensors = (one.to(DEVICE) for one in (torch.tensor(order), lengths, rules, seeds))
+    slots, *tensors = (tensor.to(DEVICE) for tensor in (torch.tensor(slot_of_row), lengths, settings, seeds))
     choices = torch.full((rows, 2), -1.0, device=DEVICE)
     padded = padded.to(DEVICE)
     choice_kernel[(rows,)](
-        padded, slots, *tensors, choices, padded.stride(0), vocab, ALONE=alone, BLOCK_N=64, num_warps=1
+        padded, slots, *tensors, choices, padded.stride(0), vocab, SINGLE_ROW=single_row, BLOCK_N=64, num_warps=1
     )
     return [Choice(int(token), logprob) for token, logprob in choices.tolist()]
 
 
-def same(logits: Tensor, draws: list[Draw], alone: bool = False) -> None:
-    expected, found = sample(logits, draws), chosen(logits, draws, alone)
-    assert [one.token for one in found] == [one.token for one in expected], draws
-    assert [one.logprob for one in found] == pytest.approx([one.logprob for one in expected], abs=1e-5)
+def same(logits: Tensor, draws: list[Draw], single_row: bool = False) -> None:
+    expected, choices = sample(logits, draws), chosen(logits, draws, single_row)
+    assert [choice.token for choice in choices] == [choice.token for choice in expected], draws
+    assert [choice.logprob for choice in choices] == pytest.approx(
+        [choice.logprob for choice in expected], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "halves"])
-def test_it_draws_what_sampling_draws_where_logits_are_equal_too(kind: str) -> None:
+def test_it_draws_what_sampling_draws_even_with_equal_logits(kind: str) -> None:
     rng, noise = random.Random(kind), torch.Generator().manual_seed(1)
     for _ in range(8):
         logits = torch.randn(4, VOCAB, generator=noise) * rng.choice([0.5, 3, 8])
@@ -73,29 +75,31 @@ def test_it_draws_what_sampling_draws_where_logits_are_equal_too(kind: str) -> N
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-9, 1e300])
-def test_any_temperature_will_do(temperature: float) -> None:
+def test_any_temperature_is_accepted(temperature: float) -> None:
     logits = torch.tensor([[-3.0, 5.0, -math.inf, 4.0, 0.0, -0.0] * 20])
     for top_p, top_k in ((1.0, None), (0.6, None), (0.6, 50)):
         same(logits, [Draw(Sampling(temperature=temperature, top_p=top_p, top_k=top_k), seed=4, position=9)])
 
 
-def test_a_vocabulary_may_begin_with_what_is_ruled_out() -> None:
+def test_a_vocabulary_may_begin_with_excluded_tokens() -> None:
     logits = torch.arange(float(VOCAB))[None] / 9
     logits[:, :100] = -math.inf  # more than a block of the kernel's
     for sampling in (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=60, top_p=0.9)):
         same(logits, [Draw(sampling, seed=4, position=9)])
 
 
-def test_a_row_alone_says_where_the_token_will_stand() -> None:
-    same(torch.arange(20.0)[None] / 9, [Draw(Sampling(temperature=1.0), seed=2**70 - 1, position=7)], alone=True)
+def test_a_single_row_gives_the_position_of_the_next_token() -> None:
+    same(
+        torch.arange(20.0)[None] / 9, [Draw(Sampling(temperature=1.0), seed=2**70 - 1, position=7)], single_row=True
+    )
 
 
-def test_what_is_not_a_number_shows_and_others_do_not_mind() -> None:
+def test_nan_shows_and_leaves_other_rows_alone() -> None:
     logits = torch.arange(20.0).repeat(4, 1)
     logits[1], logits[2, 4], logits[3, 7] = math.nan, math.nan, math.inf
     for sampling in (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9, top_k=4)):
         draws = [Draw(sampling, seed=1, position=3)] * 4
         good, *bad = chosen(logits, draws)
         assert good.token == sample(logits[:1], draws[:1])[0].token
-        assert all(math.isnan(one.logprob) for one in bad)
-        assert all(0 <= one.token < 20 for one in bad)
+        assert all(math.isnan(choice.logprob) for choice in bad)
+        assert all(0 <= choice.token < 20 for choice in bad)

@@ -44,7 +44,7 @@ KINDS: list[dict[str, Any]] = [
 def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a text takes several."""
     torch.set_float32_matmul_precision("highest")
-    monkeypatch.setattr(launch, "PAGE", 16)
+    monkeypatch.setattr(launch, "GPU_PAGE_TOKENS", 16)
     monkeypatch.setattr(single_row, "SPLITS", 2)
 
 
@@ -73,7 +73,7 @@ def test_a_pass_of_rows_at_different_loops_is_each_ones_own(kind: dict[str, Any]
     model = spread(replace(BASE, **kind)).to(DEVICE)
     along = [Trajectory.uniform(3), Trajectory.uniform(1), Trajectory.uniform(2)]
     texts = [[1, 2, 3, 4, 5], [7, 8], [(3 * place) % 29 for place in range(15)]]
-    batch = DecodeBatch(model, slots=3, memory=30 * page_bytes(model, launch.PAGE))
+    batch = DecodeBatch(model, slots=3, memory=30 * page_bytes(model, launch.GPU_PAGE_TOKENS))
     pages = iter(range(30))
     with torch.no_grad():
         for slot, (text, trajectory) in enumerate(zip(texts, along, strict=True)):
@@ -82,7 +82,7 @@ def test_a_pass_of_rows_at_different_loops_is_each_ones_own(kind: dict[str, Any]
             taken = [next(pages) for _ in range(3 * trajectory.budget)]
             batch.fill(slot, taken, cache.read(0), len(text), model.condition(trajectory))
             text.append(int(model.head(hidden[0, -1])[:30].argmax()))
-        batch.start({slot: (text[-1], len(text) - 1) for slot, text in enumerate(texts)})
+        batch.start_tokens({slot: (text[-1], len(text) - 1) for slot, text in enumerate(texts)})
         loops = [0, 0, 0]
         for _ in range(6):
             batch.run([2, 0, 1])
@@ -94,14 +94,14 @@ def test_a_pass_of_rows_at_different_loops_is_each_ones_own(kind: dict[str, Any]
                 expected = model(torch.tensor([texts[slot]], device=DEVICE), along[slot]).logits[0, -1, :30]
                 torch.testing.assert_close(logits[number], expected, atol=1e-4, rtol=1e-4)
             tokens = logits.argmax(-1)
-            batch.begin(slots, tokens)
+            batch.begin_tokens(slots, tokens)
             for slot, token in zip(slots, tokens.tolist(), strict=True):
                 texts[slot].append(token)
                 loops[slot] = 0
 
 
 def runner_of(model: LoopedLM, pages: int = 200) -> FusedRunner:
-    return FusedRunner(DecodeBatch(model, 3, memory=pages * page_bytes(model, launch.PAGE)))
+    return FusedRunner(DecodeBatch(model, 3, memory=pages * page_bytes(model, launch.GPU_PAGE_TOKENS)))
 
 
 def asked(model: LoopedLM) -> list[Request]:
@@ -355,7 +355,7 @@ def test_a_row_alone_runs_whole_tokens_and_goes_on_among_others(model: LoopedLM)
         if step in (2, 5):
             tickets.append(engine.submit(requests[len(tickets)]))
         results |= {event.ticket: event.result for event in engine.step() if event.result is not None}
-        alone += runner._batch._alone is not None
+        alone += runner._batch._single_row is not None
         if engine.idle and len(tickets) == 3:
             break
     same([results[ticket] for ticket in tickets], expected)
@@ -397,7 +397,7 @@ def test_rows_of_a_budget_choose_their_tokens_together_whenever_they_came(model:
 def test_other_weights_need_other_graphs(model: LoopedLM) -> None:
     changed = copy.deepcopy(model)
     runner = runner_of(changed)
-    engine, memory = Engine(changed, Letters(), runner), runner._batch._pool
+    engine, memory = Engine(changed, Letters(), runner), runner._batch._kv_pages
     requests = [Request((1, 2, 3), Trajectory.uniform(2), max_tokens=6)]
     finished(engine, requests)
     with torch.no_grad():
@@ -405,7 +405,7 @@ def test_other_weights_need_other_graphs(model: LoopedLM) -> None:
             parameter.mul_(-1.5)
     expected = finished(Engine(changed, Letters(), PlainRunner(changed, 3)), requests)
     same(finished(engine, requests), expected)
-    assert runner._batch._pool is memory
+    assert runner._batch._kv_pages is memory
 
 
 def test_rows_that_run_go_on_with_other_weights_and_keep_their_places(model: LoopedLM) -> None:

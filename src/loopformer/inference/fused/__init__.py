@@ -1,2 +1,3 @@
-"""Decoding on a GPU: shared.py (the engine's backend) · batch.py (passes that rows share) · kernels.py ·
-graphs.py (prompts, a row that runs alone) · backend.py (what needs no Triton)."""
+"""Decoding on a GPU: runner.py (runs ahead of the host) · launch.py (slots, pages, launches) · prefill.py (prompts)
+· single_row.py (a sequence that runs alone) · graphs.py (CUDA graphs, the streams and their waits) · kernels.py ·
+batch_pool.py (batches that are used again)."""

@@ -1,11 +1,11 @@
-"""What decoding on a GPU needs that can be imported without Triton: whether it can run, weights, a pool of batches.
+"""Reusable decode batches, and the weights that kernels read. Importable without Triton.
 
 pool = BatchPool(model)                  # if unsupported_reason(model) is None
 with pool.batch(slots=4) as batch:
     runner = FusedRunner(batch)          # runner.py
 
-Several texts may be generated at once, each in a batch of its own. A batch that is free again serves the next run,
-unless the model's weights have changed meanwhile.
+Several runs may decode at once, each in a batch of its own. A batch that comes back serves the next run, unless the
+model's weights have changed meanwhile.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from loopformer.model.looped import LoopedLM
 if TYPE_CHECKING:
     from loopformer.inference.fused.launch import DecodeBatch
 
-MAX_FREE = 4  # batches that nobody uses; each has memory for the whole context of its rows
-MAX_SLOTS = 256  # of one batch; more requests wait for each other
+MAX_IDLE_BATCHES = 4  # each keeps the memory of all its pages
+MAX_SLOTS = 256  # of one batch; further sequences wait
 
 
 def unsupported_reason(model: LoopedLM) -> str | None:
-    """What the kernels lack to run a model here, as in "it …"; None if nothing."""
+    """Why fused kernels cannot run this model here, as a clause after "it"; None if they can."""
     if model.config.fused_unsupported is not None:
         return f"has no kernels for model.{model.config.fused_unsupported}"
     ready = model.tokens.weight.device.type == "cuda" and find_spec("triton") is not None
@@ -41,7 +41,7 @@ def unsupported_reason(model: LoopedLM) -> str | None:
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's matmul weights [N, K], in memory by rows, as kernels read them, however the model's own lie."""
+    """A model's matmul weights [N, K], row by row in memory, as the kernels read them."""
 
     blocks: list[tuple[Tensor, Tensor, Tensor, Tensor]]  # qkv, out, up and down of each block
     head: Tensor  # [V, D]
@@ -49,7 +49,7 @@ class Weights:
 
 
 def weights_by_rows(model: LoopedLM) -> Weights:
-    """The model's own weights, copied only where they do not lie by rows or the embedding is normalised."""
+    """The model's weights for the kernels, copied only where they are not stored by rows or are normalised."""
     blocks = []
     for block in model.stack.typed_blocks():
         linears = (block.attention.qkv, block.attention.out, block.ffn.up, block.ffn.down)
@@ -61,12 +61,15 @@ def weights_by_rows(model: LoopedLM) -> Weights:
 
 
 class BatchPool:
-    """The batches of a model. They are used again, as recording their graphs takes long; each is lent to one run at
-    a time."""
+    """The batches of a model, each lent to one run at a time and kept for the next, as recording graphs takes long.
+
+    All borrowers must have the same current stream, such as the default one. Nothing else orders the decode work
+    of one borrower before that of the next, which uses the same slots and pages.
+    """
 
     def __init__(self, model: LoopedLM) -> None:
         self.model = model
-        self._free: list[DecodeBatch] = []  # the last used at the end
+        self._free: list[DecodeBatch] = []  # least recently used first
         self._lock = Lock()
 
     @contextmanager
@@ -84,10 +87,10 @@ class BatchPool:
         try:
             yield batch
         finally:
-            batch.leave()
+            batch.wait_for_prompts()  # first: after this another run may fill its pages, or its memory may be freed
             with self._lock:
                 self._free.append(batch)
-                del self._free[:-MAX_FREE]
-                # Free batches must not hold more memory than is free besides.
+                del self._free[:-MAX_IDLE_BATCHES]
+                # Keep idle batches only while their pages take less than the free GPU memory.
                 while sum(kept.nbytes for kept in self._free) > available_bytes(self.model.device):
                     del self._free[0]

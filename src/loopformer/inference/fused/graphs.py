@@ -1,15 +1,37 @@
-"""CUDA graphs and the streams beside the one that decodes.
+"""CUDA graphs, the streams beside the decode stream, and copies to the host.
 
-graph = record(device, launch, state=[x])          # a CUDA graph of the kernels that `launch` launches
+graph = record(device, launch, state=[x])       # a CUDA graph of the kernels that `launch` launches
 prompts = SideStream("prompts", device)
-with prompts.after_decoding(): ...                 # runs beside decoding, after what has been queued for it so far
-prompts.join()                                     # decoding waits for what is queued on the side stream
-copy = HostCopy(tokens)                            # copies while the device goes on; copy.has_arrived, copy.wait()
+with prompts.after_decode(): ...                # runs beside the decode stream, after what is queued there so far
+prompts.decode_waits()                          # the decode stream waits for what is queued on the side stream
+copy = HostCopy(tokens)                         # copies while the device goes on; copy.has_arrived, copy.wait()
 
 A graph launches hundreds of kernels at once, because launching them one by one takes longer than they run. What
 differs from replay to replay lies in tensors on the device.
 
-Without CUDA, in Triton's interpreter, side streams do nothing: everything runs in order.
+Sequence A decodes alone while the prompt of B runs. Then both decode together. Time goes to the right, and a
+number is a wait:
+
+    host     queue A, queue B     (4) A's token, queue A     (4) B's token, queue B's fill, free B's cache
+    decode   A ............ A .................... A ......... B's fill, A and B ................ C alone
+             |              |                      |                    |                         ^
+             | (1)          | (2)                  | (2)                | (3)                     | (5)
+             v              v                      v                    v                         |
+    prompt   B's prompt, B's token, its copy                            C's prompt ...            |
+    copy                    copy of A's token      copy of A's next token ------------------------+
+
+    (1) after_decode: the prompt waits for every fill queued so far, as it may read pages that they write.
+    (2) after_decode: the copy waits for the token that it copies. The next token does not wait for the copy.
+    (3) wait_for_decode: later prompts wait for B's fill, which reads B's cache. They may be given its memory.
+    (4) HostCopy.wait: the host waits. The copy of B's token is the last work queued for B's prompt, so all of the
+        prompt is finished then, and B's fill needs no other wait.
+    (5) decode_waits: a row that begins to run alone overwrites the tokens of the last one, so it waits for their
+        copies. Tokens of rows that run together are copied on the decode stream itself, and need no wait.
+
+The decode stream waits for prompts (decode_waits) only where it uses or gives away what a prompt still works on:
+when rows are computed again, when the weights have changed, and when a batch goes back to its pool.
+
+Without CUDA, in Triton's interpreter, there are no streams: everything runs in order.
 """
 
 from __future__ import annotations
@@ -29,31 +51,41 @@ RECORDING = Lock()  # capture streams are process-wide: capture one graph at a t
 
 
 class SideStream:
-    """A stream beside the one that decodes. Streams of the same purpose and device are the same.
+    """A stream beside the decode stream. In a process, streams of the same purpose and device are the same.
 
-    PyTorch's allocator gives freed memory to later work of the same stream at once. So memory may cross between
-    streams only where one of them waits for the other; each method says which.
+    The decode stream is the stream that is current when a method is called. All callers must have the same one:
+    the methods order a side stream and this stream, and nothing else.
+
+    A tensor made on one stream may be read on another only after a wait for it. It may be freed only after its own
+    stream waits for the reader: PyTorch's allocator gives freed memory to the next work of the stream it was made
+    on, and that work would overwrite it too early.
     """
 
     def __init__(self, purpose: str, device: torch.device) -> None:
         self._purpose, self._device = purpose, device
 
     @contextmanager
-    def after_decoding(self) -> Iterator[None]:
-        """Run on this stream, after all that is queued for decoding: it may have written what is read here, or used
-        memory that is given to this stream."""
-        self.hold_back()
+    def after_decode(self) -> Iterator[None]:
+        """Run on this stream, after all that is queued on the decode stream.
+
+        This is the only way onto the stream. What runs inside may read all that decoding wrote before, and may use
+        memory of this stream that decoding read before.
+        """
+        self.wait_for_decode()
         with torch.cuda.stream(self._stream()):  # None: the current one
             yield
 
-    def hold_back(self) -> None:
-        """Let later work of this stream wait for all that is queued for decoding, which may read tensors of this
-        stream. Call it before such a tensor is freed: otherwise this stream would overwrite it too early."""
+    def wait_for_decode(self) -> None:
+        """Let later work of this stream wait for all that is queued on the decode stream.
+
+        Call it before a tensor of this stream is freed that the decode stream reads. The wait of the next
+        `after_decode` is too late for a runner in another thread that shares this stream and is inside one already.
+        """
         if (stream := self._stream()) is not None:
             stream.wait_stream(torch.cuda.current_stream())
 
-    def join(self) -> None:
-        """Let decoding wait for all that is queued on this stream."""
+    def decode_waits(self) -> None:
+        """Let later work of the decode stream wait for all that is queued on this stream."""
         if (stream := self._stream()) is not None:
             torch.cuda.current_stream().wait_stream(stream)
 
@@ -64,7 +96,11 @@ class SideStream:
 
 
 class HostCopy:
-    """A tensor on its way to the host. The copy runs on the current stream, and nobody waits for it here."""
+    """A copy of a tensor to the host, queued on the current stream. Nothing waits for it until `wait`.
+
+    The source may be freed at once, and overwritten by later work of the same stream. Before another stream
+    overwrites it, that stream must wait for this one.
+    """
 
     def __init__(self, source: Tensor) -> None:
         self._event: Any = None
@@ -81,7 +117,7 @@ class HostCopy:
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> Tensor:
-        """The tensor, once it has arrived."""
+        """The tensor, once it has arrived. All work queued before it on its stream is finished then, too."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensor
@@ -100,27 +136,31 @@ def record(
     launch: Callable[[], None],
     state: Sequence[Tensor],
     purpose: str = "decoding",
-    pool: Any = None,
+    memory: Any = None,
 ) -> torch.cuda.CUDAGraph:
     """A CUDA graph of launches, whose kernels are compiled by running them once.
 
-    `state` is restored afterwards; keys that the run wrote lie beyond the valid length. Graphs that may run at the
-    same time need different purposes: a graph uses the library workspaces of the stream it was recorded on. Graphs
-    that never run at once may share a `pool` of memory.
+    `launch` runs once for real, and `state` is restored afterwards. Everything else that it writes must be memory
+    that nobody reads before the graph writes it again, such as the keys of a token that has not been run.
+
+    Graphs that may run at the same time need different purposes: a graph uses the library workspaces of the stream
+    it was recorded on. Graphs that never run at the same time may share their `memory`, a graph pool handle.
     """
     graph = torch.cuda.CUDAGraph()
     with RECORDING, device_context(device):
         before = [tensor.clone() for tensor in state]
         index = torch.cuda.current_device()
         warm_up = _stream_of(index, "warm-up")
-        # The warm-up reads what is queued here, and must be done before the capture begins.
+        # The warm-up reads what is queued here, and must be finished before the capture begins.
         warm_up.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warm_up):
             launch()
         torch.cuda.current_stream().wait_stream(warm_up)
         stream = _stream_of(index, f"recording of {purpose}")
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):  # other threads go on
+        # thread_local: other threads may go on with calls that a capture forbids.
+        with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):
             launch()
+        # The capture has run nothing, so this undoes the warm-up alone.
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
     return graph

@@ -35,7 +35,7 @@ from loopformer.inference.fused.launch import DecodeBatch
 from loopformer.inference.kv_cache import BlockManager, KVBlock, page_bytes
 from loopformer.inference.request import Choice, Request
 from loopformer.inference.runner import PrefillOutput, PromptRunner, prefill
-from loopformer.inference.sampling import Draw, as_choices, choose
+from loopformer.inference.sampling import Draw, sample_async, to_choices
 from loopformer.inference.sequence import Sequence, Status
 from loopformer.model.cache import KVCache, SequenceKV
 from loopformer.scoring import most_likely
@@ -74,7 +74,7 @@ class PendingTokens(NamedTuple):
 
     loops: int
     tickets: tuple[int, ...]
-    copy: HostCopy  # [B, 2 + 2N], as `choose` returns them
+    copy: HostCopy  # [B, 2 + 2N], as `sample_async` returns them
 
     def without(self, tickets: set[int]) -> PendingTokens:
         """The same, but the tokens of these sequences are dropped when they arrive."""
@@ -82,7 +82,7 @@ class PendingTokens(NamedTuple):
 
     def choices(self) -> Iterator[tuple[int, Choice]]:
         """Ticket and token of each row. Waits for the copy."""
-        return zip(self.tickets, as_choices(self.copy.wait()), strict=True)
+        return zip(self.tickets, to_choices(self.copy.wait()), strict=True)
 
 
 class PrefillInFlight(NamedTuple):
@@ -218,11 +218,11 @@ class FusedRunner(PromptRunner):
         for group in groups:
             for sequence in group:
                 self._allocate(sequence)
-            with self._batch.prompt_stream.after_decoding():
+            with self._batch.prompt_stream.after_decode():
                 output = self._run_prompts(group)
                 if output is None:
                     continue
-                chosen = choose(output.logits, [sequence.draw() for sequence in group])
+                chosen = sample_async(output.logits, [sequence.draw() for sequence in group])
                 first = PendingTokens(0, tuple([sequence.ticket for sequence in group]), HostCopy(chosen))
             self._in_flight = (*self._in_flight, PrefillInFlight(output, first))
 
@@ -232,12 +232,14 @@ class FusedRunner(PromptRunner):
         flight = next(flight for flight in self._in_flight if tickets <= set(flight.first.tickets))
         choices = dict(flight.first.choices())
         self._in_flight = tuple([other for other in self._in_flight if other is not flight])
-        self._admit_all(
-            flight.output, [choice if ticket in tickets else None for ticket, choice in choices.items()]
-        )
-        # The cache of the prompts is freed now, after decoding has been told to copy it. The next prompts must not
-        # write to its memory before that is done.
-        self._batch.prompt_stream.hold_back()
+        try:
+            self._admit_all(
+                flight.output, [choice if ticket in tickets else None for ticket, choice in choices.items()]
+            )
+        finally:
+            # The cache of the prompts is freed now, while the decode stream is still to copy it. The prompt stream is
+            # one for all threads, and must not give that memory to another prompt before.
+            self._batch.prompt_stream.wait_for_decode()
         return [choices[sequence.ticket] for sequence in sequences]
 
     def _renew_batch(self) -> None:
@@ -246,7 +248,7 @@ class FusedRunner(PromptRunner):
         batch = self._batch.renewed()
         if batch is self._batch:
             return
-        self._batch.leave()
+        self._batch.wait_for_prompts()
         self._in_flight, self._partial, self._tables = (), {}, {}
         self._made_for = batch.made_for
         if batch.page_count == self.blocks.pages:
@@ -318,7 +320,7 @@ class FusedRunner(PromptRunner):
     def _run_again(self, device: DeviceState, sequences: list[Sequence]) -> DeviceState:
         """Run all tokens but the last of these sequences, and give them slots."""
         if sequences:
-            self._batch.prompt_stream.join()  # condition tables may have been computed there
+            self._batch.prompt_stream.decode_waits()  # condition tables may have been computed there
         for sequence in sequences:
             cache, _ = prefill(self.model, [[*sequence.history[:-1]]], [sequence.trajectory])
             others = device.without({sequence.ticket})
@@ -345,22 +347,28 @@ class FusedRunner(PromptRunner):
             self._batch.run(slots, loops)
         if any(request.sampling.repetition_penalty != 1 for request in requests):
             # Chosen outside of the graphs, because the penalty needs the text.
-            logits = self._batch.token(slots[0], loops) if is_alone else self._batch.logits(ended)
-            chosen = choose(logits, [_draw(active[number], before[number].new_tokens, given) for number in ended])
-            self._batch.begin(ended_slots, chosen[:, 0])
+            logits = self._batch.single_row_logits(slots[0], loops) if is_alone else self._batch.logits(ended)
+            chosen = sample_async(
+                logits, [_draw(active[number], before[number].new_tokens, given) for number in ended]
+            )
+            self._batch.begin_tokens(ended_slots, chosen[:, 0])
             copy = HostCopy(chosen)
         elif is_alone and requests[0].sampling.greedy and not requests[0].alternatives:
             position = len(requests[0].prompt) + before[0].new_tokens - 1
-            copy = self._batch.follow(slots[0], loops, position)
+            copy = self._batch.single_row_greedy(slots[0], loops, position)
         else:
-            chosen = self._batch.draw(slots[0], loops) if is_alone else self._batch.next_tokens(ended, ended_slots)
+            chosen = (
+                self._batch.single_row_sampled(slots[0], loops)
+                if is_alone
+                else self._batch.next_tokens(ended, ended_slots)
+            )
             copy = HostCopy(self._add_alternatives(chosen, requests))
         for sequence, row in zip(active, before, strict=True):
             rows[sequence.ticket] = row.after(loops)
         return PendingTokens(loops, tuple([active[number].ticket for number in ended]), copy)
 
     def _add_alternatives(self, chosen: Tensor, requests: list[Request]) -> Tensor:
-        """Tokens and log-probabilities [B, 2] with the most likely tokens behind them, as `choose` returns them."""
+        """Tokens and log-probabilities [B, 2], and behind them the most likely tokens, as of `sample_async`."""
         count = max(request.alternatives for request in requests)
         if not count:
             return chosen
@@ -384,7 +392,7 @@ class FusedRunner(PromptRunner):
         awaited = {row.budget for row in active} - beginning
         joining = [sequence for sequence in new if sequence.trajectory.budget not in awaited]
         if joining:
-            self._batch.start({rows[one.ticket].slot: (one.ids[-1], one.cached_length) for one in joining})
+            self._batch.start_tokens({rows[one.ticket].slot: (one.ids[-1], one.cached_length) for one in joining})
         for sequence in joining:
             rows[sequence.ticket] = rows[sequence.ticket]._replace(has_started=True)
 
@@ -399,7 +407,7 @@ class FusedRunner(PromptRunner):
         table, draw = self._table(sequence.trajectory), Draw(sequence.request.sampling, sequence.seed)
         self._batch.fill(slot, self._page_table(sequence), kv, length, table, draw, written)
         if self._share_prompts:
-            # The KV is queued on the decode stream. Prefills that share it wait for that (`after_decoding`).
+            # The KV is queued on the decode stream. Prefills that share it wait for that (`after_decode`).
             self.blocks.cache_prompt(sequence.ticket, self._prefix_root(sequence), sequence.request.prompt)
         row = DeviceRow(slot, sequence.trajectory.budget, sequence.max_new_tokens, new_tokens)
         return replace(device, rows={**device.rows, sequence.ticket: row})
