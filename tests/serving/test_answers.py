@@ -45,10 +45,23 @@ def test_a_chunk_has_what_is_new_and_null_on_purpose(served: Served) -> None:
         (event("x", 0.0), {"content": "x"}, None),
         (event("", reason="end"), {}, "stop"),
     ):
-        content = json.loads(chat.chunk(part).to_json())
+        content = json.loads(chat.chunk(0, part).to_json())
         assert set(content) == {"id", "object", "created", "model", "choices"}
         (choice,) = content["choices"]
         assert choice == {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+def test_texts_are_known_by_their_index_and_echo_their_own_prompts(served: Served) -> None:
+    """The tickets of events are the engine's: here all are 0."""
+    completion = writer(CompletionWriter, served, prompt=["its", "time"], n=2, echo=True)
+    usage = count_usage(served.cost, completion._job, [1] * 4, scored=False, budget=4)
+    choices = json.loads(completion.complete([event(str(number)) for number in range(4)], usage).to_json())[
+        "choices"
+    ]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in choices] == ["its0", "its1", "time2", "time3"]
+    (choice,) = json.loads(completion.chunk(3, event("x")).to_json())["choices"]
+    assert (choice["index"], choice["text"]) == (3, "x")
 
 
 @pytest.mark.parametrize(("budget", "extra"), [(4, {}), (3, {"asked_budget": 4})])
@@ -64,9 +77,9 @@ def test_the_requested_budget_is_named_where_less_was_granted(
 
 def test_an_impossible_token_has_a_finite_logprob(served: Served) -> None:
     part = event("x", -math.inf)
-    (choice,) = json.loads(writer(CompletionWriter, served, logprobs=0).chunk(part).to_json())["choices"]
+    (choice,) = json.loads(writer(CompletionWriter, served, logprobs=0).chunk(0, part).to_json())["choices"]
     assert choice["logprobs"]["token_logprobs"] == [-9999.0]
-    (choice,) = json.loads(writer(ChatWriter, served, logprobs=True).chunk(part).to_json())["choices"]
+    (choice,) = json.loads(writer(ChatWriter, served, logprobs=True).chunk(0, part).to_json())["choices"]
     assert [token["logprob"] for token in choice["logprobs"]["content"]] == [-9999.0]
 
 

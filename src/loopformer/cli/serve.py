@@ -15,8 +15,8 @@ def serve(
     model_option: ModelOption = None,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for other machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 chooses a free one.")] = 8000,
-    rows: Annotated[int, typer.Option(min=1, help="Maximum sequences that are generated at once.")] = 16,
-    queue: Annotated[int, typer.Option(min=1, help="Maximum queued requests; beyond this, HTTP 429.")] = 64,
+    rows: Annotated[int, typer.Option(min=1, help="Maximum texts that are generated at once.")] = 16,
+    queue: Annotated[int, typer.Option(min=1, help="Maximum queued texts; beyond this, HTTP 429.")] = 64,
     memory: Annotated[
         int | None, typer.Option(min=1, help="Size of the KV cache in bytes. Default: enough for all rows.")
     ] = None,

@@ -27,6 +27,7 @@ from loopformer.trajectory import Trajectory
 FINISH_REASONS: dict[Reason, str] = {"stop": "stop", "end": "stop", "length": "length", "context": "length"}
 MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM writes this, too
 Logprob = Annotated[float, AfterValidator(lambda value: max(MIN_LOGPROB, value))]
+EMPTY_TEXT = Event(0, "")  # answers know their texts by index and ignore the tickets of events
 
 
 class Usage(AnswerBody):
@@ -135,8 +136,10 @@ def lens_answer(served: Served, trajectory: Trajectory, rows: Sequence[Alternati
 
 
 def count_usage(cost: Cost, job: Job, new_tokens: Sequence[int], scored: bool, budget: int) -> Usage:
-    """Token counts, and the loops and FLOPs that the texts took. `new_tokens` has the number of each text.
-    `scored`: whether the prompts were scored, too."""
+    """Token counts, and the loops and FLOPs that the texts took.
+
+    `new_tokens` has the number of new tokens of each text. `scored` says whether the prompts were scored, too.
+    """
     prompt, new = sum(map(len, job.prompts)), sum(new_tokens)
     loops, flops = 0, 0.0
     for index, count in enumerate(new_tokens):
@@ -165,29 +168,31 @@ class AnswerWriter(ABC):
     def __init__(self, served: Served, job: Job, granted: Trajectory) -> None:
         self._served, self._job = served, job
         self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
-        depth = {"budget": granted.budget, "trajectory": str(granted), "degraded": granted != job.trajectory}
+        fields = {"budget": granted.budget, "trajectory": str(granted), "degraded": granted != job.trajectory}
         if granted != job.trajectory:
-            depth["asked_budget"] = job.trajectory.budget
+            fields["asked_budget"] = job.trajectory.budget
+        self._depth = GrantedDepth.model_validate(fields)
         self._prompt_scores: Mapping[int, list[TokenScore]] = {}
-        self._depth = GrantedDepth.model_validate(depth)
 
     def complete(
         self, texts: Sequence[Event], usage: Usage, prompt_scores: Mapping[int, list[TokenScore]] | None = None
     ) -> GenerationAnswer:
-        """The answer with these texts, each a single event. `prompt_scores` by index, for texts that echo
-        prompts."""
+        """The answer with these texts, each a single event.
+
+        `prompt_scores` has the scores of the prompts that texts echo, by the index of the text.
+        """
         self._prompt_scores = prompt_scores or {}
-        choices = [self._choice(text, self._content(text)) for text in texts]
+        choices = [self._choice(index, text, self._content(index, text)) for index, text in enumerate(texts)]
         return self._answer(self.kind, choices, usage=usage, loopformer=self._depth)
 
     def opening(self) -> GenerationAnswer:
         """The chunk before any text. It has all choices, as clients look at the first choice of every chunk."""
-        choices = [self._choice(Event(index, ""), self.empty_delta) for index in range(self._job.count)]
+        choices = [self._choice(index, EMPTY_TEXT, self.empty_delta) for index in range(self._job.count)]
         return self._answer(self.chunk_kind, choices, loopformer=self._depth)
 
-    def chunk(self, event: Event) -> GenerationAnswer:
-        """The chunk that adds an event to a text."""
-        return self._answer(self.chunk_kind, [self._choice(event, self._delta(event))])
+    def chunk(self, index: int, event: Event) -> GenerationAnswer:
+        """The chunk that adds an event to the text with this index."""
+        return self._answer(self.chunk_kind, [self._choice(index, event, self._delta(event))])
 
     def closing(self, usage: Usage) -> GenerationAnswer:
         """The chunk with the usage, for requests that include it."""
@@ -198,13 +203,13 @@ class AnswerWriter(ABC):
             id=self._id, object=kind, created=self._created, model=self._served.name, choices=choices, **fields
         )
 
-    def _choice(self, event: Event, content: dict[str, Any]) -> CompletionChoice | ChatChoice:
+    def _choice(self, index: int, event: Event, content: dict[str, Any]) -> CompletionChoice | ChatChoice:
         reason = None if event.result is None else FINISH_REASONS[event.result.reason]
-        logprobs = None if self._job.alternatives is None else self._logprobs(event)
-        return self.choice_type(index=event.ticket, **content, logprobs=logprobs, finish_reason=reason)
+        logprobs = None if self._job.alternatives is None else self._logprobs(index, event)
+        return self.choice_type(index=index, **content, logprobs=logprobs, finish_reason=reason)
 
     @abstractmethod
-    def _content(self, text: Event) -> dict[str, Any]:
+    def _content(self, index: int, text: Event) -> dict[str, Any]:
         """The text in a complete answer."""
 
     @abstractmethod
@@ -212,7 +217,7 @@ class AnswerWriter(ABC):
         """The text in a chunk."""
 
     @abstractmethod
-    def _logprobs(self, event: Event) -> Any:
+    def _logprobs(self, index: int, event: Event) -> Any:
         """The tokens and their log-probabilities."""
 
 
@@ -225,18 +230,18 @@ class CompletionWriter(AnswerWriter):
         # By choice, from chunk to chunk: the characters that are complete, and the tokens of one that is not.
         self._offset_states: dict[int, tuple[int, list[int]]] = {}
 
-    def _content(self, text: Event) -> dict[str, Any]:
-        prompt = self._served.tokenizer.decode(self._job.prompt_of(text.ticket)) if self._job.echo else ""
+    def _content(self, index: int, text: Event) -> dict[str, Any]:
+        prompt = self._served.tokenizer.decode(self._job.prompt_of(index)) if self._job.echo else ""
         return {"text": prompt + text.piece}
 
     def _delta(self, event: Event) -> dict[str, Any]:
         return {"text": event.piece}
 
-    def _logprobs(self, event: Event) -> CompletionLogprobs:
+    def _logprobs(self, index: int, event: Event) -> CompletionLogprobs:
         ids = [choice.token for choice in event.choices]
-        scores: list[TokenScore | Choice] = [*self._prompt_scores.get(event.ticket, ()), *event.choices]
+        scores: list[TokenScore | Choice] = [*self._prompt_scores.get(index, ()), *event.choices]
         if self._job.echo:
-            ids = [*self._job.prompt_of(event.ticket), *ids]
+            ids = [*self._job.prompt_of(index), *ids]
         return CompletionLogprobs(
             tokens=[self._served.token_text(token) for token in ids],
             token_ids=ids,
@@ -244,7 +249,7 @@ class CompletionWriter(AnswerWriter):
             top_logprobs=[self._by_text(score.alternatives) for score in scores]
             if self._job.alternatives
             else None,
-            text_offset=self._offsets(event.ticket, ids),
+            text_offset=self._offsets(index, ids),
         )
 
     def _offsets(self, index: int, ids: Sequence[int]) -> list[int]:
@@ -272,13 +277,13 @@ class ChatWriter(AnswerWriter):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     choice_type, empty_delta = ChatChoice, {"delta": ChatMessage(role="assistant", content="")}
 
-    def _content(self, text: Event) -> dict[str, Any]:
+    def _content(self, index: int, text: Event) -> dict[str, Any]:
         return {"message": ChatMessage(role="assistant", content=text.piece, refusal=None)}
 
     def _delta(self, event: Event) -> dict[str, Any]:
         return {"delta": ChatMessage(content=event.piece) if event.piece or event.result is None else ChatMessage()}
 
-    def _logprobs(self, event: Event) -> ChatLogprobs:
+    def _logprobs(self, index: int, event: Event) -> ChatLogprobs:
         content = [
             ChosenToken(
                 **self._token(token, value),

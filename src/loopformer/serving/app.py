@@ -131,7 +131,7 @@ async def _complete(service: Service, path: str, job: Job, writer_type: type[Ans
     async with service.generate(job, path, stream=False) as generation:
         async for _ in generation.events():
             pass
-        await generation.score_prompts()
+        await generation.finish()
         writer = writer_type(service.served, job, generation.trajectory)
         return writer.complete(generation.texts, generation.usage(), generation.prompt_scores).to_response()
 
@@ -148,8 +148,8 @@ async def _events(
                 has_begun = True
                 # A token that ends within a character has no text yet. Its log-probability is sent at once.
                 has_logprobs = job.alternatives is not None
-                shown = [event for event in events if has_logprobs or event.piece or event.result]
-                yield opening + b"".join(_event(writer.chunk(event)) for event in shown)
+                shown = [(index, event) for index, event in events if has_logprobs or event.piece or event.result]
+                yield opening + b"".join(_event(writer.chunk(index, event)) for index, event in shown)
             closing = _event(writer.closing(generation.usage())) if include_usage else b""
             yield closing + b"data: [DONE]\n\n"
     except LoopformerError as error:

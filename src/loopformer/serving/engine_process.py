@@ -2,8 +2,8 @@
 
     engine = EngineProcess(WorkerSettings("runs/mine", rows=16))
     ready = await engine.start()                        # raises one sentence if the model cannot be loaded
-    call = engine.submit([request, …], stream=True)     # the texts of one client
-    for output in await call.read(): ...                # everything since the last read
+    call = engine.submit([request, …], stream=True)     # the texts of an HTTP request
+    contents = await call.read()                        # everything since the last read, by index
     engine.cancel(call)                                 # frees the slots of a client that has left
 
 The process is "lost" when it dies, and "hung" when it is silent for longer than a step may take. In both cases its
@@ -24,14 +24,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from loopformer.errors import RunFailed
+from loopformer.errors import LoopformerError, RunFailed
 from loopformer.inference.request import Event, Request
 from loopformer.serving.messages import (
     Cancel,
-    EngineLoad,
+    Content,
+    EngineOutput,
     EngineReady,
-    Failure,
-    Output,
+    EngineStats,
     ScoreRequest,
     Submit,
     WorkerSettings,
@@ -51,35 +51,43 @@ def shutdown_error() -> ApiError:
 
 
 class Call:
-    """The requests of one client, and their unread outputs.
+    """The engine's requests for one HTTP request, and their unread outputs.
 
     The engine never waits for a reader. Outputs are stored until the next read.
     """
 
     def __init__(self, numbers: range) -> None:
         self.numbers = numbers
-        self._outputs: dict[int, Output] = {}  # by the index of the request in the call
-        self._failure: Failure | None = None
+        self._unread: dict[int, Content] = {}  # by the index of the request in the call
+        self._error: LoopformerError | None = None
         self._has_outputs = asyncio.Event()
 
-    def put(self, output: Output) -> None:
-        index = output.ticket - self.numbers.start
-        unread = self._outputs.get(index)
-        if isinstance(output, Failure):
-            self._failure = self._failure or output
-        elif isinstance(output, Event) and isinstance(unread, Event):
-            self._outputs[index] = unread.merge(output)  # a slow reader gets fewer, longer pieces
+    def put(self, output: EngineOutput) -> None:
+        """Store an output for the next read. The first error ends the call, so what follows it is dropped."""
+        if self._error is not None:
+            return
+        index, content = output.number - self.numbers.start, output.content
+        unread = self._unread.get(index)
+        if isinstance(content, LoopformerError):
+            self._error = content
+        elif isinstance(content, Event) and isinstance(unread, Event):
+            self._unread[index] = unread.merge(content)  # a slow reader gets fewer, longer pieces
         else:
-            self._outputs[index] = output._replace(ticket=index)
+            self._unread[index] = content
         self._has_outputs.set()
 
-    async def read(self) -> list[Output]:
-        """All outputs since the last read, at least one. Their tickets are the indices of the requests. A failure
-        of any request comes last, and ends the call."""
+    async def read(self) -> dict[int, Content]:
+        """What is new since the last read, by the index of the request in the call.
+
+        An error of any request is raised once everything before it was read.
+        """
         await self._has_outputs.wait()
-        self._has_outputs.clear()
-        outputs, self._outputs = [*self._outputs.values()], {}
-        return [*outputs, self._failure] if self._failure is not None else outputs
+        unread, self._unread = self._unread, {}
+        if self._error is None:
+            self._has_outputs.clear()
+        elif not unread:
+            raise self._error
+        return unread
 
 
 class _Link:
@@ -125,7 +133,8 @@ class EngineProcess:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
-        self.on_load: Callable[[EngineLoad], object] = lambda load: None
+        # Set by the metrics, which need what the loaded model reports (EngineReady).
+        self.on_stats: Callable[[EngineStats], object] = lambda stats: None
         self.on_loss: Callable[[], object] = lambda: None
         self.state: EngineState = "starting"
         self.ready: EngineReady | None = None
@@ -188,7 +197,7 @@ class EngineProcess:
             self._link = None
             self._fail_all()
             self.on_loss()
-            self.on_load(EngineLoad())
+            self.on_stats(EngineStats())
             await asyncio.to_thread(link.end)
             logger.error("The engine's process is %s (exit code %s).", self.state, link.process.exitcode)
             link = await self._restart()
@@ -207,14 +216,14 @@ class EngineProcess:
             if message is None:
                 return "lost"
             silences = 0
-            outputs, load = message
+            outputs, stats = message
             for output in outputs:
                 # A request that was cancelled in the meantime no longer has a call.
-                number, is_last = output.ticket, not isinstance(output, Event) or output.result is not None
-                call = self._calls.pop(number, None) if is_last else self._calls.get(number)
+                number = output.number
+                call = self._calls.pop(number, None) if output.is_last else self._calls.get(number)
                 if call is not None:
                     call.put(output)
-            self.on_load(load)
+            self.on_stats(stats)
         return "hung"
 
     async def _restart(self) -> _Link:
@@ -230,7 +239,7 @@ class EngineProcess:
                 pause = min(MAX_PAUSE, 2 * pause)
 
     def submit(self, requests: Sequence[Request], stream: bool) -> Call:
-        """Generate texts for one client. With `stream` events are sent more often."""
+        """Generate a text for each request. With `stream` events are sent more often."""
         call = self._begin_call(len(requests))
         numbered = zip(call.numbers, requests, strict=True)
         self._post([Submit(number, request, stream) for number, request in numbered])
@@ -262,7 +271,7 @@ class EngineProcess:
 
     def _fail_all(self) -> None:
         for number, call in self._calls.items():
-            call.put(Failure(number, self._unavailable()))
+            call.put(EngineOutput(number, self._unavailable()))
         self._calls = {}
 
     def _unavailable(self) -> ApiError:

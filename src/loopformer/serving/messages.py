@@ -1,8 +1,13 @@
 """The messages between the server's process and the engine's process, and the log format that both use.
 
-The server sends lists of Submit, ScoreRequest and Cancel. The engine's process sends EngineReady, or one sentence
-that says why the model cannot be loaded. After that it sends pairs of a list of outputs and an EngineLoad. An
-output is an Event of the engine, whose ticket is the server's number of the request, or Scores, or a Failure.
+| direction   | message                                                                           |
+|-------------|-----------------------------------------------------------------------------------|
+| from engine | first: EngineReady, or a sentence (str) that says why the model cannot be loaded  |
+| to engine   | a list of Submit, ScoreRequest and Cancel                                         |
+| from engine | a pair: a list of EngineOutput, and EngineStats                                   |
+
+Each text has three ids. On the pipe it is the `number` of its request, which the server counts up. In the engine it
+is a `ticket`, which only worker.py uses. In the answer it is the `index` among the texts of the HTTP request.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from loopformer.config import ModelConfig
 from loopformer.errors import LoopformerError
@@ -28,7 +33,7 @@ class WorkerSettings:
 
     model: str
     rows: int = 16
-    memory: int | None = None  # bytes of keys and values
+    memory: int | None = None  # bytes of the KV cache
     device: str = "auto"
     dtype: str | None = None
     fast: bool | Literal["auto"] = "auto"  # auto: where fused kernels can run
@@ -42,24 +47,24 @@ class EngineReady(NamedTuple):
     config: ModelConfig
     default: Trajectory
     rows: int
-    memory: int  # bytes for keys and values
+    memory: int  # bytes of the KV cache
     value_bytes: int
     device: str
     process: int
 
 
-class EngineLoad(NamedTuple):
-    """How busy the engine is, and what it has done since its last message."""
+class EngineStats(NamedTuple):
+    """How busy the engine is now, and what it has done since its last message (`new_…`)."""
 
     running: int = 0
     waiting: int = 0
     max_client_running: int = 0  # slots of the client that has most
     memory_usage: float = 0.0
-    prompt_tokens: int = 0
-    shared_tokens: int = 0
+    new_prompt_tokens: int = 0  # computed
+    new_prefix_hits: int = 0  # prompt tokens that were found in the prefix cache
 
 
-# Messages to the process.
+# Messages to the engine.
 
 
 class Submit(NamedTuple):
@@ -71,11 +76,7 @@ class Submit(NamedTuple):
 
 
 class ScoreRequest(NamedTuple):
-    """Score tokens instead of generating.
-
-    With `by_loop` the result is the likely next tokens after each loop (`lens`), otherwise the log-probability of
-    every token (`score_tokens`).
-    """
+    """Score tokens instead of generating. The answer is LensScores with `by_loop`, otherwise PromptScores."""
 
     number: int
     ids: tuple[int, ...]
@@ -90,7 +91,7 @@ class Cancel(NamedTuple):
     number: int
 
 
-# Messages from it: a list of outputs and the engine's load.
+# Messages from the engine.
 
 
 class TokenScore(NamedTuple):
@@ -100,21 +101,30 @@ class TokenScore(NamedTuple):
     alternatives: Alternatives
 
 
-class Scores(NamedTuple):
-    """The answer to a ScoreRequest: a list of Alternatives or of TokenScore."""
+class PromptScores(NamedTuple):
+    """The scores of all tokens of a ScoreRequest."""
 
-    ticket: int
-    scores: Any
-
-
-class Failure(NamedTuple):
-    """Why a request was refused or ended."""
-
-    ticket: int
-    error: LoopformerError
+    tokens: list[TokenScore]
 
 
-Output = Event | Scores | Failure
+class LensScores(NamedTuple):
+    """The most likely next tokens after each loop."""
+
+    loops: list[Alternatives]
+
+
+Content = Event | PromptScores | LensScores
+
+
+class EngineOutput(NamedTuple):
+    """What is new of a request. An error says why it was refused or ended."""
+
+    number: int  # of the request; the ticket of an event means nothing to the server
+    content: Content | LoopformerError
+
+    @property
+    def is_last(self) -> bool:
+        return not isinstance(self.content, Event) or self.content.result is not None
 
 
 def run_worker(settings: WorkerSettings, connection: Connection) -> None:

@@ -101,15 +101,14 @@ class Replica:
         vars(sys.modules["__main__"]).pop("__file__", None)
         # The context is entered and never left, because the engine ends with this process. It must be referenced:
         # collecting it as garbage could stop the engine.
-        self._started = started_app(settings, keys)
+        # The proxy picks any replica for /metrics, so each must answer for all of them.
+        self._started = started_app(settings, keys, self._all_metrics)
         try:
             app, self._service, self._ready = await self._started.__aenter__()
         except LoopformerError as error:
             logger.error("A replica cannot be started: %s", error)
             raise
         self._app = WaitForEngine(app, self._service.engine, settings.timeout)
-        # The proxy picks any replica for /metrics, so each must answer for all of them.
-        self._service.metrics_text = self._all_metrics
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app

@@ -24,7 +24,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -140,7 +140,9 @@ def inspect_model(model: str) -> tuple[ModelConfig, ChatTemplate]:
 
 @asynccontextmanager
 async def started_app(
-    settings: ServerSettings, keys: tuple[bytes, ...]
+    settings: ServerSettings,
+    keys: tuple[bytes, ...],
+    metrics_text: Callable[[], Awaitable[bytes]] | None = None,
 ) -> AsyncIterator[tuple[ASGIApp, Service, EngineReady]]:
     """The app behind its gate, with a running engine. Leaving the context stops the engine."""
     config, chat = inspect_model(settings.worker.model)
@@ -152,7 +154,7 @@ async def started_app(
         name, value_bytes = _name(settings.worker.model), ready.value_bytes
         served = Served(name, chat, ready.config, ready.default, value_bytes, max_prompt, max_output)
         admission = Admission(ready.rows, settings.queue, ready.memory, settings.degrade)
-        service = Service(engine, served, admission, settings.timeout, settings.log_prompts)
+        service = Service(engine, served, admission, settings.timeout, settings.log_prompts, metrics_text)
         hosts = LOOPBACK | {settings.host} if _is_loopback(settings.host) else None
         app: ASGIApp = Gate(create_app(service), service.metrics.refused, keys, hosts, settings.max_body)
         if settings.cors:

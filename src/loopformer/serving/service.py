@@ -2,15 +2,16 @@
 
     service = Service(engine, served, Admission(rows=16, queue=64, memory=2**30), timeout=600)
     async with service.generate(job, "/v1/completions", stream=True) as generation:
-        async for events in generation.events(): ...   # what was added to its texts
+        async for events in generation.events(): ...   # what was added to its texts, by index
 
-At most `rows` requests run and at most `queue` requests wait. Both are in flight. Their keys and values are limited
-in proportion: memory * (rows + queue) / rows bytes. One client may hold at most three quarters of both, and less
-when others are there: MAX_SHARE times as many texts as it leaves free. So nobody fills the server alone.
+A text is one generated completion. A request has one or more. At most `rows` texts run and at most `queue` texts
+wait. Both are in flight. Their KV cache is limited in proportion: memory * (rows + queue) / rows bytes. One client
+may hold at most three quarters of both, and less when others are there: MAX_CLIENT_RATIO times as many texts as it
+leaves free. So nobody fills the server alone.
 
 With `degrade` a fuller queue grants smaller budgets. The load is how full the queue is. A level is entered at a
-higher load than it is left at (hysteresis), so that budgets do not flicker. A running request keeps its budget, as
-its cache is bound to its trajectory.
+higher load than it is left at (hysteresis), so that budgets do not flicker. A running text keeps its budget, as its
+cache is bound to its trajectory.
 
 However a generation ends (last token, client gone, timeout, engine lost), leaving its context frees its slots.
 Metrics have vLLM's names with the prefix `loopformer:`. Latencies and tokens are labelled by the granted budget.
@@ -37,21 +38,21 @@ from prometheus_client import Counter as CountMetric
 from loopformer.errors import LoopformerError, RunFailed, require
 from loopformer.inference.request import Event, Result
 from loopformer.scoring import Alternatives
-from loopformer.serving.answers import FINISH_REASONS, Usage, count_usage
+from loopformer.serving.answers import EMPTY_TEXT, FINISH_REASONS, Usage, count_usage
 from loopformer.serving.engine_process import Call, EngineProcess, shutdown_error
-from loopformer.serving.messages import EngineLoad, Failure, Output, Scores, TokenScore
+from loopformer.serving.messages import Content, EngineStats, LensScores, PromptScores, TokenScore
 from loopformer.serving.protocol import CLIENT_GONE, ApiError, Job, Served
 from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", CountMetric, Gauge, Histogram)
 
-SHARES = (Fraction(1), Fraction(3, 4), Fraction(1, 2), Fraction(1, 4))  # of the requested budget, by level
+BUDGET_FRACTIONS = (Fraction(1), Fraction(3, 4), Fraction(1, 2), Fraction(1, 4))  # granted, by level
 ENTER_LOADS = (0.25, 0.5, 0.75)  # at this load or more, enter level 1, 2 or 3
 LEAVE_LOADS = (0.1, 0.3, 0.55)  # below this load, leave it
 MAX_RETRY_AFTER = 60  # seconds
 FIRST_REQUEST_SECONDS = 5.0  # assumed until the first request has ended
-MAX_SHARE = 3  # texts of one client in flight, for each that could still come in
+MAX_CLIENT_RATIO = 3  # texts of one client in flight, for each that could still come in
 
 # Histogram buckets in seconds: time to first token, time per output token, end to end.
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
@@ -74,27 +75,27 @@ def next_level(level: int, load: float) -> int:
 def grant_trajectory(requested: Trajectory, min_budget: int, level: int) -> Trajectory:
     """The trajectory that is granted at a level.
 
-    Its budget is a share of the requested budget, rounded up, but at least `min_budget`. A smaller budget than the
-    requested one gets equal steps.
+    Its budget is a fraction of the requested budget, rounded up, but at least `min_budget`. A smaller budget than
+    the requested one gets equal steps.
     """
-    budget = max(math.ceil(requested.budget * SHARES[level]), min(min_budget, requested.budget))
+    budget = max(math.ceil(requested.budget * BUDGET_FRACTIONS[level]), min(min_budget, requested.budget))
     return requested if budget == requested.budget else Trajectory.uniform(budget)
 
 
 def seconds_to_wait(waiting: int, rows: int, seconds: float) -> int:
-    """The expected time until half the queue has left, but at least one request.
+    """Retry-After: the expected time until half the queue, and at least one text, has drained.
 
-    A request is in flight for `seconds` on average. By Little's law `rows + waiting` requests leave in that time.
+    A text is in flight for `seconds` on average. By Little's law `rows + waiting` texts leave in that time.
     """
     return min(MAX_RETRY_AFTER, max(1, math.ceil(seconds * max(1.0, waiting / 2) / (rows + waiting))))
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """Texts of one client that were admitted together."""
+    """The texts of a request that was admitted."""
 
-    count: int
-    bytes: int
+    texts: int
+    kv_bytes: int
     trajectory: Trajectory  # granted, not requested
     client: str = ""
 
@@ -103,40 +104,46 @@ class Admission:
     """Counts the texts in flight, and decides which requests come in and at which budget."""
 
     def __init__(self, rows: int, queue: int, memory: int, degrade: bool = False) -> None:
-        require(queue >= 1, f"The queue must hold 1 request or more, got {queue}.")
+        """`memory` is the size of the KV cache in bytes."""
+        require(queue >= 1, f"The queue must hold 1 text or more, got {queue}.")
         self.rows, self.queue, self.degrade = rows, queue, degrade
         self.in_flight = self.level = 0
         self.by_client: Counter[str] = Counter()  # texts in flight
-        self._memory, self._bytes = memory, 0
+        self._memory, self._kv_bytes = memory, 0
         self._seconds: float | None = None  # the moving average of a request's duration
 
     @property
     def load(self) -> float:
-        """How full the queue is, by requests or by bytes; 0 while nobody has to wait."""
-        by_count = (self.in_flight - self.rows) / self.queue
-        by_bytes = (self._bytes / self._memory - 1) * self.rows / self.queue
-        return max(0.0, by_count, by_bytes)
+        """How full the queue is, by texts or by bytes; 0 while nobody has to wait."""
+        by_texts = (self.in_flight - self.rows) / self.queue
+        by_bytes = (self._kv_bytes / self._memory - 1) * self.rows / self.queue
+        return max(0.0, by_texts, by_bytes)
 
     def enter(
         self,
-        count: int,
-        bytes_of: Callable[[Trajectory], int],
+        texts: int,
+        kv_bytes_of: Callable[[Trajectory], int],
         requested: Trajectory,
         min_budget: int = 1,
         client: str = "",
     ) -> Admitted:
-        """Admit all texts or none. `bytes_of` gives the bytes of their keys and values along a trajectory. A client
-        without a name gets no share, only what is free."""
+        """Admit all texts of a request, or raise an ApiError.
+
+        `kv_bytes_of` gives the bytes that they need along a trajectory. Texts without a client are limited only by
+        the room that is left.
+        """
         room = self.rows + self.queue
-        most = (MAX_SHARE * room + 1) // (MAX_SHARE + 1) if client else room
-        require(count <= most, f"{count} texts at once are more than the {most} that this server accepts.")
+        max_texts = (MAX_CLIENT_RATIO * room + 1) // (MAX_CLIENT_RATIO + 1) if client else room
+        require(
+            texts <= max_texts, f"{texts} texts at once are more than the {max_texts} that this server accepts."
+        )
         self._update_level()
         trajectory = grant_trajectory(requested, min_budget, self.level)
-        size = bytes_of(trajectory)
-        left = room - self.in_flight - count
-        is_full = left < 0 or self._bytes + size > self._memory * room / self.rows
+        kv_bytes = kv_bytes_of(trajectory)
+        left = room - self.in_flight - texts
+        is_full = left < 0 or self._kv_bytes + kv_bytes > self._memory * room / self.rows
         # The first text of a client always comes in where there is room.
-        has_too_many = bool(client) and self.by_client[client] + count - 1 > MAX_SHARE * left
+        has_too_many = bool(client) and self.by_client[client] + texts - 1 > MAX_CLIENT_RATIO * left
         # While nothing runs, admit even a request that can never fit: the error of the engine explains why.
         if (is_full or has_too_many) and self.in_flight > 0:
             seconds = FIRST_REQUEST_SECONDS if self._seconds is None else self._seconds
@@ -148,16 +155,16 @@ class Admission:
                     f"You have {self.by_client[client]} texts in flight, which is your share",
                 )
             raise ApiError(f"{reason}; try again in {wait} s.", 429, code, **{"retry-after": str(wait)})
-        self.in_flight += count
-        self.by_client[client] += count
-        self._bytes += size
-        return Admitted(count, size, trajectory, client)
+        self.in_flight += texts
+        self.by_client[client] += texts
+        self._kv_bytes += kv_bytes
+        return Admitted(texts, kv_bytes, trajectory, client)
 
     def leave(self, admitted: Admitted, seconds: float) -> None:
         """Release texts that were in flight for `seconds`."""
-        self.in_flight -= admitted.count
-        self.by_client -= Counter({admitted.client: admitted.count})  # and without clients that have none
-        self._bytes -= admitted.bytes
+        self.in_flight -= admitted.texts
+        self.by_client -= Counter({admitted.client: admitted.texts})  # and without clients that have none
+        self._kv_bytes -= admitted.kv_bytes
         self._seconds = seconds if self._seconds is None else self._seconds + (seconds - self._seconds) / 4
         self._update_level()
 
@@ -172,70 +179,77 @@ class Generation:
     """The texts of a request while they are generated, and their latencies."""
 
     def __init__(self, service: Service, job: Job, trajectory: Trajectory) -> None:
-        self.job, self.trajectory, self.budget, self._service = job, trajectory, trajectory.budget, service
-        self.texts = [Event(index, "") for index in range(job.count)]  # everything so far
+        self.job = job
+        self.trajectory = trajectory  # granted, not requested
+        self.texts = [EMPTY_TEXT] * job.count  # everything so far; the ticket of an event is not used
         self.prompt_scores: dict[int, list[TokenScore]] = {}  # by text, if prompts were scored
         self.began = time.monotonic()
         self.queue_seconds: float | None = None  # until the first text got a slot
-        self._first_tokens: dict[int, float] = {}  # seconds until the first token of each text
         self.call: Call | None = None
+        self._service = service
+        self._first_tokens: dict[int, float] = {}  # seconds until the first token of each text
 
-    async def events(self) -> AsyncIterator[list[Event]]:
-        """Yield what was added to the texts since the last iteration. Tickets are the indices of the texts."""
+    async def events(self) -> AsyncIterator[list[tuple[int, Event]]]:
+        """Yield what was added to the texts since the last iteration, each event with the index of its text."""
         while self.call is not None and any(text.result is None for text in self.texts):
-            events: list[Event] = []
+            events: list[tuple[int, Event]] = []
             error: LoopformerError | None = None
-            for output in await self._service.read(self.call, self.began):
-                if isinstance(output, Failure):
-                    error = output.error
-                elif isinstance(output, Event):
-                    if output.result is not None and output.result.error is not None:
-                        error = RunFailed("The text could not be generated.")
-                        output = output._replace(result=None)
-                    if output.choices or output.result is not None:
-                        self._record_metrics(output)
-                    self.texts[output.ticket] = self.texts[output.ticket].merge(output)
-                    events.append(output)
-            if events:
-                yield events
+            for index, event in (await self._service.read(self.call, self.began)).items():
+                assert isinstance(event, Event)
+                if event.result is not None and event.result.error is not None:
+                    error = RunFailed("The text could not be generated.")
+                    event = event._replace(result=None)
+                if event.choices or event.result is not None:
+                    self._record_metrics(index, event)
+                self.texts[index] = self.texts[index].merge(event)
+                events.append((index, event))
+            yield events
             if error is not None:  # only now, after the tokens before it
                 raise error
 
-    def _record_metrics(self, event: Event) -> None:
-        metrics, seconds, index = self._service.metrics, time.monotonic() - self.began, event.ticket
+    def _record_metrics(self, index: int, event: Event) -> None:
+        metrics, budget, seconds = self._service.metrics, self.trajectory.budget, time.monotonic() - self.began
         if index not in self._first_tokens:
             queued = max(0.0, (event.started_at or self.began) - self.began)
             self.queue_seconds = queued if self.queue_seconds is None else self.queue_seconds
-            metrics.queue_time(self.budget).observe(queued)
+            metrics.queue_time(budget).observe(queued)
             self._first_tokens[index] = seconds
-            metrics.time_to_first_token(self.budget).observe(seconds)
-            metrics.prompt_tokens(self.budget).inc(len(self.job.prompt_of(index)))
-        metrics.generation_tokens(self.budget).inc(len(event.choices))
+            metrics.time_to_first_token(budget).observe(seconds)
+            metrics.prompt_tokens(budget).inc(len(self.job.prompt_of(index)))
+        metrics.generation_tokens(budget).inc(len(event.choices))
         if event.result is not None:
-            metrics.success(self.budget, FINISH_REASONS[event.result.reason]).inc()
-            metrics.latency(self.budget).observe(seconds)
+            metrics.success(budget, FINISH_REASONS[event.result.reason]).inc()
+            metrics.latency(budget).observe(seconds)
             later = len(self.texts[index].choices) + len(event.choices) - 1
             if later > 0:
-                metrics.time_per_token(self.budget).observe((seconds - self._first_tokens[index]) / later)
+                metrics.time_per_token(budget).observe((seconds - self._first_tokens[index]) / later)
 
-    async def score_prompts(self) -> None:
-        """Score the prompts if their log-probabilities are requested. Texts without new tokens end here."""
-        job, metrics = self.job, self._service.metrics
+    async def finish(self) -> None:
+        """Score the prompts if their log-probabilities are requested, and end the texts without new tokens."""
         for index, text in enumerate(self.texts):
-            prompt = job.prompt_of(index)
-            if job.echo and job.alternatives is not None:
-                call = self._service.engine.score(prompt, self.trajectory, job.alternatives, by_loop=False)
-                self.prompt_scores[index] = await self._service.scores(call, self.began)
+            if self.job.echo and self.job.alternatives is not None:
+                self.prompt_scores[index] = await self._score_prompt(index, self.job.alternatives)
             if text.result is None:
-                result = Result("", (), (), "length", len(prompt), self.trajectory)
-                self.texts[index] = text._replace(result=result)
-                metrics.prompt_tokens(self.budget).inc(len(prompt))
-                metrics.success(self.budget, FINISH_REASONS[result.reason]).inc()
-                metrics.latency(self.budget).observe(time.monotonic() - self.began)
+                self._finish_empty(index)
+
+    async def _score_prompt(self, index: int, alternatives: int) -> list[TokenScore]:
+        call = self._service.engine.score(self.job.prompt_of(index), self.trajectory, alternatives, by_loop=False)
+        scores = await self._service.scores(call, self.began)
+        assert isinstance(scores, PromptScores)
+        return scores.tokens
+
+    def _finish_empty(self, index: int) -> None:
+        metrics, budget, prompt = self._service.metrics, self.trajectory.budget, self.job.prompt_of(index)
+        result = Result("", (), (), "length", len(prompt), self.trajectory)
+        self.texts[index] = self.texts[index]._replace(result=result)
+        metrics.prompt_tokens(budget).inc(len(prompt))
+        metrics.success(budget, FINISH_REASONS[result.reason]).inc()
+        metrics.latency(budget).observe(time.monotonic() - self.began)
 
     def usage(self) -> Usage:
         new_tokens = [len(text.choices) for text in self.texts]
-        return count_usage(self._service.served.cost, self.job, new_tokens, bool(self.prompt_scores), self.budget)
+        cost, budget = self._service.served.cost, self.trajectory.budget
+        return count_usage(cost, self.job, new_tokens, bool(self.prompt_scores), budget)
 
     def log_fields(self) -> dict[str, Any]:
         return {
@@ -260,24 +274,27 @@ class Service:
         admission: Admission,
         timeout: float = 600.0,
         log_prompts: bool = False,
+        metrics_text: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:
-        """`timeout` is how many seconds a request may take, waiting included."""
+        """`timeout` is how many seconds a request may take, waiting included.
+
+        `metrics_text` gives the answer to /metrics, by default the metrics of this server.
+        """
         self.engine, self.served, self.admission = engine, served, admission
         self.metrics = ServerMetrics(served.name, engine, admission)
-        engine.on_load, engine.on_loss = self.metrics.set_load, self.metrics.restarts.inc
+        engine.on_stats, engine.on_loss = self.metrics.record, self.metrics.restarts.inc
+        self.metrics_text = metrics_text or self._own_metrics_text
         self.is_draining = False
-        # A replica replaces this by a function that gives the metrics of all replicas.
-        self.metrics_text: Callable[[], Awaitable[bytes]] = self._metrics_text
         self.timeout, self._log_prompts = timeout, log_prompts
 
-    async def _metrics_text(self) -> bytes:
+    async def _own_metrics_text(self) -> bytes:
         return generate_latest(self.metrics.registry)
 
     @asynccontextmanager
     async def generate(self, job: Job, path: str, stream: bool) -> AsyncIterator[Generation]:
         """A running generation. Leaving the context frees its slots."""
-        bytes_of = partial(job.kv_bytes, self.served)
-        with self._admit(path, job.count, bytes_of, job.trajectory, job.min_budget, job.client) as (
+        kv_bytes_of = partial(job.kv_bytes, self.served)
+        with self._admit(path, job.count, kv_bytes_of, job.trajectory, job.min_budget, job.client) as (
             granted,
             log_fields,
         ):
@@ -292,7 +309,7 @@ class Service:
             except BaseException as error:
                 if ApiError.of(error).status == CLIENT_GONE:
                     unfinished = sum(text.result is None for text in generation.texts)
-                    self.metrics.success(generation.budget, "abort").inc(unfinished)
+                    self.metrics.success(granted.budget, "abort").inc(unfinished)
                 raise
             finally:
                 if generation.call is not None:
@@ -309,15 +326,16 @@ class Service:
         with self._admit(path, 1, lambda _: 0, trajectory, trajectory.budget, client) as (_, log_fields):
             log_fields |= {"trajectory": str(trajectory), "prompt_tokens": len(ids)}
             call = self.engine.score(ids, trajectory, top, by_loop=True)
-            rows: list[Alternatives] = await self.scores(call, time.monotonic())
-            return rows
+            scores = await self.scores(call, time.monotonic())
+            assert isinstance(scores, LensScores)
+            return scores.loops
 
     @contextmanager
     def _admit(
         self,
         path: str,
-        count: int,
-        bytes_of: Callable[[Trajectory], int],
+        texts: int,
+        kv_bytes_of: Callable[[Trajectory], int],
         requested: Trajectory,
         min_budget: int,
         client: str,
@@ -326,7 +344,7 @@ class Service:
         if self.is_draining:
             raise shutdown_error()
         began = time.monotonic()
-        admitted = self.admission.enter(count, bytes_of, requested, min_budget, client)
+        admitted = self.admission.enter(texts, kv_bytes_of, requested, min_budget, client)
         status = 200
         fields: dict[str, Any] = {}
         try:
@@ -340,19 +358,17 @@ class Service:
             line = {"event": "request", "path": path, "status": status, **fields, "seconds": round(seconds, 4)}
             logger.info(json.dumps(line, ensure_ascii=False))
 
-    async def scores(self, call: Call, began: float) -> Any:
+    async def scores(self, call: Call, began: float) -> PromptScores | LensScores:
         """The result of a call that scores tokens."""
         try:
-            (output,) = await self.read(call, began)
+            (scores,) = (await self.read(call, began)).values()
         finally:
             self.engine.cancel(call)
-        if isinstance(output, Failure):
-            raise output.error
-        assert isinstance(output, Scores)
-        return output.scores
+        assert not isinstance(scores, Event)
+        return scores
 
-    async def read(self, call: Call, began: float) -> list[Output]:
-        """The next outputs of a request. Raises an error once `timeout` seconds have passed since `began`."""
+    async def read(self, call: Call, began: float) -> dict[int, Content]:
+        """What is new of a call, by index. Raises an error once `timeout` seconds have passed since `began`."""
         try:
             async with asyncio.timeout(max(0.0, began + self.timeout - time.monotonic())):
                 return await call.read()
@@ -408,11 +424,11 @@ class ServerMetrics:
         self.latency = histogram("e2e_request_latency_seconds", "From request to last token.", _E2E)
         self.queue_time = histogram("request_queue_time_seconds", "From request to slot.", _E2E)
 
-    def set_load(self, load: EngineLoad) -> None:
-        """Add what the engine's process reports."""
-        self.prefix_hits.inc(load.shared_tokens)
-        self.prefix_queries.inc(load.shared_tokens + load.prompt_tokens)
-        self.running.set(load.running)
-        self.waiting.set(load.waiting)
-        self.largest_client.set(load.max_client_running)
-        self.memory_usage.set(load.memory_usage)
+    def record(self, stats: EngineStats) -> None:
+        """Record what the engine's process reports."""
+        self.prefix_hits.inc(stats.new_prefix_hits)
+        self.prefix_queries.inc(stats.new_prefix_hits + stats.new_prompt_tokens)
+        self.running.set(stats.running)
+        self.waiting.set(stats.waiting)
+        self.largest_client.set(stats.max_client_running)
+        self.memory_usage.set(stats.memory_usage)

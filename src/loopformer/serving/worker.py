@@ -3,16 +3,22 @@
     process = context.Process(target=run_worker, args=(WorkerSettings("runs/mine", rows=16), connection))
     connection.recv()                                   # EngineReady, or one sentence that says what is wrong
     connection.send([Submit(number=0, request=request, stream=True)])                 # or ScoreRequest, Cancel
-    outputs, load = connection.recv()                   # a list of Event, Scores and Failure, and an EngineLoad
+    outputs, stats = connection.recv()                  # a list of EngineOutput, and EngineStats
 
 The loop reads messages, steps the engine, and sends the outputs in one message. An idle process sends regular
 heartbeats. It ends with its parent. The other end of the pipe is engine_process.py.
 
-An output costs the server far more than a token costs the engine, mostly in system calls. So when many texts stream
-fast, an event holds several tokens: all streams together get at most MAX_OUTPUTS events per second. That is one
-event every 16 ms for each of 64 streams, and every token for a single stream. The first and the last token of a
-text are never held back. A text that is not streamed gets an event every UNSTREAMED_SECONDS, for the metrics. A
-message costs the engine a third of a millisecond, so with 64 requests it sends at most one every 4 ms.
+An output costs the server far more than a token costs the engine, mostly in system calls. A message costs the
+engine a third of a millisecond. So both are limited, and an event may hold several tokens. The first and the last
+token of a text are never held back.
+
+| limit              | of                  | 1 running text | 64 running texts        |
+|--------------------|---------------------|----------------|-------------------------|
+| MAX_OUTPUTS        | streamed events     | 1 per token    | 1 per 16 ms, for each   |
+| UNSTREAMED_SECONDS | other events        | 1 per 250 ms   | 1 per 250 ms, for each  |
+| MAX_MESSAGES       | messages            | 1 per step     | 1 per 4 ms              |
+
+A text that is not streamed needs events before its end only for the metrics.
 """
 
 from __future__ import annotations
@@ -26,7 +32,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
@@ -45,12 +50,12 @@ from loopformer.model import LoopedLM
 from loopformer.scoring import Alternatives, head_chunks, most_likely
 from loopformer.serving.messages import (
     Cancel,
-    EngineLoad,
+    EngineOutput,
     EngineReady,
-    Failure,
-    Output,
+    EngineStats,
+    LensScores,
+    PromptScores,
     ScoreRequest,
-    Scores,
     Submit,
     TokenScore,
     WorkerSettings,
@@ -60,9 +65,9 @@ from loopformer.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 5  # in a row; then the process ends and another one is started
-MAX_OUTPUTS = 4000  # per second, of all streams together
-MAX_MESSAGES = 16_000  # per second, divided by the number of running requests
-UNSTREAMED_SECONDS = 0.25  # between the events of an answer that is not streamed
+MAX_OUTPUTS = 4000  # events per second of all streams together: each of n streams gets one per n / 4000 s
+MAX_MESSAGES = 16_000  # with n running texts the process sends at most one message per n / 16,000 s
+UNSTREAMED_SECONDS = 0.25  # between the events of a text that is not streamed
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 MAX_QUEUE = 1 << 20  # far more than the server admits
 
@@ -136,12 +141,12 @@ def _end_with_parent() -> None:
 
 
 @dataclass
-class _Reader:
-    """Who reads the events of a request, and how often."""
+class _PacedText:
+    """A text that the engine generates: its number on the pipe, and when its next event is due."""
 
     number: int
-    stream: bool
-    next_at: float = 0.0  # when the next event is due
+    is_streamed: bool
+    next_event_at: float = 0.0
 
 
 class _Worker:
@@ -149,12 +154,12 @@ class _Worker:
 
     def __init__(self, lm: LM, engine: Engine, connection: Connection, heartbeat_seconds: float) -> None:
         self._lm, self._engine, self._pipe, self._heartbeat = lm, engine, connection, heartbeat_seconds
-        self._counts = engine.counts  # at the last message; the warm-up is not counted
+        self._sent_counts = engine.counts  # up to the last message; the warm-up is not reported
         self._score_queue: list[ScoreRequest] = []
         self._next_score_at = 0.0  # ignored while no text is generated
-        self._readers: dict[int, _Reader] = {}  # by the engine's ticket
-        self._outputs: list[Output] = []
-        self._is_load_sent = False
+        self._texts: dict[int, _PacedText] = {}  # by the engine's ticket
+        self._outputs: list[EngineOutput] = []
+        self._are_stats_sent = False
         self._sent_at = 0.0
 
     def run(self) -> None:
@@ -164,7 +169,7 @@ class _Worker:
                 while not self._pipe.poll(self._heartbeat):
                     self._send()  # an idle process shows that it is alive
             while self._pipe.poll():
-                self._is_load_sent = False
+                self._are_stats_sent = False
                 for message in self._pipe.recv():
                     self._receive(message)
             self._score()
@@ -172,12 +177,13 @@ class _Worker:
                 self._step()
                 failures = 0
             except Exception:
-                # The engine's step is a transaction, so it is safe to repeat; it ends a request that fails twice.
+                # The engine's step is a transaction, so it is safe to repeat. The engine ends a request whose
+                # prompt or text fails twice.
                 failures += 1
                 logger.exception("A step of the engine failed.")
                 if failures == MAX_FAILED_STEPS:
                     raise
-            has_changed = bool(self._outputs) or not self._is_load_sent
+            has_changed = bool(self._outputs) or not self._are_stats_sent
             pause = self._engine.running / MAX_MESSAGES if has_changed else self._heartbeat
             if time.monotonic() >= self._sent_at + pause:
                 self._send()
@@ -187,17 +193,17 @@ class _Worker:
             try:
                 ticket = self._engine.submit(message.request)
             except Exception as error:
-                self._outputs.append(Failure(message.number, _client_error(error)))
+                self._outputs.append(EngineOutput(message.number, _client_error(error)))
             else:
-                self._readers[ticket] = _Reader(message.number, message.stream)
+                self._texts[ticket] = _PacedText(message.number, message.stream)
         elif isinstance(message, ScoreRequest):
             self._score_queue.append(message)
         else:
             number = message.number
             self._score_queue = [waiting for waiting in self._score_queue if waiting.number != number]
-            for ticket in [ticket for ticket, reader in self._readers.items() if reader.number == number]:
+            for ticket in [ticket for ticket, text in self._texts.items() if text.number == number]:
                 self._engine.cancel(ticket)
-                del self._readers[ticket]
+                del self._texts[ticket]
 
     def _score(self) -> None:
         """Answer one ScoreRequest. The next one waits as long as this one took, so that generation goes on."""
@@ -205,46 +211,49 @@ class _Worker:
         if not self._score_queue or (began < self._next_score_at and not self._engine.idle):
             return
         request, model = self._score_queue.pop(0), self._lm.model
+        content: LensScores | PromptScores | LoopformerError
         try:
-            score = lens if request.by_loop else score_tokens
-            scores = score(model, request.ids, model.resolve(request.trajectory), request.top)
-            self._outputs.append(Scores(request.number, scores))
+            scored = model, list(request.ids), model.resolve(request.trajectory), request.top
+            content = LensScores(lens(*scored)) if request.by_loop else PromptScores(score_tokens(*scored))
         except Exception as error:
-            self._outputs.append(Failure(request.number, _client_error(error)))
-        self._next_score_at = 2 * time.monotonic() - began
+            content = _client_error(error)
+        self._outputs.append(EngineOutput(request.number, content))
+        now = time.monotonic()
+        self._next_score_at = now + (now - began)
 
     def _step(self) -> None:
         events, running = self._engine.step(self._is_due), self._engine.running
         for event in events:
-            reader = self._readers.get(event.ticket)
-            if reader is None:  # cancelled
+            text = self._texts.get(event.ticket)
+            if text is None:  # cancelled
                 continue
-            self._outputs.append(event._replace(ticket=reader.number))
+            self._outputs.append(EngineOutput(text.number, event))
             if event.result is not None:
-                del self._readers[event.ticket]
+                del self._texts[event.ticket]
                 if event.result.error is not None:
                     logger.error("A request failed: %s", event.result.error)
-            pause = running / MAX_OUTPUTS if reader.stream else UNSTREAMED_SECONDS
-            reader.next_at = time.monotonic() + pause
+            pause = running / MAX_OUTPUTS if text.is_streamed else UNSTREAMED_SECONDS
+            text.next_event_at = time.monotonic() + pause
 
     def _is_due(self, sequence: Sequence) -> bool:
-        reader = self._readers.get(sequence.ticket)
-        is_held_back = reader is not None and time.monotonic() < reader.next_at
+        text = self._texts.get(sequence.ticket)
+        is_held_back = text is not None and time.monotonic() < text.next_event_at
         return not is_held_back or sequence.status is Status.FINISHED
 
     def _send(self) -> None:
-        engine, counts, before = self._engine, self._engine.counts, self._counts
+        engine, counts, sent = self._engine, self._engine.counts, self._sent_counts
         clients = Counter(sequence.request.client for sequence in engine.scheduler.running)
-        load = EngineLoad(
+        stats = EngineStats(
             engine.running,
             len(self._score_queue) + engine.waiting,
             max(clients.values(), default=0),
             engine.used_bytes / engine.memory_bytes,
-            counts.prompt_tokens - before.prompt_tokens,
-            counts.shared_tokens - before.shared_tokens,
+            counts.prompt_tokens - sent.prompt_tokens,
+            counts.shared_tokens - sent.shared_tokens,
         )
-        self._pipe.send((self._outputs, load))
-        self._counts, self._outputs, self._is_load_sent, self._sent_at = counts, [], True, time.monotonic()
+        self._pipe.send((self._outputs, stats))
+        self._outputs = []
+        self._sent_counts, self._are_stats_sent, self._sent_at = counts, True, time.monotonic()
 
 
 def _client_error(error: Exception) -> LoopformerError:
@@ -259,7 +268,7 @@ def _client_error(error: Exception) -> LoopformerError:
 
 
 @torch.no_grad()
-def lens(model: LoopedLM, ids: Items[int], trajectory: Trajectory, top: int) -> list[Alternatives]:
+def lens(model: LoopedLM, ids: list[int], trajectory: Trajectory, top: int) -> list[Alternatives]:
     """The `top` most likely next tokens after each loop, as if the model stopped there."""
     states = model(_batch(model, ids), trajectory, logits=False, states=True).states
     last = model.final_norm(torch.stack([state[0, -1] for state in states]))  # [M, D]
@@ -267,7 +276,7 @@ def lens(model: LoopedLM, ids: Items[int], trajectory: Trajectory, top: int) -> 
 
 
 @torch.no_grad()
-def score_tokens(model: LoopedLM, ids: Items[int], trajectory: Trajectory, top: int) -> list[TokenScore]:
+def score_tokens(model: LoopedLM, ids: list[int], trajectory: Trajectory, top: int) -> list[TokenScore]:
     """The log-probability of every token, and those of the `top` most likely tokens at its position."""
     if len(ids) < 2:
         return [TokenScore(None, ()) for _ in ids]
@@ -281,8 +290,8 @@ def score_tokens(model: LoopedLM, ids: Items[int], trajectory: Trajectory, top: 
     return rows
 
 
-def _batch(model: LoopedLM, ids: Items[int]) -> Tensor:
-    return torch.tensor([list(ids)], dtype=torch.long, device=model.device)
+def _batch(model: LoopedLM, ids: list[int]) -> Tensor:
+    return torch.tensor([ids], dtype=torch.long, device=model.device)
 
 
 def _alternatives(logprobs: Tensor, top: int) -> list[Alternatives]:

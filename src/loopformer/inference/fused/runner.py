@@ -237,8 +237,8 @@ class FusedRunner(PromptRunner):
                 flight.output, [choice if ticket in tickets else None for ticket, choice in choices.items()]
             )
         finally:
-            # The cache of the prompts is freed now, while the decode stream is still to copy it. The prompt stream is
-            # one for all threads, and must not give that memory to another prompt before.
+            # The cache of the prompts is freed now, while the decode stream is still to copy it. The prompt stream
+            # is one for all threads, and must not give that memory to another prompt before.
             self._batch.prompt_stream.wait_for_decode()
         return [choices[sequence.ticket] for sequence in sequences]
 
