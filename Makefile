@@ -1,5 +1,5 @@
 # make test: own environment, install, linters, all tests.   make demo: the main job on the embedded default.
-# make soak: a server under load, attack and misfortune, some 20 minutes.   make docs: the site, in build/site.
+# make soak: a server under load, attack and misfortune, half an hour.   make docs: the site, in build/site.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin

@@ -1,7 +1,7 @@
 """A server under load, overload, attack and misfortune: does it stay correct and up?
 
-    make soak                                                  # all of it, some 20 minutes on two cores
-    python benchmarks/soak.py [load overload hostile misfortune] [--out results/serving/soak.json]
+    make soak                                                  # all of it, half an hour on two cores
+    python benchmarks/soak.py [load overload ...] [--out results/serving/soak.json]
 
 Every part starts `loopformer serve` with the model in the box on loopback, as a user does.
 
@@ -10,6 +10,16 @@ load        500 requests, 32 at a time, of mixed budgets and lengths, streamed o
 overload    Twice the rate that the server sustains, with and without --degrade: how many requests are refused.
 hostile     Malformed and hostile requests (hostile.py): no 500, no hang, and the server still answers.
 misfortune  The engine or the server is killed, the time to drain runs out, a second signal comes.
+memory      10,000 small requests: the memory of neither process keeps growing.
+
+Five parts attack beside one ordinary client (attacks.py). It gets its text within 15 s, 99 % of the probes of
+/health are answered within 250 ms, and no status is 5xx.
+
+errors      Bodies of up to 1 MiB whose every value is wrong.
+priority    Eight clients with the most urgent priority on four rows.
+copies      One client that asks for as many texts as it may.
+stops       Long stop strings that nearly occur in the text.
+connections More connections than there is room for: idle, with half a head, with half a body.
 
 A part that is not run keeps its earlier result in the file. Broken promises are listed in `broken` (exit code 1).
 Times are those of a client on the same machine. On a machine with other work, read ratios and counts only.
@@ -35,6 +45,7 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
+from attacks import ATTACKS, withstand
 from hostile import attack
 from serve_process import ServeProcess, wait_until
 
@@ -401,18 +412,47 @@ def log_lines(server: Server, text_in_line: str) -> list[str]:
     return [line for line in server.log if text_in_line in line]
 
 
-PARTS = {"load": load, "overload": overload, "hostile": hostile, "misfortune": misfortune}
+# Memory.
+
+
+def memory(args: argparse.Namespace) -> Report:
+    """Resident memory after each of 20 rounds of small requests."""
+    rss: dict[str, list[float]] = {"server": [], "engine": []}
+    failed = 0
+    with Server() as server:
+        for number in range(20):
+            bodies = [case.body for case in draw_cases(args.small_requests // 20, args.seed + number)]
+            small = [Case({**body, "prompt": body["prompt"][:40], "max_tokens": 2}, None) for body in bodies]
+            failed += sum(answer.failed for answer in asyncio.run(run_cases(server, small, args.at_once)))
+            usage = server.held_resources()
+            for name, series in rss.items():
+                series.append(usage[name]["rss_mb"])
+    growth = {name: series[-1] / series[4] - 1 for name, series in rss.items()}  # since the fifth round
+    return {
+        "requests": args.small_requests,
+        "rss_mb": rss,
+        "larger": growth,
+        "broken": [
+            *([f"{failed} requests failed"] if failed else []),
+            *(["leak of memory"] if max(growth.values()) > MARGIN else []),
+        ],
+    }
+
+
+PARTS = {part.__name__: part for part in (load, overload, hostile, misfortune, memory)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all by default")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, *ATTACKS, []], help="all by default")
     parser.add_argument(
         "--requests", type=int, default=500, help="of load, and of each half of a round of overload"
     )
     parser.add_argument("--at-once", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3, help="of overload")
     parser.add_argument("--seconds", type=float, default=20, help="to find what the server sustains")
+    parser.add_argument("--small-requests", type=int, default=10_000, help="of memory")
+    parser.add_argument("--attack-seconds", type=float, default=30, help="of each attack beside an ordinary client")
     parser.add_argument("--examples", type=int, default=150, help="of schemathesis, for each route and mode")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default="unknown")
@@ -428,14 +468,16 @@ def main() -> None:
         "model": BOX,
     }
     facts = {"command": shlex.join(["python", *sys.argv]), "seed": args.seed, "commit": args.commit}
+    parts = args.parts or (*PARTS, *ATTACKS)
     try:
-        for part in args.parts or PARTS:
+        for part in parts:
             print(part, file=sys.stderr)
-            report[part] = facts | PARTS[part](args)
+            result = PARTS[part](args) if part in PARTS else withstand(part, args.attack_seconds)
+            report[part] = facts | result
             print(json.dumps(report[part]["broken"]), file=sys.stderr)
     finally:  # what was measured stays measured
         publish(report, args.out)
-    sys.exit(any(report[part]["broken"] for part in args.parts or PARTS))
+    sys.exit(any(report[part]["broken"] for part in parts))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ import pytest
 from loopformer.serving import server
 from loopformer.serving.server import RESERVED_FILES, DrainingServer, max_connections
 
-from .servers import MAX_WAIT, UserServer, wait_until
+from .servers import MAX_WAIT, UserServer
 from .test_drain import GET, serve
 
 ROOM = 32  # connections
 UNFINISHED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture
@@ -62,6 +64,23 @@ def test_a_new_connection_replaces_the_one_that_is_idle_longest() -> None:
 
 
 @pytest.mark.usefixtures("room_for_two")
+@pytest.mark.parametrize("start", [UNFINISHED, UNFINISHED + b"{"])
+def test_a_new_connection_replaces_one_with_half_a_body(start: bytes) -> None:
+    async def talk(draining: DrainingServer, address: tuple[str, int]) -> None:
+        running = await begin(address)
+        half = await asyncio.open_connection(*address)
+        half[1].write(start)
+        while len(draining.server_state.tasks) < 2:
+            await asyncio.sleep(0.01)
+        second = await begin(address)
+        await half[0].read()  # returns because the connection is closed
+        await leave(running, half, second)
+        draining.should_exit = draining.force_exit = True
+
+    serve(talk)
+
+
+@pytest.mark.usefixtures("room_for_two")
 def test_a_connection_too_many_gets_an_answer_while_all_are_busy() -> None:
     async def talk(draining: DrainingServer, address: tuple[str, int]) -> None:
         running = [await begin(address) for _ in range(2)]
@@ -89,7 +108,7 @@ def limited(folder: str) -> Iterator[UserServer]:
 
 
 def test_connections_never_take_all_file_descriptors(limited: UserServer) -> None:
-    """Three times as many connections as there is room for, silent ones and then busy ones."""
+    """Three times as many connections as there is room for, whatever part of a request they have sent."""
     url, _, _ = limited.greeting()
     host, port = url.removeprefix("http://").split(":")
     with ExitStack() as open_connections:
@@ -101,16 +120,10 @@ def test_connections_never_take_all_file_descriptors(limited: UserServer) -> Non
         def health() -> int:
             return httpx.get(f"{url}/health", timeout=MAX_WAIT, verify=False).status_code
 
-        for _ in range(3 * ROOM):
-            connect(b"")
-        assert [health() for _ in range(5)] == [200] * 5
-
-        def is_full() -> bool:
-            connect(UNFINISHED)
-            return health() == 503
-
-        wait_until(is_full)
-    wait_until(lambda: health() == 200)
+        for start in (b"", GET, UNFINISHED, HEALTH + UNFINISHED):
+            for _ in range(3 * ROOM):
+                connect(start)
+            assert [health() for _ in range(5)] == [200] * 5
     limited.process.terminate()
     _, log = limited.process.communicate(timeout=MAX_WAIT)
     assert limited.process.returncode == 0

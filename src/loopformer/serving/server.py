@@ -174,7 +174,7 @@ def max_connections() -> int:
 
 
 class IdleConnections(dict["LimitedProtocol", None]):
-    """The connections of a server that are not in the middle of a request, the longest idle first."""
+    """The connections of a server without a complete request, the longest idle first."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -185,7 +185,8 @@ class LimitedProtocol(H11Protocol):
     """uvicorn's HTTP protocol with two limits.
 
     A connection that does not send the head of a request in time is closed. At the maximum number of connections a
-    new one replaces the one that has been idle longest, or gets a 503 if none is idle.
+    new one replaces the one that has been idle longest, or gets a 503 if none is idle. A connection counts as idle
+    until its request is complete. Otherwise half-sent bodies would keep everybody else out.
     """
 
     _head_timer: asyncio.TimerHandle | None = None
@@ -206,8 +207,8 @@ class LimitedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # Otherwise a pipelined request has begun, or the connection closes once its answer is sent.
-        if self.cycle.response_complete and not self.transport.is_closing():
+        # Otherwise a complete pipelined request runs, or the connection closes once its answer is sent.
+        if (self.cycle.response_complete or self.cycle.more_body) and not self.transport.is_closing():
             self._idle[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -217,7 +218,10 @@ class LimitedProtocol(H11Protocol):
     def _update_timer(self) -> None:
         """Start the timer at connection and after each answer. Stop it when the head of a request is complete."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self._forget()
+            if self._head_timer is not None or not self.cycle.more_body:
+                self._forget()
+            if self.cycle.more_body:
+                self._idle[self] = None  # since its head came: more of the body does not make it younger
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
             self._idle[self] = None
