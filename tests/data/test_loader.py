@@ -200,18 +200,23 @@ def test_error_reaches_the_reader() -> None:
 
 
 def test_stays_only_so_far_ahead() -> None:
-    made = []
+    made, taken, most_ahead = 0, 0, 0
 
     def items() -> Iterator[int]:
+        nonlocal made, most_ahead
         for number in range(100):
-            made.append(number)
+            made += 1
+            most_ahead = max(most_ahead, made - taken)
             yield number
 
     ahead = Prefetcher(items(), depth=2)
-    next(ahead)
-    time.sleep(0.2)
-    assert len(made) <= 4
-    ahead.close()
+    for _ in ahead:
+        # Two in the queue, and one that the thread holds until there is room for it.
+        while made < min(taken + 3, 100):
+            time.sleep(0.001)
+        taken += 1
+    assert taken == 100
+    assert most_ahead <= 4
 
 
 def test_close_ends_the_thread_and_the_generator() -> None:
@@ -238,7 +243,7 @@ def test_forgotten_reader_ends_the_thread() -> None:
     next(ahead)
     del ahead
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 240  # of a hang
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before
