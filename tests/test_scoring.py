@@ -356,3 +356,15 @@ def test_many_texts_are_scored_a_few_at_a_time(lm: LM) -> None:
     assert max(seen) <= BATCH_TOKENS
     assert len(scores) == 2 * BATCH_TOKENS
     assert scores[-1].logprobs == pytest.approx(lm.score(["told"], budget=1)[0].logprobs, abs=1e-4)
+
+
+def test_one_token_is_a_text_and_a_token_beyond_the_vocabulary_is_refused(lm: LM) -> None:
+    vocab, route = lm.model.config.vocab, Trajectory.uniform(1)
+    (score,) = score_texts(lm.model, [[5]], [route], 0)
+    logits = lm.model(torch.tensor([[0]]), route).logits
+    assert logits is not None
+    assert score.logprobs == pytest.approx([logits[0, 0, :vocab].log_softmax(-1)[5].item()], abs=1e-4)
+    for spans in ([Span((1, vocab, 2), 2), Span((1, 2), 1)], [Span((1, 2), 1), Span((vocab, 1), 1)]):
+        with pytest.raises(LoopformerError, match=f"token ids up to {vocab} but the model knows {vocab}"):
+            loglikelihoods(lm.model, spans, [route])
+    assert loglikelihoods(lm.model, [Span((1, vocab - 1), 1)], [route])[route].tokens == 1

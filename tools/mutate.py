@@ -47,7 +47,7 @@ TARGETS: dict[str, tuple[str, ...]] = {  # a module → the tests that should no
     "model/conditioning.py": ("tests/model/test_looped.py",),
     "model/cost.py": ("tests/model/test_cost.py",),
     "model/looped.py": ("tests/model/test_looped.py", "tests/model/test_cache.py"),
-    "serving/protocol.py": ("tests/serving/test_protocol.py",),
+    "serving/protocol.py": ("tests/serving/test_protocol.py", "tests/serving/test_app.py"),
     "serving/service.py": ("tests/serving/test_service.py", "tests/serving/test_app.py"),
     "training/objective.py": ("tests/training/test_objective.py",),
     "training/optimizer.py": ("tests/training/test_optimizer.py",),

@@ -100,8 +100,9 @@ def test_prefetch_gives_the_same_batches(data: TokenData) -> None:
 
 def test_prefetch_leaves_no_thread(data: TokenData) -> None:
     before = threading.active_count()
-    batches = Loader(data, CONTEXT, batch=2).prefetch()
-    next(batches)
+    loader = Loader(data, CONTEXT, batch=2)
+    batches = loader.prefetch()
+    assert torch.equal(next(batches).inputs, loader.batch(0).inputs)
     assert threading.active_count() == before + 1
     batches.close()
     assert threading.active_count() == before
@@ -168,6 +169,16 @@ def test_validation_windows_are_in_order(prepared: Path) -> None:
     assert few.batch(0, 99).inputs[0].tolist() == batch.inputs[0].tolist()
     assert len(few.batch(3, 3)) == 0
     assert len(validation_windows(data, CONTEXT, limit=10**6)) == len(windows)
+
+
+def test_the_last_window_may_end_with_the_data(prepared: Path) -> None:
+    data = TokenData.open(prepared, "val")
+    (source,) = data.sources
+    for parts in (1, 2):
+        context = (len(source.ids) - 1) // parts
+        windows = validation_windows(data, context)
+        assert len(windows) == (len(source.ids) - 1) // context >= parts
+    assert len(validation_windows(data, len(source.ids) - 1)) == 1
 
 
 def test_wrong_use(data: TokenData) -> None:

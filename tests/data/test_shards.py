@@ -38,6 +38,17 @@ def test_what_it_tells(folder: Path, prepared: Path) -> None:
     assert data.eot == data.tokenizer.eot
     assert data.index_hash == TokenData.open(prepared).index_hash
     data.verify()
+    assert not (folder / "verified.json").exists()
+
+
+def test_much_to_read_is_announced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    TokenData.open(folder).verify(say=said.append)
+    assert not said
+    size = sum(path.stat().st_size for path in folder.glob("news-train-*.bin"))
+    monkeypatch.setattr("loopformer.data.shards._MIN_ANNOUNCED_BYTES", size)
+    TokenData.open(folder).verify(say=said.append)
+    assert said == [f"comparing {size / 1e9:.1f} GB of shards in {folder} with their checksums"]
 
 
 def test_no_index(folder: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from loopformer import LoopedLM, LoopformerError, Trajectory
 from loopformer.config import Conditioning, ModelConfig
-from loopformer.model.block import EPSILON, RMSNorm
+from loopformer.model.block import EPSILON, RMSNorm, rotary_angles
 from loopformer.model.conditioning import ZeroLinear
 from loopformer.scoring import TrajectoryTree
 
@@ -338,3 +338,18 @@ def test_uniform_only_models_refuse_schedules_and_extrapolation_is_asked_for(tin
         with pytest.raises(LoopformerError, match="only follow uniform"):
             LoopedLM(replace(tiny, conditioning=kind))(ids, "2-1-1")
     assert len(LoopedLM(tiny)(ids, 6, beyond=True, states=True).states) == 6
+
+
+def test_rotary_angles_are_those_of_the_formula(tiny: ModelConfig) -> None:
+    positions, width = [[0, 3, 17], [2, 1, 900]], 8
+    angles = [[[p / 10_000 ** (2 * i / width) for i in range(width // 2)] for p in row] for row in positions]
+    expected = torch.tensor(angles, dtype=torch.float64)[:, None]
+    cos, sin = rotary_angles(torch.tensor(positions), width, torch.float64)
+    torch.testing.assert_close(cos, expected.cos(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(sin, expected.sin(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_only_learned_positions_are_weights(tiny: ModelConfig, positions: str) -> None:
+    weights = LoopedLM(replace(tiny, positions=positions)).state_dict()  # type: ignore[arg-type]
+    assert ("places.weight" in weights) == (positions == "learned")

@@ -78,6 +78,22 @@ def test_the_papers_pair_is_drawn_as_before() -> None:
         assert draw_trajectories(run, step, 2) == [Trajectory.uniform(8), expected]
 
 
+def test_only_what_is_random_is_drawn() -> None:
+    """A full or fixed budget takes no number from the generator, which the entries after it share."""
+    entries = (
+        TrainedTrajectory("full"),
+        TrainedTrajectory(2, "compositions"),
+        TrainedTrajectory("any", "sequential"),
+    )
+    run = RunConfig(ModelConfig(), objective=ObjectiveConfig(trajectories=entries))
+    for step in range(1, 20):
+        rng = random.Random(f"{run.training.seed}/{step}/0")
+        fixed = Trajectory.sample(8, rng, 2, "compositions")
+        budget = 1 + rng.randrange(8)
+        expected = [Trajectory.uniform(8), fixed, Trajectory.sample(8, rng, budget, "sequential")]
+        assert draw_trajectories(run, step, 0) == expected
+
+
 def test_budgets_of_a_list() -> None:
     objective = ObjectiveConfig(
         trajectories=(
